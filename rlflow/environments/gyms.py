@@ -1,4 +1,8 @@
-"""Environments of other packages: Gymnasium's with texts, SkyRL-Gym's, and the games of textarena."""
+"""Adapters for environments of other packages: Gymnasium's with texts, SkyRL-Gym's, and the games of textarena.
+
+Each has the methods by which a conversation runs an environment: `reset(**row)` with the row of the dataset, then
+`initial_observation()`, then `step(message)` for each turn of the policy, in the process of its host.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,20 @@ from rlflow.values.path import hashed
 class TextGym:
     """An environment of Gymnasium's form, whose observations and actions are texts.
 
-    `reset` is given the row's column `seed` as `seed`, and the row as `options`, where it takes them; it returns an
-    observation, or one and a mapping. `step(action)` returns observation, reward, terminated, truncated, info.
+    If its `reset` has the parameters `seed` and `options`, they are the row's column `seed` and the whole row. It
+    returns an observation, or an observation and a mapping. `step(action)` returns observation, reward, terminated,
+    truncated and info:
+
+        class Guess:
+            def reset(self, seed=None):
+                return "Guess a number.", {}
+
+            def step(self, action):
+                return "higher", 0.0, False, False, {}  # reward 0, and the policy reads "higher"
 
     Args:
-        gym: Dotted path of the class, or of a function that makes one.
-        options: Arguments that it is made with.
+        gym: Dotted path of the class, or of a function that constructs the environment.
+        options: Arguments of that class or function.
     """
 
     def __init__(self, gym: str, options: Mapping[str, Any] | None = None) -> None:
@@ -47,12 +59,14 @@ class TextGym:
 class SkyRLGym:
     """An environment of SkyRL-Gym's form: `init(prompt)`, `step(text) -> {observations, reward, done, metadata}`.
 
-    It is made with `env_config` and, as `extras`, the row of the dataset.
+    For each conversation the class is constructed with the arguments `env_config`, and `extras`, the dataset's row. Its
+    `step` gets the text of a turn, and its `observations` are the messages that answer, unless `done` is true.
 
     Args:
         gym: Dotted path of the class, such as `skyrl_gym.envs.gsm8k.multi_turn_env.GSM8kMultiTurnEnv`.
-        config: Given to the class as `env_config`.
-        prompt: The column of the dataset that has the messages of the prompt.
+        config: Argument `env_config` of the class.
+        prompt: Column of the dataset that has the prompt, a text or messages. `init` may add messages after them, and
+            is refused if it changes them.
     """
 
     def __init__(self, gym: str, config: Mapping[str, Any] | None = None, prompt: str = "prompt") -> None:
@@ -87,17 +101,25 @@ PLAYER, OPPONENT = "player", "opponent"
 class TextArena:
     """A game of textarena, in which each message of the policy is a move.
 
-    Its seats are `player` and `opponent`, or `opponent_1`, `opponent_2` ... of several. A row of the dataset decides
-    its game, by its column `seed` or else by all that it has: what is drawn in it, and which seat is its Player 0.
+    Its seats are `player` and `opponent`; with more than two players they are `player`, `opponent_1`, `opponent_2` and
+    so on. The row of the dataset decides the game, by its column `seed`, or by a hash of the row if that is no whole
+    number: what is drawn in the game, and which seat is Player 0. With two seats and the seed 3 it is `opponent`.
+    `step` returns one of two mappings:
 
-    The games draw from the process-wide `random` and NumPy. Here each has a state of its own, which is put in place for
-    its moves; what was there comes back.
+        {"next_seat": "opponent", "next_messages": [{"role": "user", "content": "[Player 1] [4]\\n[GAME] ..."}]}
+        {"rewards": {"player": 1.0, "opponent": -1.0}, "episode_done": True}
+
+    Games draw from the process-wide `random` and NumPy. Each game has states of its own, which replace those of the
+    process during its moves.
 
     Args:
         env_id: Id of the game, such as `GuessTheNumber-v0`, `TicTacToe-v0`, `Nim-v0` or `KuhnPoker-v0`. Some load word
             lists from the network.
-        players: Players of the game.
-        options: Settings that the game is made with, such as `{max_number: 50}`.
+        players: Number of players.
+        options: Arguments with which textarena makes the game, such as `{max_number: 50}`.
+
+    Raises:
+        UserError: textarena is not installed, or has no such game.
     """
 
     _drawing: ClassVar[Lock] = Lock()  # of the process-wide states
@@ -115,10 +137,10 @@ class TextArena:
 
     @classmethod
     def seats(cls, env_id: str, players: int = 1, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """The names of the seats; a game of one player has one.
+        """Names of the seats, known before a game is made: `("player", "opponent_1", "opponent_2")` for 3 players.
 
         Raises:
-            UserError: There is no such package, or no such game.
+            UserError: textarena is not installed, or has no such game.
         """
         _package_with(env_id)
         if players <= 2:
@@ -148,7 +170,7 @@ class TextArena:
         return {"rewards": by_seat, "episode_done": True}
 
     def _observed(self) -> dict[str, Any]:
-        """The seat that speaks next, and the messages that it has not seen yet."""
+        """The seat whose turn it is, and what it has not seen yet, without its own moves, as a message of the user."""
         with self._own_states():
             player, said = self._bare.get_observation()
         names = self._bare.state.role_mapping
@@ -162,13 +184,13 @@ class TextArena:
 
     @contextmanager
     def _own_states(self) -> Iterator[None]:
-        """Within it the process draws from this game's states."""
+        """Use this game's random states in a `with` block; other games wait meanwhile."""
         with self._drawing, self._draws.in_place():
             yield
 
 
 def _package_with(env_id: str) -> Any:
-    """The package, which has this game."""
+    """Import textarena and return it; a `UserError` if it is not installed, or has no such game."""
     require("textarena", f"the game {env_id!r}", "games")
     import textarena
 

@@ -21,18 +21,24 @@ from rlflow.worker import Worker, WorkerError
 
 
 class HostError(WorkerError):
-    """An environment in the rank's own process raised, or one anywhere gave what is no answer; the text says why."""
+    """An environment in the rank's own process raised, or any environment returned something invalid; says why."""
 
 
 class InProcess:
-    """Does what `Worker` does in the rank's own process: the fastest, with no limit on what a call takes.
+    """Runs an environment in the rank's own process: faster than a `Worker`, without limits of time and memory.
 
-    What is drawn from the process-wide `random` and NumPy is drawn from states of this conversation's own.
+    It has the methods of `Worker`, called in the same order. It runs one conversation's environment at a time; while
+    its code runs, the process-wide `random` and NumPy are in the states of this conversation.
+
+        host = InProcess()
+        host.begin(7, ["my_env.WordGame"])
+        host.make("my_env.WordGame", word="house")
+        host.call("guess", letter="o")  # what its method returns; a `HostError` if it raises
 
     Args:
-        coroutines: For the environments of several hosts; of its own where None.
-        overlaps: Whether all code runs on the event loop of `coroutines`, where a call that awaits leaves others room.
-            Then calls may come from several threads; else what is no coroutine runs in the thread of its call.
+        coroutines: Event loop that several hosts share; None for one of this host's own.
+        overlaps: Whether all code runs on this event loop, so that other calls run while one awaits. Then several
+            threads may call. Otherwise code that is no coroutine runs in the thread of its call.
     """
 
     def __init__(self, coroutines: Coroutines | None = None, overlaps: bool = False) -> None:
@@ -44,7 +50,7 @@ class InProcess:
         self._seed = 0
 
     def begin(self, seed: int, paths: Sequence[str]) -> None:
-        """Begin a conversation: import what is at these paths, then seed `random` and NumPy for it."""
+        """Begin a conversation: import what is at dotted paths, then seed the states of `random` and NumPy for it."""
         self._draws = OwnDraws(seed)
         for path in paths:
             self._value(path, partial(_at, path))
@@ -52,21 +58,21 @@ class InProcess:
         self._seed = seed
 
     def draws(self) -> Any:
-        """The states of `random` and NumPy as JSON; None where nothing was drawn since `begin`."""
+        """The conversation's states of `random` and NumPy as JSON; None where nothing was drawn since `begin`."""
         assert self._draws is not None, "nothing has begun"
         states = self._draws.to_json()
         return None if states == OwnDraws(self._seed).to_json() else states
 
     def set_draws(self, states: Any) -> None:
-        """Let what is drawn follow from states that `draws` gave; after `begin`."""
+        """Set the states of `random` and NumPy to what `draws` of a host or worker returned; after `begin`."""
         self._draws = OwnDraws.from_json(states)
 
     def make(self, path: str, /, **given: Any) -> None:
-        """Make the environment, in place of the one before."""
+        """Construct the environment from the class at a dotted path, in place of the one before."""
         self._kept = self._value(path, lambda: _at(path)(**given))
 
     def call(self, method: str, /, **given: Any) -> Any:
-        """What a method of the environment returns."""
+        """What a method of the environment returns; a coroutine is awaited."""
         return self._value(method, lambda: getattr(self._kept, method)(**given))
 
     def read(self, name: str, /) -> Any:
@@ -74,13 +80,13 @@ class InProcess:
         return self._value(name, lambda: getattr(self._kept, name, None))
 
     def text(self, name: str, method: bool, given: Mapping[str, Any]) -> str:
-        """What a method of the environment, or else a function, returns, as text."""
+        """What a tool returns, converted by `str`: a method of the environment, or the function at a dotted path."""
         said = self._value(name, lambda: (getattr(self._kept, name) if method else _at(name))(**given))
         text: str = self._value(name, lambda: str(said))  # its own `__str__` is code of the environment too
         return text
 
     def close(self) -> None:
-        """End whatever runs."""
+        """Drop the environment, and end the event loop if it is this host's own."""
         self._kept = None
         if self._owns:
             self._coroutines.close()
@@ -115,10 +121,10 @@ draws_of_task: ContextVar[OwnDraws | None] = ContextVar("draws_of_task", default
 
 
 class Coroutines:
-    """Runs calls on one event loop, in a thread that begins with the first; a call may wait while others run.
+    """An event loop in a thread of its own, which starts with the first call; calls that await run concurrently.
 
-    Whatever a task and the tasks that it makes draw from the process-wide `random` and NumPy is of the call's own
-    states. `result` is for several threads at once, each of which waits for its call.
+    While a call runs, and the tasks that it makes, the process-wide `random` and NumPy are in the states of that call.
+    Several threads may call `result`; each waits for its own call.
     """
 
     def __init__(self) -> None:
@@ -126,12 +132,17 @@ class Coroutines:
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event, threading.Thread] | None = None
 
     def result(self, call: Callable[[], Any], draws: OwnDraws | None) -> Any:
-        """What a call returns, which is made on the loop; what it gives to await is awaited."""
+        """Run a function on the event loop, plain or `async`, and return its value; what it raises is raised here.
+
+        Args:
+            call: Function without arguments.
+            draws: States of random numbers while it runs; None for those of the process.
+        """
         draws_of_task.set(draws)  # tasks have a copy of the context that they are made in
         return asyncio.run_coroutine_threadsafe(_awaited(call), self._loop()).result()
 
     def close(self) -> None:
-        """Cancel what is awaited and close the loop, where there is one; a later call has another."""
+        """Cancel calls in progress and close the event loop, if there is one; a later call starts another."""
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
@@ -152,13 +163,13 @@ class Coroutines:
 
 
 def _run(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Run a loop until the event is set; what is awaited then is cancelled."""
+    """Run an event loop until `stop` is set; tasks in progress are then cancelled."""
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(stop.wait())
 
 
 class DrawingCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine that draws from states of its own whenever it runs."""
+    """A coroutine that replaces the process-wide random states by its own whenever it runs, until it awaits."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], draws: OwnDraws) -> None:
         self._coroutine = coroutine
@@ -190,10 +201,14 @@ async def _awaited(call: Callable[[], Any]) -> Any:
 
 
 class OwnDraws:
-    """States of `random` and of NumPy's legacy generator, in place of the process's for as long as a call takes.
+    """Own states of `random` and of NumPy's legacy generator, which replace those of the process during a call.
+
+        draws = OwnDraws(seed=7)
+        with draws.in_place():
+            random.random()  # always the same first number; the next block goes on with the second
 
     Args:
-        seed: Not below 0; the same gives the same numbers. None for the states that are there.
+        seed: Seed of both, not below 0; None for a copy of the process's present states.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -202,14 +217,14 @@ class OwnDraws:
             self._states = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
 
     def to_json(self) -> list[Any]:
-        """The states."""
+        """The states as JSON: `[[version, numbers, gauss], [name, numbers, place, has_gauss, gauss]]`."""
         (version, numbers, gauss), of_numpy = self._states
         kind, array, *rest = of_numpy
         return [[version, list(numbers), gauss], [kind, array.tolist(), *rest]]
 
     @classmethod
     def from_json(cls, states: list[Any]) -> OwnDraws:
-        """States that `to_json`, or a worker, gave."""
+        """The states that `to_json` or `Worker.draws` returned; NumPy's may be None, for the process's present ones."""
         (version, numbers, gauss), of_numpy = states
         draws = cls()
         draws._states = (version, tuple(numbers), gauss), tuple(of_numpy) if of_numpy is not None else draws._states[1]
@@ -217,7 +232,10 @@ class OwnDraws:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the process draws from these states; afterwards from what was there. For one thread at a time."""
+        """Use these states for the process-wide `random` and NumPy in a `with` block, for one thread at a time.
+
+        Afterwards the states from before the block are back, and these have moved on by what was drawn.
+        """
         outside = random.getstate(), np.random.get_state()
         random.setstate(self._states[0])
         np.random.set_state(self._states[1])

@@ -1,8 +1,8 @@
 """`RendererBridge`: turns written and read by a renderer of the package `renderers`, made for the model's family.
 
-A renderer writes messages as tokens without a chat template, goes on after the tokens that were sampled, and parses
-calls of tools from tokens. So a family can train whose template writes earlier turns anew, such as thinking models.
-The package: github.com/PrimeIntellect-ai/renderers.
+A renderer writes messages as tokens without a chat template, continues after the tokens that were sampled, and parses
+calls of tools from tokens. It is for families whose chat template changes the text of earlier turns, such as thinking
+models. The package: github.com/PrimeIntellect-ai/renderers.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ HARMONY_VOCABULARY = "TIKTOKEN_ENCODINGS_BASE"  # where openai_harmony finds its
 
 
 class RendererBridge(Bridge):
-    """Writes and reads turns by a renderer. The network is never asked.
+    """Writes and reads turns by a renderer of the package `renderers`, without access to the network.
 
     Args:
         tokenizer: Tokenizer of the model.
-        renderer: The renderer's name, such as `qwen3`; or a mapping of its `name` and settings. `auto` is what the
-            package's table has for the model's name.
-        schemas: Schemas of the tools that the policy is told of.
-        answer: The role in which the environment answers turns, which is tried.
+        renderer: Name of the renderer, such as `qwen3`; or its name and settings, such as
+            `{"name": "qwen3", "thinking_retention": "all"}`. `auto` takes the renderer that the package lists for the
+            model's name.
+        schemas: JSON schemas of the tools that are described to the policy.
+        answer: Role of the messages by which the environment answers, `user` or `tool`; the constructor tries one.
 
     Raises:
         UserError: The package is not installed, it has no such renderer, the tokenizer is not of this family, or the
-            renderer writes earlier turns anew when a message of this role comes.
+            renderer changes earlier turns when a message of the role `answer` follows.
     """
 
     def __init__(
@@ -100,10 +101,10 @@ class RendererBridge(Bridge):
         return ParsedTurn(text, tuple(_call(each) for each in parsed.tool_calls), whole)
 
     def _check_goes_on(self, role: str) -> None:
-        """Find the token that closes a turn which was cut, and try one that ended.
+        """Try a message after a turn that ended, and after one that was cut, and put the token that closes it first.
 
         Raises:
-            UserError: The renderer does not go on after a turn.
+            UserError: The renderer cannot continue after such turns without changing their tokens.
         """
         named = {"name": self._tools[0]["function"]["name"]} if self._tools and role == "tool" else {}
         new = [message(role, "?", **named)]
@@ -127,7 +128,7 @@ class RendererBridge(Bridge):
         self.ends = (first, *(each for each in self.ends if each != first))
 
     def _bridged(self, before: Sequence[int], spoken: Sequence[int], new: Sequence[Message]) -> list[int] | None:
-        """What follows the turn; None where the renderer cannot go on after these tokens as they are."""
+        """Token ids that follow a turn, see `after`; None where the renderer would change the tokens before them."""
         bridged = self._renderer.bridge_to_next_turn(list(before), list(spoken), self._marked(new), tools=self._tools)
         known = [*before, *spoken]
         if bridged is None or bridged.token_ids[: len(known)] != known:
@@ -136,7 +137,7 @@ class RendererBridge(Bridge):
 
 
 def _made(tokenizer: Any, named: RendererName) -> tuple[str, Any]:
-    """The name of a renderer, and the renderer."""
+    """Construct a renderer, and return it after its name: `qwen3`, for example, where `named` is `auto`."""
     require("renderers", "`data.renderer`", "renderers")
     with importable("renderers", "`data.renderer`"):
         from renderers import config_from_name, create_renderer
@@ -180,7 +181,7 @@ def _made(tokenizer: Any, named: RendererName) -> tuple[str, Any]:
 
 
 def _call(parsed: Any) -> ToolCall:
-    """A call as the renderer parsed it."""
+    """Convert a call that the renderer parsed; its problem, if it has one, is in words for the policy."""
     name = parsed.name if isinstance(parsed.name, str) else ""
     if problem := PROBLEMS.get(str(parsed.status), ""):
         return ToolCall(name, {}, problem)

@@ -1,8 +1,12 @@
-"""`TemplateBridge`: the tokens of the next turn by the chat template, without tokenising the earlier ones again.
+"""`TemplateBridge` writes the next turn by the tokenizer's chat template, and never tokenises earlier turns again.
 
-A policy's tokens stay what it sampled. What the environment says is written by the chat template, and only what the
-template adds to the conversation so far is tokenised. This is right where a template is stable: adding messages changes
-nothing of what stood before. Templates that are not are refused before the run, with the first token that differs.
+Tokens of the policy stay as they were sampled. The template writes what the environment answers, and only the text that
+it adds to the conversation is tokenised. This needs a stable template: new messages do not change the text of earlier
+ones. Other templates are refused before the run, with the first token that differs. With a ChatML template:
+
+    begin      <|im_start|>user\\n2 + 3?<|im_end|>\\n<|im_start|>assistant\\n
+    sampled    5<|im_end|>
+    after      \\n<|im_start|>user\\nAnd 4 more?<|im_end|>\\n<|im_start|>assistant\\n
 """
 
 from __future__ import annotations
@@ -22,16 +26,18 @@ CALL_ID = "000000000"  # of a call that has none, for templates that write ids; 
 
 
 class TemplateBridge(Bridge):
-    """Writes turns by a tokenizer's own chat template.
+    """Writes and reads turns by a tokenizer's own chat template, which the constructor tries.
 
     Args:
         tokenizer: Tokenizer with a chat template.
-        schemas: Schemas of the tools that the template tells the policy of. With some, only tools answer a turn.
-        tool_calls: The form in which the policy calls tools, by its name in `TOOL_FORMS`; None for the form in which
-            the template writes calls, or tells the policy to.
+        schemas: JSON schemas of the tools that the template describes to the policy. If there are any, a turn is
+            answered by tools only; otherwise by messages of the environment.
+        tool_calls: Name in `TOOL_FORMS` of the form in which the policy calls tools, such as `hermes`; None to take the
+            form in which the template writes calls, or else one that its description of the tools mentions.
 
     Raises:
-        UserError: There is no template, it is not stable, or the form is not known.
+        UserError: There is no template, it is not stable, it does not end a turn with a special token, it ignores
+            `schemas`, or the form of calls is unknown.
     """
 
     def __init__(
@@ -77,9 +83,10 @@ class TemplateBridge(Bridge):
         return ids[1:] if ended else ids  # they begin with the end of the turn
 
     def _after_calls(self, answers: Sequence[Message]) -> list[int]:
-        """What follows the end of a turn that called tools, which the template ends in another way than other turns.
+        """Token ids of tools' answers, and of the beginning of the next turn, after the token that ends a calling turn.
 
-        Each answer is written after a call of its own, from which the template takes the tool's name.
+        Used where the template ends a turn that calls tools by another token than other turns. Each answer is written
+        after a call of its own, from which the template takes the tool's name.
         """
         text = ""
         for number, each in enumerate(answers, start=1):
@@ -98,7 +105,7 @@ class TemplateBridge(Bridge):
         return ParsedTurn(text, tuple(self.form.calls(marked_text, self._schemas)), text)
 
     def _form_of_template(self) -> ToolForm | None:
-        """The form in which a call that the template writes is read back; else one that it speaks of."""
+        """The form in which a call that the template writes can be read; else one whose mark the template mentions."""
         if self._tools is None:
             return None
         call = ToolCall(self._tools[0]["function"]["name"], {"text": "a b"})
@@ -116,7 +123,10 @@ class TemplateBridge(Bridge):
         )
 
     def _written_call(self, call: ToolCall) -> str:
-        """A turn that calls a tool with its end, as the template writes it; empty where it writes none."""
+        """Text of a turn that calls a tool and of its end, as the template writes it; empty where it refuses.
+
+        For example `<tool_call>\\n{"name": "guess", "arguments": {"word": "a"}}\\n</tool_call><|im_end|>\\n`.
+        """
         asked = [message("user", "?")]
         try:
             before, text = self._written(asked, generate=True), self._written([*asked, _calling(call)])
@@ -147,7 +157,7 @@ class TemplateBridge(Bridge):
         return rest[0]
 
     def _call_end(self) -> list[int]:
-        """The token that ends a turn which calls a tool, where the template writes such turns."""
+        """The token that ends a turn which calls a tool, if it is another one than ends other turns; else empty."""
         if self._tools is None:
             return []
         written = self._written_call(ToolCall(self._tools[0]["function"]["name"], {}))
@@ -155,7 +165,7 @@ class TemplateBridge(Bridge):
         return [] if self._turn_end() in ids else ids[-1:]
 
     def _check_stable(self) -> None:
-        """A conversation of every kind of message that may come, and each of its beginnings."""
+        """Refuse a template that changes earlier text when messages of any kind are added, thoughts included."""
         for thought in ("", "<think>\ns\n</think>\n\n"):
             self._check_stable_after(thought + SPOKEN)
 
@@ -172,7 +182,7 @@ class TemplateBridge(Bridge):
             whole = [*whole, answer, turn]
 
     def _differing(self, before: str, after: str) -> str:
-        """What is wrong with a template, with the first token that differs."""
+        """Message of the error for an unstable template, with the first token that differs."""
         old, new = self._ids(before), self._ids(after)
         at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         was, now = (self._text(ids[at:], special=True)[:30] for ids in (old, new))
@@ -217,6 +227,6 @@ def _named(name: str) -> ToolForm:
 
 
 def _calling(call: ToolCall) -> Message:
-    """A turn that calls a tool, as chat templates take it."""
+    """The message of a turn that calls a tool, in the form that chat templates take (OpenAI's `tool_calls`)."""
     function = {"name": call.name, "arguments": dict(call.arguments)}
     return message("assistant", "", tool_calls=[{"id": CALL_ID, "type": "function", "function": function}])

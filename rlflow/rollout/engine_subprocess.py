@@ -1,4 +1,17 @@
-"""An engine in a process of its own, for jobs in which only some ranks have engines: both ends of the connection."""
+"""A rollout engine in a separate process of the same machine: both ends of the connection.
+
+Used where only some ranks have engines, or two engines cannot share a process. The messages on the socket are pickled:
+
+    rank (`EngineSubprocess`)                    engine's process (`main`)
+    the engine                             ->
+    ("setup", (model_path, place))         ->
+                                           <-    Answer(policy_version=-1)
+    ("update_weights", (7,))               ->
+    SentWeight, then a file descriptor     ->
+                                           <-    Signal.TAKEN, for each weight
+    Signal.END                             ->
+                                           <-    Answer(policy_version=7, result=SyncReport(...))
+"""
 
 from __future__ import annotations
 
@@ -49,24 +62,24 @@ _stores: dict[str, Any] = {}  # where the processes of an engine meet, by addres
 
 
 class EngineSubprocess(RolloutEngine):
-    """Does what `engine` does, in another process of the same machine.
+    """Runs `engine` in another process of the same machine; each rank that shares the engine starts one.
 
-    Weights reach it one by one by memory that both processes map: on the CPU of each tensor only the slices that this
-    rank's part of the engine holds, on a GPU all of it (CUDA IPC), of which the engine takes its part.
+    Weights are sent one by one through memory that both processes map. On the CPU it holds only the slices of a tensor
+    that this rank's part of the engine needs; on a GPU it holds the whole tensor (CUDA IPC).
 
-    Every call raises what the engine raises: `UserError` and `WeightSyncError` with their text, anything else, a death
-    and a timeout as `EngineProcessError`. The process ends with this one, however this one ends.
+    `UserError` and `WeightSyncError` of the engine are raised here with their text. Any other error, the end of the
+    process and a timeout are raised as `EngineProcessError`. The process ends when this one does, even if it is killed.
 
     On the CPU, and where no other rank shares the engine, a process that dies or hangs while it generates is started
-    again, once for each sync: it gets the weights that it was sent last, of which this one keeps a copy, reads them
-    back, and generates anew. A response depends on its prompt and seed, so it is the same.
+    again, once for each sync. It receives a copy of the last weights, verifies them, and generates again. A response
+    depends only on weights, prompt and seed, so it is the same.
 
     Args:
         engine: The engine as constructed; it is set up in the other process and never in this one.
         index: Index of this rank among those that share the engine.
-        size: How many share it.
-        address: Address from `free_address` of the first of them; unused where there is only one.
-        timeout_s: Bounds every wait.
+        size: How many ranks share the engine.
+        address: What `free_address` returned on the first of these ranks; unused where there is only one.
+        timeout_s: Seconds that any wait for the process may take; after them it is killed.
     """
 
     def __init__(self, engine: RolloutEngine, *, index: int, size: int, address: str, timeout_s: float = 600.0) -> None:
@@ -113,7 +126,7 @@ class EngineSubprocess(RolloutEngine):
             raise
 
     def _environment(self, local_rank: int) -> dict[str, str]:
-        """This process's, but for the job that the rank is in: the engine's processes are a job of their own."""
+        """Environment variables of the engine's process; `RANK` and `WORLD_SIZE` count ranks that share the engine."""
         of_job = ("TORCHELASTIC_", "PET_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(of_job)}
         host, _, port = self._address.rpartition(":")
@@ -169,7 +182,10 @@ class EngineSubprocess(RolloutEngine):
         self._sent_version = NO_VERSION
 
     def _call_or_restart(self, method: str, doing: str, new: Any, again: Any, *arguments: Any) -> Any:
-        """Call a method with what is `new`; where the process is gone, start it and call once more, with `again`.
+        """Call a method of the engine; where the process is gone, start it again and repeat the call.
+
+        The first argument is `new`, and in the repeated call `again`: of `step` all turns in progress, which the new
+        process lacks. `doing` is for messages, such as `generate 8 responses`.
 
         Raises:
             EngineProcessGone: It is not started again, see `_restart`.
@@ -196,7 +212,7 @@ class EngineSubprocess(RolloutEngine):
         self._loaded([[named] for named in self._sent], version, keeps=False)
 
     def _loaded(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int, keeps: bool) -> SyncReport:
-        """Send weights, which the engine reads back."""
+        """Send weights, which the engine reads back; `keeps` says whether to store a copy of them for `_restart`."""
         process, doing = self._running(), f"load the weights of version {version}"
         self.policy_version = NO_VERSION
         process.send(("update_weights", (version,)), doing)
@@ -232,7 +248,10 @@ class EngineSubprocess(RolloutEngine):
         _stores.pop(self._address, None)
 
     def _stream(self, process: EngineConnection, buckets: Iterable[list[tuple[str, Tensor]]], doing: str) -> Any:
-        """Send every weight, the next copied while the engine loads the one before it; the answer to them all."""
+        """Send all weights, the next copied while the engine loads the one before, and return its `Answer`.
+
+        If `buckets` raises, the engine is sent `Signal.WITHDRAWN`, and the error is raised here.
+        """
         weights = (named for bucket in buckets for named in bucket)
         loading = False
         while True:
@@ -256,7 +275,7 @@ class EngineSubprocess(RolloutEngine):
             loading = True
 
     def _shared(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[SentWeight, int | None] | None:
-        """The next weight in the engine's dtype, its pieces in memory that both processes map; None after the last."""
+        """The next weight in memory that both processes map, on the CPU with its descriptor; None after the last."""
         named = next(weights, None)
         if named is None:
             return None
@@ -293,9 +312,10 @@ class EngineSubprocess(RolloutEngine):
 
 
 def free_address() -> str:
-    """Where the processes of an engine meet: `host:port` of a store in this process, the first of its ranks.
+    """Start the `TCPStore` at which the processes of an engine meet, and return its address, such as `10.0.0.4:41237`.
 
-    The host is the address of this machine that reaches the job's `MASTER_ADDR`.
+    Called on the first of the ranks that share the engine; `EngineSubprocess.close` ends the store. The host is the
+    address of this machine from which the job's `MASTER_ADDR` is reached.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
@@ -314,23 +334,23 @@ TAIL = 4096  # bytes of them that an error repeats
 
 
 class EngineProcessError(RuntimeError):
-    """The engine's process died, hung, or failed in a way that is no user's and no sync's fault."""
+    """The engine's process died, hung, or raised something else than `UserError` and `WeightSyncError`."""
 
 
 class EngineProcessGone(EngineProcessError):
-    """The process died, or did not answer in time and was ended."""
+    """The engine's process died, or did not answer in time and was killed."""
 
 
 class EngineConnection:
-    """The process, and what goes to it and comes from it.
+    """Starts the engine's process, and exchanges messages with it.
 
-    It is started as a command of its own, so that the user's script is not run again. What it prints goes where this
-    process's output goes at that moment; the end of its errors is kept, in case it dies.
+    It runs `python -c`, so that the user's script is not run again. Its output goes where this process's output goes
+    when it starts. The last 4 kB of its standard error are stored, and appear in the error if it dies.
 
     Args:
         rank: Rank that has the engine, for messages.
-        environment: Environment of the process.
-        timeout_s: Bounds every wait.
+        environment: Environment variables of the process.
+        timeout_s: Seconds that any wait for the process may take.
     """
 
     def __init__(self, rank: int, environment: Mapping[str, str], timeout_s: float) -> None:
@@ -359,7 +379,11 @@ class EngineConnection:
         return self._popen.poll() is None
 
     def send(self, message: Any, doing: str, descriptor: int | None = None) -> None:
-        """Send a message, and a file descriptor after it, which is closed here."""
+        """Pickle and send a message, and after it a file descriptor, which is then closed in this process.
+
+        Raises:
+            EngineProcessGone: The process died, or did not take the message in time.
+        """
         try:
             self._connection.send_bytes(pickle.dumps(message))
             if descriptor is not None:
@@ -428,15 +452,16 @@ TOLD_AS_THEY_ARE: tuple[type[Exception], ...] = (UserError, WeightSyncError)
 
 @dataclass(frozen=True)
 class SentWeight:
-    """A tensor on its way; a file descriptor of shared memory follows, unless it lies in a GPU's.
+    """Description of one tensor of a sync. On the CPU the file descriptor of its shared memory follows.
 
     Attributes:
-        name: The trainer's.
+        name: The trainer's name of the tensor.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
-        pieces: Slices that alone have the tensor's values; none where all of it has.
-        fingerprints: Fingerprints of the pieces, or of the whole, before they were copied.
-        on_gpu: What opens the memory of a GPU that both processes use: a function and its arguments.
+        pieces: Slices that this rank's part of the engine holds; on the CPU only these are in the shared memory. Empty
+            where the engine does not name its pieces; then the whole tensor is.
+        fingerprints: Fingerprint of each piece, or of the whole tensor, taken before the copy.
+        on_gpu: Function and arguments that open the tensor in the GPU's memory; None on the CPU.
     """
 
     name: str
@@ -448,10 +473,10 @@ class SentWeight:
 
 
 class Signal(Enum):
-    """What stands for a weight, or answers it.
+    """Messages of a sync in addition to the weights.
 
-    END comes after the last weight; WITHDRAWN where the next should be, for the trainer's side failed; TAKEN says that
-    the weight sent last is loaded, or kept by the engine, and the next may come.
+    The rank sends END after the last weight, and WITHDRAWN in place of the next where training's side failed. The
+    engine's process answers a weight by TAKEN: the next may be sent.
     """
 
     END = "end"
@@ -464,10 +489,11 @@ class Answer:
     """The answer to a call of the engine.
 
     Attributes:
-        policy_version: Version that the engine now holds.
+        policy_version: Version of the weights that the engine now holds; `NO_VERSION` for none.
         result: What the engine's method returned.
-        raised: What it raised instead: the error's class, if rank and engine know it alike, else None; its text, such
-            as `ZeroDivisionError: division by zero`; and its traceback. None where it returned.
+        raised: Class, text and traceback of the error that it raised; None where it returned. The class is None for
+            any other error than `UserError` and `WeightSyncError`; then the text names it, such as
+            `ZeroDivisionError: division by zero`.
     """
 
     policy_version: int
@@ -476,12 +502,12 @@ class Answer:
 
 
 def main(descriptor: int, parent: int, timeout_s: float) -> None:
-    """Serve the rank at the other end of the socket until it is gone.
+    """Entry of the engine's process: serve the rank at the other end of the socket until it closes it or is gone.
 
     Args:
-        descriptor: Descriptor of the socket.
-        parent: Id of the rank's process.
-        timeout_s: For each collective of the engine's own group.
+        descriptor: File descriptor of the socket, inherited from the rank's process.
+        parent: Process id of the rank.
+        timeout_s: Timeout of each collective in the engine's own process group.
     """
     for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; they are the rank's, with which this process ends
         signal.signal(number, signal.SIG_IGN)
@@ -514,7 +540,7 @@ def _join(timeout_s: float) -> None:
 
 
 def _serve(connection: Connection, engine: RolloutEngine) -> None:
-    """Call the engine as the rank says."""
+    """Call the methods of the engine that the rank names, and send an `Answer` to each."""
     while True:
         method, arguments = connection.recv()
         if method == "update_weights":
@@ -531,7 +557,7 @@ def _serve(connection: Connection, engine: RolloutEngine) -> None:
 
 
 def _buckets(connection: Connection) -> Iterator[list[tuple[str, Tensor]]]:
-    """Buckets of one weight each, as they come; each is acknowledged when the next is asked for."""
+    """Receive weights as buckets of one tensor each; a tensor is acknowledged when the next bucket is asked for."""
     while (weight := connection.recv()) is not Signal.END:
         if weight is Signal.WITHDRAWN:
             raise WeightSyncError("the trainer withdrew its weights")
@@ -560,14 +586,17 @@ def fingerprints(tensor: Tensor, pieces: Sequence[Piece]) -> tuple[int, ...]:
 
 
 def share(tensor: Tensor, parts: Sequence[Callable[[Tensor], Tensor]] = ()) -> int:
-    """A file descriptor of memory that holds a copy of `tensor`; to be closed once the other process has it.
+    """Copy a tensor of the CPU into shared memory (`memfd_create`).
 
-    The memory is counted as that of the processes that map it, and does not need room in `/dev/shm`.
+    It needs no room in `/dev/shm`, and is counted as memory of the processes that map it.
 
     Args:
-        tensor: To be copied.
-        parts: Give views of a tensor, of which alone the copy has the values; what is in none of them reads as 0, and
-            takes no memory unless it shares a page with one. None for the whole.
+        tensor: Tensor to copy.
+        parts: Functions from a tensor to views of it, such as `Piece.sent`. Only these views are copied; other elements
+            read as 0 and take no memory, but for what shares a page with a view. Empty for the whole tensor.
+
+    Returns:
+        A file descriptor, which the caller closes once the other process has it.
     """
     descriptor = os.memfd_create("rlflow-weight")
     os.ftruncate(descriptor, tensor.nbytes)
@@ -578,6 +607,6 @@ def share(tensor: Tensor, parts: Sequence[Callable[[Tensor], Tensor]] = ()) -> i
 
 
 def mapped(descriptor: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor in shared memory. The memory lasts as long as a tensor, or a view of it, in any process."""
+    """The tensor in shared memory, without a copy; the memory lasts as long as a tensor or a view in any process."""
     memory = mmap.mmap(descriptor, math.prod(shape) * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)

@@ -1,4 +1,7 @@
-"""From prompts to a `Rollout`: what an engine is asked, and how its completions become rows. Knows no ranks."""
+"""From prompts to a `Rollout`: calls an engine and turns its completions into rows. Does not communicate with ranks.
+
+`sample` is the entry. `Children` gives each response its path and its seed, `Responses` appends what was generated.
+"""
 
 from __future__ import annotations
 
@@ -39,30 +42,47 @@ def sample(
     longest: int | None = None,
     longest_prompt: int | None = None,
 ) -> Rollout:
-    """`n` responses to each prompt with the policy `version`, in consecutive rows; or `n` continuations of each row.
+    """Generate `n` responses to each prompt, or `n` continuations of each response, with the policy `version`.
 
-    A row that has ended, or is `longest` already, has one continuation, its copy. Every continuation has the loss mask
-    of what it inherits: which of them is trained on it is decided when it is known which a node returns.
+    Every rank that generates calls it with its own rows; ranks that share an engine call it with the same rows. Two
+    responses each to the prompts with the ids 4 and 7, where 2 is a stop token and `sampling.max_tokens` is 3:
+
+        path.numbers    response_ids    lengths    finished
+        4 0             20 21  2        3          True
+        4 1             20  2  0        2          True
+        7 0             31 30 33        3          False
+        7 1             31  2  0        2          True
+
+    A response that has ended, or has `longest` tokens already, gets one continuation, which is its copy. Inherited
+    tokens have their loss mask in each of the `n` continuations: which one trains on them is decided once it is known
+    which rows a node returns.
 
     Args:
-        engine: Holds the weights of `version`, or refuses.
+        engine: Engine that holds the weights of `version`.
         rows: Prompts, or responses to continue, `B` rows.
-        parents: The path of each.
+        parents: Paths of these `B` rows.
         n: Responses to each prompt, or continuations of each response.
         sampling: Length, temperature and stop tokens.
-        seed: Seed of the run. A sample's own seed is a function of (seed, draw, node, path, call).
+        seed: Seed of the run. The seed of each response is a function of (seed, draw, node, path, call).
         draw: How often prompts were drawn before.
-        node: The node that samples.
+        node: Id of the node that samples.
         version: The policy version that must generate.
-        decode: Token ids to text.
+        decode: Converts token ids to text.
         dtype: Dtype of the logprobs.
-        part: Where responses may be cut off: the rows are then as far as they got, see `under_way`.
-        earlier: What the node made of each row before; nothing where None.
-        longest: Tokens of the longest continued response, what it had included; of a prompt `sampling` says it.
+        part: How far responses grow in this call, where long ones are cut off and continued with the next draw.
+        earlier: How often the node generated from each row before; None for never.
+        longest: Tokens of the longest continued response, inherited ones included. Responses to prompts have
+            `sampling.max_tokens` at most.
         longest_prompt: Tokens of the longest prompt, for which memory is planned; None for any.
 
+    Returns:
+        The responses on the CPU, those of one prompt or of one continued response in consecutive rows: `B * n` rows,
+        and fewer where a response was only copied. `T` is the length of the longest.
+
     Raises:
-        UserError: A prompt is longer.
+        UserError: A prompt has more than `longest_prompt` tokens, or responses that were cut off are continued with
+            another `n`.
+        WeightSyncError: The engine holds another version than `version`.
     """
     bring_over([rows.prompt_ids.values, rows.prompt_ids.lengths])
     prompt_ids = rows.prompt_ids.on_host()
@@ -133,11 +153,13 @@ def _require_short(prompts: Ragged, longest: int | None, node: str) -> None:
 
 
 def _together(limits: Tensor, at_once: bool) -> list[list[int]]:
-    """The rows that may grow by at least a token, by calls of the engine.
+    """Indices of the rows that may grow by at least one token, one list for each call of the engine.
+
+    The limits 3, 0, 5, 3 give `[[0, 2, 3]]` in one call, and `[[2], [0, 3]]` in separate ones.
 
     Args:
-        limits: `[B]` int64, by how many tokens each may grow.
-        at_once: Whether one call has them all; else each has those of one limit, as parts of responses always had.
+        limits: `[B]` int64, how many tokens each row may grow by.
+        at_once: Whether one call gets all of them; else rows of one limit share a call, the largest limit first.
     """
     if at_once:
         growing: list[int] = limits.nonzero()[:, 0].tolist()
@@ -147,7 +169,7 @@ def _together(limits: Tensor, at_once: bool) -> list[list[int]]:
 
 
 def _experts(completions: Mapping[int, Completion], rows: int) -> Ragged:
-    """The experts of each row that was generated; without entries where the engine was not asked to tell them."""
+    """The experts of each row's tokens, `[prompt + response - 1, layers, k]`; rows without completion have none."""
     routed = {row: of_row.experts for row, of_row in completions.items() if of_row.experts is not None}
     if not routed:
         return Ragged(torch.zeros(0, dtype=torch.uint8), torch.zeros(rows, dtype=torch.int64))
@@ -157,7 +179,10 @@ def _experts(completions: Mapping[int, Completion], rows: int) -> Ragged:
 
 
 def _with_inherited(parents: Ragged, routed: Ragged) -> Ragged:
-    """The experts that each row's parent had for its tokens, then those of the tokens that came to it."""
+    """The experts of each row's inherited tokens, from `parents`, then those of its new tokens, from `routed`.
+
+    `routed` has inherited tokens too, since the engine read them again; the entries from when they were sampled stay.
+    """
     if not len(parents.values):
         return routed
     pairs = zip(parents.rows(), routed.rows(), strict=True)
@@ -167,11 +192,15 @@ def _with_inherited(parents: Ragged, routed: Ragged) -> Ragged:
 
 @dataclass(frozen=True)
 class Part:
-    """How far responses get at once, where long ones are cut off and continued later.
+    """How far responses grow with one draw of prompts, where long ones are cut off and continued with the next draw.
+
+    `Part(512)` lets each response grow by up to 512 tokens. The next draw gets `Part(512, begun)`, and the prompts of
+    `begun` before its new ones.
 
     Attributes:
-        max_tokens: Tokens by which a response grows at most.
-        begun: The responses to the first prompts as far as they got, of the same sampling; None where all begin.
+        max_tokens: Tokens that a response may grow by.
+        begun: The responses that were cut off, with the others of their groups. They answer the first of the prompts,
+            and were sampled with the same settings. None where every response is new.
     """
 
     max_tokens: int
@@ -180,14 +209,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Responses:
-    """`B` responses, finished, cut off or not begun, on the CPU.
+    """`B` responses on the CPU: finished, cut off, or still without a token.
+
+    A finished response of two tokens, the first of them generated by version 3, and one without a token:
+
+        response_ids    logprobs        versions    lengths    finished
+        20 2            -0.11 -0.31     3 4         2          True
+         0 0             0.0   0.0      0 0         0          False
 
     Attributes:
-        response_ids: `[B, T]` int64, right-padded.
-        logprobs: `[B, T]`, the engine's.
-        versions: `[B, T]` int32, of the policy that generated each token.
-        lengths: `[B]` int64.
-        finished: `[B]` bool, ended by a stop token.
+        response_ids: `[B, T]` int64, right-padded with 0.
+        logprobs: `[B, T]`, log-probabilities from the engine in nats.
+        versions: `[B, T]` int32, version of the policy that generated each token.
+        lengths: `[B]` int64, tokens of each response.
+        finished: `[B]` bool, whether a stop token ended the response.
     """
 
     response_ids: PerToken
@@ -204,14 +239,14 @@ class Responses:
 
     @classmethod
     def after(cls, begun: Rollout, path: RowPath) -> Responses:
-        """The responses of `begun`, then new ones.
+        """The responses of `begun`, then empty ones, `B` in all.
 
         Args:
-            begun: The first of them, as far as they got.
-            path: Path of all `B`.
+            begun: The responses that were cut off, which come first.
+            path: Paths of all `B`; they begin with the paths of `begun`.
 
         Raises:
-            UserError: They were begun with other numbers of responses to a prompt.
+            UserError: `begun` has another number of responses to a prompt than `path`.
         """
         there = to_device(begun, torch.device("cpu"))
         new = len(path) - len(there.path)
@@ -227,7 +262,7 @@ class Responses:
         return cls(there.response_ids, there.logprobs.to(dtype), there.versions, there.lengths, there.finished)
 
     def room(self, max_tokens: int) -> Tensor:
-        """`[B]` int64, by how many tokens each may grow to be `max_tokens` long; 0 where it has ended."""
+        """`[B]` int64, how many tokens each response may grow by until it has `max_tokens`; 0 where it has ended."""
         left: Tensor = (max_tokens - self.lengths).clamp(min=0).masked_fill(self.finished, 0)
         return left
 
@@ -237,7 +272,7 @@ class Responses:
         return tokens
 
     def extended(self, completions: Mapping[int, Completion], version: int) -> Responses:
-        """The responses with what `version` generated, by row, after them."""
+        """The responses with the completion of each row, which `version` generated, appended; others are unchanged."""
         made = [len(completions[row].token_ids) if row in completions else 0 for row in range(len(self.lengths))]
         lengths = self.lengths + torch.tensor(made, dtype=torch.int64)
         wider = max(lengths.tolist(), default=0) - self.response_ids.shape[1]
@@ -254,14 +289,14 @@ class Responses:
 
 
 def require_continued(begun: RowPath, path: RowPath) -> None:
-    """Refuse to continue responses with another number of responses to a prompt.
+    """Refuse to continue responses with another number of responses to each prompt than they were begun with.
 
     Args:
-        begun: Path of those that were cut off.
-        path: Path of all that are asked for, which begin with those.
+        begun: Paths of the responses that were cut off.
+        path: Paths of all responses that are asked for; they should begin with those of `begun`.
 
     Raises:
-        UserError: They were begun with other numbers.
+        UserError: They do not: 4 responses to a prompt were cut off, for example, and 8 are asked for.
     """
     if not torch.equal(begun.numbers, path.numbers[: len(begun)]):
         n, before = (int((of.root == path.root[0]).sum()) for of in (path, begun))
@@ -279,11 +314,11 @@ def under_way(rollout: Rollout, longest: int | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What a node made of each of `B` rows before, in the same run of it.
+    """How often a node generated from each of `B` rows before, while it runs for one draw of prompts.
 
     Attributes:
-        calls: `[B]` int64, how often it generated from the row.
-        children: `[B]` int64, how many rows came of it.
+        calls: `[B]` int64, earlier calls that generated from the row.
+        children: `[B]` int64, rows that these calls made from it; the next child gets this number.
     """
 
     calls: Tensor
@@ -298,12 +333,18 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Children:
-    """`K` rows that come of others, those of one parent in consecutive rows.
+    """Identities of `K` new rows: each has a parent among `B` rows, and rows of one parent are consecutive.
+
+    Two responses each to the prompts with the ids 4 and 7, in a node's first and second call of `generate`:
+
+                       parent     number     call       path.numbers
+        first call     0 0 1 1    0 1 0 1    0 0 0 0    4 0,  4 1,  7 0,  7 1
+        second call    0 0 1 1    0 1 0 1    1 1 1 1    4 2,  4 3,  7 2,  7 3
 
     Attributes:
-        path: Path of each.
-        parent: `[K]` int64, the row that each comes of.
-        number: `[K]` int64, of each among those of its parent in this call.
+        path: Paths of the `K` rows.
+        parent: `[K]` int64, index of each row's parent among the `B` rows.
+        number: `[K]` int64, number of each row among its siblings from this call.
         call: `[K]` int64, how often the node generated from its parent before.
     """
 
@@ -314,13 +355,13 @@ class Children:
 
     @classmethod
     def of(cls, parents: RowPath, counts: Tensor, node: str, earlier: Earlier | None = None) -> Children:
-        """So many of each row.
+        """Make `counts` children of each row.
 
         Args:
-            parents: The path of each of `B` rows.
-            counts: `[B]` int64.
-            node: Which makes them.
-            earlier: What it made of each row before; nothing where None.
+            parents: Paths of the `B` parents.
+            counts: `[B]` int64, children of each.
+            node: Id of the node that makes them; it becomes the last level of their paths.
+            earlier: How often the node generated from each row before; None for never.
         """
         earlier = earlier or Earlier.none(len(parents))
         parent = torch.arange(len(parents)).repeat_interleave(counts)
@@ -328,11 +369,11 @@ class Children:
         return cls(path, parent, path.index - earlier.children[parent], earlier.calls[parent])
 
     def seeds(self, run_seed: int, draw: int, turn: int = 0) -> list[int]:
-        """`K` seeds, see `sampling_seed`."""
+        """A seed for each of the `K` rows, see `sampling_seed`."""
         return [self.seed(row, run_seed, draw, turn) for row in range(len(self.path))]
 
     def seed(self, row: int, run_seed: int, draw: int, turn: int = 0, seat: str = "") -> int:
-        """The seed of one row, or of a seat of the game that begins with this row."""
+        """The seed of one of the `K` rows, or of a seat such as `opponent` of the game that begins with this row."""
         above = self.path.numbers[row, :-1].tolist()
         node = self.path.levels[-1] + (f"/{seat}" if seat else "")
         return sampling_seed(run_seed, draw, node, above, int(self.number[row]), int(self.call[row]), turn)
@@ -341,16 +382,19 @@ class Children:
 def sampling_seed(
     run_seed: int, draw: int, node: str, parent: Sequence[int], child: int, call: int = 0, turn: int = 0
 ) -> int:
-    """The seed of one response, 63 bits: the same whatever the ranks, and other for every other argument.
+    """The seed of one response, from 0 to 2**63 - 1: a hash of the arguments, so it is the same on any number of ranks.
+
+    `sampling_seed(7, 3, "rollout", (42,), 1)` is the seed of the second response to the prompt with the id 42, in the
+    fourth draw of a run with the seed 7.
 
     Args:
         run_seed: Seed of the run.
         draw: How often prompts were drawn before.
-        node: The node that samples.
-        parent: The path of the row that is answered or continued; of a prompt its id.
-        child: The number of the response among those to it.
-        call: How often this parent was generated from before, in this node and draw; a number of the row's, not of the
-            rank's calls.
+        node: Id of the node that samples.
+        parent: Path of the row that is answered or continued; `(id,)` of a prompt.
+        child: Number of the response among those to this parent in this call.
+        call: How often this node generated from this parent before, in this draw. It counts for the row, not for the
+            rank, so it does not depend on which rank has the row.
         turn: Turn of the response, from 0.
     """
     where = node + (f"#{call}" if call else "") + (f"@{turn}" if turn else "")
@@ -359,15 +403,20 @@ def sampling_seed(
 
 
 def without_truncated(rollout: Rollout) -> Rollout:
-    """The same responses; those that were cut keep only inherited tokens in the loss mask, which were not cut."""
+    """The same responses, with truncated ones taken out of the loss.
+
+    A response that no stop token ended has False in the loss mask for its own tokens. Tokens that it inherits from the
+    response it continues keep their mask. Called after a node has generated, where the module sets `mask_truncated`.
+    """
     kept = rollout.finished[:, None] | rollout.inherited_mask
     return replace(rollout, loss_mask=rollout.loss_mask & kept)
 
 
 def to_be_continued(rollout: Rollout, longest: int) -> Rollout:
-    """The same responses; those that may grow to `longest` tokens have their own tokens back in the loss mask.
+    """The same responses, with the tokens that `without_truncated` took out back in the loss, where they continue.
 
-    They were cut to be continued, and not by that length.
+    These are the own tokens of responses that have not ended and have fewer than `longest` tokens: they were cut in
+    order to be continued. Called before a node continues them, where the module sets `mask_truncated`.
     """
     places = torch.arange(rollout.loss_mask.shape[1], device=rollout.loss_mask.device)
     own = (places < rollout.lengths[:, None]) & ~rollout.inherited_mask

@@ -1,4 +1,8 @@
-"""Code that may be slow, hang or do harm, in a process that can be killed."""
+"""Processes for code that may be slow, hang or do harm.
+
+A `Worker` runs rewards and environments with limits of time, memory and file size, and is killed with all that it
+started. A `Sandbox` runs programs that a model wrote; it also hides the network, files and other processes from them.
+"""
 
 from rlflow.worker.sandbox import Ran, Sandbox
 from rlflow.worker.worker import (

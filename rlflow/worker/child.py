@@ -1,16 +1,18 @@
-"""What a worker's process runs. It is started by its path and imports the standard library alone.
+"""The program that runs in a worker's process. It is started by its path and imports only the standard library.
 
-Requests and answers are lines of JSON on a socket, which is standard input and output at first. Then the code's input
-is empty and its output goes where its errors go, so that what it prints is not in their way:
+Requests and answers are lines of JSON on a socket, which the process gets as its standard input and output. Before any
+other code runs, its standard input is made empty and its standard output is sent to standard error, so that what the
+code prints does not mix with the answers:
 
-    {"function": "my_rewards.brevity", "args": ["...", {}]}      {"value": ...}     of this file too: `__main__.seed`
-    {"make": "my_env.WordGame", "given": {}}                     {"value": null}    an object is kept
-    {"call": "guess", "given": {"word": "house"}}                {"value": ...}     a method of the object kept
-    {"read": "reward"}                                           {"value": ...}     an attribute of it, null for none
-    {"call": "guess", "given": {...}, "text": true}              {"value": "..."}   as text, before it is JSON
-    what raises                                                  {"raised": "ValueError", "text": "...", "where": "..."}
+    {"function": "my_rewards.brevity", "args": ["...", {}]}      {"value": ...}     also `__main__.seed` of this file
+    {"make": "my_env.WordGame", "given": {}}                     {"value": null}    the object stays in the worker
+    {"call": "guess", "given": {"word": "house"}}                {"value": ...}     a method of this object
+    {"read": "reward"}                                           {"value": ...}     its attribute; null if it has none
+    {"call": "guess", "given": {...}, "text": true}              {"value": "..."}   `str` of what the method returns
+    any request whose code raises                                {"raised": "ValueError", "text": "...", "where": "..."}
 
-Where text is asked for, what raises does not say where: the text is what it would be without a worker.
+`where` is a file and line such as `my_env.py:31`; empty where text was requested, since that text does not depend on
+whether a worker is used.
 """
 
 import asyncio
@@ -34,7 +36,12 @@ SEEDED: list[Any] = []  # the states of random numbers just after they were seed
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Answer requests until there are none."""
+    """Set the limits of this process and answer requests until the socket is closed.
+
+    Args:
+        settings: From `Worker`: `parent`, the id of its process, with which this one ends; `path`, entries for
+            `sys.path`; and the limits `file_bytes` and `memory_bytes`, None for no limit of memory.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != settings["parent"]:  # it was gone before
         os._exit(1)
@@ -97,7 +104,7 @@ def draws() -> list[Any] | None:
 
 
 def set_draws(of_random: list[Any], of_numpy: list[Any] | None) -> None:
-    """Let what is drawn follow from states that `draws` gave."""
+    """Set the states of random numbers to what `draws` returned."""
     version, numbers, gauss = of_random
     random.setstate((version, tuple(numbers), gauss))
     if of_numpy is not None:
@@ -105,20 +112,24 @@ def set_draws(of_random: list[Any], of_numpy: list[Any] | None) -> None:
 
 
 def batch_at(path: str, given: dict[str, Any], state: dict[str, Any] | None, logs: list[str]) -> list[Any]:
-    """See `batch_call`, of the function at `path`."""
+    """Call the function at the dotted path by `batch_call`."""
     return batch_call(_named(path), given, state, logs)
 
 
 def batch_call(
     function: Callable[..., Any], given: dict[str, Any], state: dict[str, Any] | None, logs: list[str]
 ) -> list[Any]:
-    """What a reward function of TRL's form returns; what it gave to `log_extra`, and to `log_metric`, by name.
+    """Call a reward function of TRL's form, in a worker or in the rank's own process.
 
     Args:
-        function: Plain or `async`.
-        given: Its arguments but those that follow.
-        state: The attributes of `trainer_state`; None where it does not take it.
-        logs: Which of `log_extra` and `log_metric` it takes.
+        function: The function, plain or `async`.
+        given: Keyword arguments such as `completions`, lists with an entry for each sample.
+        state: Attributes of the argument `trainer_state`; None where the function does not take it.
+        logs: Which of the arguments `log_extra` and `log_metric` the function takes.
+
+    Returns:
+        `[value, columns, metrics]`: what the function returned, the columns that it gave to `log_extra`, and the values
+        that it gave to `log_metric`, such as `[[1.0, 0.0], {"answer": ["4", "5"]}, {"parsed": [0.5]}]`.
     """
     columns: dict[str, Any] = {}
     metrics: dict[str, list[float]] = {}
@@ -155,7 +166,7 @@ def _named(path: str) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Of an object such as a dataclass, its attributes."""
+    """The attributes of an object such as a dataclass, for JSON."""
     if not hasattr(value, "__dict__"):
         raise TypeError(f"{type(value).__name__} cannot be given as JSON")
     fields: dict[str, Any] = vars(value)

@@ -1,7 +1,8 @@
-"""Runs a program where it sees no network, no file but Python's own, and no process but its own.
+"""Isolates a program for `Sandbox`: no network, no other processes, and only the files of the system and of Python.
 
-Started by its path, with the standard library alone. User, mount, process, network and IPC namespaces of Linux
-(namespaces(7), user_namespaces(7), pivot_root(2)); what they hold goes when their first process dies.
+It is started by its path and imports only the standard library. It makes user, mount, process, network, IPC and host
+name namespaces of Linux (namespaces(7), user_namespaces(7), pivot_root(2)). Their processes and files are gone when the
+first process in them dies.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(settings: dict[str, Any], command: list[str]) -> None:
-    """Isolate this process and become `command`."""
+    """Isolate this process and become `command`; exit with code 125 where the system does not allow it."""
     try:
         isolate(settings)
     except OSError as error:
@@ -40,7 +41,12 @@ def main(settings: dict[str, Any], command: list[str]) -> None:
 
 
 def isolate(settings: dict[str, Any]) -> None:
-    """Return in a process of its own namespaces; the one that called waits for it and ends as it does.
+    """Fork into new namespaces, and return only in the child; the calling process waits for it and exits with its code.
+
+    Args:
+        settings: From `Sandbox`: `parent`, the id of the process that started this one; `readable`, paths that are
+            mounted read-only; `disk_bytes`, the size of the file system in memory; and `limits`, such as
+            `{"RLIMIT_CPU": 6}`.
 
     Raises:
         OSError: The system does not allow it.
@@ -103,7 +109,7 @@ def _new_root(readable: Iterable[str], disk_bytes: int) -> None:
 
 
 def _bind(source: int, target: str, flags: int) -> None:
-    """Show an open file or folder at `target`."""
+    """Mount the file or folder of an open descriptor at `target`, which is made, and close the descriptor."""
     if stat.S_ISDIR(os.fstat(source).st_mode):
         os.makedirs(target, exist_ok=True)
     else:

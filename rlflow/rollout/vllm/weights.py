@@ -1,4 +1,9 @@
-"""Where vLLM holds each of the trainer's tensors, experts among them, and what it computes with, read back."""
+"""Names, slices and values of weights in vLLM: where each tensor of the trainer is, and how it is read back.
+
+vLLM holds the tensors otherwise than transformers. It joins some in one parameter (`q_proj`, `k_proj` and `v_proj` in
+`qkv_proj`), divides them among ranks, and on the CPU computes with packed copies. A sync uses `as_loaded` to rename
+what is sent, `pack_again` and `pack_heads_again` to renew packed copies, and `pieces_of` with `read_back` to verify it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ SINKS = "sinks"  # of attention, GPT-OSS's
 
 
 def without_sinks(weights: Iterator[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """All but attention sinks, which a reload leaves as they were; those are put into `sinks`."""
+    """Pass on all weights but attention sinks, which vLLM's reload does not change; `sinks` receives a copy of them."""
     for name, tensor in weights:
         if name.endswith(f".{SINKS}"):
             sinks[name] = tensor.clone()  # a bucket lasts until the next
@@ -33,14 +38,14 @@ def without_sinks(weights: Iterator[tuple[str, Tensor]], sinks: dict[str, Tensor
 
 @torch.no_grad()
 def set_sinks(model: Any, pieces: Iterable[Piece], sinks: dict[str, Tensor]) -> None:
-    """Copy attention sinks to where the model holds them."""
+    """Copy this rank's slice of each attention sink into vLLM's model, after a reload."""
     for piece in pieces:
         if piece.name in sinks:
             model.get_parameter(piece.place).copy_(piece.sent(sinks[piece.name]))
 
 
 def pack_heads_again(model: Any) -> None:
-    """Take over a reloaded embedding in the output layer that is tied to it.
+    """Pack the output layer's weight again after a reload, since it may be tied to a reloaded embedding.
 
     The CPU build computes with a packed copy of `lm_head`, and a reload refreshes only the copies of layers that were
     sent by name. On GPUs this does nothing.
@@ -53,10 +58,14 @@ def pack_heads_again(model: Any) -> None:
 
 
 def pieces_of(model: Any, model_type: str) -> Iterator[Piece]:
-    """Where each of the engine's parameters comes from, parameter by parameter.
+    """The pieces of all parameters of this rank's part of the model, see `Piece`, those of a parameter in sequence.
+
+    Args:
+        model: vLLM's model, after its construction.
+        model_type: Type of the model in transformers, such as `qwen3`.
 
     Raises:
-        UserError: A parameter is of a kind that is not read back.
+        UserError: A layer holds a parameter in a form that cannot be read back, such as quantised.
     """
     from vllm.model_executor.layers.linear import RowParallelLinear
 
@@ -99,7 +108,11 @@ def _require_readable(module: Any, parameter: Tensor, place: str) -> None:
 
 
 def _parts(module: Any, parameter: Tensor) -> list[tuple[int, int, int]]:
-    """The tensors that the rows of a layer are made of: for each its rows in all, the first one here, the rows here."""
+    """For each tensor in the rows of a layer: how many rows it has, its first row on this rank, its rows on this rank.
+
+    On the second of two ranks, 8 heads of queries and 2 of keys and values, of the size 16, give
+    `[(128, 64, 64), (32, 16, 16), (32, 16, 16)]`.
+    """
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
@@ -132,7 +145,7 @@ def _parts(module: Any, parameter: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _rows(sources: list[str], place: str, parts: list[tuple[int, int, int]]) -> Iterator[Piece]:
-    """One piece for each part. The trainer has a tensor for each, or all of them in one."""
+    """One piece for each part of a parameter; `sources` names each part's tensor, or one tensor that has them all."""
     assert len(sources) in (1, len(parts)), (sources, place)
     row = before = 0
     for index, (size, start, length) in enumerate(parts):
@@ -143,10 +156,15 @@ def _rows(sources: list[str], place: str, parts: list[tuple[int, int, int]]) -> 
 
 
 def read_back(model: Any, place: str, dtype: torch.dtype, model_type: str, wide_head: bool = False) -> Tensor:
-    """The parameter that the engine computes with, of experts in the trainer's layout.
+    """The weight that the engine computes with at a parameter, unpacked; of experts in the trainer's layout.
 
-    An output layer in a wider dtype than the model's, `wide_head`, computes with the parameter and not with its packed
-    copy.
+    Args:
+        model: vLLM's model.
+        place: vLLM's name of the parameter, such as `model.layers.0.self_attn.qkv_proj.weight`.
+        dtype: Dtype of the engine.
+        model_type: Type of the model in transformers.
+        wide_head: Whether logits are computed in a wider dtype than `dtype`; then the output layer computes with its
+            parameter and not with a packed copy.
     """
     from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -169,9 +187,9 @@ def read_back(model: Any, place: str, dtype: torch.dtype, model_type: str, wide_
 
 
 def _unpacked(layer: Any, columns: int, dtype: torch.dtype) -> Tensor:
-    """The weight `[rows, columns]` that a layer multiplies with: its products with the unit vectors.
+    """The weight `[rows, columns]` that a layer multiplies with, from its products with the unit vectors.
 
-    They are exact, for each is a sum with one term that is not 0.
+    The products are exact, since each is a sum in which at most one term is not 0.
     """
     units = torch.split(torch.eye(columns, dtype=dtype), UNITS)
     return torch.cat([layer.quant_method.apply(layer, some) for some in units]).T
@@ -205,10 +223,10 @@ TRANSPOSED = {  # GPT-OSS's: [E, in, out], gate and up alternate
 
 
 def unserved_experts(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
-    """Why vLLM cannot generate with a mixture of experts so that each sync is verified; None where it can.
+    """Why `VLLMEngine` refuses a mixture of experts, as in `unserved`; None where it takes it, or it is no mixture.
 
     Args:
-        config: The model's transformers configuration, of its text.
+        config: The transformers configuration of the model's text part.
         tensor_parallel_size: Ranks that divide each expert.
         on_cpu: Whether vLLM's build is for the CPU.
     """
@@ -234,16 +252,21 @@ def unserved_experts(config: PretrainedConfig, tensor_parallel_size: int, on_cpu
 
 
 def hf_name(name: str, model_type: str) -> str:
-    """The trainer's name of what vLLM calls `name`, but for experts."""
+    """The trainer's name of a parameter that vLLM calls `name`; experts are named by `pieces_of_experts`.
+
+    `hf_name("model.layers.0.attn.q_proj.bias", "gpt_oss")` is `model.layers.0.self_attn.q_proj.bias`.
+    """
     for theirs, ours in SERVED.get(model_type, {}).items():
         name = name.replace(theirs, ours)
     return name
 
 
 def as_loaded(weights: Iterator[tuple[str, Tensor]], model_type: str) -> Iterator[tuple[str, Tensor]]:
-    """The trainer's tensors under the names, and in the parts, that vLLM takes in a reload.
+    """Convert the trainer's names and tensors to those that vLLM accepts in a reload; tensors are views.
 
-    What is sent of experts are views; vLLM loads GPT-OSS's anew only one expert at a time.
+    Of `model.layers.0.mlp.experts.down_proj` of 8 experts, Mixtral's becomes
+    `model.layers.0.block_sparse_moe.experts.w2`. GPT-OSS's, which vLLM reloads one expert at a time, becomes
+    `model.layers.0.mlp.experts.0.down_proj` to `model.layers.0.mlp.experts.7.down_proj`.
     """
     for name, tensor in weights:
         before, inside, kind = name.partition(".mlp.experts.")
@@ -258,14 +281,14 @@ def as_loaded(weights: Iterator[tuple[str, Tensor]], model_type: str) -> Iterato
 
 
 def is_experts(module: Any) -> bool:
-    """Whether it is vLLM's layer of a model's experts."""
+    """Whether a module is vLLM's layer of experts."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     return isinstance(module, RoutedExperts)
 
 
 def readable(module: Any) -> bool:
-    """Whether it is known how the kernel that computes with these experts holds them."""
+    """Whether the weights of a layer of experts can be read back: its kernel stores them in a known layout."""
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -278,16 +301,16 @@ def readable(module: Any) -> bool:
 
 
 def pack_again(model: Any) -> None:
-    """Let the CPU build's kernels take over reloaded experts, whose packed copies vLLM makes only once."""
+    """Pack experts again after a reload, since the CPU build packs them only once; on GPUs this does nothing."""
     for module in model.modules():
         if is_experts(module) and module.w13_weight.is_cpu:
             _kernel(module).process_weights_after_loading(module)
 
 
 def pieces_of_experts(module: Any, path: str, model_type: str) -> Iterator[Piece]:
-    """Where the parameters of vLLM's experts at `path` come from.
+    """The pieces of vLLM's layer of experts at `path`.
 
-    `held` gives them in the trainer's layout, so that a piece is cut along one dimension of both.
+    `read_back` gives its parameters in the trainer's layout, so that a piece is a slice of one dimension of both.
     """
     parallel = module.moe_config.moe_parallel_config
     size, rank = parallel.tp_size, parallel.tp_rank
@@ -310,7 +333,7 @@ def pieces_of_experts(module: Any, path: str, model_type: str) -> Iterator[Piece
 
 
 def read_experts(module: Any, kind: str, model_type: str) -> Tensor:
-    """What the kernel computes with, in the trainer's layout."""
+    """What the kernel computes with at an experts' parameter, such as `w13_weight`, in the trainer's layout."""
     parameter: Tensor = module.get_parameter(kind)
     if parameter.is_cpu and parameter.dim() == 3:
         parameter = _unpacked_experts(parameter, _kernel(module).isa)
@@ -318,7 +341,7 @@ def read_experts(module: Any, kind: str, model_type: str) -> Tensor:
 
 
 def in_trainers_layout(parameter: Tensor, kind: str, model_type: str) -> Tensor:
-    """A view of vLLM's parameter as transformers has it."""
+    """A view of vLLM's parameter `[E, out, in]` in transformers' layout, which is `[E, in, out]` for GPT-OSS."""
     return parameter.transpose(1, 2) if model_type == "gpt_oss" and parameter.dim() == 3 else parameter
 
 
@@ -327,7 +350,7 @@ def _kernel(module: Any) -> Any:
 
 
 def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
-    """`[E, N, K]`, of experts that the CPU build has packed for its kernel."""
+    """The weights `[E, N, K]` of experts, from those that the CPU build has packed for its kernel."""
     order = _order(packed.shape[1], packed.shape[2], packed.dtype, isa)
     plain = torch.empty_like(packed).flatten(1)
     plain[:, order] = packed.flatten(1)
@@ -336,9 +359,10 @@ def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor:
-    """`[N * K]`, the place in a plain weight of each element of a packed one.
+    """`[N * K]` int64, for each element of a packed weight its index in the flattened plain weight.
 
-    Found by packing the places themselves, a digit at a time, so that each number is exact in every dtype.
+    Found by packing the indices themselves as if they were weights, one digit to the base 256 at a time, so that each
+    number is exact in every dtype.
     """
     from vllm._custom_ops import cpu_prepack_moe_weight
 
