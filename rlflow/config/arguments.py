@@ -1,4 +1,4 @@
-"""What constructors take: names and types of their arguments."""
+"""Names, types and defaults of constructors' arguments, from which a config's keys follow."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Argument:
     """One argument of a constructor, or one key of a config.
 
     Attributes:
-        hint: Its type, `int | None` say.
+        hint: Its type, such as `int | None`; a `Group` for a key with keys below it.
         required: Whether it has no default.
-        default: None where it has none.
+        default: The default; None if it is required.
     """
 
     hint: Any
@@ -31,20 +31,24 @@ class Argument:
 
 @dataclass(frozen=True)
 class Group:
-    """Keys that stand below one: the sections of a config, or the arguments of a class that is not chosen.
+    """The keys below one key of a config: a section such as `trainer`, or the whole config with its sections.
 
     Attributes:
-        arguments: By key.
+        arguments: By key, `{"max_steps": Argument(int | None), ...}`.
     """
 
     arguments: Mapping[str, Argument]
 
 
 def arguments_of(cls: type) -> dict[str, Argument]:
-    """The arguments of a constructor by name, with those of its bases where it passes `**kwargs` on.
+    """The arguments of a constructor by name, with those of its bases' constructors where it takes `**kwargs`.
+
+    `def __init__(self, lr: float, steps: int | None = None)` gives
+
+        {"lr": Argument(float, required=True), "steps": Argument(int | None)}
 
     Args:
-        cls: The class. An argument of the base counts only where the class's own constructor does not name it.
+        cls: The class. Of an argument that several constructors name, the subclass's counts.
     """
     found: dict[str, Argument] = {}
     for owner in cls.__mro__:
@@ -66,12 +70,15 @@ def arguments_of(cls: type) -> dict[str, Argument]:
 
 
 def chosen_classes(hint: Any) -> list[type]:
-    """The classes of a type of which a config chooses one, or a subclass, by `class_path`."""
+    """The classes of a type, possibly a union, from which a config chooses by `class_path`; no plain dataclasses."""
     return [each for each in _classes(hint) if not is_plain_dataclass(each)]
 
 
 def is_choice(hint: Any, value: Any) -> bool:
-    """Whether a mapping is one of `class_path` and `init_args`, or of the second alone, and not of a dataclass."""
+    """Whether a config's value is a mapping that describes an object of `chosen_classes(hint)`.
+
+    It has `class_path` or `init_args`, or is the arguments alone: `{timeout_s: 60}` for `TrainingStrategy | None`.
+    """
     classes = chosen_classes(hint)
     if not classes or not isinstance(value, Mapping):
         return False
@@ -84,11 +91,14 @@ def is_choice(hint: Any, value: Any) -> bool:
 
 
 def entry_hint(hint: Any, kind: type) -> Any:
-    """The type of the entries of a list, or of the values of a mapping; None without such a type.
+    """The type of the entries of a list, or of the values of a mapping.
 
     Args:
-        hint: May be a union.
+        hint: The type of the whole, which may be a union.
         kind: `list` or `dict`.
+
+    Returns:
+        `str` for `list[str] | None`, `Any` for `list`, and None for a type that is no list or has a fixed length.
     """
     wanted = Mapping if kind is dict else Sequence
     for choice in choices(hint):
@@ -102,7 +112,7 @@ def entry_hint(hint: Any, kind: type) -> Any:
 
 
 def implied_class(classes: Sequence[type]) -> type | None:
-    """The class that arguments without `class_path` are of: the only one, if it takes any."""
+    """The class of arguments that stand without `class_path`: the only one, if it is not abstract and takes any."""
     if len(classes) != 1 or inspect.isabstract(classes[0]):
         return None
     return classes[0] if arguments_of(classes[0]) else None
@@ -115,7 +125,7 @@ def fields_of(hint: Any, keys: Mapping[str, Any]) -> dict[str, Argument] | None:
 
 
 def plain_dataclass(hint: Any, keys: Mapping[str, Any]) -> type | None:
-    """The dataclass of a type, which may be a union; of several the first that has all these keys."""
+    """The dataclass of a type, which may be a union; of several the first that has all these keys; None without one."""
     found = [each for each in _classes(hint) if is_plain_dataclass(each)]
     fitting = (each for each in found if keys.keys() <= arguments_of(each).keys())
     return next(fitting, found[0] if found else None)
@@ -143,7 +153,7 @@ _VALUES = (NoneType, str, bytes, int, float, complex, list, tuple, set, frozense
 
 
 def _hints(annotated: Any) -> dict[str, Any]:
-    """None where they cannot be read, as in a user's own code."""
+    """The resolved type hints; empty where they cannot be resolved, as may be in a user's own code."""
     try:
         return get_type_hints(annotated)
     except (NameError, AttributeError, TypeError, SyntaxError):

@@ -1,4 +1,4 @@
-"""From a checked config to objects, each of which knows its place in it."""
+"""Builds the objects of a checked config; each object knows its keys, so that its errors can name them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Written = Callable[[tuple[str, ...]], str]
 
 
 def built(value: Any, hint: Any, keys: tuple[str, ...], written: Written) -> Any:
-    """The object that a value of a config stands for.
+    """The object that a value of a config stands for; parts are built before the object that takes them.
 
     Args:
-        value: As jsonargparse parsed it.
+        value: The value, as jsonargparse parsed it.
         hint: Its type.
-        keys: Where it stands in the config, classes written whole.
-        written: The key of such a place, as the user wrote it.
+        keys: Its place in the config with classes written whole: `("strategy", "init_args", "timeout_s")`.
+        written: Returns the key for such a place as the user wrote it: `strategy.timeout_s`.
 
     Raises:
         UserError: A constructor refused its arguments; they are named by their keys.
@@ -45,17 +45,17 @@ def built(value: Any, hint: Any, keys: tuple[str, ...], written: Written) -> Any
 
 
 def instance(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ...], written: Written) -> Any:
-    """An object of a class.
+    """Call a class with a config's arguments.
 
     Args:
-        cls: Its class.
+        cls: The class.
         items: Its arguments, as jsonargparse parsed them.
-        keys: Where the object stands in the config.
-        within: Where its arguments do.
+        keys: Place of the object in the config.
+        within: Place of its arguments: `keys`, or `keys` and `init_args`.
         written: As for `built`.
 
     Raises:
-        UserError: Its constructor refused them, or one of its parts' did.
+        UserError: The constructor, or that of a part, refused its arguments, or a library is missing.
     """
     arguments = arguments_of(cls)
     values = {

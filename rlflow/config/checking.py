@@ -1,4 +1,4 @@
-"""What is wrong with a config: found by the types of what it configures, with the key, the value and what to give."""
+"""Checks a config against the types of what it configures; each mistake has the key, the value and what to give."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ class Mistake:
         found is "is {value}; give an integer or null".
 
     Attributes:
-        keys: Where, in the tree in which classes are written whole.
+        keys: Its place in the tree in which classes are written whole.
         found: What is wrong there; `{value}` stands for the value.
-        value: What stands there.
-        of_type: Whether it is no value of its type, which holds whatever else a class takes.
+        value: The value there; None if it is missing.
+        of_type: Whether the value is not of its type. Such mistakes are reported before jsonargparse parses the config;
+            the others only if it fails.
     """
 
     keys: tuple[str, ...]
@@ -55,10 +56,10 @@ class Mistake:
     of_type: bool = False
 
     def error(self, keys: Sequence[str]) -> UserError:
-        """What the user is told.
+        """The error for the user: "`trainer.max_steps` is 'many'; give an integer or null". Secrets are hidden.
 
         Args:
-            keys: Where it is, as the user wrote it.
+            keys: The place, as the user wrote it.
         """
         value = self.value.value if isinstance(self.value, Text) else self.value
         shown = "null" if value is None else f"{without_secrets(value)!r:.80}"
@@ -71,7 +72,7 @@ class Mistake:
 
 
 def mistakes_of(value: Any, hint: Any, keys: tuple[str, ...] = ()) -> Iterator[Mistake]:
-    """All that is wrong with a value of a type, in its order; what is missing last."""
+    """Everything that is wrong with a value of this type, which is at `keys` of a config; missing keys come last."""
     fields = hint.arguments if isinstance(hint, Group) else None
     if isinstance(value, Mapping) and fields is None:
         if is_choice(hint, value):
@@ -93,7 +94,7 @@ def mistakes_of(value: Any, hint: Any, keys: tuple[str, ...] = ()) -> Iterator[M
 
 
 def unreal_numbers(config: Any, keys: tuple[str, ...] = ()) -> Iterator[Mistake]:
-    """What no constructor minded and no computer counts with: NaN, and whole numbers beyond 64 bits."""
+    """Numbers that no constructor refused but that cannot be computed with: NaN, and integers beyond 64 bits."""
     if isinstance(config, Mapping | list):
         for key, value in config.items() if isinstance(config, Mapping) else enumerate(config):
             yield from unreal_numbers(value, (*keys, str(key)))
@@ -104,7 +105,10 @@ def unreal_numbers(config: Any, keys: tuple[str, ...] = ()) -> Iterator[Mistake]
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value of a config is one of a type; what a class is made of is looked at elsewhere."""
+    """Whether a value of a config fits a type. The arguments of a class are not checked here; see `mistakes_of`.
+
+    For `int`, `5` and the text `"5"` fit, and `5.0` and `true` do not.
+    """
     if isinstance(hint, Group):
         return value is None
     return any(_is(value, choice) for choice in choices(hint))

@@ -1,4 +1,4 @@
-"""Keys of a config as the user wrote them, for errors."""
+"""Translates the keys of a merged config to those that the user wrote, for errors."""
 
 from __future__ import annotations
 
@@ -31,21 +31,24 @@ class WrittenKeys:
         self._tree = tree
 
     def of(self, keys: Sequence[str]) -> tuple[str, ...]:
-        """As the last layer that has the key writes it; where none has, as the layer that has the most of it."""
+        """The keys as the last layer that has all of them writes them, else the layer that has the most of them."""
         _, keys = _along(self._tree, keys)
         found = [_along(tree, keys) for tree in self._trees]
         return max(found, key=lambda each: each[0], default=(0, tuple(keys)))[1]
 
     def key(self, keys: Sequence[str]) -> str:
-        """The same, dotted."""
+        """The same as one dotted text: `module.group_size`."""
         return ".".join(self.of(keys))
 
     @contextmanager
     def in_errors(self, config: Mapping[str, Any]) -> Iterator[None]:
-        """Around what raises errors that name settings by their keys from the top, `module.group_size` say.
+        """Within it the message of a `UserError` gets the keys that the user wrote.
+
+        "`module.group_size` is 1" becomes "`module.init_args.group_size` is 1" if a config has it so. Names of graph
+        nodes, and names that are no keys of the config, stay.
 
         Args:
-            config: With all defaults, and all classes written as `class_path` and `init_args`.
+            config: The config with all defaults, and all classes written as `class_path` and `init_args`.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""Layers of a config as one tree, merged by the types of what they configure: the later one wins."""
+"""Merges the layers of a config, which are files and options, into one tree by their types; the last one wins."""
 
 from __future__ import annotations
 
@@ -28,10 +28,18 @@ CLASS, ARGUMENTS = "class_path", "init_args"
 def merged(layers: Iterable[Mapping[str, Any]], shape: Group) -> dict[str, Any]:
     """The layers as one tree, in which every class is written as `class_path` and `init_args`.
 
+    The layers `{strategy: fsdp}` and `{strategy: {timeout_s: 5, packing: false}}` give
+
+        {"strategy": {"class_path": "rlflow.strategies.FSDPStrategy", "init_args": {"timeout_s": 5, "packing": False}}}
+
+    and after a third, `{strategy: single}`, the class is `SingleProcess`, which takes `packing` and no `timeout_s`:
+
+        {"strategy": {"class_path": "rlflow.strategies.SingleProcess", "init_args": {"packing": False}}}
+
     Args:
-        layers: Configs and options; a later one wins, and keeps what it does not name. Where it names another class, of
-            the arguments of the one before it keeps those that both take.
-        shape: The keys that there may be, and their types.
+        layers: Configs and options. A later layer replaces the keys that it names. Where it names another class, those
+            arguments stay that the new class takes too.
+        shape: The keys that there may be, and their types. Other keys are merged too; `mistakes_of` finds them.
     """
     tree: dict[str, Any] = {}
     for layer in layers:
@@ -40,7 +48,7 @@ def merged(layers: Iterable[Mapping[str, Any]], shape: Group) -> dict[str, Any]:
 
 
 def written_whole(value: Any, hint: Any) -> Any:
-    """A value of a type with its classes written as `class_path` and `init_args`."""
+    """One value, in the form of `merged`: "fsdp" as a strategy is `{"class_path": ..., "init_args": {}}`."""
     return _merged(None, value, hint)
 
 
@@ -78,7 +86,7 @@ def _mappings(old: Any, new: Mapping[str, Any], arguments: Mapping[str, Argument
 
 
 def _named(text: str, hint: Any, classes: Sequence[type]) -> Any:
-    """What a text stands for where a class is chosen: a class, the one text that the only class needs, or itself."""
+    """What a text means where a class is chosen: a class's name, the only argument the class needs, or a plain text."""
     with suppress(UserError):
         class_named(text, classes)
         return {CLASS: text}
@@ -90,7 +98,7 @@ def _named(text: str, hint: Any, classes: Sequence[type]) -> Any:
 
 
 def _class(old: Any, new: Mapping[str, Any], classes: list[type]) -> dict[str, Any]:
-    """A class and its arguments, after what was written before; it is checked where the whole config is."""
+    """A class and its arguments, merged over those of earlier layers; an unknown class is found by `mistakes_of`."""
     before = _whole(old) if isinstance(old, Mapping) else {}
     new = _whole(new)
     path, cls = new.get(CLASS, before.get(CLASS)), None
@@ -109,14 +117,14 @@ def _class(old: Any, new: Mapping[str, Any], classes: list[type]) -> dict[str, A
 
 
 def _whole(value: Mapping[str, Any]) -> dict[str, Any]:
-    """With `class_path` and `init_args` as keys."""
+    """A mapping with `class_path` and `init_args` as keys; one that has neither is the arguments."""
     if CLASS not in value and ARGUMENTS not in value:
         return {ARGUMENTS: value}
     return {key: _plain(each) for key, each in value.items()}
 
 
 def _kept(given: Mapping[str, Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:
-    """Those of the arguments of another class that this one takes too; of a dataclass those of its fields."""
+    """The arguments of another class that this one takes too, with a fitting type; within a dataclass, its fields."""
     found = {}
     for key, value in given.items():
         if key not in arguments:

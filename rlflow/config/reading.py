@@ -1,4 +1,4 @@
-"""What a command line says, layer by layer: each config and each option once, as a tree of keys to values."""
+"""Reads a command line: each config file and each option becomes a layer, a tree of keys to values."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _TAG = "tag:yaml.org,2002:"
 
 @dataclass(frozen=True)
 class Text:
-    """The value of an option: a text, or what it is as YAML, whichever fits the option's type.
+    """The value of an option: its text, or the text read as YAML, whichever fits the option's type.
 
     Example:
         `Text("1e-5").value` is a number and `Text("[0, 1]").value` a list; a setting that takes texts gets `1e-5`.
 
     Attributes:
-        text: As it stands on the command line.
+        text: The value as it is on the command line.
     """
 
     text: str
 
     @cached_property
     def value(self) -> Any:
-        """As YAML; the text where it is none."""
+        """The text read as YAML; the text itself if it is no YAML."""
         try:
             return read(self.text)
         except UserError:
@@ -44,7 +44,7 @@ class Text:
 
 
 class Appended(list[Any]):
-    """Entries that an option adds to those of a list: `--callbacks+ NAME`."""
+    """Entries that an option adds to a list, `--callbacks+ NAME`, in place of replacing the list."""
 
 
 def layers(arguments: Sequence[str], alone: Mapping[str, Any] = MappingProxyType({})) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def layers(arguments: Sequence[str], alone: Mapping[str, Any] = MappingProxyType
 
     Args:
         arguments: `--key value` and `--key=value`; `--config FILE` for a config.
-        alone: Options that may stand without a value, and the value that this means.
+        alone: Options that may be given without a value, and the value that they have then.
 
     Raises:
         UserError: An argument is no option, lacks its value, or a config cannot be read.
@@ -81,7 +81,7 @@ def options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Names of options and their values, `--a.b 3` and `--a.b=3` alike; None for an option without a value.
 
     Raises:
-        UserError: An argument is neither.
+        UserError: An argument is neither an option nor follows one.
     """
     rest = list(arguments)
     while rest:
@@ -118,9 +118,9 @@ def _file(path: str) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with `1e-5` as a number; dates, `1:30` (90 there) and `010` (8 there) are texts.
+    """YAML 1.1, except that `1e-5` is a number, and dates, `1:30` and `010` are texts (90 and 8 in YAML 1.1).
 
-    A key that stands twice in a mapping is an error.
+    A key that a mapping has twice is an error.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -149,14 +149,14 @@ _Loader.add_implicit_resolver(
 
 
 def read(text: str, what: str = "a text") -> Any:
-    """The value of a YAML text; None where there is nothing.
+    """The value of a YAML text; None for an empty one.
 
     Args:
-        text: With a line end for each line.
-        what: The text is, for errors.
+        text: The YAML, of one or more lines.
+        what: Beginning of an error's sentence: "`--config` is 'my.yaml'", which continues ", which is not plain YAML".
 
     Raises:
-        UserError: It is not YAML, has a key twice, or holds what a config has not: `!!int five`, a tag of one's own.
+        UserError: It is not YAML, has a key twice, or holds a tag or value that a config cannot have: `!!int five`.
     """
     try:
         return yaml.load(text, _Loader)
@@ -167,7 +167,7 @@ def read(text: str, what: str = "a text") -> Any:
 
 
 def _read_again(text: str) -> Any:
-    """As jsonargparse asks for it of texts that may stand for numbers, lists or mappings; `{name}` stays a text."""
+    """The loader for jsonargparse: a text's value as YAML, but `{name}`, a mapping without values, stays a text."""
     value = read(text)
     return text if isinstance(value, dict) and not any(each is not None for each in value.values()) else value
 
@@ -176,7 +176,7 @@ set_loader("yaml", _read_again, exceptions=(UserError,))
 
 
 def _said(error: Exception) -> str:
-    """What YAML says of an error, with the line."""
+    """The message of a YAML error in one line, with the line's number."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return one_line(error)
     line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"

@@ -1,1 +1,1 @@
-"""`rlflow doctor`: what is looked at, and small trials of what a run does."""
+"""`rlflow doctor`: checks of packages, machine and network, and small trial runs."""

@@ -1,6 +1,6 @@
-"""What `rlflow doctor` looks at: packages, the machine and the network, each with how to mend what is wrong.
+"""The checks of `rlflow doctor`: packages, the machine and the network, each with how to mend what is wrong.
 
-Nothing here imports a package that may be missing: those are imported by children.
+Each check yields a `Finding`. No package that may be missing is imported in this process, but in child processes.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class Finding:
         broken   MASTER_PORT=99999; give a number from 1 to 65535
 
     Attributes:
-        what: Was looked at, with what was found of it.
-        state: `missing` is what is not there; `broken` what is there and does not work.
-        mend: How it is mended, in a few words; empty where it is ok.
+        what: What was checked, with what was found: `5.2 GB of memory free, 2 cores`.
+        state: `missing` if it is not there, `broken` if it is there and does not work.
+        mend: How to mend it, in a few words; empty if it is ok.
         needed: Whether runs on this machine need it.
     """
 
@@ -103,7 +103,7 @@ class Finding:
 
     @property
     def fails(self) -> bool:
-        """Whether the machine is not ready for this. What is there and broken is in the way, needed or not."""
+        """Whether it makes `rlflow doctor` exit with code 1: it is broken, or it is missing and needed."""
         return self.state == "broken" or (self.state == "missing" and self.needed)
 
     def __str__(self) -> str:
@@ -112,16 +112,16 @@ class Finding:
 
 
 def checked(what: str, ok: bool, mend: str, needed: bool = True, state: State = "missing") -> Finding:
-    """The finding of something that is ok, or else in this state."""
+    """A finding that is ok if `ok`, and else has this `state` and `mend`."""
     return Finding(what) if ok else Finding(what, state, mend, needed)
 
 
 def packages(gpu: bool, folder: Path) -> Iterator[Finding]:
-    """Of Python and every package that rlflow names.
+    """Check Python and each package that rlflow names: its version, its pin in the lock, and whether it imports.
 
     Args:
-        gpu: Whether runs use this machine's GPUs.
-        folder: Where children run.
+        gpu: Whether runs use this machine's GPUs; else vLLM's build for the CPU is expected.
+        folder: Folder in which child processes run.
     """
     yield _python()
     try:
@@ -156,7 +156,7 @@ def _python() -> Finding:
 
 
 def _extra(requirement: Requirement) -> str:
-    """The extra that a requirement is of; empty where rlflow always needs it."""
+    """The extra that a requirement belongs to; empty if rlflow always needs it."""
     return "" if requirement.marker is None else str(requirement.marker).partition('"')[2].rstrip('"')
 
 
@@ -189,7 +189,7 @@ def _installed(each: Requirement, has: str, pin: str | None, said: str) -> Findi
 
 
 def _imports(modules: list[str], folder: Path) -> dict[str, str]:
-    """What importing each says: `ok`, or the error; in one child, and in another from where one ended it."""
+    """Import modules in a child process: `ok` or the error, by module. If one ends the child, a new one continues."""
     says: dict[str, str] = {}
     left = list(modules)
     while left:
@@ -203,7 +203,7 @@ def _imports(modules: list[str], folder: Path) -> dict[str, str]:
 
 
 def _bound() -> Iterator[Finding]:
-    """What packages that are built for others say of these."""
+    """Check the versions of torch and transformers that installed packages such as vLLM and DeepSpeed require."""
     for name in BOUND:
         has = installed(name)
         for each in map(Requirement, (requires(name) or ()) if has is not None else ()):
@@ -232,27 +232,27 @@ def _locked(pins: dict[str, str]) -> Finding:
 
 
 def _same(has: str, pin: str) -> bool:
-    """Whether these are one version; `+cpu` names a build, not a version."""
+    """Whether two versions are the same, such as `2.7.0+cpu` and `2.7.0`: `+cpu` names a build."""
     return has.split("+")[0] == pin.split("+")[0]
 
 
 def has_gpu() -> bool:
-    """Whether a driver offers GPUs to this machine's processes; torch is not asked."""
+    """Whether an NVIDIA driver offers GPUs, by the files `/dev/nvidia0` and so on; without torch."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def gpu_count(folder: Path) -> int:
-    """How many torch finds."""
+    """The number of GPUs that torch finds, in a child process that runs in `folder`; 0 if torch fails."""
     return len(_facts(folder)[0].get("gpus", ()))
 
 
 def this_machine(gpu: bool, nodes: int, folder: Path) -> Iterator[Finding]:
-    """Of everything but packages and network.
+    """Check memory, disks, limits, isolation of programs, GPUs, and connections within the machine.
 
     Args:
         gpu: Whether runs use this machine's GPUs.
-        nodes: Machines of a run.
-        folder: Where children run.
+        nodes: Number of machines of a run; more of them need more open files.
+        folder: Folder in which child processes run.
     """
     yield from _memory()
     yield from _folders()
@@ -272,7 +272,7 @@ def _memory() -> Iterator[Finding]:
 
 
 def _folders() -> Iterator[Finding]:
-    """Where a run writes."""
+    """Check that the folders that a run writes to can be written and have space."""
     # as Python chooses it; TMPDIR, if set, though Python passes over one that cannot be written
     scratch = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     cache = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface")
@@ -358,7 +358,7 @@ def _gpus(folder: Path) -> Iterator[Finding]:
 
 @cache
 def _facts(folder: Path) -> tuple[dict[str, Any], str]:
-    """What torch says of GPUs, or why it said nothing."""
+    """The result of `GPU_FACTS` and an empty text, or an empty dictionary and why the child process failed."""
     ran = tried(folder / "gpus", ["-c", GPU_FACTS], GPU_S)
     return (json.loads(ran.output.splitlines()[-1]), "") if ran.code == 0 else ({}, ran.why)
 
@@ -375,7 +375,7 @@ def _loopback() -> Finding:
 
 
 def nodes_here() -> int:
-    """The machines that the launcher of this process speaks of: Slurm, or torchrun; 1 without one."""
+    """The number of machines by the variables of Slurm or torchrun; 1 without them."""
     for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "GROUP_WORLD_SIZE"):
         if (text := os.environ.get(name, "")).isdigit():
             return max(1, int(text))
@@ -383,11 +383,11 @@ def nodes_here() -> int:
 
 
 def many_machines(gpu: bool, nodes: int) -> Iterator[Finding]:
-    """Of the network and the launcher's variables.
+    """Check the launcher's variables and the network between machines.
 
     Args:
-        gpu: Whether runs use this machine's GPUs.
-        nodes: Machines of a run.
+        gpu: Whether runs use this machine's GPUs; only then is InfiniBand needed.
+        nodes: Number of machines of a run; with 1, what is missing is shown as not needed.
     """
     needed = nodes > 1
     slurm = "SLURM_JOB_ID" in os.environ
@@ -495,13 +495,13 @@ def _infiniband(needed: bool) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a child.
+    """The result of a child process.
 
     Attributes:
-        code: Its exit code; None where it was ended for its time.
-        output: What it printed.
-        errors: What it wrote to its standard error.
-        seconds: That it took.
+        code: Its exit code, negative for a signal; None if it was ended because its time was over.
+        output: Its standard output.
+        errors: Its standard error.
+        seconds: How long it ran.
     """
 
     code: int | None
@@ -511,7 +511,7 @@ class Tried:
 
     @property
     def why(self) -> str:
-        """The last line of its errors: why it failed."""
+        """Why it failed: the last line of its errors, such as `ModuleNotFoundError: No module named 'vllm'`."""
         if self.code is None:
             return f"did not end within {self.seconds:.0f} s"
         said = [line.strip() for line in self.errors.splitlines() if line.strip()]
@@ -521,13 +521,15 @@ class Tried:
 def tried(
     folder: Path, arguments: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> Tried:
-    """Run this Python with other arguments, to its end or for so long.
+    """Run this Python in a child process, to its end or until its time is over.
+
+    The child is in a session of its own, all of which is ended with it, and gets no variables of a launcher.
 
     Args:
-        folder: Where it runs; its output is kept there.
-        arguments: Arguments of Python.
-        seconds: That it may take.
-        environment: More variables.
+        folder: Its working folder, made if needed; `output.txt` and `errors.txt` are written there.
+        arguments: Arguments of Python, such as `["-c", "import torch"]`.
+        seconds: Limit of its time.
+        environment: Variables to add to this process's.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -554,7 +556,7 @@ def tried(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a child and its session: first by a word, on which a run ends its ranks."""
+    """End a child and its session: by SIGTERM, at which a run ends its ranks, then by SIGKILL."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal_number)

@@ -1,4 +1,4 @@
-"""What a run does, tried for real in children: ranks that meet, a step, a sync of each engine's weights."""
+"""The trials of `rlflow doctor`: real runs in child processes, with ranks that meet, steps, and weight syncs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STEPS = 2  # the second generates with the weights that the first trained and th
 
 
 def trials(gpu: bool, gpus: int, folder: Path, seconds: float) -> Iterator[Finding]:
-    """Of the trials that this machine can do.
+    """Try what this machine can do, two trials at a time: collectives of two ranks, then small GRPO runs.
 
     Args:
         gpu: Whether runs use its GPUs.
-        gpus: How many it has.
-        folder: Where children run.
-        seconds: That each may take.
+        gpus: Number of its GPUs; NCCL is tried with 2 or more.
+        folder: Folder in which each trial makes a new one for its files.
+        seconds: Limit of each trial's time.
     """
     backends = ["gloo", "nccl"] if gpus >= 2 else ["gloo"]
     ranks = min(2, gpus) if gpu else 2
@@ -84,7 +84,7 @@ def _train(gpu: bool, name: str, ranks: int, strategy: str, engine: Any, folder:
 
 
 def _config(gpu: bool, ranks: int, strategy: str, engine: Any) -> dict[str, Any]:
-    """Of a run so small that it takes seconds."""
+    """The config of a run so small that it takes seconds."""
     return {
         "module": {
             "class_path": "GRPO",
@@ -108,12 +108,12 @@ def _config(gpu: bool, ranks: int, strategy: str, engine: Any) -> dict[str, Any]
 
 
 def share_of_digits(response: str) -> float:
-    """How much of a response are digits: a reward in which random responses differ."""
+    """The share of digits among a response's characters, 0 to 1: a reward in which random responses differ."""
     return sum(each.isdigit() for each in response) / max(1, len(response))
 
 
 def main(backend: str, rank: int, store: Path) -> None:
-    """One of two ranks, in a child: meet the other by a store in a file, gather what both have, and compare it."""
+    """Run one of two ranks, which meet by the file `store`: gather a tensor from both; exit with 1 if it is wrong."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""Signals that ask a run to end: noted by each rank, agreed on where ranks meet, obeyed when the state is saved.
+"""Signals that ask a run to end: noted by each rank, agreed on by all, obeyed once a checkpoint is saved.
 
-A signal handler of Python runs in the main thread, between two of its instructions, and so not while that waits for a
-collective. So a thread of its own learns of signals, and ends the process when the time is over that the run was given.
+A signal handler of Python runs in the main thread between two of its instructions, and therefore not while the main
+thread waits for a collective. So another thread receives the signals, and ends the process when `grace_s` is over.
 
 With `trainer.grace_s: 30`, a SIGTERM that rank 1 receives is noted there at 0 s; all ranks learn of it when they next
 gather something, say at 2 s; they save, say until 9 s, and exit with code 3. A rank that is not done at 30 s is ended.
@@ -33,15 +33,16 @@ BEGINNING = "the run had not begun, so nothing more was saved; start it again wi
 
 
 class _Preemption:
-    """What this process was asked, and what becomes of it.
+    """The signals that this process received, and the thread that ends it when its time is over.
 
     Attributes:
-        received: The number of the signal that was first, here or on another rank; 0 for none.
-        grace_s: Seconds from then to the end of the process, whatever it does.
-        begun: Whether the run decides when it ends; else it ends at once.
-        last_line: What the terminal reads at the end of that time; None where it has read it.
-        saved: Whether the state is saved, and nothing is left to do but to end.
-        raised: Whether the main thread was interrupted at once, which may be before the number is noted here.
+        received: The number of the first signal, in this process or on another rank; 0 for none.
+        grace_s: Seconds from the first signal until the process is ended, whatever it does.
+        begun: Whether the run decides when it ends, by polling `received`; before that a signal raises `Preempted`.
+        last_line: The line for the terminal if the thread has to end the process: empty for the thread's own, None if
+            the caller prints it.
+        saved: Whether the checkpoint is complete; from then on further signals are ignored.
+        raised: Whether `Preempted` was raised in the main thread, which may be before `received` is set.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class _Preemption:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="preemption")
 
     def begin(self) -> dict[int, Any]:
-        """Take the signals, but for a SIGHUP that `nohup` has had ignored; what handled them before."""
+        """Handle `SIGNALS`, but no SIGHUP that `nohup` ignores; the handlers before, and at 0 the wakeup descriptor."""
         taken = [number for number in SIGNALS if not _is_ignored_hangup(number)]
         before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in taken}
         for number in taken:
@@ -66,7 +67,7 @@ class _Preemption:
         return before
 
     def close(self) -> None:
-        """End the thread, once signals go elsewhere."""
+        """End the thread and close its files; the previous handlers must be set again before."""
         os.write(self._writer, bytes([OVER]))  # closing would not do: children may have it open too
         self._thread.join()
         os.close(self._writer)
@@ -74,14 +75,14 @@ class _Preemption:
         os.close(self._terminal)
 
     def agree(self, number: int) -> None:
-        """Another rank received this signal."""
+        """Note a signal that another rank received; returns when `received` is set."""
         if not self.received:
             os.write(self._writer, bytes([number]))
             while not self.received:
                 time.sleep(0.001)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        """In the main thread."""
+        """Python's signal handler, in the main thread: raises `Preempted` before the run has begun, else nothing."""
         if not self.begun and not self.raised:
             self.raised = True
             raise Preempted(number, BEGINNING)
@@ -136,14 +137,16 @@ _mine: _Preemption | None = None
 
 @contextmanager
 def handled(until_exit: bool) -> Iterator[None]:
-    """Let signals end the run well within, in the main thread; in another one nothing changes.
+    """Within it signals end the run in order, after a checkpoint; around the whole of `rlflow fit`, on every rank.
+
+    Nested, or in another thread than the main one, it does nothing.
 
     Args:
-        until_exit: Whether the process ends after it: then it ignores signals that come while it does, if there was one
-            before.
+        until_exit: Whether the process exits after the block. Then, if a signal ended the block, later ones are
+            ignored while the process exits; else the previous handlers are set again.
 
     Raises:
-        Preempted: There was a signal before `begin`.
+        Preempted: A signal came before `begin`.
     """
     global _mine  # of the process, as signal handlers are
     if threading.current_thread() is not threading.main_thread() or _mine is not None:
@@ -175,13 +178,13 @@ def is_handled() -> bool:
 
 
 def begin(grace_s: float) -> None:
-    """From here on the run decides when it ends.
+    """From here on a signal raises nothing: the training loop polls `received` and ends by itself, after it has saved.
 
     Args:
-        grace_s: Seconds from a signal to the end of the process, whatever it does.
+        grace_s: Seconds from the first signal until the process is ended, whatever it does.
 
     Raises:
-        Preempted: There was a signal before.
+        Preempted: A signal has already come.
     """
     if _mine is not None:
         _mine.grace_s, _mine.begun = grace_s, True
@@ -190,28 +193,28 @@ def begin(grace_s: float) -> None:
 
 
 def received() -> int:
-    """The number of the signal that this process, or by `agree` another rank, was asked by to end; 0 for none."""
+    """The number of the signal that asked this process, or by `agree` another rank, to end; 0 for none."""
     return 0 if _mine is None else _mine.received
 
 
 def agree(number: int) -> None:
-    """All ranks end, since one of them received this signal."""
+    """Note a signal that another rank received, so that all ranks end; called by each rank."""
     if _mine is not None:
         _mine.agree(number)
 
 
 def saved(line: str) -> None:
-    """The state is saved: signals that still come change nothing.
+    """Note that the checkpoint is complete: signals that still come are ignored.
 
     Args:
-        line: What the terminal reads, if the process does not end in time.
+        line: The line for the terminal if the process does not end by itself within `grace_s`.
     """
     if _mine is not None:
         _mine.saved, _mine.last_line = True, line
 
 
 def _forget() -> None:
-    """In a process that was forked from this one: signals are its own."""
+    """Called in each forked child: set Python's default handlers, since the child is no rank of the run."""
     global _mine
     if _mine is None:
         return

@@ -1,7 +1,8 @@
-"""What this process is doing, written where the process that waits for it reads it: the dead cannot say it themselves.
+"""The status of each rank of a machine, in memory that the processes share, so that it outlives a rank that dies.
 
-A process that ends with code 0 may have run to its end, or a reward may have called `os._exit(0)` in it; and one that
-is there may be stopped, or hang. Who waits for it learns from here which it is.
+A process that ends with code 0 may have run to its end, or a reward may have called `os._exit(0)` in it; one that still
+exists may be stopped, or hang. The supervisor and rank 0 read here which it is. A rank writes its own status by the
+functions of this module: `report("what it does")`, `failed()`, `end()`.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ SUPERVISED_VARIABLE = "RLFLOW_SUPERVISED"  # set where another process says how 
 
 
 class Answered(SystemExit):
-    """The command has answered and runs nothing, as for `--help`; or it has said on the terminal why it ends."""
+    """Ends a command that has nothing left to say: `--help` was printed, or a dead rank was already reported."""
 
 
 class Status(ctypes.Structure):
-    """A rank and what it is doing, in memory that processes share. Times are of `time.monotonic`, in seconds.
+    """A rank and what it is doing, in shared memory. Times are of `time.monotonic`, in seconds.
 
     Attributes:
-        rank: Number of the rank.
-        process: Number of the process; 0 before it has begun.
-        beat: When its interpreter last ran.
-        limit_s: How long another rank waits for it, its strategy's `timeout_s`; 0 where none waits.
+        rank: Global rank.
+        process: Process id; 0 before `beat` was called in the process.
+        beat: When its interpreter last ran, renewed by a thread every `BEAT_S`.
+        limit_s: Seconds that another rank waits for it, its strategy's `timeout_s`; 0 where none waits.
         failed: When a collective of it failed; 0 if none has.
-        code: What its exit code is to be, once it has ended.
+        code: The exit code that it was to end with, set by `end`.
         waits: How many collectives it waits in.
-        saved: After how many steps there is a checkpoint; 0 for none.
-        text: What the rank does; empty at first.
+        saved: Number of steps after which the newest checkpoint was saved; 0 for none.
+        text: What the rank does, in UTF-8, cut after `TEXT` bytes; read it by `doing`.
     """
 
     rank: int
@@ -104,7 +105,7 @@ class Status(ctypes.Structure):
 
     @property
     def silence(self) -> str:
-        """What a user reads of a rank whose interpreter does not run."""
+        """The line that a user reads about a rank whose interpreter does not run."""
         return (
             f"{self.named} has not answered for {self.silent_s:.0f} s ({self.doing}): it is stopped, or code in C"
             " holds its interpreter"
@@ -123,12 +124,13 @@ class Status(ctypes.Structure):
 
 
 class Board:
-    """The statuses of a machine's ranks, in a file without a name, which is gone with those that have it open.
+    """The statuses of a machine's ranks by local rank, in a memory-mapped file that the processes share.
 
     `board[1].doing` is what the rank with the local rank 1 does, such as `step 3, run rewards: ranks 0-1`.
 
     Args:
-        path: By which other processes of the same user open it, as long as the one that made it is there.
+        path: The file. On Linux it is `/proc/PID/fd/N`, memory without a name in a file system: other processes of the
+            same user can open it as long as the process that made it exists, and it vanishes with the last user.
     """
 
     def __init__(self, path: Path) -> None:
@@ -138,7 +140,7 @@ class Board:
 
     @classmethod
     def make(cls) -> Board:
-        """An empty one, of this process."""
+        """Make an empty board that this process owns."""
         if sys.platform == "linux":
             number = os.memfd_create("rlflow-status")
             path = Path(f"/proc/{os.getpid()}/fd/{number}")
@@ -163,10 +165,12 @@ class Board:
         return [status for status in self._statuses if status.process]
 
     def missing(self) -> str | None:
-        """What is wrong with the rank that a collective failed for, in a line that begins with its name.
+        """After a collective has failed: a line about the rank that did not join it.
 
-        One whose interpreter does not run, because it is stopped or C code of its task holds it; else one that does
-        something while others wait. None if the rank that is missing is none of this machine.
+            rank 1 on gpu-17 did not join the other ranks within `timeout_s` (600 s): it is at step 3, run rewards: ...
+
+        It is a rank whose interpreter does not run, because it is stopped or code in C holds it; else one that does
+        something else while others wait. None if the missing rank is on another machine.
         """
         here = [status for status in self.begun() if not status.ended]
         if silent := [status for status in here if status.silent_s > SILENT_S]:
@@ -180,7 +184,7 @@ class Board:
 
 
 def _first_rank() -> int:
-    """The number that a scheduler gave this process, before the run knows it."""
+    """This process's rank before ranks have met: the launcher's global rank, else its local rank, else 0."""
     ranks = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
     return int(next((rank for rank in ranks if rank), "0"))
 
@@ -192,7 +196,7 @@ _beats = False
 
 
 def board() -> Board:
-    """The board of this machine's ranks: the one that this process was given, or one of its own."""
+    """The board of this machine's ranks: the one that rank 0 passed to this process, else a new one."""
     if _board is None:
         given = os.environ.pop(BOARD_VARIABLE, None)
         use(Board.make() if given is None else Board(Path(given)))
@@ -201,7 +205,7 @@ def board() -> Board:
 
 
 def use(shared: Board) -> None:
-    """From here on, this process writes its status there."""
+    """From here on, this process writes its status to this board, at the place of its local rank."""
     global _board, _mine, _owner, _beats  # of the process, as its exit code is
     _board, _mine, _owner, _beats = shared, shared[int(os.environ.get("LOCAL_RANK") or 0)], os.getpid(), False
     _mine.write(_first_rank(), AT_FIRST)
@@ -215,7 +219,10 @@ def mine() -> Status:
 
 
 def beat() -> None:
-    """From here on, a thread says every `BEAT_S` seconds that this process's interpreter runs."""
+    """Start a daemon thread that renews this process's heartbeat every `BEAT_S`; a second call does nothing.
+
+    The heartbeat stops while the process is stopped, or while code in C holds the interpreter lock.
+    """
     global _beats
     status = mine()
     if _beats:
@@ -232,19 +239,24 @@ def beat() -> None:
 
 
 def limit(seconds: float) -> None:
-    """How long another rank waits for this one: its strategy's `timeout_s`; 0 where none waits."""
+    """Set the seconds that another rank waits for this one, its strategy's `timeout_s`; 0 where none waits."""
     mine().limit_s = seconds
 
 
 def report(rank: int, doing: str) -> None:
-    """Say what this process, a rank of the run, is doing."""
+    """Write what this rank is doing; a child that was forked from it writes nothing.
+
+    Args:
+        rank: The global rank of this process.
+        doing: A short text, such as `step 3, run rewards: ranks 0-1`, with which errors name the place.
+    """
     status = mine()
     if os.getpid() == _owner:
         status.write(rank, doing)
 
 
 def begin() -> None:
-    """This process begins a command, and has not come to its end."""
+    """Mark this process as begun and not ended; called by a command before it does anything."""
     report(mine().rank, AT_FIRST)
 
 
@@ -254,7 +266,10 @@ def is_first() -> bool:
 
 
 def end(code: int = 0) -> None:
-    """This process has come to its end, and its exit code is to be `code`."""
+    """Mark this process as ended, with its coming exit code: its run is done, or it has reported an error.
+
+    A process that exits without having called it counts as dead, whatever its exit code.
+    """
     status = mine()
     if os.getpid() == _owner:
         status.code = code
@@ -262,18 +277,18 @@ def end(code: int = 0) -> None:
 
 
 def saved(steps: int) -> None:
-    """There is a checkpoint after so many steps; 0 for none."""
+    """Note that a checkpoint after so many steps is complete, from which a dead run can resume; 0 for none."""
     mine().saved = steps
 
 
 def failed() -> None:
-    """A collective of this process has failed: another rank did not join it in time, or is gone."""
+    """Note that a collective of this process has failed: another rank did not join it in time, or is gone."""
     mine().failed = time.monotonic()
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Within, this process waits for other ranks."""
+    """Within it this process counts as waiting for other ranks; around each collective."""
     status = mine()
     status.waits += 1
     try:
@@ -284,10 +299,10 @@ def waiting() -> Iterator[None]:
 
 @contextmanager
 def refusing_exits() -> Iterator[None]:
-    """Code of the user's that ends the process within is an error of theirs: no run is done before its end.
+    """Within it a call of `sys.exit` by the user's code is an error, since a run must not end before its end.
 
     Raises:
-        UserError: It called `sys.exit`.
+        UserError: `sys.exit` was called; the error names the rank and what it was doing. `Answered` passes through.
     """
     try:
         yield

@@ -1,10 +1,10 @@
-"""How the process of a command ends: watched by one that waits for it, whose exit code is 0 only after a whole run.
+"""Supervises a run from a parent process, whose exit code is 0 only if the run came to its end.
 
 A reward, a callback or a library may end its process by `os._exit(0)`, and nothing in that process can act afterwards;
 one that is stopped, or held by code in C, cannot act either. So a run of `rlflow fit` is a child, forked before
-anything is loaded, and its parent waits, and watches the ranks of this machine. Signals that another process sends to
-the parent are passed on; those of the terminal reach both. What the run started and left running ends with it. A
-command that has nothing left to do leaves, whatever code of the user's still runs in its process.
+anything is loaded; its parent waits for it and watches the ranks of this machine. Signals that another process sends to
+the parent are passed on to the child; those of the terminal reach both. Processes that the run started and left running
+are ended after it. A command that is done exits, even if the user's code still runs in threads of its process.
 
     rlflow fit               waits for rank 0, passes signals on to it, reads the board (this file)
       rank 0                 the command itself; waits for the other ranks (`strategies/launcher.py`)
@@ -55,13 +55,19 @@ LEAVING_S = 5.0  # how long what the run started may outlive it
 
 
 def supervise() -> None:
-    """Return in a child process; this one waits for it, ends as it does, and never returns. On Linux only.
+    """Fork. The call returns in the child, which runs the command; the parent supervises it and never returns.
 
-    The child's exit code, or the signal that killed it, is passed on. If it ends before `status.end` was called, one
-    line says so, and the exit code is 1 where it would be 0. A rank of this machine whose interpreter has not run for
-    its `timeout_s` (half an hour where no other rank waits) ends the run with a line that names it and with code 1. A
-    child whose interpreter has not run for `HELD_S` after its end is ended, with the code that it was to end with. The
-    child dies with its parent.
+    Called once by `rlflow fit` and `rlflow validate` before anything is loaded; on Linux only, elsewhere it does
+    nothing. A rank that rank 0 has started is not forked again.
+
+    The parent exits with the child's code, or dies of the signal that killed the child. If the child ends before
+    `status.end` was called, one line says so, and the exit code is 1 where it would be 0:
+
+        rlflow: error: rank 0 on gpu-17 exited with code 0 (step 3), before the run came to its end
+
+    A rank of this machine whose interpreter has not run for its `timeout_s` (half an hour where no other rank waits)
+    ends the run with a line that names it and with code 1. A child whose interpreter has not run for `HELD_S` after its
+    end is killed, and the parent exits with the code that the child was to exit with. The child dies with its parent.
     """
     if status.PARENT_VARIABLE in os.environ:  # of a rank that rank 0 started, which waits for it
         status.beat()
@@ -91,7 +97,7 @@ def supervise() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Let the death of this process's parent end this process, whatever it is doing."""
+    """Have the kernel kill this process when its parent dies; on Linux only."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -100,7 +106,7 @@ def _die_with(parent: int) -> None:
 
 
 class _Supervisor:
-    """Waits for a child, and ends it when a rank of this machine is missing."""
+    """Waits for a child, and kills it and all ranks of this machine when one of them is missing."""
 
     def __init__(self, child: int, board: Board, scratch: Path) -> None:
         self._child = child
@@ -113,7 +119,7 @@ class _Supervisor:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent becomes a child of this process
 
     def wait(self) -> NoReturn:
-        """Until the child has ended; then end as it did."""
+        """Pass signals on and watch the ranks until the child has ended, then end this process as it ended."""
         code, looked = None, time.monotonic()
         while code is None:
             received = signal.sigtimedwait(PASSED_ON | {signal.SIGCHLD}, POLL_S)
@@ -136,7 +142,7 @@ class _Supervisor:
         self._end(code)
 
     def _looked(self, seconds: float) -> str | None:
-        """What is wrong with a rank, after so many more seconds."""
+        """Age each heartbeat that has not changed by `seconds`; return a line about a rank that is missing, or None."""
         for each in self._board.begun():
             beat, silent = self._silent.get(each.process, (0.0, 0.0))
             self._silent[each.process] = each.beat, silent + seconds if each.beat == beat else 0.0
@@ -160,14 +166,14 @@ class _Supervisor:
                 code = os.waitstatus_to_exitcode(waited)
 
     def _kill(self) -> None:
-        """All ranks of this machine."""
+        """Kill all ranks of this machine by SIGKILL."""
         processes = {each.process for each in self._board.begun()}
         for child in psutil.Process().children(recursive=True):
             if child.pid in processes or child.pid == self._child:
                 _sent(child, signal.SIGKILL)
 
     def _end_the_rest(self) -> None:
-        """What the run started and did not end: children of rewards, ranks that hang."""
+        """End what the run started and left running, such as children of rewards: SIGTERM first, then SIGKILL."""
         deadline = time.monotonic() + LEAVING_S
         asked = False
         while left := psutil.Process().children(recursive=True):
@@ -209,7 +215,7 @@ def _say(line: str) -> None:
 
 
 def _die_of(what: signal.Signals) -> None:
-    """So that a shell or torchrun sees what became of the child."""
+    """Die of the signal that killed the child, so that a shell or torchrun sees it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it has left its own
     if what != signal.SIGKILL:
         signal.signal(what, signal.SIG_DFL)
@@ -222,16 +228,16 @@ _first: list[Callable[[], None]] = []
 
 
 def before(function: Callable[[], None]) -> None:
-    """Call a function, which has a limit of its own, before this process leaves; at its exit if it does not `leave`."""
+    """Register a function that `leave` calls first, or Python at exit without `leave`. It must limit its own time."""
     atexit.register(function)
     _first.append(function)
 
 
 def leave(code: int) -> None:
-    """From here on this process ends with `code` within `EXIT_S`; one that must be ended says what still runs.
+    """Call the functions registered by `before`, then give Python `EXIT_S` to end this process by itself.
 
     Python waits at its end for threads that are no daemons, and for processes of `multiprocessing`, without a limit.
-    What is to be done `before` is done first.
+    After `EXIT_S` one line names them, and the process exits with `code`.
     """
     while _first:
         function = _first.pop()
@@ -249,7 +255,7 @@ def _end_after(code: int) -> None:
 
 
 def _left() -> str:
-    """What Python waits for."""
+    """What Python still waits for: `process ForkProcess-1, thread uploader`."""
     import multiprocessing  # few processes need it
 
     processes = [process.name for process in multiprocessing.active_children() if not process.daemon]

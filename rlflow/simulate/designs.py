@@ -1,10 +1,10 @@
-"""The work of a step in rlflow and in three other designs: the same nodes on the same GPUs, other ways for the data.
+"""Simulates a step in rlflow and in three other designs: the same nodes on the same GPUs, with other data paths.
 
-- `rlflow`: what the plan says. Exchanges go straight between ranks, packed, while nodes that do not read them run.
-- `padded`, `packed`: one controller. What a role makes is collected by it, what a role reads is sent out by it, one
-  value at a time, and nodes without a role run on it. Rows are padded to the longest that the config allows, or not.
-- `store`: values are put into the memory of the nodes that made them, and fetched by those that read them; a controller
-  has a message for each row that is put, and asked for each that is fetched.
+- `rlflow`: by the plan. Exchanges go straight between ranks, packed, while nodes that do not read them run.
+- `padded`, `packed`: one controller. It collects what a role makes, sends out what a role reads, one value at a time,
+  and runs the nodes without a role. Rows are padded to the longest that the config allows, or packed.
+- `store`: values are put into the memory of the machines that made them, and fetched by the ranks that read them; a
+  metadata controller gets a message for each row that is put, and a request for each that is fetched.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ METADATA_BYTES = 40  # of a row: id, group, length, tokens and version, which ev
 
 
 def works(workload: Workload, hardware: Hardware, design: Design) -> list[WorkItem]:
-    """All work of a step, in the order of issue.
+    """All work of a step with its seconds, in the order of issue; `scheduled` adds when each begins.
 
     Args:
-        workload: What is to be done.
-        hardware: Hardware of a node.
+        workload: The rows, models and plan of the step.
+        hardware: Hardware of a machine.
         design: How values move between nodes; `rlflow` moves them as its plan says.
     """
     return list(_Step(workload, hardware, design).works())
 
 
 def node_seconds(works: Iterable[WorkItem]) -> dict[str, float]:
-    """Seconds of each work by its name in metrics: of each node, and of `sync`."""
+    """Seconds of each work by its name in the metrics `time/...`: a node's id, or `sync` for a weight sync."""
     return {"sync" if work.kind == "sync" else work.name: work.seconds for work in works}
 
 
 class _Step:
-    """Turns a plan's tasks into work."""
+    """Turns the tasks of a plan into work, and remembers after which work each value can be read."""
 
     def __init__(self, workload: Workload, hardware: Hardware, design: Design) -> None:
         self.workload = workload
@@ -84,7 +84,7 @@ class _Step:
                 yield from self._task(task)
 
     def _in_order(self) -> list[Task]:
-        """Where steps overlap, what is trained on was made in a slot before: that waits for nothing but the weights."""
+        """The plan's tasks; where steps overlap, syncs, then tasks with a lag, whose rows an earlier step has made."""
         tasks = list(self.workload.plan.tasks)
         if not self.workload.plan.max_staleness:
             return tasks
@@ -157,7 +157,7 @@ class _Step:
         )
 
     def _exchange(self, task: Exchange) -> Iterator[WorkItem]:
-        """Straight between ranks. The rows' metadata, which partitions are made from, is gathered before."""
+        """An exchange straight between ranks, after the rows' metadata, from which it is partitioned, is gathered."""
         load, rows = self.workload, self.workload.rows(self.workload.graph.space_of(task.value))
         moves = load.moves_rows or task.source.shards != task.target.shards
         nbytes = (
@@ -189,7 +189,7 @@ class _Step:
         return rows * self.workload.value_bytes(value, padded=self.design == "padded")
 
     def _fetched(self, value: str, node: Node, layout: Layout) -> Iterator[WorkItem]:
-        """What brings a value to a reader from a controller, or from a store."""
+        """The work that brings a value to a reader from a controller, or from a store."""
         nbytes, need = self._bytes(value), self.latest.get(value, "")
         name = f"{value} -> {node.id}{self.draw}"
         needs = (need,) if need else ()
@@ -205,7 +205,7 @@ class _Step:
         self.latest[f"{value}|{node.id}"] = name
 
     def _kept(self, node: Node, layout: Layout) -> Iterator[WorkItem]:
-        """What brings a value from its maker to a controller, or into a store."""
+        """The work that brings a value from its maker to a controller, or into a store."""
         nbytes, name = self._bytes(node.id), f"{node.id} ->{self.draw}"
         if self.design == "store":
             seconds = all_to_all_seconds(nbytes / layout.shards, self.workload.ranks, self.hardware)
@@ -226,7 +226,7 @@ class _Step:
 
 
 def _lanes(workload: Workload) -> list[str]:
-    """A lane for each rank; ranks that take part in the same tasks share one."""
+    """The lane of each rank, such as `ranks 0-3`; ranks that take part in the same tasks share one."""
     members = [frozenset(task.ranks) for task in workload.plan.every()]
     parts = [tuple(rank in ranks for ranks in members) for rank in range(workload.ranks)]
     alike: dict[tuple[bool, ...], list[int]] = {}
@@ -247,17 +247,17 @@ def _holders(workload: Workload, task: Exchange) -> str:
 
 @dataclass(frozen=True)
 class WorkItem:
-    """What is to be done, and when.
+    """One piece of a step's work: a node, a weight sync or a transfer, with when it begins and how long it takes.
 
     Attributes:
-        name: Unique.
+        name: Unique in the step, such as `rewards` or `rollout -> actor_loss`.
         kind: `rollout`, `score`, `train`, `host`, `sync`, `exchange` or `control`.
-        lanes: What it occupies: groups of ranks, their links, a controller.
-        seconds: How long.
-        needs: Names of the work that must have ended.
-        nbytes: That it moves in all.
-        start: When it begins, as `scheduled`; seconds after the step's begin.
-        after: Name of the work that it waited for last; None where for nothing.
+        lanes: What it occupies, for one work at a time: `ranks 0-3`, `link of ranks 0-3`, `controller`.
+        seconds: How long it takes.
+        needs: Names of the works that must have ended before.
+        nbytes: Bytes that it moves, on all ranks together.
+        start: When it begins, set by `scheduled`, in seconds after the step's start.
+        after: Name of the work that it waited for last; None if it waited for none.
     """
 
     name: str
@@ -271,27 +271,27 @@ class WorkItem:
 
     @property
     def end(self) -> float:
-        """When it ends."""
+        """When it ends, in seconds after the step's start."""
         return self.start + self.seconds
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """All work of a step.
+    """All work of a step, each with its start.
 
     Attributes:
-        works: By name, in the order in which it was issued.
+        works: The works by name, in the order in which they were issued.
     """
 
     works: dict[str, WorkItem]
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step, until the last work ends."""
         return max((work.end for work in self.works.values()), default=0.0)
 
     def critical_path(self) -> list[WorkItem]:
-        """The work that the step's length is made of, in order: each began when the one before had ended."""
+        """The works that determine the step's seconds, in order: each began when the one before it ended."""
         path: list[WorkItem] = []
         work = max(self.works.values(), key=lambda work: work.end, default=None)
         while work is not None:
@@ -301,14 +301,14 @@ class StepTimeline:
 
 
 def scheduled(works: Iterable[WorkItem]) -> StepTimeline:
-    """The works, one after the other on each lane, in the order given.
+    """Give each work its start: one after the other on each lane, in the order given, after the works that it needs.
 
     For example `rollout` takes 3 s on the ranks, its exchange 5 s on their links, `rewards` 1 s on the ranks, and
     `actor_loss`, which needs the exchange, 2 s. They begin after 0, 3, 3 and 8 s: rewards are computed while the
     exchange is in progress, and the step takes 10 s, whose critical path is rollout, exchange and `actor_loss`.
 
     Args:
-        works: In the order of issue; each needs only works before it.
+        works: The works in the order of issue; each needs only works before it.
     """
     found, last = dict[str, WorkItem](), dict[str, str]()
     for work in works:

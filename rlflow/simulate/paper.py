@@ -1,7 +1,8 @@
 """`rlflow simulate --paper`: the DistFlow paper's curves, continued to 128 GPUs by one model of all of them.
 
-Its eight constants are each a term of a step's time. In GPU seconds for a thousand tokens, which is the number of GPUs
-over the rate, with P the parameters in thousand millions, N the GPUs, and b the rows of a step on each node of 8 GPUs:
+Each of its eight constants is a term of a step's time T, in GPU seconds for a thousand tokens: the number of GPUs over
+the rate in thousand tokens a second. P is the parameters in billions, N the number of GPUs, and b the rows of a step on
+each node of 8 GPUs:
 
     T = work (1 + straggler log2(N / 8)) (1 + controller sqrt(P / 10) [verl]) + hub N (1 + hub_ppo [PPO]) [verl]
     work = fixed + P (compute (1 + critic [PPO]) + reload 1024 / b)
@@ -26,10 +27,13 @@ GPUS = 128
 
 
 def show_paper(arguments: Sequence[str]) -> None:
-    """Print the model, its errors and its forecasts; the last line is JSON. It takes no settings.
+    """Print the model, its errors and its forecasts; the last line is JSON.
+
+    Args:
+        arguments: The command's arguments: `--paper` alone, since there is nothing to set.
 
     Raises:
-        UserError: It was given some.
+        UserError: There are other arguments.
     """
     if len(arguments) > 1:
         others = " ".join(argument for argument in arguments if argument != "--paper")
@@ -99,7 +103,14 @@ HUB_EXPONENTS = (0.85, 1.0, 1.15)  # of N, between which an interval does not ch
 
 
 def gpu_seconds(constants: Vector, curves: Sequence[Curve], gpus: Sequence[int], hub_exponent: float = 1.0) -> Vector:
-    """T of the module's text `[F]`, for each pair of curve and number of GPUs."""
+    """T of the module's docstring `[F]`: GPU seconds for a thousand tokens.
+
+    Args:
+        constants: `[8]`, in the order of `CONSTANTS`.
+        curves: F curves, such as `("GRPO", "7B", "verl")`.
+        gpus: F numbers of GPUs, one for each curve.
+        hub_exponent: Exponent of the number of GPUs in the term `hub`.
+    """
     fixed, compute, critic, reload, straggler, controller, hub, hub_ppo = constants
     p = np.array([PARAMETERS[model] for _, model, _ in curves])
     rows = np.array([BATCH_PER_NODE[algorithm, model] for algorithm, model, _ in curves])
@@ -113,7 +124,7 @@ def gpu_seconds(constants: Vector, curves: Sequence[Curve], gpus: Sequence[int],
 
 
 def fit(figures: Sequence[Figure], start: Vector = START, hub_exponent: float = 1.0, rounds: int = 60) -> Vector:
-    """The constants `[8]` with the least squared logarithmic errors over the figures."""
+    """The constants `[8]` for which the sum of the squared `log_errors` over the figures is least."""
     curves, gpus = [figure.curve for figure in figures], [figure.gpus for figure in figures]
     measured = np.log([figure.gpus / figure.rate for figure in figures])
 
@@ -125,7 +136,7 @@ def fit(figures: Sequence[Figure], start: Vector = START, hub_exponent: float = 
 
 
 def log_errors(constants: Vector, figures: Sequence[Figure], hub_exponent: float = 1.0) -> Vector:
-    """By how much the model's time exceeds the measured one `[F]`, as a logarithm."""
+    """Logarithm of the model's time over the measured one `[F]`: 0.01 if the model is about 1% too slow."""
     times = gpu_seconds(
         constants, [figure.curve for figure in figures], [figure.gpus for figure in figures], hub_exponent
     )
@@ -133,14 +144,14 @@ def log_errors(constants: Vector, figures: Sequence[Figure], hub_exponent: float
 
 
 def forecast(constants: Vector, figures: Sequence[Figure], curve: Curve, gpus: int, hub_exponent: float = 1.0) -> float:
-    """Thousand tokens a second of a curve at another size, from its last figure on; the model's alone without any."""
+    """Thousand tokens a second of a curve at `gpus` GPUs, from its last figure on; without one, the model's rate."""
     own = [figure for figure in figures if figure.curve == curve]
     rate = gpus / gpu_seconds(constants, [curve], [gpus], hub_exponent)[0]
     return float(rate * np.exp(log_errors(constants, own[-1:], hub_exponent)[0]) if own else rate)
 
 
 def last_out_errors(figures: Sequence[Figure]) -> dict[Curve, float]:
-    """The logarithmic error of each curve's last figure, as forecast from all figures but that one."""
+    """The logarithmic error of each curve's last figure, when it is forecast from all other figures."""
     whole, errors = fit(figures), {}
     for curve in dict.fromkeys(figure.curve for figure in figures):
         last = [figure for figure in figures if figure.curve == curve][-1]
@@ -150,7 +161,7 @@ def last_out_errors(figures: Sequence[Figure]) -> dict[Curve, float]:
 
 
 def errors_beyond(figures: Sequence[Figure], known: int) -> dict[Curve, float]:
-    """The logarithmic error of each curve's last figure, as forecast from all figures of at most `known` GPUs."""
+    """The logarithmic error of each curve's last figure, when it is forecast from those of at most `known` GPUs."""
     seen = [figure for figure in figures if figure.gpus <= known]
     constants = fit(seen)
     return {
@@ -161,10 +172,13 @@ def errors_beyond(figures: Sequence[Figure], known: int) -> dict[Curve, float]:
 
 
 def forecasts(figures: Sequence[Figure], gpus: int, draws: int = 200, seed: int = 0) -> dict[Curve, Forecast]:
-    """What is expected at `gpus` GPUs of each curve: a rate, and the ends of an interval of nine tenths by bootstrap.
+    """The rate expected of each curve at `gpus` GPUs, and the ends of a 90% interval by bootstrap.
 
-    A draw adds residuals of the fit, drawn with replacement, to the fitted figures, fits them with one of
-    `HUB_EXPONENTS`, and adds an error of those that the last figures are forecast with.
+    A draw adds residuals of the fit, drawn with replacement, to the fitted figures, fits them again with one of
+    `HUB_EXPONENTS`, and adds one of the errors of `last_out_errors` with a random sign.
+
+    Returns:
+        By curve, in thousand tokens a second: `(rate, low, high)`.
     """
     generator = np.random.default_rng(seed)
     constants = fit(figures)
@@ -187,7 +201,7 @@ def forecasts(figures: Sequence[Figure], gpus: int, draws: int = 200, seed: int 
 
 
 def _least_squares(errors: Callable[[Vector], Vector], start: Vector, rounds: int) -> Vector:
-    """Levenberg and Marquardt's method; each constant is scaled by its own size."""
+    """Levenberg and Marquardt's method on `errors(constants)`; each constant is scaled by its own size."""
     constants, damping = start.copy(), 1e-3
     current = errors(constants)
     for _ in range(rounds):
@@ -219,11 +233,11 @@ Forecast = tuple[float, float, float]  # thousand tokens a second: what is expec
 
 @dataclass(frozen=True)
 class Figure:
-    """One bar.
+    """One bar of the paper's figures.
 
     Attributes:
-        curve: Whose.
-        gpus: How many.
+        curve: Algorithm, model and system: `("GRPO", "7B", "verl")`.
+        gpus: Number of GPUs.
         rate: Thousand tokens a second, all GPUs together.
     """
 

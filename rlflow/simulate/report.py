@@ -1,4 +1,4 @@
-"""What is printed of a simulation: one screen and a picture, or a run's prediction and how far it was off."""
+"""Prints a simulation as one screen, draws it, and compares the prediction of a run with what was measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READ = 64  # rows whose prompts say how long prompts are
 
 
 def show(simulation: Simulation) -> None:
-    """Print one screen, and draw the picture that is asked for."""
+    """Print one screen, and draw `simulation.picture` if that is set; the output of `rlflow simulate`."""
     print("\n".join(screen(simulation)))
     if simulation.picture is not None:
         draw_simulation(simulation, simulation.picture)
@@ -35,7 +35,7 @@ def show(simulation: Simulation) -> None:
 
 
 def screen(simulation: Simulation) -> Iterator[str]:
-    """Its lines."""
+    """The lines of the screen: workload, a step's work, other placements, memory, phases, and scaling by design."""
     predicted = simulation.predicted
     load, timeline = predicted.workload, predicted.timelines["rlflow"]
     lengths = load.lengths
@@ -61,7 +61,12 @@ def screen(simulation: Simulation) -> Iterator[str]:
 
 
 def work_lines(timeline: StepTimeline) -> Iterator[str]:
-    """A table of all work."""
+    """A table of a step's work, `*` on the critical path; `starts` counts from the step's start:
+
+      work                                         kind         starts     takes  share     moves
+    * rollout                                      rollout      0.0 us     3.0 s  30.0%
+    * rollout -> actor_loss                        exchange      3.0 s     5.0 s  50.0%    2.5 GB
+    """
     critical = {work.name for work in timeline.critical_path()}
     yield f"    {'work':<44} {'kind':<9} {'starts':>9} {'takes':>9} {'share':>6} {'moves':>9}"
     for name, work in timeline.works.items():
@@ -98,7 +103,7 @@ def _designs(simulation: Simulation) -> Iterator[str]:
 
 
 def in_seconds(seconds: float) -> str:
-    """In the unit that is read easily."""
+    """Seconds as a text: `12.3 s`, `12.3 ms` or `25.0 us`."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"
@@ -116,7 +121,10 @@ COLOURS = {
 
 
 def draw_simulation(simulation: Simulation, path: Path) -> None:
-    """Draw the timelines, at the size asked for, above the scaling curves."""
+    """Draw the timelines of one step in each design, above the tokens a second by number of ranks.
+
+    The suffix of `path` gives the format, and its folder is made.
+    """
     # The object form with its own canvas: no window system, and no state shared with a user's own figures.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -159,7 +167,7 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
 
 
 def _draw_timeline(axes: Any, timeline: StepTimeline, design: str, rows: list[str], named: float) -> None:
-    """Bars of one design, a row for each lane; those that last as long as `named` have their name on them."""
+    """Draw the bars of one design, a row for each lane; bars longer than `named` seconds carry their name."""
     lanes = dict.fromkeys(lane for work in timeline.works.values() for lane in work.lanes)
     places = {lane: len(rows) + place for place, lane in enumerate(lanes)}
     rows += [f"{design}: {lane}" for lane in lanes]
@@ -173,13 +181,13 @@ def _draw_timeline(axes: Any, timeline: StepTimeline, design: str, rows: list[st
 
 @contextmanager
 def prediction(simulation: Simulation) -> Iterator[None]:
-    """Around a run: print what a step will take, with the data's own prompts, and in the end how far that was off.
+    """Around a run, on rank 0: print the predicted seconds of a step, and after the run how far they were off.
 
     Args:
-        simulation: The run on its own number of machines and ranks.
+        simulation: The run on its own number of machines and ranks; its lengths are taken from the data.
 
     Raises:
-        UserError: A rank has not enough memory; it is named, with role and bytes.
+        UserError: A rank has not enough memory; the error names it, with role and bytes.
     """
     for memory in simulation.predicted.memories:
         if not memory.fits:
@@ -198,7 +206,10 @@ def prediction(simulation: Simulation) -> Iterator[None]:
 
 
 def with_lengths(simulation: Simulation) -> Simulation:
-    """With tokens of a row as the first rows of the data have them; of responses that are sampled, half of the most."""
+    """The simulation with the mean lengths of the data's first `READ` rows, in tokens.
+
+    Responses that the run samples are not in the data: half of the longest is assumed.
+    """
     module, data, graph = simulation.module, simulation.data, simulation.graph
     lead = followed_role(module, graph) or graph.trained_roles()[0]
     with tempfile.TemporaryDirectory() as scratch:
@@ -218,11 +229,15 @@ def with_lengths(simulation: Simulation) -> Simulation:
 
 
 def compared(simulation: Simulation, lines: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
-    """Lines of predicted and measured seconds: of each node, and of the step.
+    """Lines of predicted and measured seconds, and the error of the prediction, for each node and the step:
+
+        rewards                       1.2 s      1.0 s    +20%
+
+    Measured is the median over steps, without the first. The prediction is for the measured response length.
 
     Args:
-        simulation: As made before the run.
-        lines: The run's metrics.
+        simulation: The run, as simulated before it.
+        lines: The run's metrics, a mapping for each step: `{"step": 1, "time/step": 4.2, "time/rewards": 1.0, ...}`.
     """
     steps = [line for line in lines if line.get("time/step") is not None]
     if not steps:

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0 to 3 on CUDA and on the CPU, one engine per trained role. The one module that imports it."""
+"""DeepSpeed ZeRO 0 to 3 on CUDA and on the CPU, one engine per trained role. No other module imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -36,26 +36,37 @@ PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every r
 class DeepSpeedStrategy(DistributedStrategy):
     """Data-parallel training with ZeRO; gradients are those of the global loss at every stage and rank count.
 
+    In a config:
+
+        strategy: deepspeed                   # ZeRO-2 in float32
+
+        strategy:
+          class_path: deepspeed
+          init_args: {stage: 3, precision: bf16, offload_optimizer: true}
+
     Args:
-        stage: What is divided over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
+        stage: What is divided over ranks: 0 nothing, 1 optimizer states, 2 optimizer states and gradients, 3 optimizer
+            states, gradients and weights.
         precision: Precision of weights and forward passes; `bf16` and `fp16` keep float32 master weights and sum
             gradients in float32. `fp16` scales the loss, and skips updates whose gradient overflows.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
-        float32_head: Compute logits in float32 from weights and hidden states of less, in the rollout engine too.
-        offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more). Off: it takes 12
-            bytes a weight off the GPUs, and each step sends the gradients and weights over PCIe.
-        offload_parameters: Keep weights in CPU memory too, and send each layer to the GPU when it is used (CUDA; stage
-            3). Off: for a model whose weights alone, divided, do not fit.
+        float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
+        offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more). It takes 12 bytes
+            a weight off the GPUs, and each step sends the gradients and weights over PCIe, so it is off by default.
+        offload_parameters: Keep weights in CPU memory, and send each layer to the GPU when it is used (CUDA; stage 3).
+            Off by default: it is for a model whose weights alone, divided over the ranks, do not fit.
         overlap_comm: Reduce gradients, and gather weights at stage 3, on a CUDA stream of their own while the backward
-            pass runs. Off, as it was never compared on a GPU.
-        bucket_elements: Gradients that are reduced at once, and weights that are gathered ahead at stage 3, at most. No
-            bucket is larger than the model's largest layer; it is allocated in full, 4 bytes each.
-        live_elements: Weights that are whole at a time at stage 3, give or take one parameter, so that they need not be
-            gathered again. None for as many as the largest layer has: memory does not grow with the number of layers.
-        partition_within: At stage 3, ranks of a node that divide the weights once more among them, where a role has
-            more: backward passes, and forward passes but the first after an update, gather them within the node. None
-            for no second copy: it takes a model's weights divided by these ranks.
+            pass runs. Off by default, as it was never compared on a GPU.
+        bucket_elements: Most elements of a bucket: gradients that are reduced together, and at stage 3 weights that are
+            gathered ahead. No bucket is larger than the model's largest layer; it is allocated in full, 4 bytes an
+            element.
+        live_elements: Most elements of weights that stay gathered at stage 3, give or take one parameter, so that they
+            need not be gathered again. None for the size of the largest layer: memory does not grow with the layers.
+        partition_within: Number of ranks of one node that hold a second, divided copy of the weights at stage 3, where
+            a role has more ranks than that. Backward passes, and all forward passes but the first after an update, then
+            gather within the node. The copy costs each rank the model's weights divided by this number. None for no
+            second copy.
         timeout_s: Seconds after which a collective that a rank does not join fails.
     """
 
@@ -129,7 +140,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         os.environ["DS_ACCELERATOR"] = self.root_device.type  # DeepSpeed reads it when it is imported, once for all
 
     def _materialize(self, name: str, model: PackedModel) -> None:
-        """See `TrainingStrategy._materialize`: DeepSpeed divides one parameter after another."""
+        """Give each parameter this rank's part of it, as zeros; see `TrainingStrategy._materialize`. Stage 3 only.
+
+        One parameter after another is allocated whole and divided, so memory peaks one parameter above the parts.
+        """
         import deepspeed
 
         self._refuse_across_nodes(name)
@@ -168,14 +182,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         return engine
 
     def _join(self, name: str) -> SimpleNamespace:
-        """Bring DeepSpeed into the process group; the role's groups, among which it speaks now."""
+        """Let DeepSpeed use the process group, and direct its collectives at the role's ranks; returns its `mpu`."""
         join(self.root_device, self.dtype, self.processes.process_group_backend)
         groups = mpu(self._groups_of(name))
         turn_to(groups)
         return groups
 
     def _config(self, name: str, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:
-        """DeepSpeed's configuration of a role; what it would do on its own (clip at 1.0, print, time) is off."""
+        """DeepSpeed's configuration of a role; what it would do by default (clip at 1.0, print, time) is off."""
         layer = model.largest_layer(lambda parameter: self._full_shape(parameter).numel())
         on_gpu = self.root_device.type == "cuda"
         bucket = -2 * (-min(self.bucket_elements, layer) // 2)  # its buffers are allocated in full; even, for NCCL
@@ -215,7 +229,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         }
 
     def _engine(self, name: str) -> Any:
-        """The role's engine, about to be used."""
+        """The role's DeepSpeed engine, with DeepSpeed's collectives directed at the role's ranks."""
         turn_to(self._engines[name].mpu)
         return self._engines[name]
 
@@ -230,6 +244,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return found.get("norm", float(norm))
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
+        """Within it these parameters are whole on this rank; at stage 3 all ranks of the role enter it together."""
         if self.stage < 3:
             return super()._gathered(parameters)
         import deepspeed
@@ -253,6 +268,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         return gradient
 
     def _copies(self, name: str) -> tuple[int, int]:
+        """Rank 2 of 4 gets `(2, 4)` at stage 0, where each rank has the whole state; `(0, 1)` where parts are disjoint.
+
+        Below stage 3 an average that has no float32 parts of its own is whole on each rank too.
+        """
         ranks, average = self.layout(name).ranks, self.roles[name].average
         whole = self.stage < 3 and average is not None and not average.parts  # as forward passes read it
         return (ranks.index(self.global_rank), len(ranks)) if whole or self.stage == 0 else (0, 1)
@@ -276,6 +295,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
     def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, TensorRange]:
+        """This rank's ranges of DeepSpeed's float32 weight and optimizer states; empty where it holds none of them."""
         if self.stage == 0:
             pairs = self._masters(name)
             master = next((master for weight, master in pairs if weight is parameter), parameter)
@@ -327,13 +347,14 @@ class DeepSpeedStrategy(DistributedStrategy):
             optimizer.checkpoint_event_epilogue()
 
     def _masters(self, name: str) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """At stage 0, each parameter that is a copy of a float32 one, with that."""
+        """Pairs of a bf16 parameter and its float32 master at stage 0; none in float32, which has no masters."""
         if self.dtype == torch.bfloat16:
             optimizer = self._engine(name).optimizer
             for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 yield from zip(weights, masters, strict=True)
 
     def _refuse_across_nodes(self, name: str) -> None:
+        """Raise a `UserError` where `partition_within` consecutive ranks of the role lie on more than one node."""
         within, ranks, per_node = self.partition_within, self.layout(name).ranks, self.processes.num_processes
         parts = consecutive(ranks, within) if within is not None and within < len(ranks) else []
         if any(len({rank // per_node for rank in part}) > 1 for part in parts):
@@ -345,22 +366,26 @@ class DeepSpeedStrategy(DistributedStrategy):
 
 
 def _own_part(parameter: Any, padded: Tensor) -> TensorRange:
-    """This rank's part of a tensor as ZeRO-3 divides it, without the padding that makes all equally long."""
+    """This rank's part of a tensor as ZeRO-3 divides it, without the padding that makes all parts equally long.
+
+    Of 10 elements on 4 ranks each has a part of 3: ranks 0 to 2 start at 0, 3 and 6, and rank 3 has element 9 alone.
+    """
     start = padded.numel() * dist.get_rank(parameter.ds_process_group)
     length = min(padded.numel(), max(0, parameter.ds_numel - start))
     return TensorRange(min(start, parameter.ds_numel), padded.detach()[:length])
 
 
 def join(device: torch.device, dtype: torch.dtype, backend: str | None) -> None:
-    """Give DeepSpeed the process group that is there.
+    """Import DeepSpeed and let it use the process group that this rank has already joined.
 
     Args:
         device: Device of this rank.
-        dtype: In which it trains.
-        backend: Backend of the process group.
+        dtype: Dtype of forward passes.
+        backend: Backend of the process group, such as `gloo` or `cpu:gloo,cuda:nccl`.
 
     Raises:
-        UserError: This process has used DeepSpeed on another kind of device before, or it does not train in `dtype`.
+        UserError: DeepSpeed cannot be imported, this process has used it on another kind of device, or it does not
+            train in `dtype` on this device.
     """
     with importable("deepspeed", "DeepSpeedStrategy"):
         import deepspeed
@@ -383,7 +408,11 @@ def join(device: torch.device, dtype: torch.dtype, backend: str | None) -> None:
 
 
 def mpu(groups: RoleGroups) -> SimpleNamespace:
-    """A role's groups as DeepSpeed asks for them: all ranks divide the states of ZeRO, and no layer is divided."""
+    """A role's groups in the form of Megatron's `mpu`, whose methods DeepSpeed calls.
+
+    The data-parallel group is all ranks of the role, over which ZeRO divides states. The model-parallel group is this
+    rank alone, since no layer is divided. `all` and `within` are for `turn_to`.
+    """
     return SimpleNamespace(
         all=groups.all,
         within=groups.within,
@@ -397,7 +426,14 @@ def mpu(groups: RoleGroups) -> SimpleNamespace:
 
 
 def turn_to(groups: SimpleNamespace) -> None:
-    """Make DeepSpeed speak to the ranks of one role, see `mpu`: it has single places for them, whatever the engine."""
+    """Direct DeepSpeed's collectives at the ranks of one role.
+
+    DeepSpeed keeps its groups in globals of the process, whichever engine is used. A rank with several roles has to
+    call this before each use of a role's engine.
+
+    Args:
+        groups: The role's groups, from `mpu`.
+    """
     from deepspeed.utils import groups as current
 
     current.mpu = groups
@@ -406,10 +442,10 @@ def turn_to(groups: SimpleNamespace) -> None:
 
 @cache
 def _keep_within_role() -> None:
-    """Where DeepSpeed speaks to all ranks of the job, which do not all hold the role, let it speak to the role's.
+    """Patch two collectives of ZeRO-3 that expect all ranks of the job, of which some may not hold the role.
 
-    ZeRO-3 does so twice: it waits for all ranks while it divides weights, and it compares with global rank 0 in what
-    order a forward pass reads them.
+    One is a barrier while weights are divided. The other compares with global rank 0 in which order a forward pass
+    reads the weights. Both are now among the ranks of the role that `turn_to` was last called with.
     """
     from deepspeed import comm
     from deepspeed.runtime.zero import partitioned_param_coordinator
@@ -434,20 +470,21 @@ def _keep_within_role() -> None:
 
 @contextmanager
 def norm_at_most(optimizer: Any, most: float) -> Iterator[dict[str, float]]:
-    """Within it an optimizer of ZeRO 1 to 3 takes a gradient whose norm is above `most` for one that overflowed.
+    """Within it an optimizer of ZeRO 1 to 3 treats a gradient whose norm is above `most` as one that overflowed.
 
-    Its step measures the norm by a method of its own, `scaled_global_norm` at stages 1 and 2 and `_get_norm_groups` at
-    3, and passes over an update whose norm is not finite.
+    The optimizer's step measures the norm by a method of its own, `scaled_global_norm` at stages 1 and 2 and
+    `_get_norm_groups` at stage 3, and skips an update whose norm is not finite. That method is replaced meanwhile.
 
     Args:
-        optimizer: DeepSpeed's.
-        most: Infinite for any.
+        optimizer: DeepSpeed's optimizer.
+        most: The largest norm of the unscaled gradient that is applied; infinite for no limit.
 
     Yields:
-        What was found to be too large, as `norm`; nothing where the update is made.
+        A dictionary that is filled during the step: `{"norm": 37.5}` if this norm was too large and the update is
+        skipped; else it stays empty.
 
     Raises:
-        UserError: The optimizer measures it otherwise.
+        UserError: The optimizer has neither method: that of stage 0 in half precision.
     """
     found: dict[str, float] = {}
     if math.isinf(most):

@@ -1,4 +1,4 @@
-"""What strategies of many ranks share: how the ranks meet, their groups, and sequences that ranks divide among them."""
+"""What strategies of many ranks share: starting the ranks, their process groups, and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ LONGEST_S = 1e9
 
 
 class DistributedStrategy(TrainingStrategy):
-    """Ranks that each have rows of their own. A subclass says what of a role is divided over its ranks.
+    """Data-parallel training on many ranks. A subclass decides what of a role is divided over the role's ranks.
 
     Losses of all ranks add up to the loss of the update, so gradients are summed over ranks, never averaged. Ranks that
     hold copies of the same rows (`Layout.copies`) divide each sequence among them.
 
+    A subclass sets `stage`, `divides_weights` and `within_setting`, calls `_configure_ranks` in its constructor, and
+    implements `_materialize` where it divides weights.
+
     Attributes:
-        within_setting: The setting that says how many consecutive ranks of a role gather weights among them.
+        within_setting: Name of the setting that gives the number of consecutive ranks that gather weights among them:
+            `partition_within` of DeepSpeed, `within` of FSDP.
     """
 
     precisions = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
@@ -53,6 +57,7 @@ class DistributedStrategy(TrainingStrategy):
         timeout_s: float,
         within: int | None,
     ) -> None:
+        """Check and store the settings that these strategies share; called by each subclass's constructor."""
         if not 1 <= timeout_s <= LONGEST_S:
             raise UserError(f"`timeout_s` is {timeout_s}; give a number of seconds from 1 to {LONGEST_S:g}.")
         self.timeout = timedelta(seconds=timeout_s)
@@ -67,7 +72,8 @@ class DistributedStrategy(TrainingStrategy):
         """See `TrainingStrategy.check_roles`.
 
         Raises:
-            UserError: An optimizer steps whole matrices, or a role's ranks are no multiple of those that gather.
+            UserError: An optimizer that needs whole matrices is used where states are divided, or the number of a
+                role's ranks is no multiple of `within_setting`.
         """
         for name in handles.keys() & layouts.keys():
             optimizer, ranks, within = handles[name].optimizer, layouts[name].ranks, self._gathers_within(layouts[name])
@@ -87,7 +93,10 @@ class DistributedStrategy(TrainingStrategy):
             self._groups[layout] = self._formed(layout)
 
     def agree(self, name: str, count: int) -> int:
-        """The largest `count` over the ranks of the role."""
+        """The largest `count` over the ranks of the role; an all-reduce that each of them joins.
+
+        Ranks that have 3 and 5 micro-batches both get 5, so that they make equally many forward passes.
+        """
         largest = torch.tensor(count)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._groups_of(name).all)
         return int(largest)
@@ -97,7 +106,10 @@ class DistributedStrategy(TrainingStrategy):
         return len(layout.ranks) if self._within is None else min(self._within, len(layout.ranks))
 
     def _groups_of(self, name: str) -> RoleGroups:
-        """The groups of a role of this rank. Those that `form_groups` was not asked for are of all ranks, which ask."""
+        """The groups of a role that lives on this rank.
+
+        Without `form_groups` they are formed at the first call, which all ranks of the job then have to make.
+        """
         layout = self.layout(name)
         if layout not in self._groups:
             assert len(layout.ranks) == self.world_size, layout
@@ -107,7 +119,7 @@ class DistributedStrategy(TrainingStrategy):
         return groups
 
     def _formed(self, layout: Layout) -> RoleGroups | None:
-        """Form the groups of a layout, on all ranks of the job; None on those outside the layout."""
+        """Form the groups of a layout, called by all ranks of the job in the same order; None outside the layout."""
 
         def own(parts: Iterable[tuple[int, ...]]) -> ProcessGroup | None:
             groups = [process_group(ranks, self.timeout) for ranks in parts]
@@ -133,7 +145,7 @@ class DistributedStrategy(TrainingStrategy):
         return plan
 
     def _wrap(self, name: str, role: Role) -> nn.Module:
-        """Let the peers of each shard divide its lines, if it has any: Ulysses around the packed attention."""
+        """The model, with Ulysses sequence parallelism around its attention where a shard has several peers."""
         layout = self.layout(name)
         if layout.copies > 1:
             check_sequence_parallel(role.model.model.config, layout.copies, name, self.packing)
@@ -143,17 +155,22 @@ class DistributedStrategy(TrainingStrategy):
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """The groups of one role that this rank is in.
+    """The process groups of one role that this rank is in.
 
-    Of a role on ranks 0 to 7 that has two ranks to a sequence and divides weights within four, rank 5 has the peers 4
-    and 5, `within` 4 to 7, and `across` 1 and 5.
+    For example on rank 5, of a role on ranks 0 to 7 with 2 ranks to a sequence and weights divided over 4 ranks:
+
+        all     (0, 1, 2, 3, 4, 5, 6, 7)
+        peers   (4, 5)
+        alone   (5,)
+        within  (4, 5, 6, 7)
+        across  (1, 5)
 
     Attributes:
         all: The role's ranks.
-        peers: The ranks that hold copies of this rank's rows.
-        alone: This rank.
-        within: The consecutive ranks that gather weights among them, where these are not all of the role's; else None.
-        across: The ranks that hold the same parts of the weights as this one; None where `within` is.
+        peers: The ranks that hold copies of this rank's rows and divide their sequences; includes this rank.
+        alone: This rank only.
+        within: The consecutive ranks that gather weights among them; None if these are all of the role's.
+        across: The ranks that hold the same parts of the weights as this rank; None if `within` is None.
     """
 
     all: ProcessGroup
@@ -164,9 +181,9 @@ class RoleGroups:
 
 
 def consecutive(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
-    """Ranks, `width` at a time; none where `width` does not divide them: those of an engine, which hold no role.
+    """The ranks in groups of `width`: ranks 4 to 7 with a width of 2 are `[(4, 5), (6, 7)]`.
 
-    Ranks 4 to 7 with a width of 2 are `[(4, 5), (6, 7)]`.
+    Empty if `width` does not divide their number. That is so only for ranks of an engine that hold no role.
     """
     if len(ranks) % width:
         return []
@@ -174,11 +191,11 @@ def consecutive(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
 
 
 def replace_parameters(model: nn.Module, made_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Give a model other parameters; those that are tied stay so.
+    """Replace each parameter of a model by a new one; tied parameters stay tied.
 
     Args:
-        model: Changed in place.
-        made_of: The new parameter for an old one.
+        model: The model, changed in place.
+        made_of: Returns the new parameter for an old one; called once for each, however often it is tied.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

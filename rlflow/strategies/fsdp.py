@@ -23,7 +23,14 @@ from rlflow.values.layout import Layout
 class FSDPStrategy(DistributedStrategy):
     """Data-parallel training with `fully_shard`; gradients are those of the global loss at every number of ranks.
 
-    Each parameter is divided by rows. A layer is whole while it computes. It needs nothing but torch.
+    Each parameter is divided by rows: 10 rows on 4 ranks are 3, 3, 3 and 1. A layer's weights are gathered before it
+    computes and freed after it. It needs nothing but torch.
+
+    In a config, for machines of 8 GPUs that each hold a whole copy, so that weights are gathered within a machine:
+
+        strategy:
+          class_path: fsdp
+          init_args: {precision: bf16, within: 8}
 
     Args:
         precision: Precision of forward passes; `bf16` and `fp16` keep float32 weights, which are rounded when a layer
@@ -31,9 +38,9 @@ class FSDPStrategy(DistributedStrategy):
             overflows.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
-        float32_head: Compute logits in float32 from weights and hidden states of less, in the rollout engine too.
-        within: Consecutive ranks of a role that divide its weights among them, such as those of a machine; other ranks
-            have copies. None for all ranks of the role.
+        float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
+        within: Number of consecutive ranks of a role that divide its weights among them, such as those of a machine;
+            the next ranks hold another copy. None for all ranks of the role.
         timeout_s: Seconds after which a collective that a rank does not join fails.
     """
 
@@ -56,7 +63,7 @@ class FSDPStrategy(DistributedStrategy):
         self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s, within)
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
-        """See `TrainingStrategy.check_roles`."""
+        """See `DistributedStrategy.check_roles`; also refuses a `within` that exceeds the ranks of every role."""
         super().check_roles(handles, layouts)
         most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
         if self._within is not None and self._within > most:
@@ -75,7 +82,10 @@ class FSDPStrategy(DistributedStrategy):
         super().backward(name, loss, last)
 
     def _materialize(self, name: str, model: PackedModel) -> None:
-        """See `TrainingStrategy._materialize`. What is trained is float32: the optimizer steps it."""
+        """Apply `fully_shard`, then allocate this rank's rows; see `TrainingStrategy._materialize`.
+
+        Trained weights are float32, since the optimizer steps them; forward passes compute in `dtype`.
+        """
         _refuse_scalars(name, model)
         for parameter in model.parameters():
             if parameter.requires_grad or model.held_as_trained:
@@ -114,7 +124,11 @@ class FSDPStrategy(DistributedStrategy):
         return layout.ranks.index(self.global_rank) // width, len(layout.ranks) // width
 
     def _mesh(self, name: str) -> DeviceMesh:
-        """The role's ranks: those of a row divide each parameter, those of a column have the same part."""
+        """The role's ranks as a mesh for `fully_shard`: `[replicate, shard]`, or `[shard]` without copies.
+
+        Ranks 0 to 7 with `within: 4` are `[[0, 1, 2, 3], [4, 5, 6, 7]]`: those of a row divide each parameter, and
+        those of a column, such as 1 and 5, hold the same part.
+        """
         groups, device = self._groups_of(name), self.root_device.type
         if groups.within is None or groups.across is None:
             return DeviceMesh.from_group(groups.all, device, mesh_dim_names=("shard",))
@@ -125,7 +139,10 @@ class FSDPStrategy(DistributedStrategy):
 
 
 def _units(model: PackedModel) -> Iterator[nn.Module]:
-    """What is gathered at once, the parts before the whole: each layer, embedding and output layer, then the rest."""
+    """The modules to call `fully_shard` on, children first: layers, embedding and output layer if untied, the model.
+
+    The weights of one such module are gathered together, without those of the modules before it.
+    """
     layers = set(model.model._no_split_modules or ())  # by which transformers too knows what stays together
     yield from [module for module in model.modules() if type(module).__name__ in layers]
     embedding, output = model.model.get_input_embeddings(), model.model.get_output_embeddings()
@@ -144,6 +161,7 @@ def _refuse_scalars(name: str, model: PackedModel) -> None:
 
 
 def _full(tensor: Tensor) -> Tensor:
+    """The whole of a `DTensor`, gathered by all its ranks; another tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole: Tensor = tensor.full_tensor()

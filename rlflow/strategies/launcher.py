@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine as Fabric does, and ends all of them when one dies, with its name."""
+"""Starts the ranks of one machine as Fabric does; when one dies, names it and ends all others."""
 
 from __future__ import annotations
 
@@ -34,9 +34,14 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     Use it as `fabric.launch(function)`. A rank that dies ends the others within 5 seconds: one line on the terminal
     names it and what it was doing, unless it has reported a `UserError` itself, and the exit code is its own (1 if that
-    is 0, or a signal killed it). A rank that exits with code 0 before `function` has returned in it has died too. Where
-    a collective fails, the line names the rank of this machine that did not join it. What `function` raises in rank 0
-    is rank 0's to report; the others are killed. Ranks of other machines learn of a death by their collectives failing.
+    is 0, or a signal killed it):
+
+        rank 1 on gpu-17 was killed by SIGKILL (step 3, run rewards: ranks 0-1); ended the other ranks; continue with
+        `--trainer.ckpt_path last`, after step 2
+
+    A rank that exits with code 0 before `function` has returned in it has died too. Where a collective fails, the line
+    names the rank of this machine that did not join it. If `function` raises in rank 0, the other ranks are killed, and
+    rank 0's caller reports the error. Ranks of other machines learn of a death when their collectives fail.
     """
 
     @property
@@ -45,7 +50,14 @@ class RankLauncher(_SubprocessScriptLauncher):
         return True
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the other ranks, then call the function; its result is rank 0's."""
+        """Start the other ranks, unless they are started already, then call the function and return its result.
+
+        Every rank calls it, since every rank runs the same script; the result is that of this process.
+
+        Raises:
+            Answered: In rank 0: another rank died, or did not join a collective. A line on the terminal names it.
+            UserError: There are several ranks, and this process has no command that could be run again.
+        """
         with place_kept():
             return self._launch(function, *args, **kwargs)
 
@@ -78,7 +90,7 @@ def require_command(devices: int) -> None:
     """Refuse to start ranks from what has no command to run again: a notebook, a prompt, `python -c`, standard input.
 
     Raises:
-        UserError: This is one.
+        UserError: This process was started otherwise than by `python FILE`, `python -m MODULE` or an installed script.
     """
     is_module = sys.modules["__main__"].__spec__ is not None
     if hasattr(sys, "ps1") or not (is_module or Path(sys.argv[0]).is_file()):
@@ -90,7 +102,10 @@ def require_command(devices: int) -> None:
 
 
 def _started(by_rank_0: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In a rank that another process started: rank 0, which sees this one, or torchrun or Slurm, which do not."""
+    """Call the function in a rank that another process started: this machine's rank 0, or else torchrun or Slurm.
+
+    Under rank 0 an error is raised a few seconds late: rank 0 often finds the same one, reports it and ends this rank.
+    """
     try:
         result = function(*args, **kwargs)
     except Exception as error:
@@ -107,7 +122,13 @@ def _started(by_rank_0: bool, function: Callable[..., Any], *args: Any, **kwargs
 
 
 class _Watch(threading.Thread):
-    """Waits in rank 0's process for another rank to die."""
+    """A thread of rank 0 that polls the processes of this machine's other ranks, and ends all when one has died.
+
+    Args:
+        ranks: Processes that rank 0 started, by global rank.
+        own_rank: Global rank of this process, the first of its machine.
+        terminal: File descriptor of the standard error that the user sees, whatever is redirected later.
+    """
 
     def __init__(self, ranks: dict[int, subprocess.Popen[bytes]], own_rank: int, terminal: int) -> None:
         super().__init__(daemon=True, name="rank-watch")
@@ -119,6 +140,10 @@ class _Watch(threading.Thread):
         self._over = threading.Event()
 
     def over(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function in rank 0 while the other ranks are watched, and return its result.
+
+        If its error follows from another rank's death, that rank is reported and `Answered` is raised in its place.
+        """
         self.start()
         supervisor.before(self._wait_for_all)
         try:
@@ -154,6 +179,7 @@ class _Watch(threading.Thread):
         return next((rank for rank, process in self._ranks.items() if self._has_died(rank, process.poll())), None)
 
     def _has_died(self, rank: int, code: int | None) -> bool:
+        """Whether a rank with this exit code (None while it runs) ended otherwise than by the end of its run."""
         if code == preemption.EXIT_CODE and preemption.received():  # as all ranks do, rank 0 at last
             return False
         return code is not None and (code != 0 or not self._statuses[rank].ended)
@@ -182,7 +208,7 @@ class _Watch(threading.Thread):
             os._exit(self._reported(dead))
 
     def _reported(self, rank: int) -> int:
-        """Say how the rank died; the exit code that follows from it."""
+        """Write on the terminal how the rank died, unless it has; return rank 0's exit code, at least 1."""
         code, last = self._ranks[rank].returncode, self._statuses[rank]
         if code == preemption.EXIT_CODE and last.ended:
             _say(self._terminal, f"rlflow: rank {rank} was asked to end by a signal; {Preempted.GO_ON_FROM_BEFORE}")
@@ -195,7 +221,7 @@ class _Watch(threading.Thread):
 
 
 def _follow(parent: int, local_rank: int, terminal: int) -> None:
-    """End this process when the one that started it is gone, which nobody else waits for."""
+    """Start a thread that ends this rank with code 1 when `parent`, the process of its rank 0, is gone."""
 
     def watch() -> None:
         while os.getppid() == parent:

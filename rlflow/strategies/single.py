@@ -18,7 +18,7 @@ class SingleProcess(TrainingStrategy):
             small for an optimizer's states (FSDP on one rank has float32 ones).
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
-        float32_head: Compute logits in float32 from weights and hidden states of less, in the rollout engine too.
+        float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
     """
 
     precisions = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64})
