@@ -10,10 +10,15 @@ from .grpo import GroupRelative
 
 @dataclass(eq=False)
 class CISPO(GroupRelative):
-    """GRPO whose ratio weights the token and is capped at 1 + clip_high; no token loses its gradient.
+    """GRPO whose ratio weights log pi and is capped, in place of PPO's clip: no token loses its gradient.
+
+        surrogate_t = -sg(min(r_t, 1 + clip_high)) A_i log pi_t,    r_t = pi_t / old_t        sg: no gradient
+
+    Equations 4 and 5, without a lower end. Only the weight is capped: with the default it is at most 5.
+    `actor/clip_fraction` is the share of tokens whose ratio is above the cap.
 
     Args:
-        clip_high: How far above 1 a weight may be.
+        clip_high: How far above 1 the weight of a token may be.
     """
 
     clip_high: float = 4.0

@@ -22,15 +22,23 @@ Weight = Literal["std", "filter", "none"]
 
 @dataclass(eq=False)
 class CPGD(GroupBaseline, Ratio, TurnCredit):
-    """GRPO with log pi in place of the ratio, clipped where the ratio would be, and a drift term that holds it.
+    """GRPO with log pi in place of the ratio, clipped over the same range, and a drift term that pulls pi back to old.
+
+        A_i = w (r_i - mean_g)
+        surrogate_t = -min(A_i log pi_t, A_i clip(log pi_t, log(old_t (1 - clip.low)), log(old_t (1 + clip.high))))
+                      + drift_coef min(sg(pi_t / old_t) - 1, drift_clip) log pi_t            sg: no gradient
+
+    The drift is that of equation 2; where it is not clipped, its gradient is that of KL(old || pi). `actor/drift` logs
+    an estimate of this divergence, which the value of the term is not.
 
     Args:
         clip: How far the ratio may leave 1 and still count.
-        weight: Of a prompt's advantages `r_i - mean_g`: 1 over the deviation of its rewards (`std`); groups over groups
-            whose rewards differ, at most `weight_cap`, which makes up for the others (`filter`); or 1 (`none`).
-        weight_cap: The largest weight of `filter`.
-        drift_coef: Weight of the policy drift from the start of the step.
-        drift_clip: The largest gradient of the drift.
+        weight: The factor w of a prompt's advantages. `std`: 1 over the standard deviation of the prompt's rewards.
+            `filter`: all groups over the groups whose rewards differ, at most `weight_cap`; so groups of equal rewards
+            do not make the step smaller. `none`: 1.
+        weight_cap: The largest w of `filter`; 1 or more.
+        drift_coef: Weight of the drift from the policy at the start of the step; 0 is off.
+        drift_clip: The largest factor of log pi in the drift; more than 0.
     """
 
     clip: Bounds = Bounds()

@@ -15,14 +15,25 @@ from .policy_gradient import Clipped, GroupBaseline
 
 
 class ResponseTokens(Masked, Protocol):
-    """Of samples: what is beside the prompts that the dataset's responses answer too."""
+    """The fields of samples that the judge reads, without the prompts: they are those of the dataset's rows."""
 
     response_ids: PerToken  # [B, T]
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Responses, of which some are the dataset's: `real`, `[B]` bool."""
+    """What the judge is trained on: the dataset's response to each prompt, then the samples of all these prompts.
+
+    Of `B` prompts on this rank these are `N = B + B * group_size` rows, padded to the longest response of both kinds.
+
+    Attributes:
+        path: Which prompt each row is below.
+        prompt_ids: Token ids of the prompts.
+        response_ids: `[N, T]` token ids.
+        loss_mask: `[N, T]`, True on tokens that count.
+        lengths: `[N]`, response tokens.
+        real: `[N]` bool, True for the dataset's responses.
+    """
 
     path: RowPath
     prompt_ids: Ragged
@@ -34,14 +45,19 @@ class Labelled:
 
 @dataclass(eq=False)
 class GAIL(GroupBaseline, Clipped):
-    """The judge's D(x, y) = sigmoid(s) tells the dataset's responses from samples; a sample is worth -log(1 - D).
+    """The judge learns to tell the dataset's responses from samples, and the policy to be taken for the dataset.
 
-    The judge ascends E_data[log D] + E_pi[log(1 - D)] (the paper's D is 1 minus this one), and judges the samples
-    after its updates of the step. The dataset's rows need a response.
+        D(x, y) = sigmoid(s(x, y))                                  s: the judge's score of the response y to x
+        judge:  ascends E_data[log D] + E_pi[log(1 - D)]            (the paper's D is 1 minus this one)
+        policy: GRPO's loss with the reward r(x, y) = -log(1 - D(x, y))
+
+    A sample with a score of 0 has D = 0.5 and the reward 0.69; the reward grows with the score. In each step the judge
+    is trained first, and then scores the samples. The dataset's response counts as much in the judge's loss as all
+    samples of its prompt. The dataset's rows need a response; no verifier is needed.
 
     Args:
-        normalize_std: Divide advantages by the deviation of the group's rewards.
-        judge: Is trained along, from a reward model or a language model.
+        normalize_std: Divide advantages by the standard deviation of the group's rewards.
+        judge: The model that is trained to tell the two apart; a reward model, or a language model that gets a head.
     """
 
     normalize_std: bool = True

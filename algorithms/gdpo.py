@@ -14,10 +14,18 @@ from .policy_gradient import Clipped, GroupBaseline
 
 @dataclass(eq=False)
 class GDPO(GroupBaseline, Clipped):
-    """A = whitened sum_n w_n (r_n - mean_g) / std_g: each part of the reward is compared in the group by itself.
+    """GRPO that normalizes each part of the reward in the group by itself, then whitens the weighted sum.
+
+        A_in = (r_in - mean_g r_n) / (std_g r_n + 1e-6)       part n of the reward of response i
+        S_i  = sum_n w_n A_in
+        A_i  = (S_i - mean) / std                             over all responses of the step, on all ranks
+
+    So a part with a small range counts as much as one with a large range. The reward is a `WeightedSum`, or a function
+    that returns a dict of names to numbers. `part_weights: {right: 1, brevity: 0.5}` chooses two parts; it stands in
+    place of the weights of the sum.
 
     Args:
-        part_weights: The parts that count, by name, and their weights; None for all parts, each with 1.
+        part_weights: The parts that count, by name, and their weights w; None for all parts, each with weight 1.
     """
 
     part_weights: Mapping[str, float] | None = None

@@ -12,11 +12,16 @@ from .policy_gradient import GroupBaseline, Ratio, Scored
 
 @dataclass(eq=False)
 class GMPO(GroupBaseline, Ratio, Scored):
-    """GRPO with the geometric mean of the clipped ratios of a sequence's tokens.
+    """GRPO with the geometric mean of the clipped ratios of a response's tokens; one number for each response.
+
+        surrogate_i = -A_i exp(mean_t c_t),    c_t = min(log r_t, clip.high)  where A_i > 0
+                                               c_t = max(log r_t, -clip.low)  elsewhere
+
+    Equation 4, with r_t = pi_t / old_t. The clip is of log ratios: 0.4 both ways is a ratio from 0.67 to 1.49.
 
     Args:
-        normalize_std: Divide advantages by std_g.
-        clip: How far the log ratio may leave 0 and still count.
+        normalize_std: Divide advantages by the standard deviation of the group's rewards.
+        clip: How far the log ratio of a token may leave 0 and still count.
     """
 
     normalize_std: bool = True

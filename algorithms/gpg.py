@@ -11,9 +11,14 @@ from .policy_gradient import GroupBaseline, PolicyGradient, Scored
 
 @dataclass(eq=False)
 class GPG(GroupBaseline, PolicyGradient, Scored):
-    """A_i = alpha (r_i - mean_g) and loss -A log pi; alpha makes up for groups whose equal rewards teach nothing.
+    """The plain policy gradient with the group's mean as baseline, scaled up where groups have equal rewards.
 
-    Without a ratio the gradient is right for the policy that sampled alone, so there is one update a step.
+        A_i = alpha (r_i - mean_g),    alpha = samples / samples of groups whose rewards differ, over all ranks
+        surrogate_t = -A_i log pi_t
+
+    Where all rewards of a group are equal, it has no gradient; if that holds for three quarters of the groups, alpha
+    is 4. Without a ratio the gradient is right only for the policy that sampled, so a step makes one update:
+    `actor.samples_per_update` and `actor.epochs` above 1 are refused.
     """
 
     @node

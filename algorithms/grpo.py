@@ -11,10 +11,15 @@ from .policy_gradient import Clipped, GroupBaseline, Ratio, TurnCredit
 
 @dataclass(eq=False)
 class GroupRelative(GroupBaseline, Ratio, TurnCredit):
-    """A_i = (r_i - mean_g) / std_g over the group g of a prompt, for GRPO and what differs from it by the surrogate.
+    """Group-relative advantages, shared by GRPO and the algorithms that change its surrogate alone (GSPO, CISPO, SAPO).
+
+        A_i = (r_i - mean_g) / (std_g + 1e-6)         g: the responses to one prompt; std_g with N - 1
+
+    A subclass defines `surrogate`. Where all rewards of a group are equal, its advantages are exactly 0;
+    `actor/useful_share` is the share of samples in the other groups.
 
     Args:
-        normalize_std: Divide advantages by std_g.
+        normalize_std: Divide advantages by std_g, the standard deviation of the group's rewards.
     """
 
     normalize_std: bool = True

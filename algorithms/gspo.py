@@ -10,12 +10,17 @@ from .grpo import GroupRelative
 
 @dataclass(eq=False)
 class GSPO(GroupRelative):
-    """GRPO with one ratio a sequence, s = exp(mean_t log r_t), clipped as a whole.
+    """GRPO with one ratio for each response, the geometric mean of its tokens' ratios, clipped as a whole.
 
-    The surrogate is GSPO-token's, which is GSPO's where a response has one advantage, and takes one for each token too.
+        s_i  = exp(mean_t log(pi_it / old_it))
+        s_it = sg(s_i) pi_it / sg(pi_it)                                               sg: no gradient
+        surrogate_it = -min(s_it A_i, clip(s_it, 1 - clip.low, 1 + clip.high) A_i)
+
+    This is GSPO-token, equations 13 and 14. Its mean over a response's tokens has the value and the gradient of GSPO,
+    equations 5 and 7, and it allows an advantage for each token, too.
 
     Args:
-        clip: How far the ratio of a sequence may leave 1 and still count.
+        clip: How far the ratio of a response may leave 1 and still count; far less than for the ratio of a token.
     """
 
     clip: Bounds = Bounds(3e-4, 4e-4)

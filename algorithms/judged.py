@@ -15,22 +15,22 @@ OnTooLong = Literal["raise", "zero"]
 
 @dataclass(eq=False)
 class Judged(RLModule):
-    """Adds the grade that a frozen model of the run gives a response to its reward; a base beside an algorithm:
+    """Adds judge_coef times a frozen language model's grade of a response to its reward; mix it into an algorithm:
 
         @dataclass(eq=False)
         class JudgedGRPO(Judged, GRPO): ...
 
-    For algorithms whose rewards read `model_scores`. The judge reads the rubric's question in the dataset's chat
-    template, by the actor's tokenizer, and says the likeliest tokens. A verdict without readable grades is worth 0, and
-    counted.
+    For algorithms with a node that reads `model_scores`. The judge reads the rubric's question in the dataset's chat
+    template, by the actor's tokenizer, and generates with temperature 0. A verdict without readable grades has the
+    grade 0; `verdict/readable` is the share of the others, `verdict/<criterion>` the mean grade by each criterion.
 
     Args:
-        judge: Grades; it is not trained.
-        rubric: What it is asked, and how its grades are read.
-        judge_length: Tokens of a verdict, at most; no more than `max_response_length`.
-        judge_coef: Weight of the score, which is from 0 to 1.
-        on_too_long: What becomes of a response whose question is longer than `data.max_prompt_length`: `raise` ends the
-            run, `zero` does not ask the judge and gives it 0, counted as `verdict/too_long`.
+        judge: The language model that grades; it is not trained.
+        rubric: What the judge is asked, and how grades are read from its answer.
+        judge_length: The most tokens of a verdict; no more than `max_response_length`.
+        judge_coef: Weight of the grade, which is from 0 to 1.
+        on_too_long: What happens to a response whose question is longer than `data.max_prompt_length`: `raise` ends the
+            run, `zero` does not ask the judge and gives it 0; `verdict/too_long` is the share of such responses.
     """
 
     judge: CausalLM | str = field(kw_only=True)
@@ -94,10 +94,14 @@ class Judged(RLModule):
         return self.judge_coef * grades.mean()
 
     def asked(self, text: str, row: dict[str, Any]) -> list[int] | None:
-        """The judge's prompt for a response; None where it is not asked.
+        """The token ids of the judge's prompt for one response; None where the judge is not asked.
+
+        Args:
+            text: The response.
+            row: The dataset's row that it answers.
 
         Raises:
-            UserError: The prompt is too long, where that ends the run.
+            UserError: The prompt is longer than `data.max_prompt_length`, and `on_too_long` is `raise`.
         """
         question, longest = self.tokens(self.rubric.question(text, row)), self.longest_prompt
         if longest is None or len(question) <= longest:

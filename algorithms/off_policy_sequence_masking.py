@@ -11,10 +11,17 @@ from .policy_gradient import Anchor
 
 @dataclass(eq=False)
 class OffPolicySequenceMasking(GRPO):
-    """GRPO that drops bad responses which the policy would hardly give any more; A_i = r_i - mean_g.
+    """GRPO that drops responses with a negative advantage that the policy would hardly give any more.
+
+        A_i = r_i - mean_g
+        surrogate_it = -M_i min(r_it A_i, clip(r_it, 1 - clip.low, 1 + clip.high) A_i),    r_it = pi_it / rollout_it
+        M_i = 0 where A_i < 0 and mean_t(log rollout_it - log pi_it) > delta,    else 1
+
+    Equation 9. KL to the reference is not masked. `actor/masked_fraction` is the share of tokens that M drops.
 
     Args:
-        delta: The mean of log rollout - log pi over a response, in nats a token, up to which it counts.
+        delta: The mean of log rollout - log pi over a response's tokens up to which it counts, in nats a token: 0.5 is
+            a mean ratio of 1.6.
     """
 
     anchor: Anchor = "rollout"

@@ -14,14 +14,20 @@ ReverseKL = Literal["token", "sequence"]
 
 @dataclass(eq=False)
 class OnPolicyDistillation(Clipped):
-    """Advantages from d_t = log teacher(y_t) - log pi_old(y_t) on the student's samples.
+    """Trains the student on its own samples to agree with a frozen teacher; no reward, no group.
+
+        d_t = log teacher(y_t) - log old(y_t)
+        A_t = d_t                               reverse_kl: token
+        A_t = d_t + d_t+1 + ... to the end      reverse_kl: sequence
+
+    With PPO's clipped loss. `actor/teacher_kl` is the mean of -d_t over tokens.
 
     Args:
-        teacher: Reads the student's tokens, at the student's temperature.
-        reverse_kl: Of what the gradient descends. `token`: KL(pi || teacher) of the next token at the prefixes that the
-            student visits, A_t = d_t; GKD with beta 1, from the sampled token alone, and blind to how a token changes
-            what comes after it. `sequence`: KL(pi || teacher) of whole responses, A_t = d_t + d_t+1 + ... to the end;
-            MiniLLM's, without its mixed sampling and length normalization.
+        teacher: The frozen model that scores the student's tokens, at the student's temperature.
+        reverse_kl: The divergence whose gradient the loss descends. `token`: KL(pi || teacher) of the next token at the
+            prefixes that the student visits; GKD with beta 1, from the sampled token alone, and blind to how a token
+            changes what comes after it. `sequence`: KL(pi || teacher) of whole responses; MiniLLM's equation 2, without
+            its mixed sampling and length normalization.
     """
 
     teacher: CausalLM | str = field(kw_only=True)

@@ -11,7 +11,7 @@ from .policy_gradient import Clipped, GroupBaseline, Scored
 
 
 class GroupedLengths(Grouped, Protocol):
-    """What the baseline reads: whose samples they are, and how much of them the policy wrote."""
+    """The fields of a rollout that the baseline reads."""
 
     @property
     def policy_lengths(self) -> PerSample:
@@ -20,7 +20,11 @@ class GroupedLengths(Grouped, Protocol):
 
 @dataclass(eq=False)
 class OPO(GroupBaseline, Clipped, Scored):
-    """A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, weighted by lengths l; exactly on-policy."""
+    """A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, weighted by the lengths l in tokens; exactly on-policy.
+
+    Rewards 1 and 0 of responses of 30 and 10 tokens have the baseline 0.75, so the advantages 0.25 and -0.75. A step
+    makes one update: `actor.samples_per_update` and `actor.epochs` above 1 are refused.
+    """
 
     one_update: ClassVar[bool] = True
 

@@ -1,18 +1,24 @@
 """The policy gradient, Williams 1992, as language models are trained with it: InstructGPT, arXiv 2203.02155.
 
 What the algorithms that sample share, in the order of a step: `OnPolicy` samples responses, `Scored` scores them,
-`GroupBaseline` compares those to one prompt, `TurnCredit` credits the turns of conversations, and `PolicyGradient`
-descends the loss; `Ratio` and `Clipped` hold the policy near the one that sampled. An algorithm names those that it
-uses, and adds the node `advantages`.
+`GroupBaseline` makes groups of the responses to a prompt, `TurnCredit` credits the turns of conversations, and
+`PolicyGradient` descends the loss; `Ratio` and `Clipped` hold the policy near the one that sampled. An algorithm
+inherits from the classes that it uses, and adds the node `advantages`:
+
+    @dataclass(eq=False)
+    class Centered(GroupBaseline, Clipped, Scored):
+        @node
+        def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
+            return group_normalized_advantages(rewards, rollout.group, normalize_std=False)
 
 The nodes in the order of a step; `B` samples are on this rank, and the longest has `T` tokens:
 
     rollout         `group_size` responses to each of this rank's prompts
-    model_scores    [B]              of the reward model, where there is one
-    ref_logprobs    [B, T]           of the reference, where `kl.coef` is above 0
-    old_logprobs    [B, T]           of the policy at the start of the step, where a step makes several updates
-    kl_penalty      [B, T]           where the divergence comes off the reward
-    rewards         [B]              scores less penalties; [B, turns] where turns are compared
+    model_scores    [B]              from the reward model, if there is one
+    ref_logprobs    [B, T]           from the reference, if `kl.coef` is above 0
+    old_logprobs    [B, T]           from the policy at the start of the step, see `needs_old_logprobs`
+    kl_penalty      [B, T]           if the divergence is subtracted from the reward
+    rewards         [B]              scores less penalties; [B, max_turns] if turns are compared
     advantages      [B] or [B, T]    the algorithm's own
     actor_loss      [B, T]           trains; `loss_aggregation` makes one number of it
 """
@@ -65,13 +71,13 @@ class OnPolicy(RLModule):
 
     Args:
         actor: The model to train, which samples at its own temperature.
-        reward: What scores a response.
-        group_size: Responses to each prompt.
+        reward: The reward function that scores a response.
+        group_size: Responses to each prompt; a step of P prompts has P * group_size samples.
         max_response_length: Tokens after which a response is cut.
-        mask_truncated: Leave responses that were cut out of the loss; they stay in their group's baseline.
-        stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
-        environment: What answers the actor, turn by turn, so that a response is a conversation; what it gives for all
-            turns is added to the reward.
+        mask_truncated: Leave responses that were cut out of the loss; they still count in their group's baseline.
+        stop_token_ids: Tokens that end a response, in addition to those of the model and its tokenizer.
+        environment: Answers the actor turn by turn, so that a response is a conversation; the sum of the rewards that
+            it gives for turns is added to the score.
     """
 
     actor: CausalLM | str
@@ -87,7 +93,10 @@ class OnPolicy(RLModule):
         return self.sampled(batch, self.group_size)
 
     def sampled(self, batch: Batch, n: int, temperature: float | None = None) -> Rollout:
-        """`n` responses to each prompt, or conversations from it."""
+        """`B * n` samples: `n` responses to each of `B` prompts, or with an `environment` `n` conversations.
+
+        To be called in a node that generates. A temperature of 0 takes the likeliest tokens; None is the actor's own.
+        """
         if self.environment is None:
             return self.generate(batch, n, temperature)
         return self.converse(batch, self.environment, n, temperature)
@@ -95,7 +104,7 @@ class OnPolicy(RLModule):
 
 @dataclass(eq=False)
 class GroupBaseline(OnPolicy):
-    """Compares a response with the others to its prompt.
+    """Samples several responses to each prompt, the group that a response's reward is compared with.
 
     Args:
         group_size: Responses to each prompt, at least 2.
@@ -113,11 +122,16 @@ class GroupBaseline(OnPolicy):
 class Scored(OnPolicy):
     """Scores responses by a verifier, a reward model, an environment, or several of them.
 
+        reward_i = environment_i + reward(y_i) + reward_model_coef model_i + overlong_i - sum_t kl_penalty_it
+
+    A summand without its setting is left out. With `max_response_length: 1000` and `overlong_buffer: 200`, overlong_i
+    is 0 up to 800 tokens, -0.5 at 900 and -1 at 1000.
+
     Args:
         overlong_buffer: Tokens before `max_response_length` over which a penalty grows to 1 (DAPO), as a number or,
             below 1, as a share of `max_response_length`; of a conversation the policy's tokens count. None is off.
-        reward_model: Whose score is added to the reward; None is off.
-        reward_model_coef: Weight of its score.
+        reward_model: The frozen model whose score is added to the reward; None is off.
+        reward_model_coef: Weight of the reward model's score.
     """
 
     overlong_buffer: int | float | None = None
@@ -160,11 +174,17 @@ class Scored(OnPolicy):
         return rewards if kl_penalty is None else rewards - kl_penalty.sum(dim=1)
 
     def outcome(self, rollout: Written, model_scores: PerSample | None, name: str = "reward") -> PerSample:
-        """What responses are worth: their score and the overlong penalty; logged under `name`."""
+        """The score of each response plus the overlong penalty, `[B]`; logged as `<name>/outcome`."""
         return self.shaped(rollout.policy_lengths, self.scored(rollout, model_scores, name), name)
 
     def scored(self, rollout: Written, model_scores: PerSample | None, name: str = "reward") -> PerSample:
-        """The sum of the scores of environment, verifier and reward model, `[B]`."""
+        """The sum of the scores of environment, verifier and reward model, `[B]`; called by all ranks of the node.
+
+        Args:
+            rollout: The samples, with texts and dataset rows.
+            model_scores: `[B]` from the reward model, not yet weighted; None without one.
+            name: What metrics begin with: `reward/mean`, `reward/model`.
+        """
         scores = rollout.lengths.new_zeros(len(rollout.lengths), dtype=torch.float32)
         if self.environment is not None:
             scores = scores + self.environment_returns(rollout, name)
@@ -176,7 +196,7 @@ class Scored(OnPolicy):
         return scores
 
     def shaped(self, lengths: PerSample, scores: PerSample, name: str = "reward") -> PerSample:
-        """The scores with the overlong penalty of responses of which the policy wrote so many tokens, `[B]`."""
+        """The scores `[B]` plus the overlong penalty; `lengths` `[B]` counts the tokens that the policy wrote."""
         outcome = scores
         if self.overlong_buffer is not None:
             penalty = overlong_penalty(lengths, self.max_response_length, self.overlong_buffer)
@@ -187,7 +207,7 @@ class Scored(OnPolicy):
 
 
 class Earned(Protocol):
-    """What each turn of a conversation was given, and how much of the row the policy wrote."""
+    """The fields of a rollout that the credit of turns and the overlong penalty read."""
 
     @property
     def policy_lengths(self) -> PerSample:
@@ -195,15 +215,15 @@ class Earned(Protocol):
 
     @property
     def turns(self) -> PerSample:
-        """`[B]`, how many each has."""
+        """`[B]`, how many turns each conversation has."""
 
     @property
     def returns(self) -> Tensor:
-        """`[B, K]`, the reward of each, 0 beyond a row's own."""
+        """`[B, K]`, the environment's reward of each turn, 0 beyond a row's own."""
 
 
 class TokenTurns(Protocol):
-    """Which turn each token belongs to."""
+    """The field of a rollout that says which turn each token belongs to."""
 
     turn: PerToken  # [B, T]
 
@@ -212,14 +232,15 @@ class TokenTurns(Protocol):
 class TurnCredit(Scored):
     """Compares whole responses in groups, or the turns of conversations.
 
-        G_k = R - (e_1 + ... + e_k-1)    of turn k: R is the reward of the whole, e_j what the environment gave for j
+        G_k = R - (e_1 + ... + e_k-1)    for turn k: R is the reward of the whole, e_j the environment's for turn j
 
-    Turn k is compared with turn k of the group's other conversations; one that was over before stands there with its
-    last turn. So every turn has the whole group to be compared with, and where all is given at the end, `turn` is
-    `conversation`. Rewards of turns: arXiv 2505.11821. Their returns, compared in groups: GTPO, arXiv 2511.14846.
+    Turn k is compared with turn k of the group's other conversations; a conversation that has ended before is compared
+    by its last turn. So every turn is compared in the whole group, and if the only reward is given at the end, `turn`
+    and `conversation` are the same. With R = 3 and e = 1, 0, 2 the turns have G = 3, 2, 2. Rewards of turns: arXiv
+    2505.11821. Their returns, compared in groups: GTPO, arXiv 2511.14846.
 
     Args:
-        advantages_at: `conversation`: one advantage for all turns. `turn`: one for each, of what is given from it on.
+        advantages_at: `conversation`: one advantage for all turns. `turn`: one for each turn, from its own G_k.
     """
 
     advantages_at: AdvantagesAt = field(default="conversation", kw_only=True)
@@ -244,14 +265,14 @@ class TurnCredit(Scored):
         return self.credited(rollout, super().rewards(rollout, model_scores, kl_penalty))
 
     def credited(self, rollout: Earned, rewards: PerSample) -> PerSample:
-        """What is compared in groups: the rewards `[B]`, or `[B, max_turns]` rewards-to-go of each turn."""
+        """The numbers that are compared in groups: the rewards `[B]`, or the G_k of all turns, `[B, max_turns]`."""
         if self.advantages_at == "conversation":
             return rewards
         return rewards_to_go(rewards, rollout.returns, rollout.turns, self.environment.max_turns)
 
 
 class SampledLogprobs(Masked, Protocol):
-    """What is computed between the engine's logprobs and others reads: no prompts and no responses."""
+    """The fields of samples that a node reads to compare the engine's logprobs with others: no token ids."""
 
     logprobs: PerToken  # [B, T]
     turn: PerToken  # [B, T], -1 on tokens that the policy did not write
@@ -261,13 +282,17 @@ class SampledLogprobs(Masked, Protocol):
 class PolicyGradient(OnPolicy):
     """Descends the loss whose gradient is the policy gradient, with KL to a reference and an entropy bonus.
 
-        loss_t = w_t surrogate_t + kl.coef KL_t - entropy_coef H_t,    w = importance weights of old over rollout
+        loss_t = w_t surrogate_t + kl.coef KL_t - entropy_coef H_t,    w_t = min(old_t / rollout_t, 2) by default
+
+    pi is the policy in training, old the trainer's at the start of the step, rollout the engine's when it sampled. Here
+    surrogate_t = -A_t log pi_t; subclasses override `surrogate`, or `divergence` for another KL_t. Where KL is in the
+    reward, the loss is without it.
 
     Args:
         kl: How the divergence from the reference restrains the policy, in the loss or in the reward.
-        reference: Where the divergence is measured from; None for the actor as it was, without adapters under LoRA.
+        reference: The frozen model that KL is measured from; None for the actor as it was, without adapters under LoRA.
         entropy_coef: Weight of the entropy bonus.
-        importance: Correction for the gap between rollout and training logprobs; None is off.
+        importance: Correction w for the gap between rollout and training logprobs; None is off.
         loss_aggregation: How per-token losses become one number.
     """
 
@@ -300,7 +325,7 @@ class PolicyGradient(OnPolicy):
             self.kl_penalty = None
 
     def check_updates(self) -> None:
-        """Refuse several updates a step where the algorithm makes one."""
+        """Raise a `UserError` if the actor makes several updates a step and the algorithm allows only one."""
         if self.one_update and self.actor.several_updates:
             several = "epochs" if self.actor.epochs > 1 else "samples_per_update"
             raise UserError(
@@ -310,14 +335,14 @@ class PolicyGradient(OnPolicy):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a node scores the samples before the first update of a step."""
+        """Whether the node `old_logprobs` scores the samples before the first update: else old is pi itself."""
         lora = self.actor.lora
         draws_dropout = lora is not None and lora.dropout > 0  # so training scores are not the policy's own
         return self.actor.several_updates or self.kl.restrains_reward or draws_dropout
 
     @property
     def ignores_sampler(self) -> bool:
-        """A loss is that of the policy at the start of the step; importance knows who sampled."""
+        """Whether nothing in the loss corrects for an engine that sampled with other weights: without `importance`."""
         return self.importance is None
 
     def configure_models(self) -> None:
@@ -368,11 +393,21 @@ class PolicyGradient(OnPolicy):
         return policy_objective(loss, entropy, old, sampled, mask, self.log, *weights)
 
     def anchored(self, rollout: Sampled, logprobs: PerToken, old_logprobs: PerToken | None) -> PerToken:
-        """The policy's logprobs at the start of the step, `[B, T]` without gradient."""
+        """The logprobs that the surrogate compares with, `[B, T]` without gradient: those at the start of the step."""
         return logprobs.detach() if old_logprobs is None else old_logprobs  # one update a step: old is the trained one
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken, mask: PerToken) -> PerToken:
-        """The loss whose gradient is the policy gradient, `[B, T]`, or `[B]` of whole sequences: -A log pi."""
+        """The loss whose gradient is the policy gradient: -A log pi. Override it for another one.
+
+        Args:
+            logprobs: `[B, T]` of the policy in training, with gradient.
+            old_logprobs: `[B, T]` from `anchored`.
+            advantages: `[B]`, or `[B, T]`.
+            mask: `[B, T]`, True on tokens that count.
+
+        Returns:
+            `[B, T]`, or `[B]` for a loss of whole sequences; not masked, since the aggregation leaves padding out.
+        """
         return -beside_tokens(advantages, logprobs) * logprobs
 
     def divergence(self, logprobs: PerToken, ref_logprobs: PerToken, old_logprobs: PerToken, _: PerToken) -> PerToken:
@@ -385,8 +420,9 @@ class Ratio(PolicyGradient):
     """A policy gradient whose surrogate has the ratio to an older policy, so that a step may make several updates.
 
     Args:
-        anchor: Whose logprobs stand below the ratio: the trainer's at the start of the step (`old`), or the engine's
-            when it sampled (`rollout`), with no pass for old ones and no importance weight, which would correct twice.
+        anchor: The policy in the ratio's denominator: the trainer's at the start of the step (`old`), or the engine's
+            when it sampled (`rollout`), with no forward pass for old logprobs; then set `importance` to null, since the
+            ratio itself corrects for the engine.
     """
 
     anchor: Anchor = "old"
@@ -407,17 +443,20 @@ class Ratio(PolicyGradient):
 
     @property
     def ignores_sampler(self) -> bool:
-        """With `anchor: old` a clip is around the policy at the start of the step; importance knows who sampled."""
+        """With `anchor: old` as in `PolicyGradient`; with `rollout` the ratio corrects, so only if `unclipped`."""
         return super().ignores_sampler if self.anchor == "old" else self.unclipped
 
     def anchored(self, rollout: Sampled, logprobs: PerToken, old_logprobs: PerToken | None) -> PerToken:
-        """The logprobs below the ratio, `[B, T]` without gradient."""
+        """The logprobs of the ratio's denominator, `[B, T]` without gradient."""
         return rollout.logprobs if self.anchor == "rollout" else super().anchored(rollout, logprobs, old_logprobs)
 
 
 @dataclass(eq=False)
 class Clipped(Ratio):
     """PPO's surrogate: -min(r_t A_t, clip(r_t, 1 - clip.low, 1 + clip.high) A_t).
+
+    With the default clip a token with a positive advantage has no gradient where its ratio is above 1.2, one with a
+    negative advantage none where it is below 0.8. `actor/clip_fraction` is the share of such tokens.
 
     Args:
         clip: How far the ratio may leave 1 and still count.

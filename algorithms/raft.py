@@ -10,14 +10,15 @@ from rlflow.types import Grouped, Grown, MaskedTokens, Written
 
 @dataclass(eq=False)
 class RAFT(RLModule):
-    """loss_t = -log pi(y_t | x, y_<t) of the response y that is worth most of `group_size` to x.
+    """loss_t = -log pi(y_t | x, y_<t), where y has the highest reward of `group_size` sampled responses to x.
 
-    A prompt whose responses are all worth the same is left out: none of them is the best.
+    A prompt whose responses all have the same reward is left out. `best/share` is the share of the other prompts,
+    `best/reward` the mean of the highest rewards.
 
     Args:
         actor: The policy.
-        reward: What scores a response.
-        group_size: Responses to each prompt, of which one is kept.
+        reward: The reward function that scores a response.
+        group_size: Responses to each prompt, at least 2; one of them is trained on.
         max_response_length: Tokens after which a response is cut.
         loss_aggregation: How per-token losses become one number.
     """

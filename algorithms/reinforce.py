@@ -12,7 +12,12 @@ from .rloo import RLOO
 
 @dataclass(eq=False)
 class REINFORCE(GroupBaseline, Ratio, TurnCredit):
-    """loss_t = -sg(pi_t / rollout_t) A log pi_t, A as RLOO's: no clip, no old policy, and no pass for its logprobs."""
+    """surrogate_t = -sg(pi_t / rollout_t) A_i log pi_t with RLOO's A_i: no clip and no forward pass for old logprobs.
+
+    The weight corrects for the difference between trainer and engine token by token, the first-order part of the exact
+    correction, a product over tokens. Nothing holds the policy near the one that sampled: for several updates a step or
+    samples of older weights choose an algorithm with a clip or a mask.
+    """
 
     anchor: Anchor = "rollout"
     importance: Importance | None = None

@@ -12,7 +12,10 @@ from .policy_gradient import Clipped, Scored
 
 @dataclass(eq=False)
 class REINFORCEPlusPlus(Clipped, Scored):
-    """G_t = r 1[t is last] - beta k1_t + gamma G_t+1, whitened over all tokens of the global batch.
+    """Returns of each token, whitened over all tokens of the step on all ranks, in PPO's clipped loss; no group.
+
+        G_t = r 1[t is last] - kl.coef k1_t + gamma G_t+1
+        A_t = (G_t - mean) / std
 
     Args:
         gamma: Discount of a token.

@@ -11,12 +11,15 @@ from .policy_gradient import Clipped, GroupBaseline, Scored
 
 
 class MaskedGroups(Masked, Grouped, Protocol):
-    """What the advantages read: whose samples they are, and which tokens count."""
+    """The fields of a rollout that the advantages read: which prompt a sample answers, and which tokens count."""
 
 
 @dataclass(eq=False)
 class REINFORCEPlusPlusBaseline(GroupBaseline, Clipped, Scored):
-    """A_i = r_i - mean_g, whitened over all tokens of the global batch; KL as k2 in the loss."""
+    """A_it = (r_i - mean_g - mean) / std, where mean and std are over all tokens of the step; KL as k2 in the loss.
+
+    A response of T tokens counts T times in mean and std, which are those of all ranks' rows together.
+    """
 
     kl_in_loss: ClassVar[KLEstimator] = "k2"
 

@@ -12,9 +12,12 @@ from .policy_gradient import Clipped, Scored
 
 @dataclass(eq=False)
 class ReMax(Clipped, Scored):
-    """A = r(x, y) - r(x, greedy y): a second node that generates answers each prompt once, with the likeliest tokens.
+    """The reward less that of the greedy response to the same prompt, which a second node generates; no group.
 
-    With KL in the reward, that of a token and of those after it comes off its advantage.
+        A_t = r(x, y) - r(x, greedy y) - kl.coef (k1_t + k1_t+1 + ... to the end)
+
+    The greedy response takes the likeliest token each time; it is scored like a sample, logged under `greedy_reward/`,
+    and not trained on.
     """
 
     kl_in_reward: ClassVar[bool] = True

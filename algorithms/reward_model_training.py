@@ -12,8 +12,9 @@ from rlflow.functional import bradley_terry_loss, preference_accuracy
 class RewardModelTraining(RLModule):
     """-log sigmoid(r(x, y_w) - r(x, y_l)) of the chosen response y_w and the rejected one y_l.
 
-    Validation tells the margin `r(x, y_w) - r(x, y_l)` of held-out pairs, the share of them in which it is above 0
-    (at 0, a half), and the loss.
+    One loss for each pair of the dataset; scores 1.5 and 0.5 have the loss 0.313. Validation logs `val/loss`,
+    `val/margin`, the mean of `r(x, y_w) - r(x, y_l)` over held-out pairs, and `val/accuracy`, the share of pairs in
+    which it is above 0; a margin of exactly 0 counts one half.
 
     Args:
         reward_model: The model to train. A language model gets a new head, whose scores start at 0.
@@ -29,7 +30,7 @@ class RewardModelTraining(RLModule):
         self.log("val/loss", self.compared("val", batch))
 
     def compared(self, prefix: str, batch: Pairs) -> Tensor:
-        """The loss of each pair `[B]`; logs who won, and by how much."""
+        """The loss of each pair `[B]`; logs `<prefix>/margin` and `<prefix>/accuracy`."""
         chosen, rejected = self.reward_model.scores(batch.both).tensor_split(2)
         margin = chosen - rejected
         self.log(f"{prefix}/margin", margin)

@@ -12,7 +12,11 @@ from .policy_gradient import Clipped, GroupBaseline, TurnCredit
 
 @dataclass(eq=False)
 class RLOO(GroupBaseline, Clipped, TurnCredit):
-    """A_i = r_i - mean of the group's other rewards, with r_i the score less beta KL of the whole response."""
+    """A_i = R_i - mean of the group's other R, where R_i = r_i - kl.coef sum_t k1_t has KL of the whole response.
+
+    Four responses with R of 1, 0, 0, 0 have the advantages 1 and three times -1/3. The loss is PPO's clipped one; with
+    one update a step and `loss_aggregation: sequence-mean-token-sum` its gradient is the paper's.
+    """
 
     kl_in_reward: ClassVar[bool] = True
 

@@ -10,11 +10,16 @@ from .grpo import GroupRelative
 
 @dataclass(eq=False)
 class SAPO(GroupRelative):
-    """GRPO with a soft gate in place of the clip: a token fades as its ratio leaves 1, and none is cut off.
+    """GRPO with a soft gate in place of the clip: a token's weight falls smoothly as its ratio leaves 1.
+
+        surrogate_t = -sigmoid(tau (r_t - 1)) 4 / tau A_i,    tau = tau_pos where A_i > 0, else tau_neg
+
+    Equations 5 and 6, with r_t = pi_t / old_t. The gradient of log pi_t has the weight 4 p (1 - p) r_t A_i with
+    p = sigmoid(tau (r_t - 1)), which is A_i at a ratio of 1.
 
     Args:
-        tau_pos: How sharply tokens with a positive advantage fade.
-        tau_neg: The same for the others; above `tau_pos`, since their gradients spread to all other tokens.
+        tau_pos: How sharply the weight of tokens with a positive advantage falls.
+        tau_neg: The same for the other tokens; above `tau_pos`, since their gradients spread to all other tokens.
     """
 
     loss_aggregation: Aggregation = "sequence-mean-token-mean"

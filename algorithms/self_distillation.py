@@ -10,19 +10,22 @@ from rlflow.types import MaskedTokens, Ragged, Sourced
 
 @dataclass(eq=False)
 class SelfDistillation(RLModule):
-    """loss_t = KL(pi(. | x, y_<t) || teacher(. | hint of x, y_<t)), over the whole vocabulary, on what pi samples.
+    """loss_t = KL(pi(. | x, y_<t) || teacher(. | hint of x, y_<t)), over the whole vocabulary, on samples of pi.
 
-    The teacher is the policy itself: the moving average of its weights, and it has read a hint. So no gradient goes to
-    it, and no reward is needed where the dataset has solutions.
+        teacher = decay teacher + (1 - decay) pi        after each step
+
+    The teacher is a moving average of the policy that has read a hint, such as the solution, in place of the prompt. No
+    gradient flows to it, and no reward is needed.
 
     Args:
         actor: The policy.
-        hint: What the teacher reads in place of the prompt, a template of it and columns of the dataset's row.
-        decay: Of the teacher's average, a step; 0 is the policy of the step before.
+        hint: What the teacher reads in place of the prompt: a template in which `{prompt}` is the prompt, and other
+            names are columns of the dataset's row.
+        decay: Decay of the teacher's average per step, from 0 to below 1; 0 is the policy of the step before.
         group_size: Responses to each prompt.
         max_response_length: Tokens after which a response is cut.
         loss_aggregation: How per-token losses become one number.
-        reward: What scores a response in validation; None for no validation.
+        reward: The reward function that scores responses in validation; None for no validation.
     """
 
     actor: CausalLM | str

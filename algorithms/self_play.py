@@ -11,20 +11,26 @@ from rlflow.types import Grouped, MaskedTokens, Written
 
 @dataclass(eq=False)
 class SelfPlay(RLModule):
-    """A question is worth 1 - 2 |p - 1/2|, where p is the share of its answers that are right; an answer its reward.
+    """A proposer asks questions that a solver answers; a question is worth most if half of its answers are right.
 
-    Both policies take a step of the policy gradient with group-relative advantages: questions beside others to their
-    prompt, answers beside others to their question. R-Zero takes the solver's majority for the truth; here the reward
-    checks, so a question that nobody can solve, or that is none, is worth nothing.
+        p        = mean reward of the answers to a question
+        worth    = 1 - 2 |p - 1/2|                                  0 for p = 0 and p = 1, 1 for p = 1/2
+        A_asked  = (worth - mean of the prompt's questions) / std
+        A_answer = (reward - mean of the question's answers) / std
+        loss_t   = -A log pi(y_t)                                   of each policy on its own tokens
+
+    Both policies are trained in every step. R-Zero takes the solver's majority for the truth; here the reward checks,
+    so a question that nobody can solve, or a text that is no question, is worth nothing.
 
     Args:
-        solver: Answers, to the dataset's prompts too, in validation.
-        proposer: Asks.
-        reward: What scores an answer, from 0 to 1, by the question in the row's `column`.
-        ask: What the proposer reads, a template of the dataset's prompt and columns of its row.
-        column: Where the question stands in the row, for the reward; dots step into it.
-        questions: Of each prompt.
-        answers: To each question.
+        solver: The policy that answers questions; in validation it answers the dataset's prompts.
+        proposer: The policy that asks questions.
+        reward: The reward function that scores an answer, from 0 to 1, by the question in the row's `column`.
+        ask: What the proposer reads: a template in which `{prompt}` is the dataset's prompt, and other names are
+            columns of its row.
+        column: The column of the row in which the reward finds the question; dots step into a column.
+        questions: Questions to each prompt, at least 2.
+        answers: Answers to each question, at least 2.
         max_response_length: Tokens after which a question or an answer is cut.
         loss_aggregation: How per-token losses become one number.
     """
@@ -89,7 +95,7 @@ class SelfPlay(RLModule):
 
 
 def _with(row: dict[str, Any], path: str, text: str) -> dict[str, Any]:
-    """The row with this text in the column of that name, or at the dotted path."""
+    """A copy of the row with `text` in the column `path`: `a.b` is `b` within `a`, unless a column is called `a.b`."""
     first, _, rest = path.partition(".")
     if path in row or not rest:
         return {**row, path: text}

@@ -13,13 +13,13 @@ class SFT(RLModule):
     """loss_t = -log pi(y_t | x, y_<t); a graph of one node, without rollout.
 
     Args:
-        actor: The model to train. Its temperature is that of validation, and divides the logits of the loss too.
-        reward: What scores responses in validation; None where there is none.
+        actor: The model to train. Its temperature is used in validation, and divides the logits of the loss, too.
+        reward: The reward function that scores sampled responses in validation; None to sample none.
         max_response_length: Tokens after which a response is cut in validation.
         loss_aggregation: How per-token losses become one number.
-        stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
-        environment: With whose tools conversations of the dataset were held, and which answers in validation; None
-            where responses are texts.
+        stop_token_ids: Tokens that end a response, in addition to those of the model and its tokenizer.
+        environment: The environment whose tools the dataset's conversations use, and which answers the actor in
+            validation; None where responses are texts.
     """
 
     actor: CausalLM | str

@@ -13,17 +13,22 @@ from .policy_gradient import Clipped, GroupBaseline, Scored
 
 @dataclass(eq=False)
 class TreeRL(GroupBaseline, Clipped, Scored):
-    """A(s) = [V(s) - V(root)] + [V(s) - V(parent of s)],    V(s) = mean V of the children of s, of a leaf its reward.
+    """A(s) = [V(s) - V(root)] + [V(s) - V(parent of s)]; V of a leaf is its reward, else the mean V of its children.
 
-    The root is a prompt, below it are trunks, and each forks once into `branches` leaves. A trunk that has ended before
-    it forks has fewer leaves, all alike, and counts at the root as much as any other. Tokens before the fork have
-    their trunk's advantage, those behind it the leaf's. TreeRL weighs a step by 1 / sqrt(its leaves), since it trains
-    it once in each of them; here a token that leaves share is trained once, and needs no weight.
+    The root is a prompt, its children are trunks, and each trunk forks once into `branches` leaves. Tokens before the
+    fork have their trunk's advantage, tokens after it their leaf's. Two trunks with the rewards 1, 0 and 0, 0:
+
+        V   root 0.25    trunks 0.5, 0       leaves 1, 0, 0, 0
+        A                trunks 0.5, -0.5    leaves 1.25, -0.75, -0.25, -0.25
+
+    A trunk that ends before it forks has fewer leaves, all alike, and counts at the root as much as any other. TreeRL
+    weighs a step by 1 / sqrt(its leaves), since it trains the step once in each of them; here a token that leaves share
+    is trained once, and needs no weight.
 
     Args:
         branches: Leaves of each trunk, so that a prompt has `group_size / branches` trunks; the trunk itself, to its
-            end, is one of them.
-        trunk_tokens: Tokens after which a trunk forks; None for before the token that was least likely when it was
+            end, is one of its leaves.
+        trunk_tokens: Tokens after which a trunk forks. None to fork before the token that was least likely when it was
             sampled, TreeRL's measure of what the policy is unsure of.
     """
 

@@ -1,4 +1,4 @@
-"""A role's state read back, each rank the ranges that it holds."""
+"""Restores the state of roles from a checkpoint: every rank reads the ranges of flattened tensors that it holds."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ from rlflow.strategies.strategy import TrainingStrategy
 
 @dataclass(frozen=True)
 class RoleIndex:
-    """Where a role's state lies in a checkpoint; what `<role>.json` holds.
+    """The content of `<role>.json`: which file has which part of which tensor of a role. Of two ranks:
+
+        files   ["actor-00000-of-00002.safetensors", "actor-00001-of-00002.safetensors"]
+        kinds   ["weight", "exp_avg", "exp_avg_sq"]
+        shapes  {"lm_head.weight": [100, 8]}
+        ranges  {"lm_head.weight": [(0, 400, 0), (400, 400, 1)]}       elements 0 to 399 are in the first file
 
     Attributes:
-        updates: Updates that the role has made.
-        untrained: What the state belongs to and does not hold.
-        kinds: What there is of each parameter: `weight`, and what the optimizer keeps.
-        files: Files with tensors, one of each rank that holds some.
+        updates: Optimizer updates that the role has made.
+        untrained: A description of what the state belongs to and does not hold, such as the model under adapters.
+        kinds: The tensors of each parameter: `weight`, and the names of the optimizer's.
+        files: Files with tensors, one for each rank that holds some.
         shapes: Shape of each parameter.
         ranges: By parameter, in order, the ranges that make up the flattened tensor, the same for every kind: the first
             element, the number of elements, and the place in `files` of the file that has them.
-        loss_scale: Factor of the loss and the updates since it changed; None where the role has none.
+        loss_scale: Factor of the loss and the updates since it changed; None if the role's loss is not scaled.
     """
 
     updates: int
@@ -46,25 +51,28 @@ class RoleIndex:
 
     @classmethod
     def read(cls, path: Path) -> RoleIndex:
-        """What `write` wrote."""
+        """The index that `write` wrote."""
         return cls(**json.loads(path.read_text()))
 
 
 def index_name(role: str) -> str:
-    """Of the file that holds a role's `RoleIndex`."""
+    """The name of the file that holds a role's `RoleIndex`: `actor.json`."""
     return f"{role}.json"
 
 
 def restore(folder: Path, strategy: TrainingStrategy, roles: Iterable[str]) -> None:
-    """Bring every trained role of this rank to where it stood; called by all ranks.
+    """Load weights, optimizer state and counters of every trained role of this rank; called by all ranks.
+
+    The number of ranks and the strategy may differ from those that wrote the checkpoint.
 
     Args:
-        folder: Of the checkpoint.
-        strategy: Holds the roles.
-        roles: All trained roles, those that live on other ranks too.
+        folder: The checkpoint's folder.
+        strategy: The strategy that holds this rank's roles, already loaded.
+        roles: All trained roles, also those on other ranks.
 
     Raises:
-        UserError: The checkpoint lacks what a role needs, or was made with other adapters or on another model.
+        UserError: The checkpoint lacks what a role needs, or was made with other adapters, another model or another
+            optimizer.
     """
     for role in filter(strategy.holds, roles):
         path = folder / index_name(role)
@@ -78,7 +86,7 @@ def restore(folder: Path, strategy: TrainingStrategy, roles: Iterable[str]) -> N
 
 
 def _require_same(role: str, found: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Adapters fit to the model that they were trained on alone, and to none of another shape."""
+    """Raise a `UserError` unless adapters are restored on the model and with the `lora` that they were trained with."""
     for key in sorted({*found, *stored}):
         if found.get(key) == stored.get(key):
             continue
@@ -96,7 +104,10 @@ def _require_same(role: str, found: Mapping[str, Any], stored: Mapping[str, Any]
 
 
 class Stored:
-    """One role's state in a checkpoint, see `rlflow.strategies.strategy.StoredState`."""
+    """One role's state in a checkpoint or draft, the `rlflow.strategies.strategy.StoredState` that strategies read.
+
+    Files are opened when they are first read and then stay open; only the ranges asked for are read.
+    """
 
     def __init__(self, folder: Path, role: str, index: RoleIndex) -> None:
         self._folder, self._role, self._index = folder, role, index
@@ -104,11 +115,16 @@ class Stored:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there is of each parameter."""
+        """The tensors of each parameter: `weight`, and the names of the optimizer's."""
         return tuple(self._index.kinds)
 
     def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
-        """Refuse a state of another model or optimizer."""
+        """Refuse a state of another model or optimizer.
+
+        Raises:
+            UserError: A parameter of this run (`shapes`) is missing or has another shape, the checkpoint has one more,
+                or the optimizer has other tensors (`kinds`).
+        """
         stored, where = self._index.shapes, self._folder / index_name(self._role)
         for parameter, shape in shapes.items():
             if parameter not in stored:
@@ -133,10 +149,10 @@ class Stored:
             )
 
     def read(self, parameter: str, kind: str, start: int, length: int) -> Tensor:
-        """`[length]`: a range of the flattened tensor, put together from the files where it lies.
+        """A range of a flattened tensor, `[length]` on the CPU, put together from the files that have parts of it.
 
         Raises:
-            OSError: One of them is not there or damaged; the error has its name.
+            OSError: A file is missing or damaged; the error has its name.
         """
         ranges, end = self._index.ranges[parameter], start + length
         found: list[Tensor] = []

@@ -14,12 +14,15 @@ ALL = -1  # `save_top_k` for all checkpoints
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays; the names and meanings are those of Lightning's `ModelCheckpoint`, but for `last`, which is a number.
+    """Which checkpoints stay; names and meanings are those of Lightning's `ModelCheckpoint`, but `last` is a number.
+
+        Retention(last=1, top_k=2, monitor="val/loss").staying({step_10: 0.5, step_20: 0.3, step_30: 0.4, step_40: 0.6})
+        -> [step_20, step_30, step_40]
 
     Args:
-        last: So many of the last ones.
-        top_k: And so many of the best by `monitor`, which may be among the last; -1 for all checkpoints.
-        monitor: A metric.
+        last: How many of the newest checkpoints stay.
+        top_k: How many of the best by `monitor` stay besides; they may be among the newest. -1 for all checkpoints.
+        monitor: The metric that says which are best.
         mode: Whether a smaller (`min`) or a larger (`max`) value is better.
     """
 
@@ -29,11 +32,11 @@ class Retention:
     mode: Mode = "min"
 
     def staying(self, values: Mapping[Path, float | None]) -> list[Path]:
-        """Those that stay, in the order of their steps.
+        """The checkpoints that stay, in the order of their steps.
 
         Args:
-            values: Of the metric by checkpoint, in the order of their steps; None where it was not measured. Of equal
-                values the later is better.
+            values: The metric's value by checkpoint, in the order of steps; None if it was not measured. Of two equal
+                values that of the later step is better.
         """
         folders = list(values)
         if self.top_k == ALL:
@@ -44,7 +47,7 @@ class Retention:
         return [folder for folder in folders if folder in last or folder in best]
 
     def most(self, saves: int) -> int:
-        """Checkpoints that are on the disk at once in a run of so many saves, one that is being written among them."""
+        """The most checkpoints on the disk at a time in a run of `saves` saves, with the one being written."""
         return saves if self.top_k == ALL else min(self.last + self.top_k + 1, saves)
 
     def _badness(self, value: float | None) -> float:

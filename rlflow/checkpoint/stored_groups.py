@@ -1,12 +1,11 @@
-"""Groups in files, as safetensors and JSON: a filter's surplus, unfinished responses, steps generated ahead.
+"""Groups in a checkpoint, as safetensors and JSON: a filter's surplus, unfinished responses, steps generated ahead.
 
-    surplus.json                        the rows of each space, and where they and the values lie
+    surplus.json                        the rows of each space, and the layouts of rows and values
     surplus-00000-of-00002.safetensors  rank 0's rows of tensors: `<value>/<column>`
-    surplus-00000-of-00002.json         its texts and dataset rows, and the kind of device that held each tensor
+    surplus-00000-of-00002.json         rank 0's texts and dataset rows, and the device type of each tensor
 
-Unfinished responses are written so as `unfinished`, a step as `step-00000007`.
-
-Read by as many ranks as wrote it, everything is as it was; read by others, groups are dealt anew.
+Unfinished responses are written in the same form under the name `unfinished`, step 7 as `step-00000007`. If layouts are
+the same when groups are read, every rank gets the rows that it wrote; else groups are dealt to the ranks anew.
 """
 
 from __future__ import annotations
@@ -41,12 +40,22 @@ NAMES = "names"  # of the parts of a column, likewise
 
 
 def step_name(step: int) -> str:
-    """Name of a step's groups, which were generated and not trained."""
+    """The name of the groups of a step that was generated and not yet trained: `step-00000007`."""
     return f"step-{step:08d}"
 
 
 def write_groups(folder: Path, name: str, groups: Groups, world_size: int) -> list[str]:
-    """Write this rank's part of what is called `name`; called by all ranks that have one. The names of its files."""
+    """Write this rank's rows of `groups`; called by every rank that has them. One of these writes `<name>.json`, too.
+
+    Args:
+        folder: The checkpoint's folder.
+        name: What file names begin with: `surplus`.
+        groups: The groups, as this rank holds them.
+        world_size: Number of ranks, for the names of files.
+
+    Returns:
+        The names of the files that this rank wrote.
+    """
     written = write_rows(folder, name, groups, world_size)
     if groups.rank == min(rank for space in groups.spaces.values() for rank in space.home[0].ranks):
         (folder / f"{name}.json").write_text(json.dumps(described(groups, world_size)))
@@ -55,14 +64,21 @@ def write_groups(folder: Path, name: str, groups: Groups, world_size: int) -> li
 
 
 def described(groups: Groups, world_size: int) -> dict[str, Any]:
-    """What `<name>.json` says, the same on all ranks: the rows of each space, and where they and the values lie."""
+    """The content of `<name>.json`, the same on all ranks: the rows of each space, and the layouts of the values.
+
+    Two samples of the prompt 4, both on the first of two shards:
+
+        {"ranks": 2,
+         "spaces": {"rollout": {"path": [[4, 0], [4, 1]], "lengths": [12, 3], ..., "dealt": [[layout, [[0, 1], []]]]}},
+         "values": {"rewards": {"space": "rollout", "layout": {"ranks": [0, 1], "shards": 2, ...}}}}
+    """
     spaces = {of: _space_to_json(space, groups.layouts(of)) for of, space in groups.spaces.items()}
     values = {of: {"space": value.space, "layout": asdict(value.layout)} for of, value in groups.values.items()}
     return {"ranks": world_size, "spaces": spaces, "values": values}
 
 
 def write_rows(folder: Path, name: str, groups: Groups, world_size: int) -> list[str]:
-    """Write the rows of this rank, without what describes them; the names of the files."""
+    """Write this rank's `.safetensors` and `.json`, without `<name>.json`; returns the names of the two files."""
     tensors: dict[str, Tensor] = {}
     lists: dict[str, list[Any]] = {}
     for value_name, value in groups.values.items():
@@ -83,16 +99,18 @@ def write_rows(folder: Path, name: str, groups: Groups, world_size: int) -> list
 
 
 def read_groups(folder: Path, name: str, like: Groups, device: torch.device) -> Groups | None:
-    """What `write_groups` wrote under this name; None where it wrote nothing.
+    """Read what `write_groups` wrote under this name, in the layouts of this run; None if nothing was written.
+
+    Called by every rank that has such groups, without communication; each reads the files that it needs.
 
     Args:
-        folder: Of the checkpoint.
-        name: Of what was written.
+        folder: The checkpoint's folder.
+        name: What file names begin with: `surplus`.
         like: The spaces and values of this run, without rows.
-        device: For what was not on the CPU.
+        device: The device for tensors that were not on the CPU when they were written.
 
     Raises:
-        UserError: It is of other values than this run's.
+        UserError: The stored groups have other values or row spaces than this run.
     """
     if not (folder / f"{name}.json").is_file():
         return None
@@ -106,7 +124,7 @@ def read_groups(folder: Path, name: str, like: Groups, device: torch.device) -> 
 
 
 def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Groups, device: torch.device) -> Groups:
-    """The rows of what `described` says, in the layouts of this run; see `read_groups`."""
+    """As `read_groups`, where the content of `<name>.json` has been read already: `stored`, from `described`."""
     dealt = {name: _dealt(space) for name, space in stored["spaces"].items()}
     same = all(list(dealt[name]) == like.layouts(name) for name in like.spaces)
     spaces = {
@@ -136,7 +154,7 @@ def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Groups, dev
 
 
 def of_ranks(stored: dict[str, Any], ranks: Collection[int]) -> dict[str, Any]:
-    """What `described` says, of the rows alone that these ranks hold; each space lies in one layout."""
+    """The description `stored` reduced to the rows that `ranks` hold; each space must lie in exactly one layout."""
     spaces, layouts = {}, {}
     for name, space in stored["spaces"].items():
         ((stored_layout, shards),) = space["dealt"]
@@ -153,21 +171,21 @@ def of_ranks(stored: dict[str, Any], ranks: Collection[int]) -> dict[str, Any]:
 
 
 def _columns(name: str, value: GroupValue) -> Iterator[tuple[str, Any]]:
-    """The columns of this rank's rows under the names of their tensors."""
+    """Name (`<value>/<column>`) and data of each column of this rank's rows; empty if it holds none of the value."""
     for column in columns(value.annotation) if value.rows is not None else ():
         if column.cut is not Cut.PATH:  # the space has it
             yield f"{name}/{column.name}", column.of(value.rows)
 
 
 class _Written:
-    """What each rank wrote; the files of a rank are read once, whatever the number of values."""
+    """The files of all ranks; those of a rank are read when they are needed, once."""
 
     def __init__(self, folder: Path, name: str, ranks: int, device: torch.device) -> None:
         self._folder, self._name, self._ranks, self._device = folder, name, ranks, device
         self._parts: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
 
     def rows(self, name: str, value: GroupValue, rank: int) -> Any:
-        """The rows that a rank wrote of a value."""
+        """The rows of the value `name` that `rank` wrote; a column that was not written is `Absent`."""
         tensors, said = self._part(rank)
 
         def tensor(key: str) -> Tensor:
@@ -208,7 +226,7 @@ def _dealt(space: dict[str, Any]) -> dict[Layout, Partition]:
 def _space_from_json(
     like: RowSpace, stored: dict[str, Any], dealt: dict[Layout, Partition] | None, layouts: list[Layout]
 ) -> RowSpace:
-    """The stored rows; where their layouts are other ones now, with their groups dealt anew."""
+    """The stored rows as a space: where `dealt` says they lie, or if it is None, dealt to `layouts` anew by group."""
     arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ("path", *NUMBERS)}
     arrays["path"] = arrays["path"].view(-1, like.path.shape[1])  # of no rows it has no width
     arrays["dropped"] = torch.tensor(stored["dropped"], dtype=torch.bool)

@@ -1,4 +1,12 @@
-"""A checkpoint written by all ranks at once, each what it holds, beside the run or while it waits."""
+"""Writes a checkpoint: every rank the tensors that it holds, in a thread while the run goes on or while it waits.
+
+A save is four calls, of which the `Disk` of each rank does the writing:
+
+    draft = draft_of(folder, step)      the folder `step-00000020.draft`, which one rank opens
+    write_share(draft, disk, ...)       all ranks: their files, then a record of sizes and digests
+    leave(draft, disk, ...)             all ranks: no more files are written or read
+    complete(draft, disk, ...)          one rank: waits for all records, writes indexes and manifest, renames the folder
+"""
 
 from __future__ import annotations
 
@@ -36,7 +44,9 @@ def role_share(strategy: TrainingStrategy, role: str, disk: Disk) -> tuple[dict[
         disk: Writes the file; its tensors are copied now where the run goes on meanwhile.
 
     Returns:
-        The record for `index_of`, JSON-able; and a function that writes the file at a path and gives its SHA-256.
+        The record for `index_of`, JSON-able: `ranges` by parameter, (start, length); on the role's leading rank also
+        `updates`, `untrained`, `kinds`, `shapes` and `loss_scale`. And a function that writes the safetensors file at a
+        path, tensor by tensor, and gives its SHA-256; it refuses numbers that are not finite.
     """
     entries: list[StoredTensor] = []
     copies: list[Tensor] = []
@@ -87,7 +97,7 @@ def _named(parameter: str, parts: Mapping[str, TensorRange]) -> Iterator[tuple[s
 
 
 def draft_of(folder: Path, step: int) -> Draft:
-    """A checkpoint of `folder` while it is written."""
+    """The draft of the checkpoint after `step` steps, `<folder>/step-00000020.draft` until it is complete."""
     return Draft(folder / f"step-{step:08d}")
 
 
@@ -104,16 +114,18 @@ def write_share(
 ) -> None:
     """Let `disk` write this rank's files of a checkpoint, and then the record of them; called by all ranks of the job.
 
+    A file that cannot be written raises nothing here: the record names the error, and `disk.wait` raises it.
+
     Args:
-        draft: That is open.
-        disk: Writes; the state must stay as it is until it has, unless it is asynchronous.
-        strategy: Holds the roles.
-        roles: All trained roles, those that live on other ranks too.
-        nodes: The machine's name of every rank of the job.
-        rank: This one.
-        groups: Rows of later steps by the name to write them under.
-        of_rank_alone: What this rank alone has, such as its random generators' states; JSON-able.
-        module_tensors: Those of the module's state that this rank writes, by name.
+        draft: The open draft.
+        disk: The disk that writes. Unless it is asynchronous, weights must not change until it has written them.
+        strategy: The strategy that holds this rank's roles.
+        roles: All trained roles, also those on other ranks.
+        nodes: The machine's name of every rank of the job, by rank.
+        rank: This process's rank.
+        groups: Rows of later steps, by the name to write them under (`surplus`).
+        of_rank_alone: JSON-able state that only this rank has, such as that of its random generators.
+        module_tensors: The tensors of the module's state that this rank writes, by name.
     """
     digests: dict[str, str] = {}
     failed: list[BaseException] = []
@@ -155,16 +167,16 @@ def write_share(
 
 
 def written_state(draft: Draft, role: str, ranks: Sequence[int], nodes: Mapping[int, str], timeout_s: float) -> Stored:
-    """A role's state in a checkpoint that has no name yet, once its ranks have written it; see `leave`.
+    """A role's state in a draft; waits until the role's ranks have written it. Call `leave` after the last read.
 
     Raises:
-        UserError: One could not, or says nothing in time.
+        UserError: A rank could not write its files, or did not within `timeout_s` seconds.
     """
     return Stored(draft.path, role, index_of(role, draft.collect(ranks, nodes, timeout_s), len(nodes)))
 
 
 def leave(draft: Draft, disk: Disk, nodes: Mapping[int, str], rank: int) -> None:
-    """Let `disk` say that this rank neither writes nor reads the checkpoint's files any more; called by all ranks."""
+    """Let `disk` record that this rank neither writes nor reads the draft's files any more; called by all ranks."""
 
     def record(error: BaseException | None) -> None:
         why = None if error is None else not_written(error, draft.target, rank, nodes[rank])
@@ -182,20 +194,20 @@ def complete(
     timeout_s: float,
     retention: Retention,
 ) -> None:
-    """Let `disk` wait until all ranks have written and left it, and give the checkpoint its name; by one rank.
+    """Let `disk` wait until all ranks have written and left the draft, then rename it; called by one rank.
 
-    It gets its name when it is complete, so a run that is killed meanwhile leaves the ones before. Checkpoints of later
-    steps, which a run left that was continued from before them, are removed first: else a run that is killed between
-    would go on from one of those. Then those that need not stay are removed.
+    The draft is renamed when it is complete, so a run that is killed before has its previous checkpoints. Checkpoints
+    of later steps are removed just before: they were left by a run that was then resumed from an earlier step, and
+    another resume would start from them. After the rename, checkpoints that `retention` does not name are removed.
 
     Args:
-        draft: That all write.
-        disk: Of this rank.
+        draft: The draft that all ranks write.
+        disk: This rank's disk; its `wait` raises what went wrong on any rank.
         roles: All trained roles.
-        progress: Where the run stands.
-        nodes: The machine's name of every rank of the job.
-        timeout_s: Seconds that others may take longer than this rank.
-        retention: Which stay.
+        progress: The step and state of the run, for the manifest.
+        nodes: The machine's name of every rank of the job, by rank.
+        timeout_s: Seconds that other ranks may take longer than this rank.
+        retention: The checkpoints that stay.
     """
 
     def finish(error: BaseException | None) -> None:
@@ -223,7 +235,7 @@ def complete(
 
 
 def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex:
-    """The index of what ranks wrote of a role."""
+    """The index of a role's files, from the records of the ranks that wrote them; asserts that no element lacks."""
     shares = {record.rank: record.more[role] for record in records if role in record.more}
     (lead,) = (share for share in shares.values() if "shapes" in share)
     ranges = {}
@@ -240,7 +252,7 @@ def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex
 
 
 def _remove_others(newest: Path, retention: Retention) -> None:
-    """Of a step's folder: those of the last run's steps that need not stay, and what runs left that were killed."""
+    """Remove checkpoints up to `newest` that need not stay, and drafts and incomplete folders of killed runs."""
     folder = newest.parent
     earlier = sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.name <= newest.name)
     whole = [path for path in earlier if lacks(path) is None]
@@ -251,11 +263,14 @@ def _remove_others(newest: Path, retention: Retention) -> None:
 
 
 def read_module_tensors(folder: Path) -> dict[str, Tensor]:
-    """What all ranks wrote of the module's tensors, by name."""
+    """The tensors of the module's state in a checkpoint, by name, from the files of all ranks."""
     files = sorted(folder.glob(f"{MODULE}-*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def read_of_rank(folder: Path, rank: int, world_size: int) -> list[Any]:
-    """What each rank wrote that it alone had, of as many ranks as wrote it, shared out among the ranks of now."""
+    """The JSON that ranks wrote as `of_rank_alone`, dealt to this run's ranks: `rank` gets every `world_size`-th.
+
+    With as many ranks as wrote the checkpoint each gets its own, in a list of one; with more ranks some get none.
+    """
     return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{OF_RANK}-*.json"))[rank::world_size]]

@@ -1,4 +1,12 @@
-"""The checks that need the whole graph: what is missing, what turns in a circle, types and rows that do not fit."""
+"""The checks that need the whole graph: values that no node makes, and types, roles and rows that do not fit.
+
+`Graph.read` runs all of them, on every rank, before any model is loaded. Each yields a `Problem` for each mistake and
+raises nothing; together they become one `GraphError`, such as
+
+    my_algorithm.py:31: `advantages` reads `reward`, which no node makes. Did you mean "rewards"?
+
+All take the nodes of the graph by name, in the order of declaration.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +27,13 @@ from rlflow.values.rollout import Rollout
 
 
 def missing(nodes: Mapping[str, Node], removed: Collection[str], module_class: type) -> Iterator[Problem]:
-    """Values that are read and that no node makes; `removed` are the names of nodes that were set to None."""
+    """Values that a node reads and no node makes, and `Trained` inputs that name no train node.
+
+    Args:
+        nodes: The graph's nodes.
+        removed: The names of nodes that were set to None.
+        module_class: The module's class; a method that lacks its `@node` is named as the likely cause.
+    """
     values = [BATCH, *nodes]
     methods = [name for name in dir(module_class) if callable(getattr(module_class, name))]
     for node in nodes.values():
@@ -49,7 +63,7 @@ def missing(nodes: Mapping[str, Node], removed: Collection[str], module_class: t
 
 
 def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
-    """Values that are read as another type than they are made."""
+    """Values that a node reads as another type than their node returns: `x: PerSample` of a node `-> PerToken`."""
     for node in nodes.values():
         for value in node.inputs:
             source = nodes.get(value.name)
@@ -69,7 +83,7 @@ def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
 
 
 def _misread(node: Node, read: Input, made: Any, otherwise: str) -> Iterator[Problem]:
-    """A line for each field that a type names and the value does not have so; or one, where it names none of it."""
+    """A problem for each field of the read type that type `made` lacks or has as another type; or one problem."""
     wanted, whole = read.annotation, f"reads `{read.name}` as {type_name(read.annotation)}"
     if names_fields(wanted) and wanted not in (Batch, Pairs, Rollout) and members(wanted).keys() & fields(made).keys():
         yield from (node.problem(f"{whole}, which names {wrong}") for wrong in misfits(wanted, made))
@@ -78,7 +92,7 @@ def _misread(node: Node, read: Input, made: Any, otherwise: str) -> Iterator[Pro
 
 
 def _misread_field(node: Node, read: Input, owner: Any) -> Iterator[Problem]:
-    """A field that a value of type `owner` does not have, or has as another type than it is read."""
+    """A problem if type `owner` lacks the field that a config's node reads (`rollout.group`), or has another type."""
     whole, known = f"`{read.name}.{read.field}`", fields(owner)
     if read.field not in known:
         why = did_you_mean(read.field, known) or (f" It has {', '.join(known)}." if known else " Read it whole.")
@@ -89,7 +103,7 @@ def _misread_field(node: Node, read: Input, owner: Any) -> Iterator[Problem]:
 
 
 def mispaired(nodes: Mapping[str, Node]) -> Iterator[Problem]:
-    """Nodes that read `batch` as another type than an earlier one does, or make tokens of pairs."""
+    """Nodes that read `batch` as `Pairs` where another reads `Batch`, or that return `PerToken` for rows of pairs."""
     first: tuple[Node, type] | None = None
     for node in nodes.values():
         for value in node.inputs:
@@ -109,13 +123,13 @@ def mispaired(nodes: Mapping[str, Node]) -> Iterator[Problem]:
 
 
 def type_of_batch(nodes: Mapping[str, Node]) -> type:
-    """`Pairs` where a node reads `batch` as that, else `Batch`."""
+    """The type of the dataset's rows: `Pairs` if a node can read `batch` only as `Pairs`, else `Batch`."""
     types = [_batch_types(value) for node in nodes.values() for value in node.inputs if value.name == BATCH]
     return Pairs if (Pairs,) in types else Batch
 
 
 def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
-    """Roles that the module does not have, or that a node cannot play.
+    """Train nodes without a role, and roles that name no model handle of the module.
 
     Args:
         nodes: The graph's nodes.
@@ -131,12 +145,12 @@ def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
 
 
 def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Collection[str]) -> Iterator[Problem]:
-    """Policies that the module does not have, or that cannot generate.
+    """Names in `generates=` that are no model handle of the module, or a handle of no language model.
 
     Args:
         nodes: The graph's nodes.
         roles: The names of the module's model handles.
-        policies: Of those, the language models.
+        policies: The names of the handles that are language models.
     """
     for node in nodes.values():
         for policy in node.generates:
@@ -149,7 +163,7 @@ def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Co
 
 
 def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
-    """Handles in `uses` that the module does not have, that are trained, or that have no role to live beside.
+    """Names in `uses=` that are no model handle, that are trained, or that stand in a node without a role.
 
     Args:
         nodes: The graph's nodes.
@@ -174,7 +188,7 @@ def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
 
 
 def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:
-    """Train nodes that do not read exactly one value that says which rows their loss is of."""
+    """Train nodes that read no value with a `loss_mask`, or several: a loss is masked by exactly one of them."""
     for node in nodes.values():
         masks = masks_of(node, nodes)
         if node.kind == "train" and len(masks) != 1:
@@ -183,12 +197,12 @@ def unmasked(nodes: Mapping[str, Node]) -> Iterator[Problem]:
 
 
 def masks_of(node: Node, nodes: Mapping[str, Node]) -> list[str]:
-    """What a node reads that has a loss mask, or is pairs: of a train node the rows of its loss."""
+    """The values that a node reads and that have a `loss_mask`, or are `Pairs`: a loss has the rows of such a value."""
     return [name for name in node.reads if _is_trained_on(name, nodes)]
 
 
 def misfiltered(nodes: Mapping[str, Node]) -> Iterator[Problem]:
-    """A second filter, a filter without rows to choose from, and numbers of one draw that are read after it."""
+    """A second filter, a filter that reads no rows, and a `Scalar` of one draw that a node after the filter reads."""
     filters = [node for node in nodes.values() if node.kind == "filter"]
     for node in filters[1:]:
         text = f"is a second filter beside `{filters[0].id}` ({filters[0].place}), and rows are chosen once"
@@ -215,7 +229,7 @@ def misfiltered(nodes: Mapping[str, Node]) -> Iterator[Problem]:
 
 
 def mislaid(order: Sequence[Node], nodes: Mapping[str, Node]) -> Iterator[Problem]:
-    """Train nodes whose rows are not those of their loss alone, and nodes that make rows and read none above them."""
+    """Train nodes that read rows of another space than their loss, and `Grown` nodes that read no rows at all."""
     for node in order:
         if node.grows and not node.reads:
             text = f"returns {type_name(grown(node.returns))} and reads no rows that the new ones are below"
@@ -234,19 +248,19 @@ def mislaid(order: Sequence[Node], nodes: Mapping[str, Node]) -> Iterator[Proble
 
 
 def _has(node: Node, cut: Cut) -> bool:
-    """Whether a column of its value is cut so."""
+    """Whether the node's value has a column that is cut by rows in this way."""
     return node.returns is not Any and any(column.cut is cut for column in columns(node.returns))
 
 
 def _batch_types(read: Input) -> tuple[type, ...]:
-    """Which of the two types of `batch` fit what is read of it."""
+    """Which of `Batch` and `Pairs` have what an input reads; both if it names only what they share."""
     if read.field:
         return tuple(kind for kind in (Batch, Pairs) if read.field in fields(kind))
     return tuple(kind for kind in (Batch, Pairs) if accepts(read.annotation, kind))
 
 
 def _is_trained_on(name: str, nodes: Mapping[str, Node]) -> bool:
-    """Whether a value has a loss mask, or is pairs, all of which count."""
+    """Whether a value has a `loss_mask`, or is `Pairs`, whose tokens all count."""
     made = type_of_batch(nodes) if name == BATCH else nodes[name].returns if name in nodes else None
     if made is Any or not isinstance(made, type):
         return False

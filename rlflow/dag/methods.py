@@ -1,4 +1,4 @@
-"""From a module to its nodes: its marked methods and the calls of its config, and what each one says of itself."""
+"""Reads the nodes of a module: its methods marked `@node`, and the functions that its config calls."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from rlflow.values.rollout import Rollout
 
 
 def marks(cls: type) -> dict[str, Mark]:
-    """The marks of the methods of a class by name, in the order of declaration: those of base classes first."""
+    """The `@node` marks of a class's methods by name, in the order of declaration, base classes first."""
     attributes = [item for each in reversed(cls.__mro__) for item in vars(each).items()]
     return {name: getattr(value, MARK) for name, value in attributes if _is_marked(value)}
 
 
 def read_methods(module: object) -> tuple[dict[str, Node], list[str], list[Problem]]:
-    """The nodes of the instance `module`: its marked methods, and the calls that its config puts in their place.
+    """Read the nodes of the instance `module`: its marked methods, and its config's calls, which replace methods.
+
+    Mistakes are not raised: `Graph.read` reports them together with those of `checks`.
 
     Returns:
-        The nodes by name, in the order of declaration: those of base classes first; an override keeps its place. The
-        names of nodes that were set to None. What is wrong with single methods.
+        Three values. The nodes by name, in the order of declaration: base classes first; an override stays where the
+        base class declared it. The names of nodes that were set to None. A problem for each mistake in a single method,
+        such as a parameter `*args` or a missing return type.
     """
     nodes: dict[str, Node] = {}
     removed: list[str] = []
@@ -62,13 +65,16 @@ def _is_marked(value: Any) -> bool:
 
 
 class _Reading:
-    """What one node says of itself, read into a `Node`; `wrong` gathers what is wrong with it.
+    """Reads one function's mark, parameters and return type into a `Node`.
 
     Args:
-        name: The node's.
+        name: The node's name.
         function: The method, or the function that a config calls.
-        mark: What `@node` says of it.
-        call: Of a node of a config: what its parameters get.
+        mark: The arguments of `@node`.
+        call: The config's entry, which says what parameters get; None for a method.
+
+    Attributes:
+        wrong: A text for each mistake, filled by `node`.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], mark: Mark, call: Call | None = None) -> None:
@@ -81,7 +87,7 @@ class _Reading:
         self.wrong: list[str] = []
 
     def node(self) -> Node:
-        """The node, as far as it could be read."""
+        """The node; a type that cannot be read is `Any` in it, so that later checks do not report it again."""
         if self.name == BATCH:
             self.wrong.append("a node may not be called `batch`, the name of the dataset's rows. Rename it")
         hints = self._hints()
@@ -141,7 +147,7 @@ class _Reading:
         return "compute" if mark.role is None else "model_inference"
 
     def _returns(self, hints: dict[str, Any], kind: Kind) -> tuple[Any, bool]:
-        """The type of its value, and whether the value has new rows."""
+        """The type of the node's value without `Grown`, and whether it was `Grown`: whether it makes new rows."""
         returns, grows = without_grown(hints.get("return", Any))
         cut = self._cut({**hints, "return": returns} if grows else hints, kind)
         if grows and kind != "compute":
@@ -154,7 +160,7 @@ class _Reading:
         return cut, grows
 
     def _cut(self, hints: dict[str, Any], kind: Kind) -> Any:
-        """The type of its value, of which it is known how it is cut by rows."""
+        """The type of the node's value; `Any`, with a text in `wrong`, if it does not say how it is cut by rows."""
         if "return" not in hints:
             text = f"`{self.name}` has no return type, which says how its value is cut by rows"
             self.wrong.append(f"{text}. Write `-> PerSample`, `-> PerToken` or a frozen dataclass of them")

@@ -1,7 +1,19 @@
 """The plan: one global order of tasks, from a graph and the layouts of its roles; a rank runs those that name it.
 
 It is a pure function of its arguments, so every rank makes the same plan, and its digest is compared before step 0.
-Because all ranks issue their collectives in the one global order, collectives cannot cross.
+Because all ranks issue their collectives in the one global order, collectives cannot cross. GRPO with the actor on
+ranks 0 and 1 and its engines on ranks 2 and 3 (the columns of the first exchange are left out here):
+
+    load      batch: ranks 2-3, 2 shards, groups
+    sync      actor -> rollout: ranks 0-1 -> ranks 2-3
+    run       rollout: ranks 2-3, 2 shards, groups; frees batch
+    tell      rows of rollout: rank 2 -> ranks 0-1
+    exchange  rollout: ranks 2-3, 2 shards, groups -> ranks 0-1, 2 shards, balanced; rows of rollout
+    run       rewards: ranks 2-3, 2 shards, groups
+    run       advantages: ranks 2-3, 2 shards, groups; frees rewards
+    exchange  advantages: ranks 2-3, 2 shards, groups -> ranks 0-1, 2 shards, balanced; rows of rollout
+    train     actor_loss: ranks 0-1, 2 shards, balanced; frees rollout, advantages
+    reduce    metrics: ranks 0-3
 """
 
 from __future__ import annotations
@@ -37,10 +49,10 @@ from rlflow.values.layout import Layout
 
 @dataclass(frozen=True)
 class Plan:
-    """The tasks of one step, in the global order; where steps overlap, those of one slot of time.
+    """The tasks of one step, in the global order; if steps overlap, of a step generated and a step trained meanwhile.
 
     Attributes:
-        tasks: A task of lag n works on the step n before that of the tasks without lag.
+        tasks: The tasks; one of lag n works on the step n before that of the tasks without lag.
         max_staleness: How many steps generation runs ahead of training: the largest lag.
     """
 
@@ -52,7 +64,7 @@ class Plan:
         return _of_rank(self.tasks, rank)
 
     def every(self) -> Iterator[Task]:
-        """All tasks, in the global order; those that a `Fill` repeats once, after it."""
+        """All tasks, in the global order; the tasks of a `Fill` follow it, once."""
         for task in self.tasks:
             yield task
             if isinstance(task, Fill):
@@ -60,20 +72,20 @@ class Plan:
 
     @property
     def fill(self) -> Fill | None:
-        """What draws prompts as often as it needs to, if anything does."""
+        """The task that repeats draws of prompts; None without a filter and partial rollouts."""
         return next((task for task in self.tasks if isinstance(task, Fill)), None)
 
     @property
     def cuts_off(self) -> bool:
-        """Whether long responses are cut off, and go on with the next draw of prompts."""
+        """Whether long responses are cut off and continued in the next draw (`trainer.partial_rollout`)."""
         return any(isinstance(task, HoldBack) for task in self.every())
 
     def groups(self) -> list[tuple[int, ...]]:
-        """The sets of ranks that meet in collectives of the plan, each once."""
+        """The distinct sets of ranks that run a task together: the process groups that the plan needs."""
         return list(dict.fromkeys(task.ranks for task in self.every()))
 
     def crossing(self) -> tuple[Task, ...]:
-        """What brings the values of the ranks that run ahead to those that train; none where nothing runs ahead."""
+        """The tasks that send values from ranks that run ahead to those that train; empty if steps do not overlap."""
         lags = [task.lag for task in self.tasks]
         if not any(lags):
             return ()
@@ -81,7 +93,7 @@ class Plan:
         return tuple(task for task in self.tasks[trains:] if not task.lag)
 
     def layouts(self) -> dict[str, Layout]:
-        """Where each value is made: `batch` and the nodes, by name."""
+        """The layout in which each value is made, by name: `batch` and the nodes."""
         loaded = {task.value: task.layout for task in self.every() if isinstance(task, Load)}
         return loaded | {task.node_id: task.layout for task in self.every() if isinstance(task, RunNode | TrainNode)}
 
@@ -89,9 +101,9 @@ class Plan:
         """The exchange that brings `value` to `reader`, or None where it reads the very object that was made.
 
         Args:
-            value: Its name.
-            reader: The node.
-            rows: In which the node sees it.
+            value: The value's name.
+            reader: The node that reads it.
+            rows: The row space in which the node reads it.
         """
         found = (task for task in self.every() if isinstance(task, Exchange) and task.value == value)
         there = (task for task in found if task.target == self.layouts()[reader.id])
@@ -114,18 +126,19 @@ def plan(
     cuts_off: bool = False,
     shared: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """Plan one step, or one slot of overlapping steps.
+    """Plan one step, or the two steps that overlap. Called on every rank, without communication.
 
-    With `max_staleness` N, ranks that train no role run N steps ahead of those that do: what they make of step s goes
-    over when they have made it, and step s is trained on while they work on step s + N.
+    With `max_staleness` N, ranks that train no role run N steps ahead of those that do: they send their values of step
+    s as soon as these are made, and step s is trained on while they work on step s + N.
 
     Args:
         graph: The checked graph.
-        layouts: One for each role that the graph uses, and by `engine_of` for each policy.
+        layouts: The layout of each role that the graph uses, and of each policy's engines under `engine_of(policy)`:
+            `{"actor": ..., "actor.rollout": ...}`.
         world_size: The number of ranks.
-        max_staleness: How many steps generation runs ahead.
-        cuts_off: Whether long responses are cut off, and go on with the next draw of prompts.
-        shared: Of each policy that takes turns in the engine of another, that other.
+        max_staleness: How many steps generation runs ahead; 0 for steps that do not overlap.
+        cuts_off: Whether long responses are cut off and continued in the next draw of prompts.
+        shared: By policy that takes turns in the engine of another policy: that other policy.
 
     Raises:
         UserError: Policies of one node are on different ranks, nothing can run ahead, or responses cannot be cut off.
@@ -192,7 +205,11 @@ def _continued_node(graph: Graph) -> Node:
 
 
 def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """The nodes that need no rank that trains, nor a value made there; and the others."""
+    """The nodes that can run ahead: on no rank that trains, and from no value made there; and the other nodes.
+
+    Raises:
+        UserError: A node that generates cannot run ahead, or no node generates.
+    """
     training = {rank for node in graph.order if node.kind == "train" for rank in placed[node.id].ranks}
     ahead: list[Node] = []
     for node in graph.order:
@@ -221,19 +238,19 @@ def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tupl
 
 
 def _trains_before(node: Node, graph: Graph) -> str:
-    """A train node that comes before `node`; empty where none does."""
+    """The id of a train node that `node` comes after; empty if there is none."""
     before = with_ancestors([node.id], graph.nodes)
     return next((name for name in before if graph.nodes[name].kind == "train"), "")
 
 
 @dataclass(frozen=True)
 class _NodeTasks:
-    """What runs nodes and brings their values to one another.
+    """Makes the tasks that run nodes, and the exchanges between them.
 
     Attributes:
         graph: Graph of the module.
         placed: By value, the layout in which it is made.
-        frees: By node, the values that nobody reads after it.
+        frees: By node, the values that no later node reads.
     """
 
     graph: Graph
@@ -241,14 +258,15 @@ class _NodeTasks:
     frees: Mapping[str, tuple[str, ...]]
 
     def run(self, nodes: Sequence[Node], made: Sequence[str] = (), later: Sequence[Node] = ()) -> Iterator[Task]:
-        """What runs these nodes, and brings values to those of them that read them.
+        """The tasks that run these nodes and send each value to the ones that read it.
 
-        A value goes to its readers as soon as it and the rows in which they read it are there.
+        A value is sent as soon as it and the rows in which it is read have been made.
 
         Args:
-            nodes: In the order of execution.
+            nodes: The nodes to run, in the order of execution.
             made: Values that were made before.
-            later: Nodes that run later: what they read of a value in the same place comes with it.
+            later: Nodes that run in a later task list; an exchange for `nodes` brings the columns that these read in
+                the same rows and layout, too.
         """
         waiting = [each for value in made for each in self.exchanges(value, nodes, later)]
         coming = {node.id for node in nodes}
@@ -262,7 +280,7 @@ class _NodeTasks:
             waiting = [each for each in waiting if each.reader_space in coming]
 
     def held_back(self, block: Sequence[Node]) -> Iterator[Task]:
-        """What runs nodes of which the first makes responses that may be cut off; what is cut off goes no further."""
+        """The tasks of one draw with partial rollouts: run the first node, hold back unfinished groups, run others."""
         first, *rest = block
         yield RunNode(first.id, self.placed[first.id], frees=())
         members = {rank for node in block for rank in self.placed[node.id].ranks}
@@ -270,7 +288,7 @@ class _NodeTasks:
         yield from self.run(rest, [BATCH, first.id])
 
     def exchanges(self, value: str, readers: Sequence[Node], later: Sequence[Node] = ()) -> Iterator[Exchange]:
-        """One for each pair of row space and layout in which `readers` read `value` and in which it was not made."""
+        """One exchange of `value` for each row space and layout in which `readers` read it and it was not made."""
         afterwards = self._places(value, later)
         for place, nodes in self._places(value, readers).items():
             if place != (self.graph.space_of(value), self.placed[value]):
@@ -280,7 +298,7 @@ class _NodeTasks:
                 yield Exchange(value, rows, self.placed[value], target, columns=None if None in columns else only)
 
     def _places(self, value: str, nodes: Sequence[Node]) -> dict[tuple[str, Layout], list[Node]]:
-        """The nodes that read a value, by the rows and the layout in which they do."""
+        """The nodes that read a value, by the row space and the layout in which they read it."""
         places: dict[tuple[str, Layout], list[Node]] = {}
         for node in _reads(nodes, value):
             places.setdefault((self.graph.seen_in(node, value), self.placed[node.id]), []).append(node)
@@ -292,7 +310,7 @@ def _reads(nodes: Collection[Node], value: str) -> list[Node]:
 
 
 def sync_of(policy: str, graph: Graph, layouts: Mapping[str, Layout]) -> SyncWeights:
-    """What brings a policy's weights to its engines: from ranks that hold them, if steps change them, or from files."""
+    """The task that brings a policy's weights to its engines: from ranks if steps change them, else from files."""
     source = layouts[policy].ranks if policy in graph.changed_roles() else ()
     return SyncWeights(policy, source, layouts[engine_of(policy)].ranks)
 
@@ -300,11 +318,11 @@ def sync_of(policy: str, graph: Graph, layouts: Mapping[str, Layout]) -> SyncWei
 def _with_syncs(
     tasks: Sequence[Task], graph: Graph, layouts: Mapping[str, Layout], shared: Mapping[str, str]
 ) -> Iterator[Task]:
-    """The tasks, with each policy's weights brought to its engines before they generate, and what rests put to sleep.
+    """The tasks, with a `SyncWeights` before engines generate, and a `Sleep` where their ranks need the memory.
 
-    Engines of policies that no task needs together are awake one after another, where they share ranks. After the last
-    task that generates they sleep if their ranks train, or hold other engines; before it, while their ranks train. What
-    a train node has changed comes to the engines anew before they generate again.
+    Engines that share ranks sleep while those of another policy generate there, and all engines while their ranks
+    train. After the last task that generates, engines sleep if their ranks train or if there are several policies.
+    Weights that a train node has changed are sent again before the policy generates again.
     """
     every = {policy: sync_of(policy, graph, layouts) for policy in graph.policies()}
     training = {rank for node in graph.order if node.kind == "train" for rank in layouts[str(node.role)].ranks}
@@ -345,7 +363,7 @@ def _with_syncs(
 
 
 def _refuse_turns_of_others(repeated: Fill, policies: Sequence[str], syncs: Mapping[str, SyncWeights]) -> None:
-    """Weights change within what is repeated, so all ranks that send them must repeat it."""
+    """Raise a `UserError` if policies take turns in an engine within a `Fill` that lacks a rank of their syncs."""
     for policy in policies:
         if not set(syncs[policy].ranks) <= set(repeated.ranks):
             raise UserError(
@@ -356,14 +374,14 @@ def _refuse_turns_of_others(repeated: Fill, policies: Sequence[str], syncs: Mapp
 
 
 def _generates(task: Task, graph: Graph) -> tuple[str, ...]:
-    """The policies that a task generates with, or that what it repeats does."""
+    """The policies that a task, or a task that it repeats, generates with."""
     if isinstance(task, Fill):
         return tuple(dict.fromkeys(policy for each in task.tasks for policy in _generates(each, graph)))
     return graph.nodes[task.node_id].generates if isinstance(task, RunNode) else ()
 
 
 def _told_to_all(tasks: Sequence[Task], graph: Graph, members: tuple[int, ...]) -> Iterator[Task]:
-    """The tasks, each followed by what tells all members of the rows that it made."""
+    """The tasks of a `Fill`, each followed by a `Tell` of the rows that it made to all other ranks of the `Fill`."""
     for task in tasks:
         yield task
         for rows in _made_by(task, graph):
@@ -372,9 +390,9 @@ def _told_to_all(tasks: Sequence[Task], graph: Graph, members: tuple[int, ...]) 
 
 
 def _told(tasks: Sequence[Task], graph: Graph) -> Iterator[Task]:
-    """The tasks, each after the ranks in it were told of rows that they have no part in making.
+    """The tasks, each preceded by a `Tell` if some of its ranks do not know its rows yet.
 
-    Of ranks that need not know before the tasks that lag, none is told before: they are busy until then.
+    Ranks that need the rows only in a task after the first that lags get them then: until then they are busy.
     """
     lagging = next((place for place, task in enumerate(tasks) if task.lag), len(tasks))
     knowing: dict[str, set[int]] = {}
@@ -394,7 +412,7 @@ def _told(tasks: Sequence[Task], graph: Graph) -> Iterator[Task]:
 
 
 def _made_by(task: Task, graph: Graph) -> tuple[str, ...]:
-    """Of what the task makes rows, or marks some as dropped: `batch`, or a node that makes its own."""
+    """The row spaces in which a task makes rows or marks rows as dropped: `batch`, or ids of nodes that make rows."""
     if isinstance(task, Load):
         return (task.value,)
     if not isinstance(task, RunNode):
@@ -404,7 +422,7 @@ def _made_by(task: Task, graph: Graph) -> tuple[str, ...]:
 
 
 def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
-    """Of what a rank must know the rows to take part in the task."""
+    """The row spaces that a rank must know to take part in the task."""
     if isinstance(task, Load):
         return (task.value,)
     if isinstance(task, RunNode | TrainNode):
@@ -416,7 +434,7 @@ def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
 
 
 def _frees(order: Sequence[Node], graph: Graph) -> dict[str, tuple[str, ...]]:
-    """By node, the values that nobody reads after it, its own included; a filter's own is read by what repeats it."""
+    """By node, the values that no later node reads, its own among them; a filter's value is read by its `Fill`."""
     freed: dict[str, tuple[str, ...]] = {}
     for place, node in enumerate(order):
         last = [name for name in node.reads if not _reads(order[place + 1 :], name)]

@@ -1,4 +1,9 @@
-"""The tasks that a plan is made of: what they do, to which rows, and which ranks take part."""
+"""The tasks of a plan: what each does, to which rows, and which ranks take part. They hold names, never tensors.
+
+`str` of a task is its line in `rlflow graph` and in the plan's digest, such as
+
+    exchange  advantages: ranks 2-3, 2 shards, groups -> ranks 0-1, 2 shards, balanced; rows of rollout
+"""
 
 from __future__ import annotations
 
@@ -11,31 +16,32 @@ from rlflow.values.layout import Layout
 
 @dataclass(frozen=True)
 class _InStep:
-    """A task of a step, run by its `ranks`, ascending, in the one global order.
+    """A task of a step. Its `ranks`, ascending, run it at its place in the global order; others skip it.
 
     Attributes:
-        lag: How many steps behind it is: while step s is generated, a task of lag 1 works on step s - 1.
+        lag: How many steps it is behind: while step s is generated, a task of lag 1 works on step s - 1.
     """
 
     lag: int = field(default=0, kw_only=True)
 
 
 class _InLayout(_InStep):
-    """A task of the ranks of its layout."""
+    """A task that the ranks of its layout run."""
 
     layout: Layout
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The layout's."""
+        """The ranks of `layout`."""
         return self.layout.ranks
 
 
 @dataclass(frozen=True)
 class Load(_InLayout):
-    """Read the step's rows of the dataset, on the ranks and in the shards of their first reader, in the order drawn.
+    """Read the step's rows of the dataset, on the ranks and in the shards of the first node that reads them.
 
-    How long they are is known only then, so a first reader that wants them balanced gets them by an exchange.
+    Rows are in the order drawn: their lengths are known only once they are read, so a node that reads them balanced
+    gets them by an exchange.
     """
 
     value: str
@@ -50,11 +56,11 @@ class SyncWeights(_InStep):
     """Bring the weights of a policy into the engines that generate with it.
 
     Attributes:
-        policy: Whose weights.
-        source: The ranks that train it, or move it as an average; none of a frozen one, which every engine reads from
-            its files.
-        target: The engines' ranks; those that are no source get the weights from the first that is.
-        changed: How often the step has changed them before.
+        policy: The policy whose weights are sent.
+        source: The ranks that train the policy, or move it as an average; empty for a frozen policy, whose weights
+            every engine reads from files.
+        target: The engines' ranks; those that are not in `source` get the weights from the first rank that is.
+        changed: How many train nodes of the step have changed the weights before this task.
     """
 
     policy: str
@@ -64,7 +70,7 @@ class SyncWeights(_InStep):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The sources and the engines'."""
+        """The ranks of `source` and `target`."""
         return tuple(sorted({*self.source, *self.target}))
 
     def __str__(self) -> str:
@@ -78,11 +84,11 @@ class SyncWeights(_InStep):
 
 @dataclass(frozen=True)
 class Sleep(_InStep):
-    """Let the engines of a policy give back their memory, for training or for another policy's engines.
+    """Let the engines of a policy free their memory, for training or for another policy's engines.
 
     Attributes:
-        policy: Whose engines.
-        ranks: The ranks of its sync, all of which know that the engines hold no weights.
+        policy: The policy whose engines sleep.
+        ranks: The ranks of the policy's `SyncWeights`: those that train it must know, too, that the engines are empty.
     """
 
     policy: str
@@ -94,12 +100,12 @@ class Sleep(_InStep):
 
 @dataclass(frozen=True)
 class Tell(_InStep):
-    """Tell ranks that read a value elsewhere who its rows are: their ids, lengths and places.
+    """Send the description of rows (ids, lengths and places) to ranks that did not make them and work with them later.
 
     Attributes:
-        value: `batch`, or a node that generates.
-        teller: The one rank that speaks.
-        hearers: The ranks that did not make the rows and take part in later tasks with them.
+        value: The rows: `batch`, or the id of a node that makes rows.
+        teller: The rank that sends.
+        hearers: The ranks that receive.
     """
 
     value: str
@@ -117,13 +123,13 @@ class Tell(_InStep):
 
 @dataclass(frozen=True)
 class Exchange(_InStep):
-    """Bring a value into another layout, or prompts' rows beside the samples of `reader_space`, or both.
+    """Send a value to the layout in which a node reads it, or repeat prompts' rows for each of their samples, or both.
 
     Attributes:
         value: The value's name.
-        reader_space: The row space in which it is read: `batch`, or the id of a rollout node.
-        source: Where the value was made.
-        target: Where it is read.
+        reader_space: The row space in which it is read: `batch`, or the id of a node that makes rows.
+        source: The layout in which the value was made.
+        target: The layout in which it is read.
         columns: The fields of the value that are read there; None for all.
     """
 
@@ -146,10 +152,10 @@ class Exchange(_InStep):
 
 @dataclass(frozen=True)
 class RunNode(_InLayout):
-    """Call a node on the rows of its layout, then free the values that nobody reads after it.
+    """Call a node on the rows of its layout, then free the values in `frees`, which no later node reads.
 
-    A value that nobody reads at all is freed by the node that makes it, once it is logged. Ranks outside `layout` keep
-    what they hold of a freed value until the step ends.
+    A value that no node reads is freed by the node that makes it, once it is logged. Ranks outside `layout` hold their
+    part of a freed value until the step ends.
     """
 
     node_id: str
@@ -174,11 +180,11 @@ class TrainNode(_InLayout):
 
 @dataclass(frozen=True)
 class HoldBack(_InStep):
-    """Hold back the groups with responses that were cut off: they go on with the next draw, the others go on now.
+    """Hold back groups with unfinished responses, which the next draw of prompts continues; pass on the others.
 
     Attributes:
         node_id: The rollout node.
-        frees: Values that nobody reads after it.
+        frees: Values that no later node reads.
         ranks: The ranks of the draw, which agree on what is held back.
     """
 
@@ -192,15 +198,15 @@ class HoldBack(_InStep):
 
 @dataclass(frozen=True)
 class Fill(_InStep):
-    """Repeat tasks on the next draw of prompts until a step's groups are there.
+    """Repeat tasks, each time on the next draw of prompts, until the step has all its groups.
 
-    They are those of a filter and its ancestors; those of a rollout node whose responses may be cut off; or both.
+    Repeated are a filter and its ancestors, or a rollout node with partial rollouts, or both.
 
     Attributes:
-        filter_id: The filter, whose task is the last; None where all groups are kept.
-        tasks: Of one draw, in the global order.
-        keeps: The values that later tasks read; of these, the rows of kept groups go on.
-        ranks: The ranks of its tasks, which agree on what is kept.
+        filter_id: The filter, whose task is the last; None if no group is dropped.
+        tasks: The tasks of one draw, in the global order.
+        keeps: The values that later tasks read; they get the rows of the groups that passed the filter.
+        ranks: The ranks of `tasks`, which agree on the groups that pass.
     """
 
     filter_id: str | None
@@ -227,7 +233,7 @@ Task = Load | SyncWeights | Sleep | Tell | Exchange | RunNode | TrainNode | Hold
 
 
 def task_lines(tasks: Sequence[Task]) -> Iterator[str]:
-    """A line for each task, those that a `Fill` repeats indented below it."""
+    """One line for each task; the tasks of a `Fill` are indented below it."""
     for task in tasks:
         behind = f"; of {task.lag} step{'s' if task.lag > 1 else ''} before" if task.lag else ""
         yield f"{task}{behind}"

@@ -1,6 +1,9 @@
-"""Where a dataset's rows come from: files, Hugging Face datasets, lists and datasets of torch.
+"""Sources of a dataset's rows: JSON Lines and Parquet files, Hugging Face datasets, lists, map-style torch datasets.
 
-Nothing is opened before the first row is asked for. A row holds what JSON can carry, so it can travel between ranks.
+`as_source` makes one of whatever `data.train` is. No file is opened before the first row is read. A row is a dict of
+what JSON can hold (text, numbers, lists, dicts, null), since rows are sent between ranks as JSON:
+
+    {"question": "2+3=", "answer": "5", "metadata": {"difficulty": 1}}
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ HUB = re.compile(r"([\w-][\w.-]*/[\w-]+(?:\.[\d.]+)?)(?:/([\w.-]+))?(?:\[(.+)\])
 
 
 class Source(ABC):
-    """Rows of a dataset, read one by one in any order; every rank reads only those that it needs.
+    """The rows of a dataset, numbered from 0 and read in any order. Subclass it for a source of your own:
 
         class Squares(Source):
             name = "squares"
@@ -41,8 +44,11 @@ class Source(ABC):
             def __getitem__(self, row: int) -> dict[str, Any]:
                 return {"question": f"{row}*{row}=", "answer": str(row * row)}
 
+    A row must be the same at every reading and on every rank. Before the first step the ranks read all rows once, each
+    a share of them, to check them; then each rank reads only the rows of its steps, in a thread ahead of the step.
+
     Attributes:
-        name: What errors call the dataset.
+        name: What error messages call the dataset.
     """
 
     name: str = "the dataset"
@@ -54,23 +60,33 @@ class Source(ABC):
     def __getitem__(self, row: int) -> dict[str, Any]: ...
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """The given rows, in that order."""
+        """The rows of these numbers, in this order, repeated ones too. Override it where reading many is cheaper."""
         return [self[row] for row in rows]
 
     def where(self, row: int) -> str:
-        """The place of a row as errors name it."""
+        """The place of a row as error messages name it: `train.jsonl, line 8`."""
         return f"{self.name}, row {row}"
 
     def digest(self) -> str | None:
-        """Of all that rows are made of; where it is equal, they are. None where that costs as much as reading them."""
+        """A digest of everything that rows are made from; with an equal digest the check of all rows is not repeated.
+
+        None if computing it costs as much as reading the rows: then they are checked in every run.
+        """
         return None
 
 
 class JSONL(Source):
-    """One JSON object on each line; blank lines are no rows. A row costs its own line, not the file.
+    """JSON Lines: one JSON object on each line, in UTF-8; blank lines are no rows.
+
+        {"question": "2+3=", "answer": "5"}
+        {"question": "4-1=", "answer": "3"}
+
+    The first access notes where lines begin; then reading a row reads its line alone. A line that is not a JSON object,
+    or has a key twice, is refused with a `UserError` when it is read.
 
     Args:
-        path: The file, or a folder of them, which are read in the order of their names.
+        path: The file, or a folder whose `.jsonl` files, also those of folders in it, are read in the order of their
+            paths.
     """
 
     def __init__(self, path: str) -> None:
@@ -105,7 +121,7 @@ class JSONL(Source):
         return f"{self._paths[files[row]]}, line {numbers[row]}"
 
     def digest(self) -> str | None:
-        """Of the files' bytes and their places in the folder."""
+        """SHA-256 of the files' bytes and of their paths in the folder."""
         return digest_of_files(Path(self.path), self._paths)
 
     @cached_property
@@ -123,7 +139,7 @@ class JSONL(Source):
 
     @cached_property
     def _lines(self) -> tuple[array[int], array[int], array[int], array[int]]:
-        """The file, the byte offset, the line number (from 1) and the bytes of each row."""
+        """Four arrays with an entry for each row: index of its file, byte offset, line number (from 1), and bytes."""
         files, offsets, numbers, lengths = array("i"), array("q"), array("q"), array("q")
         for which, file in enumerate(self._files):
             file.seek(0)
@@ -139,10 +155,10 @@ class JSONL(Source):
 
 
 class Parquet(Source):
-    """A Parquet file, or a folder of them, read by row groups: those last read are held, as Arrow, up to `HELD_BYTES`.
+    """A Parquet file, or a folder of them, read by row groups. The groups read last are cached, up to 256 MiB as Arrow.
 
     Args:
-        path: The file or folder.
+        path: The file or folder; all files have one schema.
     """
 
     def __init__(self, path: str) -> None:
@@ -155,7 +171,11 @@ class Parquet(Source):
         return self.read([row])[0]
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """The given rows in that order; each row group is read once, however its rows are mixed with others."""
+        """The rows of these numbers, in this order; each row group is read once, in whatever order its rows are given.
+
+        Raises:
+            UserError: A row group cannot be read.
+        """
         import pyarrow
 
         found: dict[int, dict[str, Any]] = {}
@@ -173,7 +193,7 @@ class Parquet(Source):
         return [found[row] for row in rows]
 
     def digest(self) -> str | None:
-        """Of the files' bytes and their places in the folder."""
+        """SHA-256 of the files' bytes and of their paths in the folder."""
         path = self._existing
         return digest_of_files(path, sorted(path.rglob("*")) if path.is_dir() else [path])
 
@@ -193,13 +213,13 @@ class Parquet(Source):
 
 
 class _RowGroups:
-    """The row groups of all files, in the order in which Arrow reads them whole.
+    """The row groups of all files, in Arrow's order of files.
 
     Args:
         path: The file or folder.
 
     Attributes:
-        ends: The row after the last of each group, counted over all.
+        ends: For each group the number of rows up to its end, over all files: 100, 200, 250 for 100, 100 and 50 rows.
     """
 
     def __init__(self, path: Path) -> None:
@@ -223,7 +243,7 @@ class _RowGroups:
         return self.ends[group - 1] if group else 0
 
     def read(self, group: int) -> Any:
-        """A group's rows as a table."""
+        """A group's rows as an Arrow table; cached, and safe to call from several threads."""
         with self._lock:
             if group not in self._held:
                 self._held[group] = self._groups[group].to_table(schema=self._schema).combine_chunks()
@@ -234,7 +254,7 @@ class _RowGroups:
 
 
 class _LoadedDataset(Source):
-    """A `datasets.Dataset` that is loaded."""
+    """Rows of a `datasets.Dataset` that is loaded already."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         self._dataset, self.name = dataset, name
@@ -250,17 +270,19 @@ class _LoadedDataset(Source):
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def digest(self) -> str | None:
-        """The fingerprint that `datasets` keeps: of the files, or of what was saved."""
+        """The dataset's fingerprint, which `datasets` computes from its files and transforms."""
         return cast(str, self._dataset._fingerprint)
 
 
 class HuggingFace(_LoadedDataset):
-    """A dataset of the hub, a folder that `save_to_disk` wrote, or a folder of data files.
+    """A dataset of the Hugging Face hub, a folder that `save_to_disk` wrote, or a folder of data files.
+
+    It is loaded when the first row is read; what cannot be loaded, or lacks the split, is refused with a `UserError`.
 
     Args:
-        path: The hub's name, such as `openai/gsm8k`, or the folder.
-        split: Such as `train`. A folder to which `save_to_disk` wrote a single split is taken as it is.
-        subset: The configuration, where a hub dataset has several, such as `main`.
+        path: The name on the hub, such as `openai/gsm8k`, or the folder.
+        split: The split, such as `train`. A folder to which `save_to_disk` wrote a single split is taken as it is.
+        subset: The configuration of a hub dataset that has several, such as `main`.
     """
 
     def __init__(self, path: str, split: str = "train", subset: str | None = None) -> None:
@@ -308,7 +330,7 @@ WHOLE_SAMPLERS = {"SequentialSampler", "RandomSampler", "NoneType"}  # of a load
 
 
 class DataModule(Protocol):
-    """A `LightningDataModule`: the datasets of its loaders are read. What the loaders do with rows is not."""
+    """A `LightningDataModule`. Only the `dataset` of its loaders is used, not their batches, order or `collate_fn`."""
 
     def prepare_data(self) -> None: ...
 
@@ -329,17 +351,21 @@ else:
 
 
 def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> Source:
-    """Rows of whatever a dataset is given as.
+    """The `Source` of a dataset in any form that `PromptData` takes; no file is read yet.
+
+        as_source("data/train.jsonl")                  JSONL
+        as_source("openai/gsm8k/main[test]")           HuggingFace, subset `main`, split `test`
+        as_source([{"question": "2+3=", "answer": "5"}])
 
     Args:
         data: A `Source`; the path of a JSON Lines or Parquet file, or of a folder of them; a dataset of the hub, as
-            `owner/name`, `owner/name/subset` or with `[split]` behind these; a `datasets.Dataset`; a list of dicts; a
-            map-style dataset of torch; a `LightningDataModule`.
-        of: The setting that gave it, for errors.
-        split: Where the data has several.
+            `owner/name`, `owner/name/subset`, or one of these followed by `[split]`; a `datasets.Dataset`; a list of
+            dicts; a map-style dataset of torch; a `LightningDataModule`.
+        of: The setting that `data` is the value of, for error messages.
+        split: The split to read if the data has several and names none.
 
     Raises:
-        UserError: It is none of these.
+        UserError: The data has another form, or no file or folder is where a path says.
     """
     if isinstance(data, Source):
         return data
@@ -371,15 +397,17 @@ def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> S
 
 
 def is_data_module(data: object) -> bool:
-    """Whether it is a `LightningDataModule`, of either of Lightning's packages, which are not imported for that."""
+    """Whether `data` is a `LightningDataModule`, of `lightning` or `pytorch_lightning`; imports neither."""
     return any(base.__name__ == "LightningDataModule" for base in type(data).__mro__)
 
 
 def datasets_of(module: DataModule) -> tuple[Any, Any]:
-    """The datasets of a `LightningDataModule`, to train and to validate on, of one `setup`; None where it has none.
+    """The training and the validation dataset of a `LightningDataModule`; None for the second if it has none.
+
+    Calls `prepare_data` on the first rank of each machine (`LOCAL_RANK` 0), then `setup("fit")` on all.
 
     Raises:
-        UserError: It has none to train on, or a loader cannot be read.
+        UserError: The module has no `train_dataloader`, or a loader has no dataset or a sampler that leaves rows out.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":  # other ranks start after the first has prepared
         module.prepare_data()
@@ -393,7 +421,7 @@ def datasets_of(module: DataModule) -> tuple[Any, Any]:
 
 
 class _Listed(Source):
-    """Rows of a list, or of a map-style dataset, as JSON carries them."""
+    """Rows of a list of dicts or of a map-style torch dataset, as they are after a round trip through JSON."""
 
     def __init__(self, rows: Rows, name: str) -> None:
         self._rows, self.name = rows, name
@@ -415,7 +443,7 @@ class _Listed(Source):
         return cast(dict[str, Any], json.loads(row_as_json(dict(found), self.where(row))))
 
     def digest(self) -> str | None:
-        """Of a list the rows, which are there already; None of other datasets, and where some row is refused."""
+        """SHA-256 of a list's rows as JSON; None for other datasets, and for rows that JSON cannot hold."""
         if not isinstance(self._rows, list | tuple):
             return None
         digest = hashlib.sha256()
@@ -428,10 +456,10 @@ class _Listed(Source):
 
 
 def _loaded_by(module: DataModule, method: str, of: str) -> Any:
-    """The dataset of a data module's loader; None where it gives no loader.
+    """The dataset of the loader that `method` of a data module returns; None if it returns no loader.
 
     Raises:
-        UserError: It gives several, or one that draws some of its rows alone.
+        UserError: It returns several loaders, one without a dataset, or one whose sampler may leave rows out.
     """
     loader = getattr(module, method)()
     if isinstance(loader, list | tuple) and len(loader) < 2:
@@ -453,7 +481,7 @@ def _loaded_by(module: DataModule, method: str, of: str) -> Any:
 
 
 def _named(text: str, of: str, split: str) -> Source:
-    """What a path or a hub name stands for."""
+    """The source of a path or of a name on the hub; a path that exists comes first."""
     path, ending = Path(text), Path(text).suffix
     try:
         is_folder, is_there = path.is_dir(), path.exists()
@@ -476,7 +504,7 @@ def _named(text: str, of: str, split: str) -> Source:
 
 
 def _of_folder(path: Path, text: str, of: str, split: str) -> Source:
-    """The datasets that a folder can be: saved by `datasets`, or files of one form and one split."""
+    """The source of a folder: written by `save_to_disk`, or with files of one form and one split, else refused."""
     if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
         return HuggingFace(text, split)
     forms = {".jsonl": JSONL, ".parquet": Parquet}
@@ -494,10 +522,10 @@ def _of_folder(path: Path, text: str, of: str, split: str) -> Source:
 
 
 def row_as_json(row: Mapping[str, Any], place: str) -> str:
-    """A row as it travels between ranks.
+    """A row as the JSON text that ranks send each other.
 
     Raises:
-        UserError: JSON cannot carry it, such as a date, bytes or an image.
+        UserError: A column holds what JSON cannot, such as a date, bytes or an image; it is named.
     """
     try:
         return json.dumps(row)
@@ -514,7 +542,7 @@ def row_as_json(row: Mapping[str, Any], place: str) -> str:
 
 
 def digest_of_files(folder: Path, files: Sequence[Path]) -> str:
-    """Of the files' bytes, and of where they lie in `folder`."""
+    """SHA-256 of each file's path in `folder`, size and bytes; names in `files` that are no files are skipped."""
     digest = hashlib.sha256()
     for path in files:
         if path.is_file():
@@ -525,7 +553,7 @@ def digest_of_files(folder: Path, files: Sequence[Path]) -> str:
 
 
 def _existing(path: str, wanted: str, *endings: str) -> Path:
-    """The file or folder at a path."""
+    """The file or folder at a path; a `UserError` if there is none."""
     found = Path(path)
     try:
         is_there = bool(path) and (found.is_file() or found.is_dir())
@@ -537,7 +565,7 @@ def _existing(path: str, wanted: str, *endings: str) -> Path:
 
 
 def _once(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
-    """An object of JSON, in which each key stands once."""
+    """The dict of a JSON object, for `json.loads`; refuses an object that has a key twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,9 +1,10 @@
-"""One value on its way from the layout that made it to a layout that reads it, in one `all_to_all_single`.
+"""Sends one value from the layout that made it to a layout that reads it, in one `all_to_all_single`.
 
 A message holds, column after column, the bytes of the rows that its receiver reads, in the order in which it reads
-them; what a rank has from itself goes the same way, so that what arrives is a column, in one piece where the value is a
-single one. How long messages are follows from the rows' lengths, but for ragged and JSON columns: the sizes of their
-rows are sent first. A rank that has made nothing receives dtypes and scalars at the head of a message.
+them. Rows that a rank both holds and reads are sent to itself in the same way, so that all rows of a column arrive in
+one buffer. Message sizes follow from the rows' lengths, which the row space has; only for ragged and JSON columns the
+sizes of rows are sent first, in an `all_to_all` of their own. A rank that made nothing receives dtypes and scalars at
+the head of one message: 8 bytes of size, then JSON, padded to 16 bytes in all.
 """
 
 from __future__ import annotations
@@ -32,28 +33,32 @@ _ALIGNED = 16  # bytes: what stands before a column leaves it readable as any dt
 
 
 class ValueExchange:
-    """The exchange of one value, seen from this rank: begun when it is made, ended by `finish`, which sets `result`.
+    """The exchange of one value on this rank: the constructor starts the collective, `finish` waits and sets `result`.
+
+    `DataBuffer.issue` constructs it, on all ranks of both layouts, which start their exchanges in the same order. The
+    transfer runs while the rank does other work, until `finish`.
 
     Args:
-        transport: Of this rank.
-        route: Of the value's rows.
-        lengths: `[N]`, where `PerToken` columns of all rows are cut.
-        held: `[B]`, positions of the rows that this rank holds.
+        transport: The collectives of this rank.
+        route: Which rows go from which rank to which.
+        lengths: `[N]`, the response tokens of all rows: where `PerToken` columns are cut.
+        held: `[B]`, positions of the rows that this rank holds, among the `N`.
         annotation: The value's type.
-        value: What this rank made; None where it made nothing. Not to be changed until `wait` has returned.
+        value: What this rank made; None if it made nothing. It must not be changed until `wait` has returned.
         only: The columns that are read in the target, the same on all ranks; None for all but those that are marked
             `Home`. Others become `Absent`.
-        path: Of all rows `[N]`; None where the value has no column of it.
+        path: The paths of all rows `[N]`; None if the value has no such column.
 
     Attributes:
-        bytes_sent: Payload for other ranks.
-        bytes_received: Payload from them, complete once finished.
-        metadata_bytes: Sizes, dtypes and scalars from them, complete once finished.
-        held_bytes: Bytes of the messages, once finished of the value's tensors; 0 where it is the one that was made.
-        begun: When it was, in seconds of `time.perf_counter`.
-        finished: Whether `result` is there.
-        result: The value in the target layout; the very object that was made if this rank's rows are the same. Its
-            tensors may be views of the message that came.
+        bytes_sent: Payload sent to other ranks.
+        bytes_received: Payload received from other ranks; complete once finished.
+        metadata_bytes: Sizes, dtypes and scalars received from other ranks; complete once finished.
+        held_bytes: Memory that the exchange holds: of the messages, and once finished of the result's tensors; 0 if the
+            result is the object that was made.
+        begun: When the exchange was started, in seconds of `time.perf_counter`.
+        finished: Whether `result` has been set by `finish`.
+        result: The value in the target layout; the very object that was made if this rank reads just the rows that it
+            holds. Its tensors may be views of the received message.
     """
 
     def __init__(
@@ -85,13 +90,13 @@ class ValueExchange:
             self._send()
 
     def wait(self) -> None:
-        """Return when this rank has sent and received everything."""
+        """Wait for the collective; afterwards `value` may be changed. A second call returns immediately."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
     def finish(self) -> None:
-        """Make the value of what arrived."""
+        """Wait, and set `result`: from the received bytes, padded to the longest row, or the object that was made."""
         self.wait()
         arrived = self._arrived() if self._route.moves else None
         self.finished = True
@@ -104,7 +109,7 @@ class ValueExchange:
         self.held_bytes = nbytes(self.result, self._annotation)
 
     def _send(self) -> None:
-        """Pack what each rank reads and let the messages go; sizes that rows do not give are sent meanwhile."""
+        """Pack the rows that each rank reads and start to send them; the sizes of ragged rows are sent before."""
         counts = [len(rows) for rows in self._route.sends]
         rows = torch.cat(self._route.sends)
         packed = [self._bytes_of(column, rows) for column in self._travelling] if len(rows) else []
@@ -125,11 +130,11 @@ class ValueExchange:
         self.held_bytes = owned * self._message.nbytes + self._received.nbytes
 
     def _bytes_of(self, column: Column, rows: Tensor) -> RowBytes:
-        """The held rows at the indices `rows`."""
+        """The bytes of a column's rows; `rows` are indices into the rows that this rank holds."""
         return to_bytes(column.cut, self._data[column.name], self._lengths, rows, self._transport.device)
 
     def _head(self, receiver: int) -> bytes:
-        """What a receiver that has made nothing must know: the forms of columns and the scalars."""
+        """The head of the message to a receiver that made nothing: forms of columns, and scalars. Else empty."""
         if receiver not in self._route.newcomers or self._transport.rank != self._route.introducer:
             return b""
         forms = {name: form.to_json() for name, form in self._forms.items()}
@@ -140,7 +145,7 @@ class ValueExchange:
         return len(said).to_bytes(_SIZE, "little") + said
 
     def _be_introduced(self, message: Tensor) -> int:
-        """Learn what `_head` says; its bytes."""
+        """Read the head that `_head` wrote at the start of `message`; returns its size in bytes."""
         size = int.from_bytes(from_message(message[:_SIZE]), "little")
         said = json.loads(from_message(message[_SIZE : _SIZE + size]))
         self._forms = {name: Form.from_json(form) for name, form in said["forms"].items()}
@@ -151,7 +156,7 @@ class ValueExchange:
         return _SIZE + size
 
     def _send_sizes(self, send_sizes: list[int], packed: list[RowBytes], counts: list[int]) -> _SizesSent | None:
-        """Start to send receivers the size of their message and of rows whose size the row space does not have."""
+        """Start to send each receiver the size of its message and of its ragged rows; None if all sizes are known."""
         if not self._sized and not self._route.newcomers:
             return None
         totals = torch.tensor(send_sizes)[:, None]
@@ -173,7 +178,7 @@ class ValueExchange:
         return [int(part[0]) for part in parts]
 
     def _sizes_known(self) -> list[int]:
-        """The sizes of the messages that come, where the row space has them."""
+        """The size of the message from each of the route's ranks, computed from the lengths of rows."""
         counts = [len(rows) for rows in self._route.receives]
         giver = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         total = torch.zeros(len(counts), dtype=torch.int64)
@@ -183,7 +188,7 @@ class ValueExchange:
         return sizes
 
     def _row_sizes(self, column: Column) -> Tensor:
-        """Bytes of each row that comes, giver by giver."""
+        """Bytes of each received row of a column, sender by sender."""
         if column in self._sized:
             assert self._sizes_received is not None
             return self._sizes_received[self._sized.index(column)]
@@ -191,7 +196,7 @@ class ValueExchange:
         return self._all_lengths[rows] * width if column.cut is Cut.TOKEN else torch.full_like(rows, width)
 
     def _arrived(self) -> dict[str, RowBytes]:
-        """The rows received, giver by giver, where they lie in the messages."""
+        """The received rows of each column, sender by sender, as places in the received buffer."""
         begins = torch.tensor(self._receive_sizes).cumsum(0) - torch.tensor(self._receive_sizes)  # of each giver
         counts = torch.tensor([len(rows) for rows in self._route.receives])
         if self._transport.rank in self._route.newcomers:
@@ -231,7 +236,7 @@ _SizesSent = tuple[Tensor, dist.Work, list[int]]
 def _message(
     heads: list[bytes], packed: list[RowBytes], counts: list[int], size: int, device: torch.device
 ) -> tuple[Tensor, bool]:
-    """The messages for all receivers, one after another; and whether they are memory of their own."""
+    """The messages for all receivers in one uint8 buffer; and whether it is a copy, False for a view of a value."""
     alone = len(packed) == 1 and not any(heads)
     of_column = [column.pieces([sum(counts)] if alone else counts) for column in packed]
     pieces: list[Piece] = []

@@ -1,4 +1,4 @@
-"""Rewards that are a user's functions, called for each sample, or for a batch in the form of TRL."""
+"""Rewards that are plain functions, called for each sample or, in TRL's form, for a batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALREADY_COLUMNS = ("prompt", "info")  # a column of such a name is what the name
 
 
 class CallableReward(SampleReward):
-    """What a function returns, plain or `async`, for each sample.
+    """A reward that calls a function, plain or `async`, for each sample or for all samples of a rank.
 
         def exact(response: str, answer: str) -> float:                    # `answer` is a column of the dataset
             return float(response.strip() == answer)
@@ -37,26 +37,37 @@ class CallableReward(SampleReward):
         def of_trl(completions: list[str], answer: list[str], **columns) -> list[float]:
             return [float(each == right) for each, right in zip(completions, answer)]
 
-    The function's parameters choose what it is given: `response` (or `completion`), the text; `prompt`, as the dataset
-    has it, a text or a list of messages; `messages`, the whole conversation; `row`, the dataset's row; `info`, the
-    row's column of that name, an empty dict where there is none; or any column by its name; `**kwargs` gets all
-    columns. Where a column has one of these names, the column is given, and a warning says so once. It returns a
-    number, or a dict of names to numbers, whose sum is the score.
+    The names of the function's parameters choose what it is passed:
 
-    A function that has a parameter `completions` or `completion_ids` has TRL's form: it is called with the samples of
-    this rank together, and given lists: `prompts`, `completions` (lists of messages where the prompts are), the token
-    ids `completion_ids`, and all columns by name; and `trainer_state` (`global_step`, `max_steps`, `epoch`),
-    `log_extra(name, list)`, whose values stand in `samples.jsonl`, and `log_metric(name, number)`. It returns a list of
-    numbers, with None for a sample that it does not apply to. https://huggingface.co/docs/trl/grpo_trainer
+        response, completion    the response's text, without special tokens
+        prompt                  the prompt as the dataset has it: a text, or a list of messages
+        messages                the whole conversation, a list of messages
+        row                     the dataset's row, a dict
+        info                    the row's column `info`; an empty dict if there is none
+        any other name          the column of that name; `**kwargs` gets all columns
+
+    If a column has one of the first names, the column is passed, and a warning says so once. The function returns a
+    number, or a dict of names to numbers, whose sum is the score. What happens if it raises, `on_error` says.
+
+    A function that has a parameter `completions` or `completion_ids` has TRL's form: it is called once with all samples
+    of this rank, and passed lists: `prompts`, `completions` (lists of messages if the prompts are), the token ids
+    `completion_ids`, and all columns by name; and `trainer_state` (`global_step`, `max_steps`, `epoch`),
+    `log_extra(name, list)`, whose values are written to `samples.jsonl`, and `log_metric(name, number)`. It returns a
+    list of numbers, with None for a sample that it does not apply to. https://huggingface.co/docs/trl/grpo_trainer
 
     Args:
-        function: Dotted path such as `my_rewards.brevity`, or the function itself. Of a dict each part is logged, and
-            nodes read it by `self.reward_parts`; inside a `WeightedSum` the sum alone is a part.
+        function: Dotted path such as `my_rewards.brevity`, or the function itself. If it returns a dict, each part is
+            logged, and nodes read it by `self.reward_parts`; inside a `WeightedSum` only the sum is a part.
         on_error: `raise`, `zero` or `drop`; see `Reward`.
-        seconds: Time limit of a call. The function then runs in a process of its own that can be killed, and can
-            neither hang the run nor end it; None for the rank's own process, which is faster and has no limit.
-        workers: How many such processes a rank has.
-        memory_mb: Memory limit of each of them; needs `seconds`.
+        seconds: Time limit of a call. The function then runs in a process of its own that can be killed, so that it can
+            neither hang nor end the run, and must be named by its dotted path; None to run it in the rank's own
+            process, which is faster and has no limit.
+        workers: Number of such processes on each rank; above 1 needs `seconds`.
+        memory_mb: Memory limit of each of these processes; has an effect only with `seconds`.
+
+    Raises:
+        UserError: `workers` is set without `seconds`, or `seconds` with a function that has no dotted path; the
+            function's parameters cannot be read; or TRL's form is mixed with `prompt` or `completion`.
     """
 
     def __init__(
@@ -126,7 +137,7 @@ class CallableReward(SampleReward):
         return value
 
     def _call_of(self, responses: RewardInput, i: int) -> Callable[[], Any]:
-        """The call for a sample."""
+        """The call that scores sample `i`, with the arguments that the function's parameters name."""
         row = responses.rows[i]
         given = dict(row) if self._takes_all else {}
         for name in self._parameters:
@@ -171,7 +182,10 @@ class CallableReward(SampleReward):
         )
 
     def _of_batch(self, responses: RewardInput) -> Scores:
-        """The scores that a function of TRL's form gives; without samples it is not called."""
+        """The scores of a function of TRL's form, called once; without samples it is not called.
+
+        An exception counts as one of every sample. A None marks the sample as absent, with the score 0.
+        """
         if not len(responses):
             return Scores([])
         named = {name: value for name, value in self._batch(responses) if self._wants(name)}
@@ -211,7 +225,7 @@ class CallableReward(SampleReward):
             yield "completion_ids", responses.token_ids()
 
     def _wants(self, name: str) -> bool:
-        """Whether a function of TRL's form is given what has this name."""
+        """Whether a function of TRL's form has a parameter of this name, or takes all by `**kwargs`."""
         return self._takes_all or name in self._parameters
 
     def __str__(self) -> str:
@@ -219,12 +233,12 @@ class CallableReward(SampleReward):
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The function's name; of another object that can be called, its class's."""
+    """The function's `__name__`; for another callable object the name of its class."""
     return function.__name__ if inspect.isroutine(function) else type(function).__name__
 
 
 def _for_each(found: Any, count: int) -> list[Any]:
-    """What a function of TRL's form returned: a number for each sample, or None."""
+    """What a function of TRL's form returned, as a list of `count` numbers or Nones; else a `ValueError`."""
     found = found.tolist() if isinstance(found, torch.Tensor | np.ndarray) else found
     if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != count:
         what = f"{len(found)} scores" if isinstance(found, list | tuple) else f"{found!r:.60}"
@@ -233,13 +247,13 @@ def _for_each(found: Any, count: int) -> list[Any]:
 
 
 def _run(together: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-    """What coroutines give, in a thread of its own: a notebook has a loop running in this one."""
+    """The result of a coroutine, run in an event loop of a new thread: a notebook has a loop running in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, together).result()
 
 
 async def _outcomes(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What coroutines return or raise, which run together."""
+    """What each coroutine returned or raised, in order; they run concurrently."""
 
     async def outcome(call: Callable[[], Any]) -> Any:
         return await call()
