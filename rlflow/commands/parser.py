@@ -53,7 +53,7 @@ def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int
 
     Args:
         parser: Of the command.
-        command: Its positional-only parameters are given in their order, the others as options; a `bool` is a flag. So
+        command: Its positional-only parameters are given in their order, the others as options; a `bool` is a flag, which may have a value. So
             `def samples(run_dir: Path, /, step: int | None = None, last: bool = False)` is called by
             `rlflow samples RUN_DIR --step 3` and by `rlflow samples RUN_DIR --last`.
         skip: How many of its first parameters are no arguments of the command line.
@@ -63,7 +63,7 @@ def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int
         is_option = each.kind is not each.POSITIONAL_ONLY
         form: dict[str, Any] = {"type": each.annotation}
         if each.annotation is bool:
-            form = {"action": "store_true"}
+            form |= {"nargs": "?", "const": True, "default": False}
         elif each.default is not each.empty:
             form["default"] = each.default
         elif is_option:
@@ -76,7 +76,7 @@ def keys_of(parser: OneLineParser) -> dict[str, Argument]:
     found = {}
     for action in parser._actions:
         if "." not in action.dest and action.dest not in ("help", "print_config"):
-            hint = bool if action.nargs == 0 else getattr(action, "_typehint", Any)
+            hint = getattr(action, "_typehint", Any)
             may_be_null = action.default is None and not action.required and hint is not Any
             found[action.dest] = Argument(hint | None if may_be_null else hint, action.required)
     return found

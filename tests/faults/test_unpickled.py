@@ -54,7 +54,7 @@ def unsafe(source: str) -> list[str]:
 
 
 def test_no_module_unpickles_or_evaluates_but_those_of_an_engine_s_own_process() -> None:
-    assert len(SOURCES) > 300
+    assert len(SOURCES) > 250
     found = {path: unsafe(source) for path, source in SOURCES.items()}
     assert {path for path, calls in found.items() if calls} == MAY_PICKLE
     assert {call for path in MAY_PICKLE for call in found[path]} == {"pickle"}
