@@ -221,9 +221,9 @@ def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tupl
 
 
 def _trains_before(node: Node, graph: Graph) -> str:
-    """A train node that comes before `node`; empty where none does."""
+    """The first train node that comes before `node`; empty where none does."""
     before = with_ancestors([node.id], graph.nodes)
-    return next((name for name in before if graph.nodes[name].kind == "train"), "")
+    return next((each.id for each in graph.order if each.kind == "train" and each.id in before), "")
 
 
 @dataclass(frozen=True)
