@@ -88,7 +88,7 @@ def play(
     path = RowPath(torch.tensor([[row]]), (BATCH,))
     try:
         rollout, views, _ = runner.run({policy: player}, answering, [first], path, 1, sampling, call)
-    except (EOFError, KeyboardInterrupt):
+    except (LeftError, KeyboardInterrupt):
         screen.line("left before the end")
         return
     finally:
@@ -152,6 +152,10 @@ def _piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 OnTokens = Callable[[str, Sequence[int]], None]  # who wrote tokens, and which
 
 
+class LeftError(Exception):
+    """A person ended the input."""
+
+
 class Player(RolloutEngine):
     """Takes turns as an engine does, one after another: what is said becomes tokens as those of a policy.
 
@@ -179,7 +183,7 @@ class Player(RolloutEngine):
         """One turn. A reply that is longer than the turn may be is cut, as a model's is.
 
         Raises:
-            EOFError: A person ended the input.
+            LeftError: A person ended the input.
         """
         (prompt,), (longest,) = prompts, sampling.limits_of(len(prompts))
         view = next((view for view in self._views if view == prompt[: len(view)]), [])
@@ -212,7 +216,7 @@ def by_hand() -> Iterator[str]:
     """What a person types, a line each, or what comes in by a pipe.
 
     Raises:
-        EOFError: A person ended the input.
+        LeftError: A person ended the input.
         UserError: A pipe did.
     """
     turn, asks = 1, sys.stdin.isatty()
@@ -223,7 +227,7 @@ def by_hand() -> Iterator[str]:
         except (EOFError, KeyboardInterrupt):
             if asks:
                 print()
-                raise EOFError from None
+                raise LeftError from None
             raise _too_few("standard input", turn) from None
         except UnicodeDecodeError as error:
             raise UserError(f"standard input is not UTF-8 ({one_line(error)}); send text") from error

@@ -123,13 +123,25 @@ class _Loader(yaml.SafeLoader):
     A key that a mapping has twice is an error.
     """
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._keys: list[str] = []  # of the node that is composed, from the root, which has none
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a part of `parent`: what stands at a place of a list, or under the node of a key."""
+        self._keys.append(str(getattr(index, "value", index)))
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._keys.pop()
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
-                raise yaml.YAMLError(f"it has `{name}` twice, in lines {lines[name]} and {line}")
+                full = ".".join((*self._keys[1:], name))
+                raise yaml.YAMLError(f"it has `{full}` twice, in lines {lines[name]} and {line}")
             lines[name] = line
         return node
 
@@ -159,7 +171,11 @@ def read(text: str, what: str = "a text") -> Any:
         UserError: It is not YAML, has a key twice, or holds a tag or value that a config cannot have: `!!int five`.
     """
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except RecursionError as error:
         raise UserError(f"{what}, which is nested too deeply; mend it") from error
     except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:

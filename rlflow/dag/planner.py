@@ -238,9 +238,9 @@ def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tupl
 
 
 def _trains_before(node: Node, graph: Graph) -> str:
-    """The id of a train node that `node` comes after; empty if there is none."""
+    """Id of the first train node that `node` comes after; empty if there is none."""
     before = with_ancestors([node.id], graph.nodes)
-    return next((name for name in before if graph.nodes[name].kind == "train"), "")
+    return next((each.id for each in graph.order if each.kind == "train" and each.id in before), "")
 
 
 @dataclass(frozen=True)

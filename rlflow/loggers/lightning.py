@@ -9,7 +9,7 @@ from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from rlflow.errors import UserError, importable, one_line, require
 from rlflow.loggers.logger import Logger
@@ -32,8 +32,16 @@ LoggerLike = Logger | FabricLogger  # what a user gives
 RUNS_FILE = "loggers.json"
 
 
+@runtime_checkable
+class LogsTables(Protocol):
+    """A logger that shows tables, as Lightning's for W&B does, or one of your own."""
+
+    def log_table(self, key: str, columns: list[str], data: list[list[Any]], *, step: int) -> None:
+        """Log a table."""
+
+
 class LightningLogger(Logger):
-    """Sends a run to a logger of Lightning's, or to one with its interface; samples go to W&B, as a table.
+    """Sends a run to a logger of Lightning's, or to one with its interface; samples go to those with `log_table`.
 
     A run that is resumed in its folder continues the logger's own run of W&B, TensorBoard or MLflow, whose id is in
     `loggers.json` there; any other logger begins a new one. TensorBoard hides what was logged before of steps that are
@@ -83,10 +91,10 @@ class LightningLogger(Logger):
         self._logger.save()
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        if self._wandb is not None and rows:
+        if isinstance(self._logger, LogsTables) and rows:
             columns = list(rows[0])
             shown = [{**row, "messages": transcript(row["messages"])} for row in rows]  # a conversation is one text
-            self._wandb.log_table("samples", columns, [[row[name] for name in columns] for row in shown], step=step)
+            self._logger.log_table("samples", columns, [[row[name] for name in columns] for row in shown], step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         if not self._resumes:  # MLflow refuses other values; what changed is in `config.yaml` and was reported

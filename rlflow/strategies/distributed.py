@@ -41,11 +41,13 @@ class DistributedStrategy(TrainingStrategy):
     Attributes:
         within_setting: Name of the setting that gives the number of consecutive ranks that gather weights among them:
             `partition_within` of DeepSpeed, `within` of FSDP.
+        sums_across: Whether ranks that hold the same parts of the weights sum gradients in a group of their own.
     """
 
     precisions = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
     otherwise = "for fp64 use `strategy: single`"
     within_setting: str
+    sums_across = False
     processes: ManyProcesses
 
     def _configure_ranks(
@@ -128,7 +130,8 @@ class DistributedStrategy(TrainingStrategy):
         width = self._gathers_within(layout)
         rows = consecutive(layout.ranks, width) if width < len(layout.ranks) else []
         everybody, peers = own([layout.ranks]), own(consecutive(layout.ranks, layout.copies))
-        alone, within, across = own(consecutive(layout.ranks, 1)), own(rows), own(zip(*rows, strict=True))
+        alone, within = own(consecutive(layout.ranks, 1)), own(rows)
+        across = own(zip(*rows, strict=True)) if self.sums_across else None
         if everybody is None or peers is None or alone is None:
             return None
         return RoleGroups(everybody, peers, alone, within, across)
@@ -170,7 +173,8 @@ class RoleGroups:
         peers: The ranks that hold copies of this rank's rows and divide their sequences; includes this rank.
         alone: This rank only.
         within: The consecutive ranks that gather weights among them; None if these are all of the role's.
-        across: The ranks that hold the same parts of the weights as this rank; None if `within` is None.
+        across: The ranks that hold the same parts of the weights as this rank; None if `within` is None, and for a
+            strategy that does not use it.
     """
 
     all: ProcessGroup

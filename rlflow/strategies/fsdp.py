@@ -48,6 +48,7 @@ class FSDPStrategy(DistributedStrategy):
     divides_weights = True
     holds_masters = True
     within_setting = "within"
+    sums_across = True
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlflow.cli import main
 from rlflow.models.tiny import write_tiny_model
@@ -108,6 +108,19 @@ def read_until(terminal: int, text: str) -> str:
 def play(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     main(["play", *arguments])
     return capsys.readouterr().out
+
+
+def test_another_end_of_a_file_is_not_taken_for_leaving(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> str:
+        raise EOFError("elsewhere")
+
+    (tmp_path / "one").write_text("2\n")
+    monkeypatch.setattr(PreTrainedTokenizerBase, "decode", fails)
+    with pytest.raises(SystemExit) as ended:
+        main(["play", "--config", config(folder, "end", {"environment": COUNT}), "--replies", str(tmp_path / "one")])
+    assert ended.value.code == 1
 
 
 def test_tokens_are_those_that_the_template_writes_and_say_who_wrote_them(

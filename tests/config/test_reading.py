@@ -18,9 +18,13 @@ from rlflow.errors import UserError
         ("seed: 1\ndata: {}\nseed: 2\n", "which is not plain YAML (it has `seed` twice, in lines 1 and 3); mend it"),
         (
             "data: {prompt: a, prompt: b}\n",
-            "which is not plain YAML (it has `prompt` twice, in lines 1 and 1)",
+            "which is not plain YAML (it has `data.prompt` twice, in lines 1 and 1)",
         ),
-        ("a: &a {x: 1}\nb: {<<: *a, <<: *a}\n", "which is not plain YAML (it has `<<` twice, in lines 2 and 2)"),
+        (
+            "a: [{}, {b: {c: 1, d: 2, c: 3}}]\n",
+            "which is not plain YAML (it has `a.1.b.c` twice, in lines 1 and 1)",
+        ),
+        ("a: &a {x: 1}\nb: {<<: *a, <<: *a}\n", "which is not plain YAML (it has `b.<<` twice, in lines 2 and 2)"),
         (
             "seed: 0\n---\nseed: 1\n",
             "which is not plain YAML (expected a single document in the stream",

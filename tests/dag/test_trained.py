@@ -246,3 +246,27 @@ def test_what_is_generated_after_a_training_cannot_run_ahead(kind: Any) -> None:
         "`trainer.max_staleness` is set and `again` generates after `first_loss` has trained, so it cannot run ahead of"
         " training; leave `max_staleness` out, or generate without it"
     )
+
+
+def test_of_several_trainings_before_a_generation_the_first_is_named() -> None:
+    class Module(Twice):
+        @node(role="actor", type="train")
+        def first_loss(self, rollout: Rollout) -> PerToken: ...
+
+        b_loss = c_loss = d_loss = e_loss = f_loss = first_loss  # six, as one of two would often be the first by chance
+
+        @node(generates="actor")
+        def again(
+            self,
+            f_loss: Trained,
+            e_loss: Trained,
+            d_loss: Trained,
+            c_loss: Trained,
+            b_loss: Trained,
+            batch: Batch,
+            first_loss: Trained,
+        ) -> Rollout: ...
+
+    layouts = {**dict.fromkeys(ROLES, Layout((1,), 1, "balanced")), "actor.rollout": Layout((0,), 1)}
+    with pytest.raises(UserError, match="`again` generates after `first_loss` has trained"):
+        plan(Graph.read(Module(), ROLES, policies=("actor",)), layouts, world_size=2, max_staleness=1)

@@ -57,11 +57,11 @@ FILES = [
     Wrong("a section twice", "has `trainer` twice, in lines", content=OWN + "trainer: {max_steps: 5}\n"),
     Wrong(
         "a key twice",
-        "it has `max_steps` twice, in lines",
+        "has `trainer.max_steps` twice, in lines",
         content=OWN.replace("  max_steps: 2", "  max_steps: 2\n  max_steps: 3"),
     ),
     Wrong("a key in quotes again", "has `seed` twice", content=OWN + "'seed': 1\n"),
-    Wrong("a key twice in a list", "it has `a` twice", content=OWN + "callbacks: [{a: 1, a: 2}]\n"),
+    Wrong("a key twice in a list", "has `callbacks.0.a` twice", content=OWN + "callbacks: [{a: 1, a: 2}]\n"),
     Wrong("a merge twice", "has `<<` twice", content=OWN + "<<: {seed: 3}\n<<: {seed: 4}\n"),
     Wrong("a list for a key", NO_KEY.format(2), content="seed: 0\n? [a, b]\n: 1\n"),
     Wrong("a template's braces", NO_KEY.format(1), content="seed: {{ seed }}\n"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers import TensorBoardLogger as LightningTensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -104,6 +105,17 @@ def test_wandb_has_config_metrics_by_step_and_samples_as_a_table(tmp_path: Path)
     assert table["columns"] == ["prompt", "response", "reward", "messages"]
     assert table["data"][0] == ["1+1=", "2", 1.0, "user: 1+1=\n\nassistant, reward 0.5: 2\n\n(over)"]
     assert recorded.exit_codes == [0]
+
+
+def test_a_logger_of_ones_own_that_logs_tables_has_the_samples(tmp_path: Path) -> None:
+    tables = []
+
+    class TableLogger(CSVLogger):
+        def log_table(self, key: str, columns: list[str], data: list[list[Any]], *, step: int) -> None:
+            tables.append((key, columns, data[1], step))
+
+    record(LightningLogger(TableLogger(tmp_path)), tmp_path, {1: 0.0})
+    assert tables == [("samples", ["prompt", "response", "reward", "messages"], ["p", "", 0, ""], 1)]
 
 
 @pytest.mark.parametrize("made", ["ours", "Lightning's"])

@@ -18,6 +18,7 @@ from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.strategies.loading import live_elements, updates_with
 from tests.strategies.reference import distance, plain_update
+from tests.strategies.update import Stage, launch
 
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
 
@@ -54,6 +55,20 @@ def test_weights_divided_once_more_within_a_node_train_alike(
         assert distance(weights, expected) < 1e-6
         before = dict(AutoModelForCausalLM.from_pretrained(tiny).named_parameters())
         assert all(torch.equal(weight, before[name]) for name, weight in reference.items())
+
+
+def group_sizes(stage: Stage, setting: str) -> list[int | None]:
+    groups = launch(stage, **{setting: 2})._groups_of("actor")
+    return [None if group is None else group.size() for group in (groups.within, groups.across)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "setting", "across"), [(3, "partition_within", None), ("fsdp", "within", 2)], ids=["deepspeed", "fsdp"]
+)
+def test_fsdp_alone_forms_groups_of_the_ranks_that_hold_the_same_parts(
+    stage: Stage, setting: str, across: int | None, ranks4: RankPool
+) -> None:
+    assert ranks4.run(group_sizes, stage, setting) == [[2, across]] * 4
 
 
 def test_as_many_weights_are_whole_at_a_time_as_the_largest_layer_has(tiny: Path, ranks2: RankPool) -> None:
