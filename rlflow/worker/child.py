@@ -1,7 +1,6 @@
 """What a worker's process runs. It is started by its path and imports the standard library alone.
 
-Requests and answers are lines of JSON on a socket, which is standard input and output at first. Then the code's input
-is empty and its output goes where its errors go, so that what it prints is not in their way:
+Requests and answers are lines of JSON on a socket of their own, so that what the code prints is not in their way:
 
     {"function": "my_rewards.brevity", "args": ["...", {}]}      {"value": ...}     of this file too: `__main__.seed`
     {"make": "my_env.WordGame", "given": {}}                     {"value": null}    an object is kept
@@ -44,10 +43,9 @@ def main(settings: dict[str, Any]) -> None:
         limits[resource.RLIMIT_AS] = settings["memory_bytes"]
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    os.set_inheritable(settings["socket"], False)  # programs that the code starts do not get it
+    requests = os.fdopen(settings["socket"], encoding="utf-8")
+    answers = os.fdopen(settings["socket"], "w", encoding="utf-8", closefd=False)
     kept = None
     with asyncio.Runner() as runner:
         for line in requests:

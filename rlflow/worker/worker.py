@@ -222,23 +222,25 @@ class Worker:
         if self.runs:
             return
         self.close()
+        # Beside the marks of the workers that this process runs in.
+        environment = {**os.environ, MARK: " ".join([*os.environ.get(MARK, "").split(), self._mark])}
+        self._socket, of_child = socket.socketpair()
         settings = {
             "parent": os.getpid(),
+            "socket": of_child.fileno(),
             "path": [str(Path(entry).absolute()) for entry in sys.path],
             "file_bytes": self.limits.file_mb * MB,
             "memory_bytes": None if self.limits.memory_mb is None else self.limits.memory_mb * MB,
         }
         command = [sys.executable, "-I", "-u", str(CHILD), json.dumps(settings)]
-        # Beside the marks of the workers that this process runs in.
-        environment = {**os.environ, MARK: " ".join([*os.environ.get(MARK, "").split(), self._mark])}
-        self._socket, of_child = socket.socketpair()
         with of_child:
             starts = _lasting_thread().submit(
                 lambda: subprocess.Popen(
                     command,
-                    stdin=of_child.fileno(),
-                    stdout=of_child.fileno(),
-                    stderr=subprocess.PIPE,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(of_child.fileno(),),
                     start_new_session=True,
                     env=environment,
                 )
@@ -247,8 +249,8 @@ class Worker:
         self.starts += 1
         self._imported: set[str] = set()
         self._rest = b""
-        assert self._process.stderr is not None
-        self._output = Output(self._process.stderr, last=self.limits.output_kb << 10)
+        assert self._process.stdout is not None
+        self._output = Output(self._process.stdout, last=self.limits.output_kb << 10)
 
     def _received(self, until: float) -> bytes:
         parts = [self._rest]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -75,6 +76,23 @@ def test_a_process_that_leaves_is_named_with_its_code_and_last_words() -> None:
     with pytest.raises(WorkerDied, match=r"`harm\.close_the_pipes` closed the pipe of its answers"):
         worker.function("harm.close_the_pipes")
     assert not worker.runs
+
+
+def test_an_interpreter_that_prints_as_it_starts_is_not_in_the_way_of_answers(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a `.pth` file or `sitecustomize` may; what it reads is empty."""
+    venv.create(tmp_path, symlinks=True)
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    (packages / "greeting.pth").write_text("import sys; print('welcome', repr(sys.stdin.read()))\n")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    assert worker.function("harm.add", 1, 2) == 3
+    worker.close()
+    assert {*worker.printed.splitlines()} == {"welcome ''"}
+
+
+def test_programs_that_the_code_starts_do_not_get_the_socket_of_answers(worker: Worker) -> None:
+    assert worker.function("harm.sockets_of_a_program") == 0
 
 
 def test_memory_and_files_have_their_limits(worker: Worker, tmp_path: Path) -> None:
