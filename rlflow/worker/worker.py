@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -344,16 +344,20 @@ def _kill_all(leader: int, mark: str) -> None:
         mark: Mark of all that it started.
     """
     known: set[psutil.Process] = set()
+    looked_at: Iterable[psutil.Process] = psutil.process_iter()
     for _ in range(KILL_ROUNDS):
-        belongs = {process: process in known or _belongs(process, leader, mark) for process in psutil.process_iter()}
+        belongs = {process: process in known or _belongs(process, leader, mark) for process in looked_at}
         known = {process for process, does in belongs.items() if does and _lives(process)}
-        if not known and None not in belongs.values():
+        starting = [process for process, does in belongs.items() if does is None]
+        if not known and not starting:
             return
         for stop_first in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts nothing more
             for process in known:
                 with suppress(psutil.Error):
                     process.send_signal(stop_first)
         time.sleep(0.001)
+        only_starting = not known and all(map(_lives, starting))  # one that ended may have left others
+        looked_at = starting if only_starting else psutil.process_iter()
 
 
 def _belongs(process: psutil.Process, leader: int, mark: str) -> bool | None:

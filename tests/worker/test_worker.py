@@ -17,6 +17,7 @@ import pytest
 
 from rlflow.errors import UserError
 from rlflow.worker import Limits, Worker, WorkerDied, WorkerRaised, WorkerTimeout
+from rlflow.worker.worker import MARK
 from tests.slow import slow_but
 
 SHORT = Limits(seconds=0.5, memory_mb=2048, file_mb=4, output_kb=8)
@@ -125,16 +126,73 @@ def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path
     assert [pid for pid in started if _lives(pid)] == []
 
 
-def test_the_id_of_a_process_that_died_is_its_own_until_all_is_killed(worker: Worker) -> None:
-    pid = worker.function("harm.own_id")
+def die(worker: Worker) -> int:
+    """Kill its process, which it does not know; the id of that."""
+    pid: int = worker.function("harm.own_id")
     os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + 10
     while worker.runs and time.monotonic() < until:
         time.sleep(0.01)
     assert not worker.runs
+    return pid
+
+
+def test_the_id_of_a_process_that_died_is_its_own_until_all_is_killed(worker: Worker) -> None:
+    pid = die(worker)
     assert psutil.Process(pid).ppid() == os.getpid(), "no other process may have it"
     worker.close()
     assert not psutil.pid_exists(pid)
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A process without environment and arguments, as each has within `exec`, too shortly for a test to meet it."""
+    environ, cmdline = psutil.Process.environ, psutil.Process.cmdline
+    with subprocess.Popen(["sleep", "60"]) as process:
+        monkeypatch.setattr(psutil.Process, "environ", lambda self: {} if self.pid == process.pid else environ(self))
+        monkeypatch.setattr(psutil.Process, "cmdline", lambda self: [] if self.pid == process.pid else cmdline(self))
+        yield process
+        process.kill()
+
+
+def test_another_s_program_that_starts_does_not_have_all_processes_looked_at_again(
+    worker: Worker, starting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exe, process_iter = psutil.Process.exe, psutil.process_iter
+    looks, scans = [], []
+
+    def look(process: psutil.Process) -> str:
+        looks.append(process.pid)
+        if looks.count(starting.pid) == 50:
+            starting.kill()
+            starting.wait()
+        return exe(process)
+
+    die(worker)
+    monkeypatch.setattr(psutil.Process, "exe", look)
+    monkeypatch.setattr(psutil, "process_iter", lambda: scans.append(1) or process_iter())
+    worker.close()
+    assert looks.count(starting.pid) >= 50
+    assert len(scans) < 10
+
+
+def test_what_a_program_left_that_ended_as_it_was_looked_at_is_killed(
+    worker: Worker, starting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exe, left = psutil.Process.exe, []
+
+    def look(process: psutil.Process) -> str:
+        found = exe(process)
+        if process.pid == starting.pid:
+            left.append(subprocess.Popen(["sleep", "60"], env={MARK: worker._mark}))
+            starting.kill()
+            starting.wait()
+        return found
+
+    die(worker)
+    monkeypatch.setattr(psutil.Process, "exe", look)
+    worker.close()
+    assert [process.wait(timeout=10) for process in left] == [-signal.SIGKILL]
 
 
 def test_processes_that_multiply_are_killed() -> None:
