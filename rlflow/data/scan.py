@@ -263,7 +263,7 @@ def key_of(
 
 
 def read_counted(key: str, rows: int) -> Counted | None:
-    """What is kept under `key`; None where nothing is, or where it is damaged.
+    """What is kept under `key`; None where nothing is, where it is damaged, or where it is of another number of rows.
 
     The token ids lie in memory only where they are read.
     """
@@ -279,7 +279,10 @@ def read_counted(key: str, rows: int) -> Counted | None:
     except OSError:
         return None
     numbers, ids = found[HEAD // 4 :].tensor_split([6 * rows])
-    return Counted(numbers.clone().view(rows, 6), ids)
+    if len(numbers) != 6 * rows:
+        return None
+    numbers = numbers.clone().view(rows, 6)
+    return Counted(numbers, ids) if len(ids) == numbers[:, :BEGINS].sum() else None
 
 
 def keep_counted(key: str, numbers: Tensor, pieces: Iterable[tuple[int, Tensor]]) -> None:

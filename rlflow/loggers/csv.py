@@ -17,31 +17,40 @@ class CSVLogger(Logger):
     """One row for each call of `log_metrics`, one column for each metric.
 
     A metric that first appears at a later step gets its column then: the file is written anew with the wider header,
-    and the rows before it are empty there. A run that is resumed leaves out rows that are damaged. What of a name
-    cannot be printed, such as a line end, stands in the header as Python writes it.
+    and the rows before it are empty there. Rows that are damaged are left out then, and when a run is resumed; a file
+    that is gone begins anew. What of a name cannot be printed, such as a line end, stands in the header as Python
+    writes it.
 
     Attributes:
-        warnings: Of a damaged file, a line each.
+        warnings: Of a file that is damaged or gone, a line each.
     """
 
     def start(self, folder: Path, first_step: int = 0) -> None:
         self._path = folder / METRICS_FILE
-        self._columns: list[str] = []
-        self.warnings = continued(self._path, first_step, self._step_of)
-        if not self._columns:
-            self._columns = ["step"]
-            self._write([])
+        self.warnings: list[str] = []
+        self._continue(first_step)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         metrics = {readable_line(name): value for name, value in metrics.items()}
-        new = [name for name in metrics if name not in self._columns]
-        if new:
-            with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
+        gone = not self._path.exists()
+        if gone:
+            self.warnings.append(f"warning: {self._path} is gone; it begins anew with step {step}")
+        if gone or not metrics.keys() <= {*self._columns}:
+            self._continue(step + 1)
+            self._columns += [name for name in metrics if name not in self._columns]
+            with self._path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.DictReader(file))
-            self._columns += new
             self._write(rows)
         with self._path.open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, self._columns, restval="").writerow({"step": step, **metrics})
+
+    def _continue(self, first_step: int) -> None:
+        """Take the columns of the file and leave in it the rows of steps before the first, without damaged ones."""
+        self._columns: list[str] = []
+        self.warnings += continued(self._path, first_step, self._step_of)
+        if not self._columns:
+            self._columns = ["step"]
+            self._write([])
 
     def _step_of(self, line: bytes) -> int | None:
         """The step of a row; one before all steps of the header, whose columns it takes; None of a damaged line."""

@@ -1,8 +1,6 @@
 """The program that runs in a worker's process. It is started by its path and imports only the standard library.
 
-Requests and answers are lines of JSON on a socket, which the process gets as its standard input and output. Before any
-other code runs, its standard input is made empty and its standard output is sent to standard error, so that what the
-code prints does not mix with the answers:
+Requests and answers are lines of JSON on a socket of their own, so that what the code prints does not mix with them:
 
     {"function": "my_rewards.brevity", "args": ["...", {}]}      {"value": ...}     also `__main__.seed` of this file
     {"make": "my_env.WordGame", "given": {}}                     {"value": null}    the object stays in the worker
@@ -51,10 +49,9 @@ def main(settings: dict[str, Any]) -> None:
         limits[resource.RLIMIT_AS] = settings["memory_bytes"]
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    os.set_inheritable(settings["socket"], False)  # programs that the code starts do not get it
+    requests = os.fdopen(settings["socket"], encoding="utf-8")
+    answers = os.fdopen(settings["socket"], "w", encoding="utf-8", closefd=False)
     kept = None
     with asyncio.Runner() as runner:
         for line in requests:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -230,23 +230,25 @@ class Worker:
         if self.runs:
             return
         self.close()
+        # Beside the marks of the workers that this process runs in.
+        environment = {**os.environ, MARK: " ".join([*os.environ.get(MARK, "").split(), self._mark])}
+        self._socket, of_child = socket.socketpair()
         settings = {
             "parent": os.getpid(),
+            "socket": of_child.fileno(),
             "path": [str(Path(entry).absolute()) for entry in sys.path],
             "file_bytes": self.limits.file_mb * MB,
             "memory_bytes": None if self.limits.memory_mb is None else self.limits.memory_mb * MB,
         }
         command = [sys.executable, "-I", "-u", str(CHILD), json.dumps(settings)]
-        # Beside the marks of the workers that this process runs in.
-        environment = {**os.environ, MARK: " ".join([*os.environ.get(MARK, "").split(), self._mark])}
-        self._socket, of_child = socket.socketpair()
         with of_child:
             starts = _lasting_thread().submit(
                 lambda: subprocess.Popen(
                     command,
-                    stdin=of_child.fileno(),
-                    stdout=of_child.fileno(),
-                    stderr=subprocess.PIPE,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(of_child.fileno(),),
                     start_new_session=True,
                     env=environment,
                 )
@@ -255,8 +257,8 @@ class Worker:
         self.starts += 1
         self._imported: set[str] = set()
         self._rest = b""
-        assert self._process.stderr is not None
-        self._output = Output(self._process.stderr, last=self.limits.output_kb << 10)
+        assert self._process.stdout is not None
+        self._output = Output(self._process.stdout, last=self.limits.output_kb << 10)
 
     def _received(self, until: float) -> bytes:
         parts = [self._rest]
@@ -353,16 +355,20 @@ def _kill_all(leader: int, mark: str) -> None:
         mark: Value in the environment variable `MARK` of the worker and of all that it started.
     """
     known: set[psutil.Process] = set()
+    looked_at: Iterable[psutil.Process] = psutil.process_iter()
     for _ in range(KILL_ROUNDS):
-        belongs = {process: process in known or _belongs(process, leader, mark) for process in psutil.process_iter()}
+        belongs = {process: process in known or _belongs(process, leader, mark) for process in looked_at}
         known = {process for process, does in belongs.items() if does and _lives(process)}
-        if not known and None not in belongs.values():
+        starting = [process for process, does in belongs.items() if does is None]
+        if not known and not starting:
             return
         for stop_first in (signal.SIGSTOP, signal.SIGKILL):  # what is stopped starts nothing more
             for process in known:
                 with suppress(psutil.Error):
                     process.send_signal(stop_first)
         time.sleep(0.001)
+        only_starting = not known and all(map(_lives, starting))  # one that ended may have left others
+        looked_at = starting if only_starting else psutil.process_iter()
 
 
 def _belongs(process: psutil.Process, leader: int, mark: str) -> bool | None:

@@ -207,6 +207,14 @@ def test_a_damaged_file_is_made_anew(cache: Path, damage: Any) -> None:
     assert load(ROWS)[1].reads == []
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 50])
+def test_a_whole_file_of_another_number_of_rows_is_not_read(cache: Path, rows: int) -> None:
+    numbers = torch.full((3, 6), 2, dtype=torch.int32)
+    keep(numbers)
+    assert read_counted("key", 3) is not None
+    assert read_counted("key", rows) is None
+
+
 def test_rows_of_another_version_are_counted_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(ROWS)
     monkeypatch.setattr("rlflow.data.scan.VERSION", "another")
@@ -215,6 +223,7 @@ def test_rows_of_another_version_are_counted_anew(cache: Path, monkeypatch: pyte
 
 def test_runs_that_keep_the_same_counts_at_once_never_show_half_a_file(cache: Path) -> None:
     numbers = torch.arange(3_000_000, dtype=torch.int32).view(-1, 6)
+    numbers[:, :3] = 2  # each row has 6 token ids
     keep(numbers)
     writers = [threading.Thread(target=lambda: [keep(numbers) for _ in range(6)]) for _ in range(3)]
     for writer in writers:

@@ -103,14 +103,40 @@ def test_of_a_table_with_a_damaged_header_nothing_can_be_read(tmp_path: Path, he
     assert table(tmp_path) == [["step", "a"], ["3", "3.0"]]
 
 
-def test_a_table_that_is_damaged_during_a_run_gets_its_new_columns(tmp_path: Path) -> None:
+def begun(folder: Path) -> CSVLogger:
+    """A run that has recorded a step."""
     logger = CSVLogger()
-    logger.start(tmp_path)
+    logger.start(folder)
     logger.log_metrics({"a": 1.0}, step=1)
+    return logger
+
+
+@pytest.mark.parametrize("row", [b"garbage", b"1,2,3,4", b"\xff\0", b'1,"0.0', b"9" * 200_000])
+def test_a_row_that_is_damaged_during_a_run_is_left_out_when_a_metric_comes(tmp_path: Path, row: bytes) -> None:
+    logger = begun(tmp_path)
     with (tmp_path / "metrics.csv").open("ab") as file:
-        file.write(b"garbage\r\n1,2,3,4\r\n\xff\0\r\n")
+        file.write(row + b"\r\n")
+    logger.log_metrics({"a": 2.0}, step=2)
+    logger.log_metrics({"b": 3.0}, step=3)
+    assert table(tmp_path) == [["step", "a", "b"], ["1", "1.0", ""], ["2", "2.0", ""], ["3", "", "3.0"]]
+    (warning,) = logger.warnings
+    assert "metrics.csv is damaged: line 3 cannot be read; it is kept as metrics.csv.damaged" in warning
+    assert row in (tmp_path / "metrics.csv.damaged").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_table_that_was_moved_away_during_a_run_begins_anew(tmp_path: Path, name: str) -> None:
+    logger = begun(tmp_path)
+    (tmp_path / "metrics.csv").rename(tmp_path / "mine.csv")
+    logger.log_metrics({name: 2.0}, step=2)
+    assert table(tmp_path) == [["step", name], ["2", "2.0"]]
+    assert logger.warnings == [f"warning: {tmp_path}/metrics.csv is gone; it begins anew with step 2"]
+
+
+def test_a_table_that_cannot_be_read_during_a_run_begins_anew_when_a_metric_comes(tmp_path: Path) -> None:
+    logger = begun(tmp_path)
+    (tmp_path / "metrics.csv").unlink()
+    (tmp_path / "metrics.csv").mkdir()
     logger.log_metrics({"b": 2.0}, step=2)
-    assert [row for row in table(tmp_path) if row[0] in ("step", "2")] == [["step", "a", "b"], ["2", "", "2.0"]]
-    later = CSVLogger()
-    later.start(tmp_path, first_step=3)
-    assert "2 lines, the first of them line 3, cannot be read" in later.warnings[0]  # of `1,2,3,4` the first cells stay
+    assert table(tmp_path) == [["step", "b"], ["2", "2.0"]]
+    assert "metrics.csv cannot be read (Is a directory)" in logger.warnings[0]

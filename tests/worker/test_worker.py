@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from rlflow.errors import UserError
 from rlflow.worker import Limits, Worker, WorkerDied, WorkerRaised, WorkerTimeout
+from rlflow.worker.worker import MARK
 from tests.slow import slow_but
 
 SHORT = Limits(seconds=0.5, memory_mb=2048, file_mb=4, output_kb=8)
@@ -77,6 +79,23 @@ def test_a_process_that_leaves_is_named_with_its_code_and_last_words() -> None:
     assert not worker.runs
 
 
+def test_an_interpreter_that_prints_as_it_starts_is_not_in_the_way_of_answers(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a `.pth` file or `sitecustomize` may; what it reads is empty."""
+    venv.create(tmp_path, symlinks=True)
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    (packages / "greeting.pth").write_text("import sys; print('welcome', repr(sys.stdin.read()))\n")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    assert worker.function("harm.add", 1, 2) == 3
+    worker.close()
+    assert {*worker.printed.splitlines()} == {"welcome ''"}
+
+
+def test_programs_that_the_code_starts_do_not_get_the_socket_of_answers(worker: Worker) -> None:
+    assert worker.function("harm.sockets_of_a_program") == 0
+
+
 def test_memory_and_files_have_their_limits(worker: Worker, tmp_path: Path) -> None:
     with pytest.raises(WorkerRaised, match="raised MemoryError"):
         worker.function("harm.take_memory")
@@ -107,16 +126,73 @@ def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path
     assert [pid for pid in started if _lives(pid)] == []
 
 
-def test_the_id_of_a_process_that_died_is_its_own_until_all_is_killed(worker: Worker) -> None:
-    pid = worker.function("harm.own_id")
+def die(worker: Worker) -> int:
+    """Kill its process, which it does not know; the id of that."""
+    pid: int = worker.function("harm.own_id")
     os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + 10
     while worker.runs and time.monotonic() < until:
         time.sleep(0.01)
     assert not worker.runs
+    return pid
+
+
+def test_the_id_of_a_process_that_died_is_its_own_until_all_is_killed(worker: Worker) -> None:
+    pid = die(worker)
     assert psutil.Process(pid).ppid() == os.getpid(), "no other process may have it"
     worker.close()
     assert not psutil.pid_exists(pid)
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A process without environment and arguments, as each has within `exec`, too shortly for a test to meet it."""
+    environ, cmdline = psutil.Process.environ, psutil.Process.cmdline
+    with subprocess.Popen(["sleep", "60"]) as process:
+        monkeypatch.setattr(psutil.Process, "environ", lambda self: {} if self.pid == process.pid else environ(self))
+        monkeypatch.setattr(psutil.Process, "cmdline", lambda self: [] if self.pid == process.pid else cmdline(self))
+        yield process
+        process.kill()
+
+
+def test_another_s_program_that_starts_does_not_have_all_processes_looked_at_again(
+    worker: Worker, starting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exe, process_iter = psutil.Process.exe, psutil.process_iter
+    looks, scans = [], []
+
+    def look(process: psutil.Process) -> str:
+        looks.append(process.pid)
+        if looks.count(starting.pid) == 50:
+            starting.kill()
+            starting.wait()
+        return exe(process)
+
+    die(worker)
+    monkeypatch.setattr(psutil.Process, "exe", look)
+    monkeypatch.setattr(psutil, "process_iter", lambda: scans.append(1) or process_iter())
+    worker.close()
+    assert looks.count(starting.pid) >= 50
+    assert len(scans) < 10
+
+
+def test_what_a_program_left_that_ended_as_it_was_looked_at_is_killed(
+    worker: Worker, starting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exe, left = psutil.Process.exe, []
+
+    def look(process: psutil.Process) -> str:
+        found = exe(process)
+        if process.pid == starting.pid:
+            left.append(subprocess.Popen(["sleep", "60"], env={MARK: worker._mark}))
+            starting.kill()
+            starting.wait()
+        return found
+
+    die(worker)
+    monkeypatch.setattr(psutil.Process, "exe", look)
+    worker.close()
+    assert [process.wait(timeout=10) for process in left] == [-signal.SIGKILL]
 
 
 def test_processes_that_multiply_are_killed() -> None:
