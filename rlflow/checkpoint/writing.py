@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlflow.checkpoint.manifest import NAME, Progress, lacks, monitored_value, write_manifest
-from rlflow.checkpoint.reading import RoleIndex, Stored, index_name
 from rlflow.checkpoint.retention import Retention
 from rlflow.checkpoint.stored_groups import write_groups
 from rlflow.databuffer.groups import Groups
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import LEFT, Draft, Record, not_written, of_rank
+from rlflow.storage.stored_role import RoleIndex, StoredRole, index_name
 from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite, write_tensors
 from rlflow.strategies.strategy import TrainingStrategy
 
@@ -166,13 +166,15 @@ def write_share(
     disk.report(record)
 
 
-def written_state(draft: Draft, role: str, ranks: Sequence[int], nodes: Mapping[int, str], timeout_s: float) -> Stored:
+def written_state(
+    draft: Draft, role: str, ranks: Sequence[int], nodes: Mapping[int, str], timeout_s: float
+) -> StoredRole:
     """A role's state in a draft; waits until the role's ranks have written it. Call `leave` after the last read.
 
     Raises:
         UserError: A rank could not write its files, or did not within `timeout_s` seconds.
     """
-    return Stored(draft.path, role, index_of(role, draft.collect(ranks, nodes, timeout_s), len(nodes)))
+    return StoredRole(draft.path, role, index_of(role, draft.collect(ranks, nodes, timeout_s), len(nodes)))
 
 
 def leave(draft: Draft, disk: Disk, nodes: Mapping[int, str], rank: int) -> None:

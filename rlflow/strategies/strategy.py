@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from rlflow.models.packed import PackedModel
 from rlflow.models.shards import Unit, divided, fill, write_index, write_shard, write_shard_later
 from rlflow.models.weight_files import shard_name
 from rlflow.storage.disk import Disk
+from rlflow.storage.stored_role import StoredRole
 from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite
 from rlflow.strategies.role import Average, LossScale, Role, begun, is_taken, move
 from rlflow.values.layout import Layout
@@ -33,28 +34,6 @@ if TYPE_CHECKING:
 SAVE_BUCKET_BYTES = 64 * 2**20
 FLOAT32_BYTES = 4
 WEIGHT = "weight"
-
-
-class StoredState(Protocol):
-    """One role's state in a checkpoint, read range by range."""
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What there is of each parameter: `WEIGHT`, and what the optimizer keeps once it has made an update."""
-
-    def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
-        """Refuse a state of another model or optimizer, before anything is read.
-
-        Args:
-            shapes: Shapes of the trained parameters by Hugging Face name.
-            kinds: What is needed of each: `weight`, and what the optimizer keeps, such as `exp_avg`.
-
-        Raises:
-            UserError: A parameter is missing, one too many or of another shape, or other things are kept of it.
-        """
-
-    def read(self, parameter: str, kind: str, start: int, length: int) -> Tensor:
-        """`[length]`: a range of the flattened tensor, on the CPU."""
 
 
 class TrainingStrategy:
@@ -295,7 +274,7 @@ class TrainingStrategy:
         name: str,
         folder: Path,
         disk: Disk,
-        state: Callable[[], StoredState] | None = None,
+        state: Callable[[], StoredRole] | None = None,
         what: str | None = None,
     ) -> tuple[Path, ...]:
         """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
@@ -364,7 +343,7 @@ class TrainingStrategy:
             yield weight.name, self._full_shape(weight.parameter), shares
 
     def load_state_parts(
-        self, name: str, stored: StoredState, updates_done: int, loss_scale: tuple[float, int] | None = None
+        self, name: str, stored: StoredRole, updates_done: int, loss_scale: tuple[float, int] | None = None
     ) -> None:
         """Go on from a state that `state_parts` gave, on any number of ranks and by any strategy.
 
@@ -531,7 +510,7 @@ class TrainingStrategy:
 
 
 def _read(
-    state: Callable[[], StoredState], units: Iterable[Unit], empty: dict[str, Tensor]
+    state: Callable[[], StoredRole], units: Iterable[Unit], empty: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of `units`, as forward passes read them, from the state that they are rounded from."""
     stored, names = state(), {name for unit in units for name in unit.names}

@@ -23,12 +23,12 @@ import torch.distributed as dist
 import rlflow.checkpoint.writing
 from rlflow import checkpoint
 from rlflow.callbacks import Callback
-from rlflow.checkpoint.reading import Stored
 from rlflow.errors import UserError
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.process import status
 from rlflow.storage.draft import Draft
+from rlflow.storage.stored_role import StoredRole
 from rlflow.storage.tensors import write_tensors
 from rlflow.trainer import Trainer
 from tests.checkpoint.test_checkpoint import StopAfter, content
@@ -96,7 +96,7 @@ def failing_fit_on_a_disk_that_loses(run: Fit) -> str:
     """As rank 1 finds it, the end of its own file is gone when models are made from the checkpoint's files."""
     written_state = checkpoint.written_state
 
-    def cut(draft: Draft, *given: Any) -> Stored:
+    def cut(draft: Draft, *given: Any) -> StoredRole:
         stored = written_state(draft, *given)
         (own,) = draft.path.glob("actor-00001-of-*")
         if dist.get_rank() == 1:

@@ -1,0 +1,141 @@
+"""The state of a role in a checkpoint's files: where each part of it lies, and how ranges of it are read."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rlflow.errors import UserError, one_line
+
+
+@dataclass(frozen=True)
+class RoleIndex:
+    """The content of `<role>.json`: which file has which part of which tensor of a role. Of two ranks:
+
+        files   ["actor-00000-of-00002.safetensors", "actor-00001-of-00002.safetensors"]
+        kinds   ["weight", "exp_avg", "exp_avg_sq"]
+        shapes  {"lm_head.weight": [100, 8]}
+        ranges  {"lm_head.weight": [(0, 400, 0), (400, 400, 1)]}       elements 0 to 399 are in the first file
+
+    Attributes:
+        updates: Optimizer updates that the role has made.
+        untrained: A description of what the state belongs to and does not hold, such as the model under adapters.
+        kinds: The tensors of each parameter: `weight`, and the names of the optimizer's.
+        files: Files with tensors, one for each rank that holds some.
+        shapes: Shape of each parameter.
+        ranges: By parameter, in order, the ranges that make up the flattened tensor, the same for every kind: the first
+            element, the number of elements, and the place in `files` of the file that has them.
+        loss_scale: Factor of the loss and the updates since it changed; None if the role's loss is not scaled.
+    """
+
+    updates: int
+    untrained: dict[str, Any]
+    kinds: list[str]
+    files: list[str]
+    shapes: dict[str, list[int]]
+    ranges: dict[str, list[tuple[int, int, int]]]
+    loss_scale: tuple[float, int] | None = None
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> RoleIndex:
+        """The index that `write` wrote."""
+        return cls(**json.loads(path.read_text()))
+
+
+def index_name(role: str) -> str:
+    """The name of the file that holds a role's `RoleIndex`: `actor.json`."""
+    return f"{role}.json"
+
+
+class StoredRole:
+    """One role's state in a checkpoint or a draft, read range by range.
+
+    Files are opened when they are first read and then stay open; only the ranges asked for are read.
+    """
+
+    def __init__(self, folder: Path, role: str, index: RoleIndex) -> None:
+        self._folder, self._role, self._index = folder, role, index
+        self._files: dict[str, Any] = {}  # open ones
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The tensors of each parameter: `weight`, and the names of the optimizer's."""
+        return tuple(self._index.kinds)
+
+    def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
+        """Refuse a state of another model or optimizer, before anything is read.
+
+        Args:
+            shapes: Shapes of the trained parameters by Hugging Face name.
+            kinds: What is needed of each: `weight`, and what the optimizer keeps, such as `exp_avg`.
+
+        Raises:
+            UserError: A parameter is missing or has another shape, the checkpoint has one more, or other tensors of the
+                optimizer.
+        """
+        stored, where = self._index.shapes, self._folder / index_name(self._role)
+        for parameter, shape in shapes.items():
+            if parameter not in stored:
+                raise UserError(
+                    f"{where} has no `{parameter}` of role `{self._role}`, which this run trains; continue with the"
+                    " same `model`"
+                )
+            if stored[parameter] != list(shape):
+                raise UserError(
+                    f"`{parameter}` of role `{self._role}` is {stored[parameter]} in {where} and"
+                    f" {list(shape)} in this run; continue with the same `model`"
+                )
+        if more := stored.keys() - shapes.keys():
+            raise UserError(
+                f"{where} has `{min(more)}` of role `{self._role}`, which this run does not train; continue with the"
+                " same `model`"
+            )
+        if {*self._index.kinds} != {*kinds}:
+            raise UserError(
+                f"role `{self._role}`: {where} has {', '.join(self._index.kinds)} of each weight, and this run's"
+                f" optimizer keeps {', '.join(kinds)}; continue with the same `optimizer`"
+            )
+
+    def read(self, parameter: str, kind: str, start: int, length: int) -> Tensor:
+        """A range of a flattened tensor, `[length]` on the CPU, put together from the files that have parts of it.
+
+        Raises:
+            OSError: A file is missing or damaged; the error has its name.
+        """
+        ranges, end = self._index.ranges[parameter], start + length
+        found: list[Tensor] = []
+        place = max(0, bisect_right(ranges, start, key=lambda part: part[0]) - 1)
+        for first, count, file in ranges[place:]:
+            if first >= end:
+                break
+            low, high = max(start, first), min(end, first + count)
+            if low < high:
+                name = self._index.files[file]
+                found.append(self._part(name, f"{parameter}/{kind}", low - first, high - first))
+        whole = found[0] if len(found) == 1 else torch.cat([*found, torch.empty(0)])
+        assert len(whole) == length, (parameter, kind, start, length)
+        return whole
+
+    def _part(self, name: str, key: str, start: int, end: int) -> Tensor:
+        try:
+            values: Tensor = self._open(name).get_slice(key)[start:end]
+        except SafetensorError as error:
+            raise OSError(f"{self._folder / name} is damaged ({one_line(error)})") from error
+        return values
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self._folder / name, "pt", backend="pread")
+        return self._files[name]
