@@ -193,7 +193,7 @@ def test_another_number_of_ranks_trains_on_the_same_groups(
 
 @pytest.fixture(scope="module")
 def stopped(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Fit:
-    """The run of two ranks, stopped while responses are under way."""
+    """The run of two ranks, stopped while responses are unfinished."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     settings = {"save_every_n_steps": 1}
     (first, _) = ranks2.run(fit, given(policy, folder, **settings, callbacks=[StopAfter(2)]))
@@ -342,7 +342,7 @@ def test_a_node_that_samples_twice_is_told_so(policy: Path, tmp_path: Path) -> N
 def test_whole_responses_do_not_go_on_with_parts(stopped: Fit, tmp_path: Path) -> None:
     settings = {**stopped.settings, "partial_rollout": None}
     result = failing_fit(replace(stopped, folder=tmp_path, strategy=SingleProcess, settings=settings))
-    assert "has responses under way, which would be lost" in result.error
+    assert "has unfinished responses, which would be lost" in result.error
 
 
 def test_groups_that_have_ended_are_not_lost_either(policy: Path, tmp_path: Path) -> None:
