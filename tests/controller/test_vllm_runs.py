@@ -96,7 +96,7 @@ def test_a_run_logs_the_same_to_the_byte_when_it_is_run_again(
     assert first_samples == samples
 
 
-@pytest.mark.parametrize(("tensor_parallel_size", "stage"), slow_but([(1, 2)], SETTINGS))
+@pytest.mark.parametrize(("tensor_parallel_size", "stage"), slow_but([(1, 2), (2, 2)], SETTINGS))
 class TestWeightsInTheEngine:
     def test_vllm_says_what_the_trainer_says_after_every_sync(
         self, results: Results, tensor_parallel_size: int, stage: Stage
@@ -122,7 +122,7 @@ class TestWeightsInTheEngine:
         assert AutoTokenizer.from_pretrained(path).decode([49, 43]) == "1+"
 
 
-@pytest.mark.parametrize(("tensor_parallel_size", "stage"), slow_but([(1, 2)], SETTINGS))
+@pytest.mark.parametrize(("tensor_parallel_size", "stage"), slow_but([(1, 2), (2, 2)], SETTINGS))
 def test_ranks_form_the_same_groups_those_of_vllm_and_deepspeed_included(
     runs: Runs, tensor_parallel_size: int, stage: Stage
 ) -> None:
