@@ -162,18 +162,6 @@ def test_help_of_a_run_imports_neither_transformers_nor_fabric_s_processes() -> 
     assert done.stdout == "[]\n"
 
 
-def test_reading_a_config_imports_neither_the_simulator_nor_deepspeed_which_takes_a_device() -> None:
-    script = (
-        "import sys\n"
-        "from rlflow.commands.fit import read_fit\n"
-        "read_fit(['--config', 'configs/quickstart_grpo.yaml'])\n"
-        "print('deepspeed' in sys.modules, 'rlflow.strategies.deepspeed' in sys.modules)\n"
-        "print([name for name in sys.modules if name.startswith('rlflow.simulate')])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "False True\n[]\n"
-
-
 def test_ctrl_c_in_a_command_that_saves_nothing_is_one_line_and_code_130(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
