@@ -32,7 +32,7 @@ from rlflow.controller.run import Run
 from rlflow.controller.step import Step
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
-from rlflow.databuffer.groups import Groups, GroupValue, no_rows
+from rlflow.databuffer.groups import Groups, GroupValue, space_without_rows
 from rlflow.databuffer.route import Partition
 from rlflow.databuffer.rows import RowSpace, ancestors, beside_parents
 from rlflow.databuffer.transport import of_a_collective
@@ -268,12 +268,11 @@ class StoredInputs:
         self, name: str, described: dict[str, Any], values: dict[str, GroupValue], run: Run, layout: Layout, step: int
     ) -> Groups:
         with readable_as(self.folder, name):
-            spaces = {key: no_rows(run.graph.levels(key.removeprefix(EACH)), layout) for key in described["spaces"]}
+            levels = {key: run.graph.levels(key.removeprefix(EACH)) for key in described["spaces"]}
+            spaces = {key: space_without_rows(of_key, layout) for key, of_key in levels.items()}
             like = Groups(layout.ranks[0], spaces, values)
             read = read_rows(self.folder, name, described, like, run.strategy.root_device)
-        seed, balance = run.settings.seed, run.settings.balancing
-        in_step = {key: space.at(seed=seed, step=step, balance=balance) for key, space in read.spaces.items()}
-        return Groups(read.rank, in_step, read.values)
+        return Groups(read.rank, {key: run.in_step(space, step) for key, space in read.spaces.items()}, read.values)
 
 
 @contextmanager

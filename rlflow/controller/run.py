@@ -17,6 +17,7 @@ from rlflow.dag.planner import Plan, sync_of
 from rlflow.dag.tasks import SyncWeights
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
+from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.models.causal_lm import Averaged
 from rlflow.module import RLModule, environments, handles
@@ -120,6 +121,10 @@ class Run(RunPlan):
     def value_layouts(self) -> dict[str, Layout]:
         """Where each value is made."""
         return self.plan.layouts()
+
+    def in_step(self, space: RowSpace, step: int) -> RowSpace:
+        """The rows as those of this step, from 0, with the seed and the balancing of the run."""
+        return space.at(seed=self.settings.seed, step=step, balance=self.settings.balancing)
 
     @property
     def validating(self) -> RolloutEngine | None:

@@ -13,7 +13,7 @@ from rlflow.controller.run import Run
 from rlflow.dag.node import BATCH
 from rlflow.dag.tasks import Exchange, Load, RunNode, Task, Tell, TrainNode
 from rlflow.databuffer.buffer import DataBuffer
-from rlflow.databuffer.groups import Groups, GroupValue, ReadGroups, no_rows
+from rlflow.databuffer.groups import Groups, GroupValue, ReadGroups, space_without_rows
 from rlflow.databuffer.rows import RowSpace, space_from_message, space_to_message
 from rlflow.metrics import Metrics, StepMetrics
 from rlflow.values.layout import Layout
@@ -88,7 +88,7 @@ class Carried:
     def empty(self) -> Groups:
         """Groups of these names without rows."""
         run = self._run
-        spaces = {name: no_rows(run.graph.levels(name), run.value_layouts[name]) for name in self._spaces}
+        spaces = {name: space_without_rows(run.graph.levels(name), run.value_layouts[name]) for name in self._spaces}
         values = {
             name: GroupValue(run.graph.type_of(name), run.graph.space_of(name), run.value_layouts[name], None)
             for name in self._values
@@ -97,9 +97,8 @@ class Carried:
 
     def put(self, groups: Groups, step: Step) -> None:
         """Give a step these groups in place of its own, as if it had made them itself."""
-        settings = self._run.settings
         for name, space in groups.spaces.items():
-            step.spaces[name] = space.at(seed=settings.seed, step=step.number, balance=settings.balancing)
+            step.spaces[name] = self._run.in_step(space, step.number)
         for name, value in groups.values.items():
             step.buffer.put(name, value.rows, value.annotation, step.spaces[value.space], value.layout)
 
@@ -190,19 +189,17 @@ class Steps:
             versions=versions,
             above=run.graph.levels(name)[:-1],
         )
-        settings = run.settings
-        step.spaces[name] = space.at(seed=settings.seed, step=step.number, balance=settings.balancing)
+        step.spaces[name] = run.in_step(space, step.number)
         return step.spaces[name]
 
     def tell(self, task: Tell, step: Step) -> None:
         """Broadcast all rows of a space to the ranks that do not know them."""
-        name, settings = task.value, self._run.settings
+        name = task.value
         message = space_to_message(step.spaces[name]) if self._transport.rank == task.teller else None
         message = self._transport.broadcast_bytes(message, task.teller, task.ranks)
         if self._transport.rank == task.teller:
             return
-        space = space_from_message(message)
-        space = space.at(seed=settings.seed, step=step.number, balance=settings.balancing)
+        space = self._run.in_step(space_from_message(message), step.number)
         known = step.spaces.get(name)
         if known is not None and torch.equal(known.path, space.path):  # again, after they were scored
             known.dropped.copy_(space.dropped)

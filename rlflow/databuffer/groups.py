@@ -108,7 +108,7 @@ class Groups:
 ReadGroups = Callable[[str, Groups], Groups | None]
 
 
-def no_rows(levels: Sequence[str], layout: Layout) -> RowSpace:
+def space_without_rows(levels: Sequence[str], layout: Layout) -> RowSpace:
     """A space of rows of these levels, prompts first, without any."""
     none = torch.empty(len(levels) + len(NUMBERS), 0, dtype=torch.int64)
     return RowSpace.of_shards(levels[-1], layout, [none] * layout.shards, tuple(levels[:-1]))

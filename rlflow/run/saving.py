@@ -18,8 +18,8 @@ from rlflow.run.state import Snapshot
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft, Record, not_written
 from rlflow.storage.space import bytes_in, in_bytes, require_space
+from rlflow.strategies.distributed import TIMEOUT_S
 
-DEFAULT_TIMEOUT_S = 600.0  # of a strategy without one
 VALIDATION = "val"  # how names of its metrics begin
 ELSEWHERE = "or give `trainer.run_dir` on another"
 CONTINUE = "and continue with `--trainer.ckpt_path last`: what was saved before is still there"
@@ -201,7 +201,7 @@ class Saving:
     @property
     def _timeout_s(self) -> float:
         timeout = self._strategy.timeout
-        return DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+        return TIMEOUT_S if timeout is None else timeout.total_seconds()
 
     def _target(self, role: str) -> Path:
         return self._folder.model if role == self._run.lead else self._folder.model_of(role)
