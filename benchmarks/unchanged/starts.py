@@ -15,10 +15,12 @@ from benchmarks.unchanged.revisions import Revision
 # Folder under `runs`, as configs name it, with the config and options that make its model. The teacher is another
 # student; a step of sums has 64 rows, which takes a minute in all.
 SUMS = ("--trainer.devices", "1", "--data.prompts_per_step", "64", "--trainer.limit_val_batches", "1")
+FEW = ("--trainer.devices", "1", "--trainer.max_steps", "60", "--trainer.limit_val_batches", "1")
 MODELS = {
     "learn/sft": ("learn/sft",),
     "quickstart/sft": ("quickstart_sft", *SUMS, "--trainer.max_steps", "500", "--seed", "0"),
     "quickstart/grpo": ("quickstart_sft", *SUMS, "--trainer.max_steps", "600", "--seed", "1"),
+    **{name: (name, *FEW) for name in ("agent_sft", "agent_guess_sft", "stones_sft", "proposer_sft", "hinted_sft")},
 }
 PROBLEMS = "word_problems"
 
