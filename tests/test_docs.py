@@ -104,6 +104,23 @@ def test_the_page_long_algorithm_trains_from_a_users_own_folder(tmp_path: Path) 
     assert json.loads(summary.read_text(encoding="utf-8"))["steps"] == 1
 
 
+def test_the_recipe_for_users_of_trl_trains_with_a_reward_in_its_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = imported(blocks("coming_from.md", "python")[0], "shown_from_trl", tmp_path).trainer
+    logged = [json.loads(line) for line in Path("runs/from_trl/metrics.jsonl").read_text().splitlines()]
+    assert len(logged) == trainer.settings.max_steps == 2
+    assert all(-16 * 16 < line["reward/mean"] < 0 for line in logged)  # characters of at most 16 tokens
+
+
+def test_the_recipe_for_users_of_verl_is_read_as_it_says(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(blocks("coming_from.md", "yaml")[0], encoding="utf-8")
+    found = read_fit(["--config", str(tmp_path / "my.yaml")])
+    assert (found.module.group_size, found.module.actor.samples_per_update) == (5, 256 * 5)
+    assert found.trainer.settings.machines.world_size == 8
+
+
 def test_the_workflow_and_its_variation_train_from_a_users_own_folder(tmp_path: Path) -> None:
     (tmp_path / "my_steps.py").write_text(blocks("workflow.md", "python")[0], encoding="utf-8")
     for name, text in zip(("my.yaml", "variation.yaml"), blocks("workflow.md", "yaml"), strict=True):
