@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from rlflow import Callback, CausalLM, Optimizer, RLModule, Trainer, algorithms, rewards
 from rlflow.algorithms import GRPO
@@ -112,6 +113,21 @@ def test_the_recipe_for_users_of_trl_trains_with_a_reward_in_its_form(
     logged = [json.loads(line) for line in Path("runs/from_trl/metrics.jsonl").read_text().splitlines()]
     assert len(logged) == trainer.settings.max_steps == 2
     assert all(-16 * 16 < line["reward/mean"] < 0 for line in logged)  # characters of at most 16 tokens
+
+
+def test_the_manifest_for_kubernetes_starts_the_ranks_that_the_config_has() -> None:
+    service, job = yaml.safe_load_all(blocks("nodes.md", "yaml")[0])
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    options = dict(each[2:].split("=", 1) for each in container["command"] + container["args"] if "=" in each)
+    machines, devices = job["spec"]["completions"], container["resources"]["limits"]["nvidia.com/gpu"]
+    assert machines == job["spec"]["parallelism"] == int(options["nnodes"]) == int(options["trainer.num_nodes"])
+    assert devices == int(options["nproc-per-node"]) == int(options["trainer.devices"])
+    assert options["rdzv-endpoint"].startswith(f"{job['metadata']['name']}-0.{pod['subdomain']}:")
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
 def test_the_recipe_for_users_of_verl_is_read_as_it_says(tmp_path: Path) -> None:
