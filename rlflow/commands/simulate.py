@@ -12,7 +12,6 @@ import torch
 from rlflow.commands.configuration import NODES, Configured, call_configured
 from rlflow.run.prepare import read_graph
 from rlflow.simulate.hardware import read_hardware, this_machine
-from rlflow.simulate.paper import show_paper
 from rlflow.simulate.report import show
 from rlflow.simulate.simulation import Scaling, Simulation
 
@@ -27,7 +26,7 @@ def simulate(
     response_tokens: float | None = None,
     draw: Path | None = None,
 ) -> Simulation:
-    """Predict a config's time, bytes and memory on machines that are not here; or, with `--paper`, a paper's curves.
+    """Predict a config's time, bytes and memory on machines that are not here.
 
     Args:
         configured: The run.
@@ -60,10 +59,7 @@ def read_simulate(arguments: Sequence[str]) -> Simulation:
 
 def main(arguments: Sequence[str]) -> None:
     """Run `rlflow simulate`."""
-    if "--paper" in arguments:
-        show_paper(arguments)
-    else:
-        show(read_simulate(arguments))
+    show(read_simulate(arguments))
 
 
 def simulation_of_run(found: Configured, hardware: str | None) -> Simulation:

@@ -182,7 +182,6 @@ REFUSED: list[tuple[str, list[str] | Callable[[Path], list[str]], str]] = [
         "`--response_tokens` is 4000, and the config allows up to 3072",
     ),
     ("no picture", ["--draw", "step.txt"], "`--draw` is 'step.txt'; end it in one of .png"),
-    ("a paper beside a config", ["--paper"], "`--paper` is given with `--config"),
 ]
 
 
