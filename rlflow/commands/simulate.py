@@ -54,7 +54,9 @@ def simulate(
 
 def read_simulate(arguments: Sequence[str]) -> Simulation:
     """The simulation that `rlflow simulate` shows of a config."""
-    return call_configured(simulate, _counting_machines(arguments))
+    # in a config, `nodes` are the graph's
+    arguments = [re.sub(rf"^--{NODES}(?==|$)", "--machines", argument) for argument in arguments]
+    return call_configured(simulate, arguments)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -83,8 +85,3 @@ def simulation_of_run(found: Configured, hardware: str | None) -> Simulation:
         response_tokens=None,
         on_cpu=not on_gpu,
     )
-
-
-def _counting_machines(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--machines` for `--nodes`, which in a config are the graph's."""
-    return [re.sub(rf"^--{NODES}(?==|$)", "--machines", argument) for argument in arguments]
