@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rlflow.doctor import checks
 from rlflow.doctor.checks import Finding
@@ -15,40 +13,11 @@ from rlflow.doctor.trials import trials
 from rlflow.errors import UserError
 from rlflow.process.status import Answered
 
-TRIAL_S = 120.0
-
-
-def doctor(gpu: bool, nodes: int, quick: bool = False, seconds: float = TRIAL_S, keep: Path | None = None) -> None:
-    """Print a line for each thing, and end with code 0 if all that a machine needs works, else 1.
-
-    Args:
-        gpu: Whether runs use this machine's GPUs.
-        nodes: Machines of a run.
-        quick: Whether nothing is tried.
-        seconds: That each trial may take.
-        keep: Where the files of trials stay; None where they are removed.
-    """
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="rlflow-doctor-") as temporary:
-        folder = Path(tempfile.mkdtemp(dir=keep) if keep else temporary)
-        found = _shown("packages", checks.packages(gpu, folder))
-        found += _shown("this machine", checks.this_machine(gpu, nodes, folder))
-        found += _shown("many machines", checks.many_machines(gpu, nodes))
-        if not quick:
-            gpus = checks.gpu_count(folder) if gpu else 0
-            found += _shown("tried", trials(gpu, gpus, folder, seconds))
-    failing = [finding for finding in found if finding.fails]
-    for finding in failing:
-        print(f"needed: {finding}")
-    here = f"{'GPUs' if gpu else 'the CPU'}, {nodes} machine(s)"
-    print(f"{len(failing)} of {len(found)} need mending" if failing else f"all that runs need works ({here})")
-    raise Answered(1 if failing else 0)
-
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `rlflow doctor`."""
-    parser = _Parser(prog="rlflow doctor", description=__doc__, allow_abbrev=False)
+    """Run `rlflow doctor`: print a line for each thing, and end with code 0 if all that runs need works, else 1."""
+    # Python's own parser: that of other commands may be what is missing
+    parser = argparse.ArgumentParser(prog="rlflow doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="try nothing: no ranks, steps or engines")
     parser.add_argument(
         "--accelerator",
@@ -57,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
         help="what runs use; else GPUs where there are",
     )
     parser.add_argument("--num_nodes", type=int, default=None, help="machines of a run; else as Slurm or torchrun say")
-    parser.add_argument("--timeout_s", type=float, default=TRIAL_S, help="seconds that each trial may take")
+    parser.add_argument("--timeout_s", type=float, default=120.0, help="seconds that each trial may take")
     parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="leave the trials' files here")
     given = parser.parse_args(list(arguments))
     nodes = checks.nodes_here() if given.num_nodes is None else given.num_nodes
@@ -65,14 +34,21 @@ def main(arguments: Sequence[str]) -> None:
         if not value >= 1:
             raise UserError(f"`{name}` is {value}; give 1 or more")
     gpu = checks.has_gpu() if given.accelerator == "auto" else given.accelerator == "cuda"
-    doctor(gpu, nodes, given.quick, given.timeout_s, given.keep)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Python's own: the parser of other commands may be what is missing."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see `rlflow doctor --help`")
+    if given.keep is not None:
+        given.keep.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rlflow-doctor-") as temporary:
+        folder = Path(tempfile.mkdtemp(dir=given.keep) if given.keep else temporary)
+        found = _shown("packages", checks.packages(gpu, folder))
+        found += _shown("this machine", checks.this_machine(gpu, nodes, folder))
+        found += _shown("many machines", checks.many_machines(gpu, nodes))
+        if not given.quick:
+            found += _shown("tried", trials(gpu, folder, given.timeout_s))
+    failing = [finding for finding in found if finding.fails]
+    for finding in failing:
+        print(f"needed: {finding}")
+    here = f"{'GPUs' if gpu else 'the CPU'}, {nodes} machine(s)"
+    print(f"{len(failing)} of {len(found)} need mending" if failing else f"all that runs need works ({here})")
+    raise Answered(1 if failing else 0)
 
 
 def _shown(title: str, findings: Iterable[Finding]) -> list[Finding]:
@@ -80,7 +56,6 @@ def _shown(title: str, findings: Iterable[Finding]) -> list[Finding]:
     print(title)
     found = []
     for finding in findings:
-        print(f"  {finding}")
-        sys.stdout.flush()
+        print(f"  {finding}", flush=True)
         found.append(finding)
     return found

@@ -12,7 +12,6 @@ import torch
 from rlflow.commands.configuration import NODES, Configured, call_configured
 from rlflow.run.prepare import read_graph
 from rlflow.simulate.hardware import read_hardware, this_machine
-from rlflow.simulate.paper import show_paper
 from rlflow.simulate.report import show
 from rlflow.simulate.simulation import Scaling, Simulation
 
@@ -27,7 +26,7 @@ def simulate(
     response_tokens: float | None = None,
     draw: Path | None = None,
 ) -> Simulation:
-    """Predict a config's time, bytes and memory on machines that are not here; or, with `--paper`, a paper's curves.
+    """Predict a config's time, bytes and memory on machines that are not here.
 
     Args:
         configured: The run.
@@ -55,15 +54,14 @@ def simulate(
 
 def read_simulate(arguments: Sequence[str]) -> Simulation:
     """The simulation that `rlflow simulate` shows of a config."""
-    return call_configured(simulate, _counting_machines(arguments))
+    # in a config, `nodes` are the graph's
+    arguments = [re.sub(rf"^--{NODES}(?==|$)", "--machines", argument) for argument in arguments]
+    return call_configured(simulate, arguments)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run `rlflow simulate`."""
-    if "--paper" in arguments:
-        show_paper(arguments)
-    else:
-        show(read_simulate(arguments))
+    show(read_simulate(arguments))
 
 
 def simulation_of_run(found: Configured, hardware: str | None) -> Simulation:
@@ -87,8 +85,3 @@ def simulation_of_run(found: Configured, hardware: str | None) -> Simulation:
         response_tokens=None,
         on_cpu=not on_gpu,
     )
-
-
-def _counting_machines(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--machines` for `--nodes`, which in a config are the graph's."""
-    return [re.sub(rf"^--{NODES}(?==|$)", "--machines", argument) for argument in arguments]

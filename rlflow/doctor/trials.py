@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rlflow.doctor.checks import VLLM, Finding, Tried, installed, tried
+from rlflow.doctor.checks import VLLM, Finding, Tried, gpus, installed, tried
 
 AT_ONCE = 2
 PROMPTS = ("1+1=", "1+2=", "2+2=", "3+2=")
@@ -19,17 +19,16 @@ MEET = timedelta(seconds=30)  # that two ranks may take to meet
 STEPS = 2  # the second generates with the weights that the first trained and the sync brought
 
 
-def trials(gpu: bool, gpus: int, folder: Path, seconds: float) -> Iterator[Finding]:
+def trials(gpu: bool, folder: Path, seconds: float) -> Iterator[Finding]:
     """Try what this machine can do, two trials at a time: collectives of two ranks, then small GRPO runs.
 
     Args:
-        gpu: Whether runs use its GPUs.
-        gpus: Number of its GPUs; NCCL is tried with 2 or more.
+        gpu: Whether runs use its GPUs; NCCL is tried with 2 or more.
         folder: Folder in which each trial makes a new one for its files.
         seconds: Limit of each trial's time.
     """
-    backends = ["gloo", "nccl"] if gpus >= 2 else ["gloo"]
-    ranks = min(2, gpus) if gpu else 2
+    ranks = min(2, gpus(folder).output.count("\nGPU ")) if gpu else 2
+    backends = ["gloo", "nccl"] if gpu and ranks == 2 else ["gloo"]
     divided, called = ("deepspeed", "DeepSpeed ZeRO-2") if installed("deepspeed") is not None else ("fsdp", "FSDP")
     runs: list[tuple[str, int, str, Any]] = [
         ("transformers engine, one process", 1, "single", "transformers"),

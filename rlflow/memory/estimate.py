@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlflow.dag.tasks import Exchange, rank_ranges
-from rlflow.errors import UserError
 from rlflow.memory.role import LoadedRole
 from rlflow.memory.workload import Engine, Workload
 from rlflow.storage.space import in_bytes
@@ -239,26 +238,4 @@ def does_not_fit(memory: Memory) -> str:
     return (
         f"rank {rank} is out of memory by {in_bytes(need - capacity)} of {in_bytes(capacity)} while"
         f" {phase}; `{largest}` holds {in_bytes(of[largest])}: {remedy}"
-    )
-
-
-def require_room_for_engines(memory: Memory) -> None:
-    """Refuse several engines that alone are more than a rank's memory; of one, `memory_lines` warns.
-
-    Raises:
-        UserError: They are; names them with their bytes.
-    """
-    if len(memory.engines) < 2 or memory.awake <= memory.capacity:
-        return
-    each = [
-        f"`{name}` weights {in_bytes(engine.weights)}, cache {in_bytes(engine.cache(memory.capacity))},"
-        f" asleep {in_bytes(engine.asleep(memory.capacity))}"
-        for name, engine in memory.engines.items()
-    ]
-    first, second, *_ = memory.engines
-    raise UserError(
-        f"rank {memory.ranks[0]}: the engines of {len(each)} policies ({'; '.join(each)}) take up to"
-        f" {in_bytes(memory.awake)} at once, and the rank has {in_bytes(memory.capacity)}; lower"
-        " `gpu_memory_utilization` (on the CPU `kv_cache_gib`, of TransformersEngine `max_batch`) of `rollout`, or let"
-        f" them use one in turns (`engines.{second}: {{share: {first}, by: turns}}`)"
     )

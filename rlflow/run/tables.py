@@ -10,7 +10,7 @@ import torch
 from rlflow.controller.run import Run
 from rlflow.dag.tasks import rank_ranges
 from rlflow.errors import UserError
-from rlflow.memory.estimate import memories, memory_lines, require_room_for_engines
+from rlflow.memory.estimate import memories, memory_lines
 from rlflow.memory.workload import Workload, workload_of
 from rlflow.models.sizes import size_of
 from rlflow.module import handles
@@ -89,9 +89,6 @@ def memory_table(run: Run) -> Iterator[str]:
 
     Args:
         run: The run; its strategy has joined the other ranks.
-
-    Raises:
-        UserError: Several engines alone take more than the memory of a rank.
     """
     strategy, ranks_here = run.strategy, run.settings.devices  # which on the CPU share its memory
     total, free = device_memory(strategy.root_device, ranks_here)
@@ -102,7 +99,6 @@ def memory_table(run: Run) -> Iterator[str]:
         return
     found = memories(workload, total)
     for memory in found:
-        require_room_for_engines(memory)
         yield from memory_lines(memory, every=len(found) == 1)
         needed = max(memory.generating, memory.training)
         if not memory.fits:

@@ -69,7 +69,8 @@ class _Step:
         self.hardware = hardware.computing_on(workload.ranks)
         self.design = design
         self.lanes = _lanes(workload)
-        self.latest: dict[str, str] = {}  # of each value, or value and reader: the work after which it is there
+        self.made: dict[str, str] = {}  # by value: the work after which it is there, where it is made
+        self.brought: dict[tuple[str, str], str] = {}  # by value and the node that reads it: the work that brings it
         self.draw = ""
 
     def works(self) -> Iterator[WorkItem]:
@@ -94,7 +95,7 @@ class _Step:
         if not self.workload.plan.max_staleness:
             self.hardware = self.machine.computing_on(len(task.ranks))
         if isinstance(task, Load):
-            self.latest[BATCH] = ""  # read ahead, while the step before is trained
+            self.made[BATCH] = ""  # read ahead, while the step before is trained
             if self.hardware.step_seconds:
                 yield WorkItem(f"loading{self.draw}", "host", self._of(task.ranks), self.hardware.step_seconds)
         elif isinstance(task, SyncWeights):
@@ -113,16 +114,16 @@ class _Step:
         if self.design != "rlflow":
             for value in node.reads:
                 yield from self._fetched(value, node, layout)
-        needs = [self._there(value, node, layout) for value in node.reads]
+        needs = [self.brought.get((value, node.id), self.made.get(value, "")) for value in node.reads]
         kind, seconds = self._seconds(node, layout)
         if on_hub:
             seconds = self.workload.rows(node.space) * self.hardware.row_seconds
         lanes = (CONTROLLER,) if on_hub else self._of(layout.ranks)
         name = node.id + self.draw
         yield WorkItem(name, kind, lanes, seconds, tuple(need for need in needs if need))
-        self.latest[node.id] = name
+        self.made[node.id] = name
         if self.design != "rlflow" and self.workload.graph.readers(node.id):
-            yield from self._kept(node, layout)
+            yield from self._stored(node, layout)
 
     def _seconds(self, node: Node, layout: Layout) -> tuple[str, float]:
         load, rows = self.workload, self.workload.rows(node.space) / layout.shards
@@ -166,23 +167,18 @@ class _Step:
         ranks = len(task.ranks)
         seconds = all_to_all_seconds(nbytes / task.source.shards, ranks, self.hardware)
         seconds += gather_seconds(METADATA_BYTES * rows, ranks, self.hardware)
-        name = f"{task.value} -> {_holders(load, task)}{self.draw}"
-        need = self.latest[task.value]
+        readers = _readers(load, task)
+        name = f"{task.value} -> {', '.join(readers)}{self.draw}"
+        need = self.made[task.value]
         if self.hardware.exchange_row_seconds and nbytes:
             packing = (
                 rows / task.source.shards * load.columns(task.value, task.columns) * self.hardware.exchange_row_seconds
             )
             yield WorkItem(f"pack {name}", "exchange", self._of(task.ranks), packing, (need,) if need else ())
             need = f"pack {name}"
-        self.latest[f"{task.value}|{task.reader_space}|{task.target}"] = name
+        self.brought |= {(task.value, reader): name for reader in readers}
         links = tuple(f"link of {lane}" for lane in self._of(task.ranks))
         yield WorkItem(name, "exchange", links, seconds, (need,) if need else (), nbytes)
-
-    def _there(self, value: str, node: Node, layout: Layout) -> str:
-        """The work after which `value` can be read by `node`."""
-        if self.design == "rlflow":
-            return self.latest.get(f"{value}|{node.inside}|{layout}", self.latest.get(value, ""))
-        return self.latest.get(f"{value}|{node.id}", self.latest.get(value, ""))
 
     def _bytes(self, value: str) -> float:
         rows = self.workload.rows(self.workload.graph.space_of(value))
@@ -190,7 +186,7 @@ class _Step:
 
     def _fetched(self, value: str, node: Node, layout: Layout) -> Iterator[WorkItem]:
         """The work that brings a value to a reader from a controller, or from a store."""
-        nbytes, need = self._bytes(value), self.latest.get(value, "")
+        nbytes, need = self._bytes(value), self.made.get(value, "")
         name = f"{value} -> {node.id}{self.draw}"
         needs = (need,) if need else ()
         if self.design == "store":
@@ -202,20 +198,20 @@ class _Step:
             return
         else:
             yield WorkItem(name, "exchange", (CONTROLLER,), nbytes / self.hardware.hub_bandwidth, needs, nbytes)
-        self.latest[f"{value}|{node.id}"] = name
+        self.brought[value, node.id] = name
 
-    def _kept(self, node: Node, layout: Layout) -> Iterator[WorkItem]:
+    def _stored(self, node: Node, layout: Layout) -> Iterator[WorkItem]:
         """The work that brings a value from its maker to a controller, or into a store."""
         nbytes, name = self._bytes(node.id), f"{node.id} ->{self.draw}"
         if self.design == "store":
             seconds = all_to_all_seconds(nbytes / layout.shards, self.workload.ranks, self.hardware)
-            yield WorkItem(name, "exchange", self._of(layout.ranks), seconds, (self.latest[node.id],), nbytes)
+            yield WorkItem(name, "exchange", self._of(layout.ranks), seconds, (self.made[node.id],), nbytes)
             yield self._asked(name, node.id, (name,))
-            self.latest[node.id] = f"{name}, asked"
+            self.made[node.id] = f"{name}, asked"
         elif node.models:
             seconds = nbytes / self.hardware.hub_bandwidth
-            yield WorkItem(name, "exchange", (CONTROLLER,), seconds, (self.latest[node.id],), nbytes)
-            self.latest[node.id] = name
+            yield WorkItem(name, "exchange", (CONTROLLER,), seconds, (self.made[node.id],), nbytes)
+            self.made[node.id] = name
 
     def _asked(self, name: str, value: str, needs: tuple[str, ...]) -> WorkItem:
         rows = self.workload.rows(self.workload.graph.space_of(value))
@@ -236,13 +232,11 @@ def _lanes(workload: Workload) -> list[str]:
     return [names[part] for part in parts]
 
 
-def _holders(workload: Workload, task: Exchange) -> str:
+def _readers(workload: Workload, task: Exchange) -> list[str]:
     """The nodes that read the value in the exchange's layout."""
     layouts = workload.plan.layouts()
     readers = workload.graph.readers(task.value)
-    return ", ".join(
-        node.id for node in readers if layouts[node.id] == task.target and node.inside == task.reader_space
-    )
+    return [node.id for node in readers if layouts[node.id] == task.target and node.inside == task.reader_space]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rlflow.data.prompts import Encoder
 from rlflow.errors import UserError
@@ -52,7 +51,13 @@ def screen(simulation: Simulation) -> Iterator[str]:
     yield f"step {in_seconds(timeline.seconds)}, {predicted.rate('rlflow'):.4g} tokens/s; * on the critical path"
     yield from work_lines(timeline)
     yield ""
-    yield from _alternatives(simulation)
+    if simulation.alternatives:
+        yield "the same ranks, placed otherwise"
+    for name, other in simulation.alternatives.items():
+        seconds, mark = other.timelines["rlflow"].seconds, "" if other.memory.fits else "; does not fit"
+        yield f"    {name:<24} step {in_seconds(seconds)}, {seconds / timeline.seconds:.2f} times as long{mark}"
+    if simulation.alternatives:
+        yield ""
     for memory in predicted.memories:
         yield from memory_lines(memory, every=len(predicted.memories) == 1)
     yield from phase_lines(simulation.phases, predicted.memory.capacity)
@@ -80,23 +85,10 @@ def work_lines(timeline: StepTimeline) -> Iterator[str]:
         )
 
 
-def _alternatives(simulation: Simulation) -> Iterator[str]:
-    if not simulation.alternatives:
-        return
-    here = simulation.predicted.timelines["rlflow"].seconds
-    yield "the same ranks, placed otherwise"
-    for name, other in simulation.alternatives.items():
-        seconds = other.timelines["rlflow"].seconds
-        marked = "" if other.memory.fits else "; does not fit"
-        yield f"    {name:<24} step {in_seconds(seconds)}, {seconds / here:.2f} times as long{marked}"
-    yield ""
-
-
 def _designs(simulation: Simulation) -> Iterator[str]:
-    growth = simulation.growth
     yield f"tokens/s by ranks ({simulation.scaling} scaling), and the step; ! where memory is short"
     yield f"    {'ranks':>6} {'prompts':>8}" + "".join(f" {MEANING[design]:>27}" for design in DESIGNS)
-    for ranks, predicted in growth.items():
+    for ranks, predicted in simulation.growth.items():
         mark = " " if predicted.memory.fits else "!"
         cells = [f"{predicted.rate(of):.4g} ({in_seconds(predicted.timelines[of].seconds)})" for of in DESIGNS]
         yield f"  {mark} {ranks:>6} {predicted.workload.prompts:>8}" + "".join(f" {cell:>27}" for cell in cells)
@@ -109,15 +101,7 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"
 
 
-COLOURS = {
-    "rollout": "#4c78a8",
-    "score": "#72b7b2",
-    "train": "#f58518",
-    "host": "#b279a2",
-    "sync": "#54a24b",
-    "exchange": "#e45756",
-    "control": "#9d755d",
-}
+KINDS = ("rollout", "score", "train", "host", "sync", "exchange", "control")
 
 
 def draw_simulation(simulation: Simulation, path: Path) -> None:
@@ -125,58 +109,43 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
 
     The suffix of `path` gives the format, and its folder is made.
     """
-    # The object form with its own canvas: no window system, and no state shared with a user's own figures.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    # The object form: no window system, and no state shared with a user's own figures.
     from matplotlib.figure import Figure
 
-    predicted = simulation.predicted
+    predicted, growth = simulation.predicted, simulation.growth
     figure = Figure(figsize=(11.0, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
-    rows: list[str] = []
     named = 0.06 * max(timeline.seconds for timeline in predicted.timelines.values())
-    for design in DESIGNS:
-        _draw_timeline(above, predicted.timelines[design], MEANING[design], rows, named)
-    above.set_yticks(range(len(rows)), rows)
+    labelled = set[str]()
+    for design, timeline in predicted.timelines.items():
+        for name, work in timeline.works.items():
+            rows = [f"{MEANING[design]}: {lane}" for lane in work.lanes]
+            # matplotlib leaves a label that begins with `_` out of the legend
+            label = "_" if work.kind in labelled else work.kind
+            bars = above.barh(rows, work.seconds, 0.7, work.start, color=f"C{KINDS.index(work.kind)}", label=label)
+            labelled.add(work.kind)
+            if work.seconds > named:
+                above.bar_label(bars, [name] * len(rows), label_type="center", fontsize=7)
     above.invert_yaxis()
     above.set_xlabel("seconds")
     above.set_title(
         f"{type(simulation.module).__name__}, {predicted.workload.ranks} ranks of {simulation.name}: a step"
     )
-    for kind, colour in COLOURS.items():
-        above.barh(0, 0, color=colour, label=kind)
-    above.legend(ncols=len(COLOURS), loc="lower right", fontsize="small")
+    above.legend(ncols=len(KINDS), loc="lower right", fontsize="small")
 
-    ranks = list(simulation.growth)
     for design in DESIGNS:
-        rates = [at.rate(design) for at in simulation.growth.values()]
-        below.plot(ranks, rates, marker="o", markersize=3, label=MEANING[design])
-    first = next(iter(simulation.growth.values()))
-    ideal = [first.rate("rlflow") * count / ranks[0] for count in ranks]
-    below.plot(ranks, ideal, linestyle=":", color="grey", label="rlflow's rate a rank, kept")
+        below.plot(list(growth), [at.rate(design) for at in growth.values()], marker=".", label=MEANING[design])
+    first, at_first = next(iter(growth.items()))
+    ideal = [at_first.rate("rlflow") * ranks / first for ranks in growth]
+    below.plot(list(growth), ideal, linestyle=":", color="grey", label="rlflow's rate of a rank, as at the fewest")
     below.set_xscale("log", base=2)
     below.set_yscale("log", base=2)
-    below.set_xticks(ranks, [str(count) for count in ranks])
-    below.set_xlabel("ranks")
-    below.set_ylabel("tokens/s")
-    below.set_title(f"{simulation.scaling} scaling")
+    below.set_xticks(list(growth), [str(ranks) for ranks in growth])
+    below.set(xlabel="ranks", ylabel="tokens/s", title=f"{simulation.scaling} scaling")
     below.grid(alpha=0.3)
     below.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-
-
-def _draw_timeline(axes: Any, timeline: StepTimeline, design: str, rows: list[str], named: float) -> None:
-    """Draw the bars of one design, a row for each lane; bars longer than `named` seconds carry their name."""
-    lanes = dict.fromkeys(lane for work in timeline.works.values() for lane in work.lanes)
-    places = {lane: len(rows) + place for place, lane in enumerate(lanes)}
-    rows += [f"{design}: {lane}" for lane in lanes]
-    for name, work in timeline.works.items():
-        for lane in work.lanes:
-            axes.barh(places[lane], work.seconds, left=work.start, height=0.7, color=COLOURS[work.kind])
-            if work.seconds > named:
-                middle = work.start + work.seconds / 2
-                axes.text(middle, places[lane], name, ha="center", va="center", fontsize=7, clip_on=True)
 
 
 @contextmanager
@@ -254,19 +223,11 @@ def compared(simulation: Simulation, lines: Sequence[Mapping[str, float | None]]
         mean = statistics.fmean(lengths)
         simulation = replace(simulation, response_tokens=mean)
         of = f"with responses of {mean:.1f} tokens, as they were, "
-    timeline = simulation.predicted.timelines["rlflow"]
-    yield f"predicted against measured, {of}{'the median of ' if len(counted) > 1 else ''}{_steps(counted)}"
-    for name, seconds in node_seconds(timeline.works.values()).items():
-        if name in measured:
-            yield _line(name, seconds, measured[name])
-    yield _line("step", timeline.seconds, measured["step"])
-
-
-def _steps(counted: Sequence[Mapping[str, float | None]]) -> str:
     first, last = (f"{line['step']:.0f}" for line in (counted[0], counted[-1]))
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _line(name: str, predicted: float, measured: float) -> str:
-    error = f"{predicted / measured - 1:+.0%}" if measured else ""
-    return f"    {name:<24} {in_seconds(predicted):>10} {in_seconds(measured):>10} {error:>7}"
+    steps_counted = f"step {first}" if first == last else f"the median of steps {first} to {last}"
+    yield f"predicted against measured, {of}{steps_counted}"
+    timeline = simulation.predicted.timelines["rlflow"]
+    for name, seconds in (node_seconds(timeline.works.values()) | {"step": timeline.seconds}).items():
+        if name in measured:
+            error = f"{seconds / measured[name] - 1:+.0%}" if measured[name] else ""
+            yield f"    {name:<24} {in_seconds(seconds):>10} {in_seconds(measured[name]):>10} {error:>7}"

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlflow.errors import UserError
-from rlflow.memory.estimate import Memory, memory_lines, require_room_for_engines
+from rlflow.memory.estimate import Memory, memory_lines
 from rlflow.memory.role import LoadedRole, loaded_role
 from rlflow.memory.workload import Engine, loaded_engine
 from rlflow.models.causal_lm import CausalLM
@@ -206,21 +205,6 @@ def test_engines_that_are_never_awake_at_once_are_not_added() -> None:
     assert memory.awake == 15 + 20 + 2  # the actor's, and what the others keep: more than the opponent's 30 + 2
     assert replace(memory, together=(("actor", "opponent"),)).awake == 15 + 30 + 2
     assert busy().awake == 0
-
-
-def test_several_engines_that_do_not_fit_are_refused_with_their_bytes() -> None:
-    actor, opponent = engine(10e9, 15e9, "weights and cache"), engine(8e9, 10e9, "weights")
-    memory = busy(actor=actor, opponent=opponent)
-    require_room_for_engines(replace(memory, capacity=43e9))
-    require_room_for_engines(busy(actor=actor))  # one is warned of
-    with pytest.raises(UserError) as error:
-        require_room_for_engines(replace(memory, capacity=42e9))
-    assert str(error.value) == (
-        "rank 0: the engines of 2 policies (`actor` weights 10.0 GB, cache 15.0 GB, asleep 25.0 GB; `opponent` weights"
-        " 8.0 GB, cache 10.0 GB, asleep 8.0 GB) take up to 43.0 GB at once, and the rank has 42.0 GB; lower"
-        " `gpu_memory_utilization` (on the CPU `kv_cache_gib`, of TransformersEngine `max_batch`) of `rollout`, or let"
-        " them use one in turns (`engines.opponent: {share: actor, by: turns}`)"
-    )
 
 
 def test_the_table_adds_up_and_says_what_is_short() -> None:
