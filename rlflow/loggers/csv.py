@@ -32,8 +32,7 @@ class CSVLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         metrics = {readable_line(name): value for name, value in metrics.items()}
-        gone = not self._path.exists()
-        if gone:
+        if gone := not self._path.exists():
             self.warnings.append(f"warning: {self._path} is gone; it begins anew with step {step}")
         if gone or not metrics.keys() <= {*self._columns}:
             self._continue(step + 1)
