@@ -79,10 +79,7 @@ class PromptData:
     ) -> None:
         if prompts_per_step < 1:
             raise UserError(f"`prompts_per_step` is {prompts_per_step}; a step needs at least 1 prompt. Raise it")
-        for name, length in {
-            "max_prompt_length": max_prompt_length,
-            "max_response_length": max_response_length,
-        }.items():
+        for name, length in (("max_prompt_length", max_prompt_length), ("max_response_length", max_response_length)):
             if length is not None and length < 1:
                 raise UserError(f"`data.{name}` is {length}; it counts tokens, so give 1 or more")
         if renderer is not None and tool_calls is not None:

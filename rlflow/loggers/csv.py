@@ -82,12 +82,8 @@ def _is_header(cells: Sequence[str]) -> bool:
 
 
 def _is_row(cells: Sequence[str], columns: Sequence[str]) -> bool:
-    return len(cells) == len(columns) and cells[0].isdecimal() and all(map(_is_number, cells))
-
-
-def _is_number(cell: str) -> bool:
     try:
-        float(cell or 0)
+        [float(cell or 0) for cell in cells]
     except ValueError:
         return False
-    return True
+    return len(cells) == len(columns) and cells[0].isdecimal()
