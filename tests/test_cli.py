@@ -149,14 +149,15 @@ def test_help_imports_neither_engine_nor_deepspeed_nor_wandb() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_help_of_a_run_imports_neither_transformers_nor_fabric_s_processes() -> None:
+def test_help_of_a_run_imports_neither_transformers_nor_dtensors_nor_fabric_s_processes() -> None:
     script = (
         "import sys, contextlib, io\n"
         "from rlflow.cli import main\n"
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as help:\n"
         "    main(['fit', '--help'])\n"
         "assert 'Maximum number of steps' in help.getvalue()\n"
-        "print(sorted({'transformers', 'torch._dynamo', 'lightning.fabric.strategies.ddp'} & set(sys.modules)))\n"
+        "unwanted = {'transformers', 'torch._dynamo', 'torch.distributed.tensor', 'lightning.fabric.strategies.ddp'}\n"
+        "print(sorted(unwanted & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, chdir, nullcontext
+from contextlib import ExitStack, chdir
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
@@ -57,15 +57,12 @@ class Configured:
 
     def fit(self) -> None:
         """Train, with a prediction before and its error after if asked; a `UserError` names keys of the config."""
-        with self.keys.in_errors(self.config), self._prediction():
+        with self.keys.in_errors(self.config), ExitStack() as stack:
+            if self.simulation is not None:
+                from rlflow.simulate.report import prediction
+
+                stack.enter_context(prediction(self.simulation))
             self.trainer.fit(self.module, self.data)
-
-    def _prediction(self) -> AbstractContextManager[None]:
-        if self.simulation is None:
-            return nullcontext()
-        from rlflow.simulate.report import prediction
-
-        return prediction(self.simulation)
 
 
 Result = TypeVar("Result")
@@ -139,7 +136,7 @@ def configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configu
     """
     with chdir("."):  # back at the end, wherever a module of the user's went when it was imported
         asked = [argument for argument in arguments if _asks(argument)]
-        if asked and not all(_prints_config(argument) for argument in asked):
+        if not all(argument.startswith("--print_config") for argument in asked):
             parser.parse_args(list(arguments))  # prints help and ends
         alone = {action.dest: action.const for action in parser._actions if action.nargs in (0, "?")}
         given = layers([argument for argument in arguments if argument not in asked], alone)
@@ -211,7 +208,3 @@ def _asks(argument: str) -> bool:
     """Whether an argument asks for help or for the config, and is not of the config."""
     option = argument.partition("=")[0]
     return option in ("-h", "--help", "--print_config") or (option.startswith("--") and option.endswith(".help"))
-
-
-def _prints_config(argument: str) -> bool:
-    return argument.startswith("--print_config")

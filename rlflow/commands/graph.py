@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 from rlflow.commands.configuration import Configured, call_configured
 from rlflow.dag.annotations import type_name
@@ -15,14 +16,8 @@ from rlflow.errors import UserError
 from rlflow.run.prepare import plan_run
 from rlflow.values.each import Trained, grown
 
-TYPES: dict[Kind, str] = {
-    "compute": "COMPUTE",
-    "model_inference": "MODEL_INFERENCE",
-    "rollout": "ROLLOUT",
-    "train": "MODEL_TRAIN",
-    "filter": "FILTER",
-}
 DATASET = "DATASET"
+TYPES: dict[Kind, str] = {kind: kind.upper() for kind in get_args(Kind)} | {"train": "MODEL_TRAIN"}
 COLOURS = {  # of a type: fill, outline
     DATASET: ("#f1f3f5", "#868e96"),
     "COMPUTE": ("#e7f5ff", "#1c7ed6"),

@@ -190,16 +190,12 @@ class Player(RolloutEngine):
         if not view:
             self._views.append(view)
         self._on_tokens("environment" if view else "prompt", prompt[len(view) :])
-        said = self._said(next(self._replies))
+        said = [*self._tokenizer(next(self._replies), add_special_tokens=False)["input_ids"], self._end]
         stops = (place for place, token in enumerate(said) if token in sampling.stop_token_ids)
         turn = said[: min(longest, next(stops) + 1)]
         view[:] = [*prompt, *turn]
         self._on_tokens("policy", turn)
         return [Completion(tuple(turn), (0.0,) * len(turn), turn[-1] in sampling.stop_token_ids)]
-
-    def _said(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [*ids, self._end]
 
     def setup(self, model_path: str, place: EnginePlace) -> None:
         """There is nothing to build."""
@@ -229,8 +225,6 @@ def by_hand() -> Iterator[str]:
                 print()
                 raise LeftError from None
             raise _too_few("standard input", turn) from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"standard input is not UTF-8 ({one_line(error)}); send text") from error
         turn += 1
 
 

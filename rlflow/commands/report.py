@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.commands.parser import call
-from rlflow.commands.trace import chosen_steps, missing_lines, traces_of
+from rlflow.commands.trace import chosen_steps, print_missing, traces_of
 from rlflow.errors import UserError
 from rlflow.loggers.trace import FLIGHT, SAVE, TURN, WAIT, read_events, step_windows, window_of
 from rlflow.metrics import straggler
@@ -42,8 +42,7 @@ def report(run_dir: Path, /, step: int | None = None, steps: int = 3, draw: Path
     shown = chosen_steps(run_dir, windows, step, steps)
     timeline = Timeline(spans(read_events(traces, window=window_of(windows, shown))))
     print("\n".join(screen(timeline, shown, last=max(windows))))
-    for line in missing_lines(traces):
-        print(line)
+    print_missing(traces)
     picture = draw or run_dir / PICTURE_FILE
     draw_timeline(timeline, shown, picture)
     print(f"drew {picture}")
@@ -74,15 +73,13 @@ def screen(timeline: Timeline, steps: Sequence[int], last: int) -> Iterator[str]
     if len(shown) < len(shares):
         yield f"    ... and {len(shares) - len(shown)} ranks that worked less"
     for title, of in (("tasks", is_task), ("waits", is_wait)):
-        found = timeline.seconds(steps, of)
-        if found:
+        if found := timeline.seconds(steps, of):
             yield ""
             yield f"    {f'{title}, seconds a step':<32} {'mean':>9} {'least':>20} {'most':>20}"
             yield from (_row(name, seconds) for name, seconds in found.items())
     yield ""
     for step in steps:
-        slowest = straggler(timeline.worked(step))
-        if slowest:
+        if slowest := straggler(timeline.worked(step)):
             longest = timeline.ranks[int(slowest["time/straggler_rank"])]
             above = f"{slowest['time/straggler_share']:.1%} above the median"
             yield f"    step {step}: rank {longest} worked longest, {above}"
@@ -190,7 +187,8 @@ def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
     begun: dict[str, float] = {}
     step, waits_until, rank = 1, 0.0, -1
     of_ranks = (event for event in events if "ts" in event and event["cat"] != TURN)
-    for event in sorted(of_ranks, key=_by_rank_and_start):
+    # what lies in another comes after it
+    for event in sorted(of_ranks, key=lambda event: (event["pid"], event["ts"], -event.get("dur", 0.0))):
         start, category = event["ts"] / 1e6, event["cat"]
         if event["pid"] != rank:
             rank, waits_until = event["pid"], 0.0
@@ -221,10 +219,6 @@ def is_task(span: Span) -> bool:
 def is_wait(span: Span) -> bool:
     """Whether it is a wait for other ranks within a task."""
     return span.category == WAIT
-
-
-def _by_rank_and_start(event: dict[str, Any]) -> tuple[int, float, float]:
-    return event["pid"], event["ts"], -event.get("dur", 0.0)  # what lies in another comes after it
 
 
 def _name(task: str, category: str) -> str:

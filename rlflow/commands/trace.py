@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rlflow.commands.parser import call
@@ -41,8 +41,7 @@ def trace(
         windows = step_windows(traces)
         window = window_of(windows, chosen_steps(run_dir, windows, step, steps))
     print(f"wrote {merge_traces(traces, to, ranks, window)} (ui.perfetto.dev)")
-    for line in missing_lines(traces):
-        print(line)
+    print_missing(traces)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,11 +61,10 @@ def traces_of(folder: Path) -> Path:
     return traces
 
 
-def missing_lines(traces: Path) -> Iterator[str]:
-    """What to do about ranks whose traces are on other machines."""
-    missing = missing_ranks(traces)
-    if missing:
-        yield (
+def print_missing(traces: Path) -> None:
+    """Print what to do about ranks whose traces are on other machines."""
+    if missing := missing_ranks(traces):
+        print(
             f"without {rank_ranges(tuple(missing))}: each machine writes the traces of its own ranks, so where storage"
             f" is not shared copy theirs (rank*.jsonl) into {traces}"
         )

@@ -17,12 +17,11 @@ from rlflow.config.arguments import (
     is_choice,
 )
 from rlflow.config.checking import mistakes_of
+from rlflow.config.keys import ARGUMENTS, CLASS
 from rlflow.config.reading import Appended, Text
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError
 from rlflow.short_names import class_named, path_of
-
-CLASS, ARGUMENTS = "class_path", "init_args"
 
 
 def merged(layers: Iterable[Mapping[str, Any]], shape: Group) -> dict[str, Any]:

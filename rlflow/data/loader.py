@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -24,7 +23,6 @@ from rlflow.data.scan import (
     count_together,
     keep_counted,
     key_of,
-    pieces_of_all,
     read_counted,
     scan,
 )
@@ -99,9 +97,7 @@ class Loader:
         self._counted: Counted | None = None
         with about(source):
             rows = len(source)
-        self._key = None
-        if rows > FEW_ROWS:
-            self._key = key_of(source, data, tokenizer, environment, reward)
+        self._key = key_of(source, data, tokenizer, environment, reward) if rows > FEW_ROWS else None
         counted = None if self._key is None else read_counted(self._key, rows)
         if counted is None and (ranks == 1 or self._key is None):
             counted = self._count()
@@ -140,20 +136,6 @@ class Loader:
         assert counted.ids is not None
         keep_counted(self._key, counted.numbers, [(0, counted.ids)])
         return read_counted(self._key, rows) or counted
-
-    def _count_together(self, keeps: bool, transport: Transport) -> Counted:
-        """All rows, of which each rank counts some; where nobody keeps them, rows are tokenised as they are drawn."""
-        assert self._key is not None
-        rows = len(self._source)
-        mine = share(rows, transport.rank, transport.world_size)
-        all_rows, counted = count_together(self._source, self.encode, mine, transport, self._reward)
-        pieces = pieces_of_all(counted, transport)
-        if keeps:
-            keep_counted(self._key, all_rows.numbers, pieces)
-        for _ in pieces:  # what it left out
-            pass
-        transport.all_gather(torch.zeros(1))  # now all are kept
-        return read_counted(self._key, rows) or all_rows
 
     @property
     def size(self) -> int:
@@ -373,7 +355,7 @@ class Prefetch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._reader.shutdown(cancel_futures=True)
 
 
@@ -397,7 +379,9 @@ def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps:
         if loader is None or all(is_scanned for is_scanned, _ in of_loader):
             continue
         if loader._key is not None and all(key == loader._key for _, key in of_loader):
-            loader._use(loader._count_together(keeps, transport))
+            source, mine = loader._source, share(len(loader._source), transport.rank, transport.world_size)
+            counted = count_together(source, loader.encode, mine, transport, loader._key, keeps, loader._reward)
+            loader._use(counted)
         elif not loader.is_scanned:
             loader._use(loader._count(keeps))
 

@@ -9,8 +9,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from rlflow.data.played import Played
-from rlflow.data.sources import DataLike, DataModule, Source, as_source, datasets_of, is_data_module
-from rlflow.data.template import Template
+from rlflow.data.sources import DataLike, Source, as_source, datasets_of, is_data_module
+from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
 from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, text_of
 from rlflow.environments.conversation_format import bridge_of, traced
@@ -79,10 +79,7 @@ class PromptData:
     ) -> None:
         if prompts_per_step < 1:
             raise UserError(f"`prompts_per_step` is {prompts_per_step}; a step needs at least 1 prompt. Raise it")
-        for name, length in {
-            "max_prompt_length": max_prompt_length,
-            "max_response_length": max_response_length,
-        }.items():
+        for name, length in (("max_prompt_length", max_prompt_length), ("max_response_length", max_response_length)):
             if length is not None and length < 1:
                 raise UserError(f"`data.{name}` is {length}; it counts tokens, so give 1 or more")
         if renderer is not None and tool_calls is not None:
@@ -91,7 +88,7 @@ class PromptData:
                 " `tool_calls` out"
             )
         if is_data_module(train):
-            train, of_module = datasets_of(cast(DataModule, train))
+            train, of_module = datasets_of(train)
             validation = of_module if validation is None else validation
         self.train = as_source(train)
         self.validation = None if validation is None else as_source(validation, "data.validation", "validation")
@@ -195,7 +192,8 @@ class Encoder:
         self._prompt_column = data.prompt
         self._tokenizer = tokenizer
         self._begins = environment is not None and data.response is None
-        self._definition_of = partial(_toolless, defined(None)) if environment is None else environment.definition_of
+        toolless = defined(None)
+        self._definition_of = (lambda row: toolless) if environment is None else environment.definition_of
         self._special = SpecialTokens(tokenizer)
         made = partial(bridge_of, tokenizer=tokenizer, renderer=data.renderer, tool_calls=data.tool_calls)
         self.bridge: Callable[[Definition], Bridge] = cache(made)
@@ -267,9 +265,8 @@ class Encoder:
             UserError: The template cannot be read, a row lacks one of its columns, or a prompt is longer than prompts
                 may be.
         """
-        write = Template(template)
         places = [f"row {number} of those that a node writes prompts from" for number in range(len(rows))]
-        prompts = [self._prompt(row, place, write) for row, place in zip(rows, places, strict=True)]
+        prompts = [self._prompt(row, place, template) for row, place in zip(rows, places, strict=True)]
         if not prompts:
             return []
         ids = self._prompt_ids(prompts, places)
@@ -294,7 +291,7 @@ class Encoder:
             )
         return ids
 
-    def _prompt(self, row: dict[str, Any], place: str, template: Template | None = None) -> str:
+    def _prompt(self, row: dict[str, Any], place: str, template: str | None = None) -> str:
         prompt = column_of(row, self._prompt_column, place)
         if template is not None:
             prompt = self._rewritten(prompt, template, row, place)
@@ -312,16 +309,16 @@ class Encoder:
             )
         return text_in(prompt, self._prompt_column, place)
 
-    def _rewritten(self, prompt: Any, template: Template, row: dict[str, Any], place: str) -> Any:
+    def _rewritten(self, prompt: Any, template: str, row: dict[str, Any], place: str) -> Any:
         """A prompt as the template writes it; of messages, what the user says last."""
         column = partial(column_of, row, place=place)
         if not isinstance(prompt, list):
-            return template.written(text_in(prompt, self._prompt_column, place), column)
+            return write_template(template, text_in(prompt, self._prompt_column, place), column)
         by_user = [number for number, message in enumerate(prompt) if message.get("role") == "user"]
         if not by_user:
             raise UserError(f"{place}: no message of the prompt is the user's, into which a template writes; add one")
         last = by_user[-1]
-        said = template.written(text_in(prompt[last].get("content"), self._prompt_column, place), column)
+        said = write_template(template, text_in(prompt[last].get("content"), self._prompt_column, place), column)
         return [*prompt[:last], {**prompt[last], "content": said}, *prompt[last + 1 :]]
 
     def _chat(self, prompt: Any, place: str) -> str:
@@ -387,10 +384,6 @@ class Encoder:
                     f"{place}: columns `{self._data.response}` and `{self._data.rejected}` are both {text!r:.60}, and a"
                     " pair is two responses; mend or remove the row"
                 )
-
-
-def _toolless(definition: Definition, row: dict[str, Any]) -> Definition:
-    return definition
 
 
 def _first(row: dict[str, Any], columns: Sequence[str], what: str, place: str, absent: str | None = None) -> str:

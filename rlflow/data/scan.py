@@ -191,8 +191,14 @@ def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = 
 
 
 def count_together(
-    source: Source, encode: Encoder, mine: range, transport: Transport, reward: Reward | None = None
-) -> tuple[Counted, Counted]:
+    source: Source,
+    encode: Encoder,
+    mine: range,
+    transport: Transport,
+    key: str,
+    keeps: bool,
+    reward: Reward | None = None,
+) -> Counted:
     """Count all rows, this rank some of them; a collective of all ranks.
 
     Args:
@@ -200,10 +206,12 @@ def count_together(
         encode: Their tokens.
         mine: Rows that this rank counts; the ranks' follow one another.
         transport: To the other ranks.
+        key: Of the rows, see `key_of`.
+        keeps: Whether this rank keeps all rows on disk.
         reward: That scores responses to these rows, if one does.
 
     Returns:
-        All rows without ids, and the rows that this rank counted.
+        All rows; without ids where nobody keeps them, and rows are tokenised again as they are drawn.
 
     Raises:
         UserError: A row of some rank cannot be read; on all ranks alike, of the first such row.
@@ -217,10 +225,17 @@ def count_together(
         if first:
             raise UserError(first.decode())
     of_all = transport.all_gather_ragged(counted.numbers.flatten())
-    return Counted(torch.cat([each.view(-1, 6) for each in of_all]), None), counted
+    numbers = torch.cat([each.view(-1, 6) for each in of_all])
+    pieces = _pieces_of_all(counted, transport)
+    if keeps:
+        keep_counted(key, numbers, pieces)
+    for _ in pieces:  # what it left out
+        pass
+    transport.all_gather(torch.zeros(1))  # now all are kept
+    return read_counted(key, len(source)) or Counted(numbers, None)
 
 
-def pieces_of_all(mine: Counted, transport: Transport) -> Iterator[tuple[int, Tensor]]:
+def _pieces_of_all(mine: Counted, transport: Transport) -> Iterator[tuple[int, Tensor]]:
     """The token ids of all ranks' rows in pieces, with their places; a collective that all ranks exhaust."""
     assert mine.ids is not None
     totals = [int(total) for total in transport.all_gather(torch.tensor([len(mine.ids)]))]

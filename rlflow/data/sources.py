@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, cast
 
 from rlflow.errors import ConfigPlace, UserError, did_you_mean, no_file, one_line, place
 from rlflow.process.hub import offline_unless_reached
@@ -163,9 +163,11 @@ class Parquet(Source):
 
     def __init__(self, path: str) -> None:
         self.path = self.name = path
+        self._held: OrderedDict[int, Any] = OrderedDict()  # tables of row groups, by the groups' numbers
+        self._lock = Lock()  # the next step's rows are read while others are
 
     def __len__(self) -> int:
-        return self._groups.ends[-1] if self._groups.ends else 0
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         return self.read([row])[0]
@@ -179,11 +181,10 @@ class Parquet(Source):
         import pyarrow
 
         found: dict[int, dict[str, Any]] = {}
-        groups = self._groups
-        for group, of_group in groupby(sorted(set(rows)), key=groups.group_of):
-            first = groups.start(group)
+        for group, of_group in groupby(sorted(set(rows)), key=self._group_of):
+            first = self._ends[group - 1] if group else 0
             try:
-                table = groups.read(group)
+                table = self._table(group)
                 for row in of_group:
                     found[row] = table.slice(row - first, 1).to_pylist()[0]
             except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -202,48 +203,31 @@ class Parquet(Source):
         return _existing(self.path, "a Parquet file or a folder of them", ".parquet")
 
     @cached_property
-    def _groups(self) -> _RowGroups:
+    def _groups(self) -> list[Any]:
+        """The row groups of all files, in Arrow's order of files."""
         import pyarrow
+        from pyarrow import parquet
 
         path = self._existing
         try:
-            return _RowGroups(path.absolute())
+            dataset = parquet.ParquetDataset(path.absolute())
+            self._schema = dataset.schema
+            return [group for file in dataset.fragments for group in file.split_by_row_group()]
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{self.path} is not Parquet ({one_line(error)}); check `path`") from error
 
+    @cached_property
+    def _ends(self) -> list[int]:
+        """For each row group the rows up to its end, over all files: 100, 200, 250 for 100, 100 and 50 rows."""
+        return [*accumulate(group.row_groups[0].num_rows for group in self._groups)]
 
-class _RowGroups:
-    """The row groups of all files, in Arrow's order of files.
-
-    Args:
-        path: The file or folder.
-
-    Attributes:
-        ends: For each group the number of rows up to its end, over all files: 100, 200, 250 for 100, 100 and 50 rows.
-    """
-
-    def __init__(self, path: Path) -> None:
-        from pyarrow import parquet
-
-        dataset = parquet.ParquetDataset(path)
-        self._schema = dataset.schema
-        self._groups = [group for file in dataset.fragments for group in file.split_by_row_group()]
-        self.ends = [*accumulate(group.row_groups[0].num_rows for group in self._groups)]
-        self._held: OrderedDict[int, Any] = OrderedDict()
-        self._lock = Lock()  # the next step's rows are read while others are
-
-    def group_of(self, row: int) -> int:
-        """The group in which a row lies."""
-        if not 0 <= row < self.ends[-1]:
+    def _group_of(self, row: int) -> int:
+        if not 0 <= row < len(self):
             raise IndexError(row)
-        return bisect_right(self.ends, row)
+        return bisect_right(self._ends, row)
 
-    def start(self, group: int) -> int:
-        """The first row of a group."""
-        return self.ends[group - 1] if group else 0
-
-    def read(self, group: int) -> Any:
-        """A group's rows as an Arrow table; cached, and safe to call from several threads."""
+    def _table(self, group: int) -> Any:
+        """A row group as an Arrow table; cached, and safe to call from several threads."""
         with self._lock:
             if group not in self._held:
                 self._held[group] = self._groups[group].to_table(schema=self._schema).combine_chunks()
@@ -297,16 +281,16 @@ class HuggingFace(_LoadedDataset):
 
         if not self.path or len(self.path) > MOST_LETTERS:
             raise UserError(f"`path` is {self.path!r:.200}, and no dataset has such a name; check it")
-        if (Path(self.path) / "dataset_info.json").exists():  # one split that `save_to_disk` wrote
-            return self._saved()
-        if (Path(self.path) / "dataset_dict.json").exists():
-            splits = self._saved()
-            if self.split not in splits:
+        if _is_saved(Path(self.path)):
+            found = self._saved()
+            if not isinstance(found, Mapping):  # a single split
+                return found
+            if self.split not in found:
                 raise UserError(
-                    f"{self.path} has no split {self.split!r}; it has {', '.join(splits)}."
-                    f"{did_you_mean(self.split, splits)} Set `split`"
+                    f"{self.path} has no split {self.split!r}; it has {', '.join(found)}."
+                    f"{did_you_mean(self.split, found)} Set `split`"
                 )
-            return splits[self.split]
+            return found[self.split]
         offline_unless_reached()
         try:
             return datasets.load_dataset(self.path, self.subset, split=self.split, trust_remote_code=False)
@@ -329,23 +313,12 @@ class HuggingFace(_LoadedDataset):
 WHOLE_SAMPLERS = {"SequentialSampler", "RandomSampler", "NoneType"}  # of a loader, which draw every row
 
 
-class DataModule(Protocol):
-    """A `LightningDataModule`. Only the `dataset` of its loaders is used, not their batches, order or `collate_fn`."""
-
-    def prepare_data(self) -> None: ...
-
-    def setup(self, stage: str) -> None: ...
-
-    def train_dataloader(self) -> Any: ...
-
-    def val_dataloader(self) -> Any: ...
-
-
 if TYPE_CHECKING:
     from _typeshed import SupportsLenAndGetItem
+    from lightning.pytorch import LightningDataModule
 
     Rows = SupportsLenAndGetItem[Any]  # a list of dicts, a `datasets.Dataset`, a map-style dataset of torch
-    DataLike = Source | str | os.PathLike[str] | Rows | DataModule
+    DataLike = Source | str | os.PathLike[str] | Rows | LightningDataModule
 else:
     DataLike = Source | str  # what a config can write
 
@@ -374,7 +347,7 @@ def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> S
         place(found, ConfigPlace(of.rpartition(".")[2], {"path": of}))
         return found
     if is_data_module(data):
-        train, validation = datasets_of(cast(DataModule, data))
+        train, validation = datasets_of(data)
         found = train if split == "train" else validation
         if found is None:
             raise UserError(f"`{of}` is a {type(data).__name__} without a `val_dataloader`; give it one")
@@ -396,15 +369,16 @@ def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> S
     return _Listed(cast("Rows", data), f"`{of}`")
 
 
-def is_data_module(data: object) -> bool:
+def is_data_module(data: object) -> TypeGuard[LightningDataModule]:
     """Whether `data` is a `LightningDataModule`, of `lightning` or `pytorch_lightning`; imports neither."""
     return any(base.__name__ == "LightningDataModule" for base in type(data).__mro__)
 
 
-def datasets_of(module: DataModule) -> tuple[Any, Any]:
+def datasets_of(module: LightningDataModule) -> tuple[Any, Any]:
     """The training and the validation dataset of a `LightningDataModule`; None for the second if it has none.
 
-    Calls `prepare_data` on the first rank of each machine (`LOCAL_RANK` 0), then `setup("fit")` on all.
+    Calls `prepare_data` on the first rank of each machine (`LOCAL_RANK` 0), then `setup("fit")` on all. Of its loaders
+    only the `dataset` is used, not their batches, order or `collate_fn`.
 
     Raises:
         UserError: The module has no `train_dataloader`, or a loader has no dataset or a sampler that leaves rows out.
@@ -455,7 +429,7 @@ class _Listed(Source):
         return digest.hexdigest()
 
 
-def _loaded_by(module: DataModule, method: str, of: str) -> Any:
+def _loaded_by(module: LightningDataModule, method: str, of: str) -> Any:
     """The dataset of the loader that `method` of a data module returns; None if it returns no loader.
 
     Raises:
@@ -505,7 +479,7 @@ def _named(text: str, of: str, split: str) -> Source:
 
 def _of_folder(path: Path, text: str, of: str, split: str) -> Source:
     """The source of a folder: written by `save_to_disk`, or with files of one form and one split, else refused."""
-    if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+    if _is_saved(path):
         return HuggingFace(text, split)
     forms = {".jsonl": JSONL, ".parquet": Parquet}
     files = [file for file in sorted(path.rglob("*")) if file.suffix in forms and file.is_file()]
@@ -519,6 +493,11 @@ def _of_folder(path: Path, text: str, of: str, split: str) -> Source:
             f"`{of}` is {text!r:.200}, a folder with files of the splits {' and '.join(splits)}; give the files of one"
         )
     return forms[found[0]](text)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of a `datasets.Dataset`, or of several by their splits, wrote a folder."""
+    return any((folder / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def row_as_json(row: Mapping[str, Any], place: str) -> str:

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 from rlflow.data.sources import Source
-from rlflow.data.template import Template
+from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of, object_at
 from rlflow.errors import UserError, one_line, require
 from rlflow.rewards.answers import scorer_of
@@ -136,11 +136,11 @@ class ReasoningGymHints(ReasoningGym):
     hint: str = "{prompt} {answer}"
 
     def _draw(self) -> list[dict[str, Any]]:
-        problems, draws, hint = super()._draw(), random.Random(f"{self.seed}/hints"), Template(self.hint)
+        problems, draws = super()._draw(), random.Random(f"{self.seed}/hints")
         for number, problem in enumerate(problems):
             of_row = partial(column_of, problem, place=f"{self.name}, problem {number}")
             plain = of_row(self.column)
-            problem["prompt"] = hint.written(plain, of_row) if draws.random() < 0.5 else plain
+            problem["prompt"] = write_template(self.hint, plain, of_row) if draws.random() < 0.5 else plain
         return problems
 
 

@@ -11,37 +11,29 @@ from rlflow.errors import UserError
 PROMPT = "prompt"  # what a template calls the dataset's own prompt; other names are columns
 
 
-class Template:
-    """A text with places in braces: `{prompt} The answer is {metadata.answer}.`
+def write_template(template: str, prompt: str, column: Callable[[str], Any]) -> str:
+    """The text that a template such as `{prompt} The answer is {metadata.answer}.` writes from one row.
 
     Args:
-        text: The template; `{{` and `}}` stand for braces.
+        template: A text with places in braces; `{{` and `}}` stand for braces.
+        prompt: The dataset's own.
+        column: The column of a name, or dotted path, of the row.
 
     Raises:
-        UserError: It cannot be read, or a place has no name.
+        UserError: The template cannot be read, or a place has no name.
     """
-
-    def __init__(self, text: str) -> None:
-        try:
-            self._parts = list(Formatter().parse(text))
-        except ValueError as error:  # such as a single brace
-            raise UserError(
-                f"the prompt template {text!r} cannot be read ({error}); write `{{{{` for a brace"
-            ) from error
-        if any(name == "" for _, name, _, _ in self._parts):
-            raise UserError(f"the prompt template {text!r} has a place without a name; name a column in it")
-
-    def written(self, prompt: str, column: Callable[[str], Any]) -> str:
-        """The text of one row.
-
-        Args:
-            prompt: The dataset's own.
-            column: The column of a name, or dotted path, of the row.
-        """
-        text = ""
-        for before, name, form, conversion in self._parts:
-            text += before
-            if name is not None:
-                value = Formatter().convert_field(prompt if name == PROMPT else column(name), conversion)
-                text += format(value, form or "")
-        return text
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:  # such as a single brace
+        raise UserError(
+            f"the prompt template {template!r} cannot be read ({error}); write `{{{{` for a brace"
+        ) from error
+    text = ""
+    for before, name, form, conversion in parts:
+        text += before
+        if name == "":
+            raise UserError(f"the prompt template {template!r} has a place without a name; name a column in it")
+        if name is not None:
+            value = Formatter().convert_field(prompt if name == PROMPT else column(name), conversion)
+            text += format(value, form or "")
+    return text

@@ -32,8 +32,7 @@ class CSVLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         metrics = {readable_line(name): value for name, value in metrics.items()}
-        gone = not self._path.exists()
-        if gone:
+        if gone := not self._path.exists():
             self.warnings.append(f"warning: {self._path} is gone; it begins anew with step {step}")
         if gone or not metrics.keys() <= {*self._columns}:
             self._continue(step + 1)
@@ -83,12 +82,8 @@ def _is_header(cells: Sequence[str]) -> bool:
 
 
 def _is_row(cells: Sequence[str], columns: Sequence[str]) -> bool:
-    return len(cells) == len(columns) and cells[0].isdecimal() and all(map(_is_number, cells))
-
-
-def _is_number(cell: str) -> bool:
     try:
-        float(cell or 0)
+        [float(cell or 0) for cell in cells]
     except ValueError:
         return False
-    return True
+    return len(cells) == len(columns) and cells[0].isdecimal()

@@ -9,7 +9,7 @@ from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlflow.errors import UserError, importable, one_line, require
 from rlflow.loggers.logger import Logger
@@ -30,14 +30,6 @@ else:
 
 LoggerLike = Logger | FabricLogger  # what a user gives
 RUNS_FILE = "loggers.json"
-
-
-@runtime_checkable
-class LogsTables(Protocol):
-    """A logger that shows tables, as Lightning's for W&B does, or one of your own."""
-
-    def log_table(self, key: str, columns: list[str], data: list[list[Any]], *, step: int) -> None:
-        """Log a table."""
 
 
 class LightningLogger(Logger):
@@ -91,10 +83,11 @@ class LightningLogger(Logger):
         self._logger.save()
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        if isinstance(self._logger, LogsTables) and rows:
+        log_table = getattr(self._logger, "log_table", None)  # Lightning's for W&B has it, and one of your own may
+        if log_table is not None and rows:
             columns = list(rows[0])
             shown = [{**row, "messages": transcript(row["messages"])} for row in rows]  # a conversation is one text
-            self._logger.log_table("samples", columns, [[row[name] for name in columns] for row in shown], step=step)
+            log_table("samples", columns, [[row[name] for name in columns] for row in shown], step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         if not self._resumes:  # MLflow refuses other values; what changed is in `config.yaml` and was reported

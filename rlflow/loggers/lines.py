@@ -82,10 +82,8 @@ def continued(file: Path, first_step: int, step_of: Callable[[bytes], int | None
         except UserError as error:
             found = str(error)
     if damaged:
-        of = (
-            f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first of them line {damaged[0]},"
-        )
-        found = f"{file} is damaged: {of} cannot be read"
+        many = f"{len(damaged)} lines, the first of them " if len(damaged) > 1 else ""
+        found = f"{file} is damaged: {many}line {damaged[0]}{',' if many else ''} cannot be read"
     aside = _aside(file)
     if found:
         os.replace(file, aside)

@@ -177,12 +177,9 @@ def window_of(windows: Mapping[int, Window], steps: Sequence[int]) -> Window:
 def missing_ranks(folder: Path) -> list[int]:
     """Those of the run that have no file in `folder`: theirs are elsewhere where machines share no storage."""
     here = {_rank(file) for file in _files(folder)}
-    ranks = max((event["args"].get("ranks", 0) for event in map(_header, _files(folder)) if event), default=0)
+    first = (next(json_lines(file, _is_event), None) for file in _files(folder))
+    ranks = max((event["args"].get("ranks", 0) for event in first if event), default=0)
     return [rank for rank in range(ranks) if rank not in here]
-
-
-def _header(file: Path) -> dict[str, Any]:
-    return next(json_lines(file, _is_event), {})
 
 
 def _written(folder: Path, ranks: Collection[int] | None = None) -> Iterator[dict[str, Any]]:

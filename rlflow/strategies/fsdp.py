@@ -9,8 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
@@ -87,6 +85,9 @@ class FSDPStrategy(DistributedStrategy):
 
         Trained weights are float32, since the optimizer steps them; forward passes compute in `dtype`.
         """
+        # Torch's FSDP and DTensor are imported where they are used: they take half a second.
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         _refuse_scalars(name, model)
         for parameter in model.parameters():
             if parameter.requires_grad or model.held_as_trained:
@@ -112,6 +113,8 @@ class FSDPStrategy(DistributedStrategy):
         return _full(super()._gradient(parameter))
 
     def _part_of(self, parameter: Tensor) -> TensorRange:
+        from torch.distributed.tensor import DTensor
+
         assert isinstance(parameter, DTensor)
         mesh, (rows, *width) = parameter.device_mesh, parameter.shape
         # Of n rows and r ranks the first ranks have ceil(n / r) each, and the last what is left, which may be nothing.
@@ -163,6 +166,8 @@ def _refuse_scalars(name: str, model: PackedModel) -> None:
 
 def _full(tensor: Tensor) -> Tensor:
     """The whole of a `DTensor`, gathered by all its ranks; another tensor as it is."""
+    from torch.distributed.tensor import DTensor
+
     if not isinstance(tensor, DTensor):
         return tensor
     whole: Tensor = tensor.full_tensor()

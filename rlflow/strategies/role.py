@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlflow.models.handle import ModelHandle
@@ -73,6 +72,8 @@ class Role:
 
         Skipped if the norm is not finite, or above `most`.
         """
+        from torch.distributed.tensor import DTensor  # takes half a second, which a command that trains nothing saves
+
         assert self.optimizer is not None
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.loss_scale is not None:
