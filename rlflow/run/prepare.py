@@ -68,7 +68,7 @@ def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> R
     Raises:
         UserError: The graph has problems, or cannot be placed or planned so.
     """
-    return planned(module, read_graph(module), settings, engines, settings.machines.world_size)
+    return planned(module, read_graph(module), settings, engines, settings.world_size)
 
 
 def planned(
@@ -98,7 +98,7 @@ def planned(
     for node in graph.order:
         assigned.refuse_together(node.id, node.generates)
     sizes = {name: assigned[name].tensor_parallel_size for name in names}
-    placed = spread(layouts(module, graph, settings.machines, sizes, settings.placement))
+    placed = spread(layouts(module, graph, settings.world_size, sizes, settings.placement))
     made = plan(graph, placed, world_size, settings.max_staleness, settings.cuts_off, assigned.shared)
     _require_together(graph, placed, settings.max_staleness)
     return RunPlan(graph, placed, made, assigned, follows)
@@ -162,7 +162,7 @@ def prepare(
     check_schedules(module, graph, data.prompts_per_step)
     tokenizer = _same_tokenizer(module, policies | paths, lead)
     checks.require_end(made.plan, settings, chooses_prompts(module))
-    ranks, seed = settings.machines.world_size, settings.seed
+    ranks, seed = settings.world_size, settings.seed
     held_out = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
     is_scored = module.reward is not None or bool(environments(module))
     scores_validation = data.validation is not None and made.follows is not None and is_scored
