@@ -163,7 +163,7 @@ class Trainer(RunningTrainer):
         by_default = "single" if self.world_size == 1 else "deepspeed"
         strategy = self.strategy or made(by_default, "strategy", TrainingStrategy)
         assert isinstance(strategy, TrainingStrategy)
-        status.limit(0.0 if strategy.timeout is None else strategy.timeout.total_seconds())
+        status.mine().limit_s = 0.0 if strategy.timeout is None else strategy.timeout.total_seconds()
         self.engine_settings.check_installed()
 
         def run(_: Fabric) -> Result:

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -87,16 +88,8 @@ def _difference(first: Facts, other: Facts) -> tuple[str, str] | None:
     for name, digest in first_known.items():
         if other_known.get(name, digest) != digest:
             return f"{name}: {digest}", f"{name}: {other_known[name]}"
-    for here, there in zip(first_lines, other_lines, strict=False):
-        if here != there:
-            return here, there
-    if len(first_lines) == len(other_lines):
-        return None
-    return _after(first_lines, len(other_lines)), _after(other_lines, len(first_lines))
-
-
-def _after(lines: list[str], count: int) -> str:
-    return lines[count] if count < len(lines) else "nothing more"
+    pairs = zip_longest(first_lines, other_lines, fillvalue="nothing more")
+    return next(((here, there) for here, there in pairs if here != there), None)
 
 
 def _versions() -> dict[str, str]:
@@ -187,14 +180,12 @@ def _cached(model: Path) -> Path | None:
 
 def _digest(path: Path) -> str:
     size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         if size <= WHOLE:
-            while part := file.read(2**20):
-                digest.update(part)
-        else:
-            for block in range(BLOCKS):
-                digest.update(os.pread(file.fileno(), BLOCK, (size - BLOCK) * block // (BLOCKS - 1)))
+            return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+        digest = hashlib.sha256(str(size).encode())
+        for block in range(BLOCKS):
+            digest.update(os.pread(file.fileno(), BLOCK, (size - BLOCK) * block // (BLOCKS - 1)))
     return digest.hexdigest()[:12]
 
 

@@ -49,6 +49,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         """Whether one rank can run in a notebook; more are refused when they would be started."""
         return True
 
+    @place_kept()
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks, unless they are started already, then call the function and return its result.
 
@@ -58,10 +59,6 @@ class RankLauncher(_SubprocessScriptLauncher):
             Answered: In rank 0: another rank died, or did not join a collective. A line on the terminal names it.
             UserError: There are several ranks, and this process has no command that could be run again.
         """
-        with place_kept():
-            return self._launch(function, *args, **kwargs)
-
-    def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -176,13 +173,13 @@ class _Watch(threading.Thread):
                 return
 
     def _dead(self) -> int | None:
-        return next((rank for rank, process in self._ranks.items() if self._has_died(rank, process.poll())), None)
-
-    def _has_died(self, rank: int, code: int | None) -> bool:
-        """Whether a rank with this exit code (None while it runs) ended otherwise than by the end of its run."""
-        if code == preemption.EXIT_CODE and preemption.received():  # as all ranks do, rank 0 at last
-            return False
-        return code is not None and (code != 0 or not self._statuses[rank].ended)
+        """A rank whose process ended otherwise than by the end of its run; None if there is none."""
+        for rank, process in self._ranks.items():
+            code = process.poll()
+            asked = code == preemption.EXIT_CODE and preemption.received()  # as all ranks do, rank 0 at last
+            if code is not None and not asked and (code != 0 or not self._statuses[rank].ended):
+                return rank
+        return None
 
     def _await_death(self, seconds: float) -> int | None:
         deadline = time.monotonic() + seconds

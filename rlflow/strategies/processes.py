@@ -166,7 +166,8 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) 
     if rank == 0:
         store.set(CALL, mine)
         for other in range(1, world_size):
-            _wait(store, f"{mine}/{other}", until, other)
+            while not store.check([f"{mine}/{other}"]):
+                _pause(until, other)
             store.set(f"{mine}/{store.get(f'{mine}/{other}').decode()}", "")
         return mine
     called = ""
@@ -177,11 +178,6 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) 
         if called and store.check([f"{called}/{mine}"]):
             return called
         _pause(until, 0)
-
-
-def _wait(store: Store, key: str, until: float, other: int) -> None:
-    while not store.check([key]):
-        _pause(until, other)
 
 
 def _pause(until: float, other: int) -> None:
