@@ -71,8 +71,7 @@ def supervise() -> None:
     """
     if status.PARENT_VARIABLE in os.environ:  # of a rank that rank 0 started, which waits for it
         status.beat()
-        if status.SUPERVISED_VARIABLE in os.environ:
-            _die_with(int(os.environ[status.PARENT_VARIABLE]))
+        die_with(int(os.environ[status.PARENT_VARIABLE]))
         return
     board = Board.make()
     status.use(board)
@@ -87,15 +86,15 @@ def supervise() -> None:
         child = os.fork()
     if child:
         _Supervisor(child, board, scratch).wait()
-    _die_with(parent)
+    die_with(parent)
     status.use(board)
     status.beat()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a signal that ends it is noted on the board
     os.environ[status.SUPERVISED_VARIABLE] = "1"
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies."""
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, whose process id is `parent`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before
         os._exit(1)

@@ -20,7 +20,7 @@ from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import Preempted, UserError
 from rlflow.process import preemption, status, supervisor
 from rlflow.process.environment import handed_arguments, place_kept
-from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, SUPERVISED_VARIABLE, Answered
+from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, Answered
 
 POLL_S = 0.2
 GRACE_S = 2.0  # how long rank 0 may still take to fail in its own words after another rank has died
@@ -62,14 +62,13 @@ class RankLauncher(_SubprocessScriptLauncher):
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        terminal = os.dup(2)  # where the user looks, whatever the ranks redirect later
         status.beat()
         status.saved(0)
         if environment.creates_processes_externally:
             status.report(environment.global_rank(), status.AT_FIRST)
             parent = os.environ.pop(PARENT_VARIABLE, None)
-            if parent is not None and os.environ.pop(SUPERVISED_VARIABLE, None) is None:
-                _follow(int(parent), environment.local_rank(), terminal)
+            if parent is not None:
+                supervisor.die_with(int(parent))
             return _started(parent is not None, function, *args, **kwargs)
 
         if self.num_processes > 1:
@@ -79,7 +78,7 @@ class RankLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
         del os.environ[PARENT_VARIABLE], os.environ[BOARD_VARIABLE]
         first = environment.node_rank() * self.num_processes
-        watch = _Watch({first + 1 + index: process for index, process in enumerate(self.procs)}, first, terminal)
+        watch = _Watch({first + 1 + index: process for index, process in enumerate(self.procs)}, first)
         return watch.over(function, *args, **kwargs)
 
 
@@ -124,16 +123,15 @@ class _Watch(threading.Thread):
     Args:
         ranks: Processes that rank 0 started, by global rank.
         own_rank: Global rank of this process, the first of its machine.
-        terminal: File descriptor of the standard error that the user sees, whatever is redirected later.
     """
 
-    def __init__(self, ranks: dict[int, subprocess.Popen[bytes]], own_rank: int, terminal: int) -> None:
+    def __init__(self, ranks: dict[int, subprocess.Popen[bytes]], own_rank: int) -> None:
         super().__init__(daemon=True, name="rank-watch")
         self._board = status.board()
         self._statuses = {rank: self._board[rank - own_rank] for rank in ranks}
         self._ranks = ranks
         self._own_rank = own_rank
-        self._terminal = terminal
+        self._terminal = os.dup(2)  # where the user looks, whatever the ranks redirect later
         self._over = threading.Event()
 
     def over(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -215,19 +213,6 @@ class _Watch(threading.Thread):
             _say(self._terminal, f"{said}; ended the other ranks{self._board.how_to_go_on}")
         status.end(max(1, code))
         return max(1, code)
-
-
-def _follow(parent: int, local_rank: int, terminal: int) -> None:
-    """Start a thread that ends this rank with code 1 when `parent`, the process of its rank 0, is gone."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(POLL_S)
-        if local_rank == 1:  # one of them says it
-            _say(terminal, "rank 0 of this machine is gone without a word; ended the other ranks")
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
 def _say(terminal: int, line: str) -> None:
