@@ -97,10 +97,7 @@ class Trainer(RunningTrainer):
         Raises:
             UserError: Something that the user can mend; before processes start where it can be known then.
         """
-
-        def run(prepared: Run, callbacks: Callbacks) -> dict[str, Any]:
-            return fit(prepared, callbacks, self.loggers, self, self.resolved_config)
-
+        run = partial(fit, loggers=self.loggers, state=self, resolved_config=self.resolved_config)
         return self._launch(module, _data(train, validation), self.settings, run)
 
     def validate(self, module: RLModule, validation: DataLike | PromptData) -> dict[str, Any]:
@@ -124,10 +121,7 @@ class Trainer(RunningTrainer):
                 f"`trainer.ckpt_path` is {self.ckpt_path!r}, and validation reads a model; leave it out, and"
                 " set the module's `model` to the `model` folder of the run"
             )
-
-        def run(prepared: Run, callbacks: Callbacks) -> dict[str, Any]:
-            return validate(prepared, callbacks, self, self.resolved_config)
-
+        run = partial(validate, state=self, resolved_config=self.resolved_config)
         return self._launch(module, data, self.settings.for_validation(), run)
 
     def replay(self, module: RLModule, data: DataLike | PromptData, asked: Replay) -> list[Replayed]:
