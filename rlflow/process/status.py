@@ -50,14 +50,6 @@ class Status(ctypes.Structure):
         text: What the rank does, in UTF-8, cut after `TEXT` bytes; read it by `doing`.
     """
 
-    rank: int
-    process: int
-    beat: float
-    limit_s: float
-    failed: float
-    code: int
-    waits: int
-    saved: int
     text: bytes
     _fields_ = (
         ("rank", ctypes.c_int64),

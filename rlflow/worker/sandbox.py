@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,7 @@ LINKER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives")  # what fi
 class Ran:
     """Result of a program in a `Sandbox`.
 
-    A program that prints `42` gives `Ran("42\\n", "42\\n", "", code=0, timed_out=False, seconds=0.05)`.
+    A program that prints `42` gives `Ran("42\\n", "42\\n", "", code=0, timed_out=False)`.
 
     Attributes:
         output: Beginning of its standard output, up to the limit.
@@ -35,7 +34,6 @@ class Ran:
         errors: The last 4 kB of its standard error, such as a traceback.
         code: Exit code; 1 after an error of Python, 128 plus the signal's number where a signal ended it.
         timed_out: Whether it was killed because it took longer than its limit; then `code` is 137.
-        seconds: Wall-clock seconds that it took, the start included.
     """
 
     output: str
@@ -43,7 +41,6 @@ class Ran:
     errors: str
     code: int
     timed_out: bool
-    seconds: float
 
     @property
     def succeeded(self) -> bool:
@@ -111,7 +108,6 @@ def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
     }
     text, read = _in_memory(program), _in_memory(given)
     boot = f"import os; exec(compile(os.fdopen({text}, encoding='utf-8').read(), 'program', 'exec'))"
-    began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-I", str(ISOLATE), json.dumps(settings), sys.executable, "-I", "-u", "-c", boot],
         stdin=read,
@@ -133,10 +129,9 @@ def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
         process.kill()  # and with it all that the program has started: its first process dies with this one
         process.wait()
         timed_out, code = True, 128 + 9
-    took = time.monotonic() - began
     output.join()
     errors.join()
-    return Ran(output.first_text, output.last_text, errors.last_text, code, timed_out, took)
+    return Ran(output.first_text, output.last_text, errors.last_text, code, timed_out)
 
 
 def _in_memory(text: str) -> int:
