@@ -191,26 +191,6 @@ def require(module: str, what: str, *extras: str) -> None:
         raise UserError(f"{what} needs {module}, which is not installed; pip install {names}")
 
 
-@contextmanager
-def importable(module: str, what: str) -> Iterator[None]:
-    """Around the import of a library that is installed: say in one line if it fails.
-
-    Args:
-        module: Of the library.
-        what: Needs it.
-
-    Raises:
-        UserError: It does.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise UserError(
-            f"{what} needs {module}, which is installed and cannot be imported ({one_line(error)}); install it anew,"
-            " in a version that fits the other packages"
-        ) from error
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean "x"?` with the known name nearest to `name`, or nothing where none is near."""
     nearest = get_close_matches(name, known, n=1)

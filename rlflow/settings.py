@@ -22,39 +22,15 @@ class Place:
 
     Args:
         ranks: Numbers and ranges, such as `1-3` or `[0, "4-7"]`; counted from 0 over all machines.
-        nodes: Machines instead of ranks, all ranks of each: numbers and ranges from 0, or host names under Slurm.
         sequence_parallel_size: Consecutive ranks that share each sequence of a model's forward pass.
     """
 
     ranks: list[int | str] | int | str | None = None
-    nodes: list[int | str] | int | str | None = None
     sequence_parallel_size: int = 1
 
 
 Placed = Place | list[int | str] | int | str
 """What a config may write for a role: a `Place`, or just its ranks: `0`, `1-3`, `[0, "2-3"]`."""
-
-
-@dataclass(frozen=True)
-class Machines:
-    """The ranks there are.
-
-    Args:
-        num_nodes: Machines.
-        devices: Ranks of each.
-    """
-
-    num_nodes: int
-    devices: int
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return self.num_nodes * self.devices
-
-    def ranks_of_node(self, node: int) -> range:
-        """The ranks of a machine."""
-        return range(node * self.devices, (node + 1) * self.devices)
 
 
 @dataclass(eq=False)
@@ -100,7 +76,7 @@ class Settings:
         fast_dev_run: Run two steps of every part, with validation, and write nothing but logs and traces, in
             `<run_dir>-dev`.
         placement: By role, `actor.rollout` for the engines of `actor` and `rollout` for those of all other policies:
-            the ranks or machines it lives on; all where it is not named.
+            the ranks it lives on; all where it is not named.
         max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
             own for `rollout`.
         partial_rollout: Tokens by which a response grows at most with one draw of prompts (in a conversation, those of
@@ -227,9 +203,9 @@ class Settings:
         return self.save_every_n_steps is not None or self.save_every_seconds is not None
 
     @property
-    def machines(self) -> Machines:
-        """The ranks that a run has."""
-        return Machines(self.num_nodes, self.devices)
+    def world_size(self) -> int:
+        """Processes of the run: `devices` times `num_nodes`."""
+        return self.devices * self.num_nodes
 
     @property
     def cuts_off(self) -> bool:

@@ -20,7 +20,7 @@ from rlflow.errors import UserError, about
 from rlflow.loggers.lightning import LoggerLike
 from rlflow.module import RLModule, handles
 from rlflow.process import startup, status
-from rlflow.process.devices import require_accelerator, require_known_gpu
+from rlflow.process.devices import require_accelerator, require_flash_attention
 from rlflow.process.scratch import scratch_folder
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings, Share
@@ -97,10 +97,7 @@ class Trainer(RunningTrainer):
         Raises:
             UserError: Something that the user can mend; before processes start where it can be known then.
         """
-
-        def run(prepared: Run, callbacks: Callbacks) -> dict[str, Any]:
-            return fit(prepared, callbacks, self.loggers, self, self.resolved_config)
-
+        run = partial(fit, loggers=self.loggers, state=self, resolved_config=self.resolved_config)
         return self._launch(module, _data(train, validation), self.settings, run)
 
     def validate(self, module: RLModule, validation: DataLike | PromptData) -> dict[str, Any]:
@@ -124,10 +121,7 @@ class Trainer(RunningTrainer):
                 f"`trainer.ckpt_path` is {self.ckpt_path!r}, and validation reads a model; leave it out, and"
                 " set the module's `model` to the `model` folder of the run"
             )
-
-        def run(prepared: Run, callbacks: Callbacks) -> dict[str, Any]:
-            return validate(prepared, callbacks, self, self.resolved_config)
-
+        run = partial(validate, state=self, resolved_config=self.resolved_config)
         return self._launch(module, data, self.settings.for_validation(), run)
 
     def replay(self, module: RLModule, data: DataLike | PromptData, asked: Replay) -> list[Replayed]:
@@ -163,7 +157,7 @@ class Trainer(RunningTrainer):
         by_default = "single" if self.world_size == 1 else "deepspeed"
         strategy = self.strategy or made(by_default, "strategy", TrainingStrategy)
         assert isinstance(strategy, TrainingStrategy)
-        status.limit(0.0 if strategy.timeout is None else strategy.timeout.total_seconds())
+        status.mine().limit_s = 0.0 if strategy.timeout is None else strategy.timeout.total_seconds()
         self.engine_settings.check_installed()
 
         def run(_: Fabric) -> Result:
@@ -193,7 +187,7 @@ class Trainer(RunningTrainer):
                 num_nodes=settings.num_nodes,
                 strategy=strategy.processes,
             )
-            require_known_gpu(strategy.root_device, strategy.dtype)
+            require_flash_attention(strategy.root_device, strategy.dtype)
             for policy, engine in prepared.engines.own.items() if prepared.generates else ():
                 with about(engine):
                     if strategy.float32_head:

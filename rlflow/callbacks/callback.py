@@ -40,11 +40,6 @@ class RunningTrainer(Settings):
         return Settings(**{each.name: getattr(self, each.name) for each in fields(Settings)})
 
     @property
-    def world_size(self) -> int:
-        """Processes of the run: `devices` times `num_nodes`."""
-        return self.machines.world_size
-
-    @property
     def is_global_zero(self) -> bool:
         """Whether this is rank 0, which writes the run's results."""
         return self.global_rank == 0

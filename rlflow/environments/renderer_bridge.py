@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.environments.bridge import Bridge, MarkedTokenizer, Message, ParsedTurn, SpecialTokens, message
 from rlflow.environments.tool_calls import ToolCall
-from rlflow.errors import UserError, did_you_mean, importable, one_line, require
+from rlflow.errors import UserError, did_you_mean, one_line, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,9 +139,8 @@ class RendererBridge(Bridge):
 def _made(tokenizer: Any, named: RendererName) -> tuple[str, Any]:
     """Construct a renderer, and return it after its name: `qwen3`, for example, where `named` is `auto`."""
     require("renderers", "`data.renderer`", "renderers")
-    with importable("renderers", "`data.renderer`"):
-        from renderers import config_from_name, create_renderer
-        from renderers.base import MODEL_RENDERER_MAP
+    from renderers import config_from_name, create_renderer
+    from renderers.base import MODEL_RENDERER_MAP
 
     given = {"name": named} if isinstance(named, str) else dict(named)
     name = given.pop("name", None)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlflow.errors import UserError, importable, one_line, require
+from rlflow.errors import UserError, one_line, require
 from rlflow.loggers.logger import Logger
 from rlflow.loggers.transcript import transcript
 
@@ -127,9 +127,8 @@ class WandbLogger(LightningLogger):
         self.mode = mode
 
     def _made(self, folder: Path) -> FabricLogger:
-        with importable("wandb", "WandbLogger"):
-            import wandb
-            from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+        import wandb
+        from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
         return LightningWandbLogger(
             name=self.name or folder.name,

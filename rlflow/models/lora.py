@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rlflow.errors import UserError, importable, one_line, require
+from rlflow.errors import UserError, one_line, require
 from rlflow.models.fingerprint import fingerprint
 from rlflow.models.remote_code import code_beside
 from rlflow.models.sizes import experts
@@ -116,14 +116,12 @@ def in_buckets(weights: Iterable[Weight], nbytes: Callable[[Weight], int], limit
 
 
 def require_peft() -> None:
-    """Refuse adapters where peft is missing, or is there and cannot be imported.
+    """Refuse adapters where peft is missing.
 
     Raises:
-        UserError: It is so.
+        UserError: It is.
     """
     require("peft", "`lora`", "lora")
-    with importable("peft", "`lora`"):
-        import peft  # noqa: F401 - later it would fail after weights are loaded
 
 
 def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:

@@ -7,7 +7,7 @@ which brings transformers: seconds of every process, for nothing that rlflow use
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
@@ -38,10 +38,7 @@ def defer(package: str) -> None:
         return
     module = module_from_spec(spec)
     module.__class__ = DeferredPackage
-    try:
-        vars(module)["__version__"] = version(package)
-    except PackageNotFoundError:
-        return  # a folder of that name: the real thing will say what is wrong
+    vars(module)["__version__"] = version(package)
     sys.modules[package] = module
 
 

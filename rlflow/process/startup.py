@@ -9,40 +9,9 @@ import psutil
 
 SHORTEST_S = 0.05  # a phase that takes less is not shown
 
-
-class Startup:
-    """The seconds of the phases so far.
-
-    Args:
-        began: When the first one began, of `time.perf_counter`.
-        pauses_gc: Whether Python looks for no garbage meanwhile.
-
-    Attributes:
-        seconds: How long each phase took; a name that comes again is counted once.
-    """
-
-    def __init__(self, began: float, pauses_gc: bool = False) -> None:
-        self.pauses_gc = pauses_gc
-        self.seconds: dict[str, float] = {}
-        self._at = began
-
-    def passed(self, name: str) -> None:
-        """What was done since the previous phase was `name`."""
-        began, self._at = self._at, time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + self._at - began
-
-    def line(self) -> str:
-        """Such as `before step 1: 12.3 s (imports 3.1, config 0.4, ...)`."""
-        parts = ", ".join(f"{name} {taken:.1f}" for name, taken in self.seconds.items() if taken >= SHORTEST_S)
-        return f"before step 1: {sum(self.seconds.values()):.1f} s ({parts})"
-
-
-def _process_began() -> float:
-    """When this process was started, of `time.perf_counter`."""
-    return time.perf_counter() - (time.time() - psutil.Process().create_time())
-
-
-_mine: Startup | None = None
+_seconds: dict[str, float] | None = None  # of each phase; None where nothing is counted
+_previous = 0.0  # when the previous phase ended, of `time.perf_counter`
+_pauses_gc = False
 
 
 def begin(of_process: bool = False) -> None:
@@ -53,28 +22,38 @@ def begin(of_process: bool = False) -> None:
             `collect_again`, for imports make millions of objects and no garbage; looking for it takes a third of their
             time.
     """
-    global _mine  # of the process
-    if _mine is None:
-        _mine = Startup(_process_began() if of_process else time.perf_counter(), pauses_gc=of_process)
-        if of_process:
-            gc.disable()
+    global _seconds, _previous, _pauses_gc  # of the process
+    if _seconds is not None:
+        return
+    _seconds, _previous, _pauses_gc = {}, time.perf_counter(), of_process
+    if of_process:
+        _previous -= time.time() - psutil.Process().create_time()
+        gc.disable()
 
 
 def passed(name: str) -> None:
-    """See `Startup.passed`; nothing is counted where nothing has begun."""
-    if _mine is not None:
-        _mine.passed(name)
+    """What was done since the previous phase was `name`; a name that comes again is counted once."""
+    global _previous
+    if _seconds is not None:
+        began, _previous = _previous, time.perf_counter()
+        _seconds[name] = _seconds.get(name, 0.0) + _previous - began
 
 
 def collect_again() -> None:
     """Models and engine are there: garbage is collected from now on."""
-    if _mine is not None and _mine.pauses_gc:
+    if _pauses_gc:
         gc.enable()
 
 
-def end() -> Startup:
-    """The first step begins: what has been counted. The next run of this process counts anew."""
-    global _mine
+def end() -> dict[str, float]:
+    """The first step begins: the seconds of each phase. The next run of this process counts anew."""
+    global _seconds, _pauses_gc
     collect_again()
-    counted, _mine = _mine, None
-    return counted or Startup(time.perf_counter())
+    counted, _seconds, _pauses_gc = _seconds or {}, None, False
+    return counted
+
+
+def line(seconds: dict[str, float]) -> str:
+    """Such as `before step 1: 12.3 s (imports 3.1, config 0.4, ...)`."""
+    parts = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= SHORTEST_S)
+    return f"before step 1: {sum(seconds.values()):.1f} s ({parts})"

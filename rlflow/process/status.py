@@ -7,14 +7,11 @@ functions of this module: `report("what it does")`, `failed()`, `end()`.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import mmap
 import os
 import signal
 import socket
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -53,14 +50,6 @@ class Status(ctypes.Structure):
         text: What the rank does, in UTF-8, cut after `TEXT` bytes; read it by `doing`.
     """
 
-    rank: int
-    process: int
-    beat: float
-    limit_s: float
-    failed: float
-    code: int
-    waits: int
-    saved: int
     text: bytes
     _fields_ = (
         ("rank", ctypes.c_int64),
@@ -99,11 +88,6 @@ class Status(ctypes.Structure):
         return time.monotonic() - self.beat if self.process else 0.0
 
     @property
-    def failed_s(self) -> float:
-        """Seconds since a collective of it failed; 0 if none has."""
-        return time.monotonic() - self.failed if self.failed else 0.0
-
-    @property
     def silence(self) -> str:
         """The line that a user reads about a rank whose interpreter does not run."""
         return (
@@ -129,8 +113,8 @@ class Board:
     `board[1].doing` is what the rank with the local rank 1 does, such as `step 3, run rewards: ranks 0-1`.
 
     Args:
-        path: The file. On Linux it is `/proc/PID/fd/N`, memory without a name in a file system: other processes of the
-            same user can open it as long as the process that made it exists, and it vanishes with the last user.
+        path: The file: `/proc/PID/fd/N`, memory without a name in a file system. Other processes of the same user can
+            open it as long as the process that made it exists, and it vanishes with the last user.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,15 +125,9 @@ class Board:
     @classmethod
     def make(cls) -> Board:
         """Make an empty board that this process owns."""
-        if sys.platform == "linux":
-            number = os.memfd_create("rlflow-status")
-            path = Path(f"/proc/{os.getpid()}/fd/{number}")
-        else:
-            number, name = tempfile.mkstemp(prefix="rlflow-status-")
-            path = Path(name)
-            atexit.register(path.unlink, missing_ok=True)
+        number = os.memfd_create("rlflow-status")
         os.truncate(number, ctypes.sizeof(Status) * SLOTS)  # it takes what is written to, and no more
-        return cls(path)
+        return cls(Path(f"/proc/{os.getpid()}/fd/{number}"))
 
     def __getitem__(self, local_rank: int) -> Status:
         return self._statuses[local_rank]
@@ -192,7 +170,6 @@ def _first_rank() -> int:
 _board: Board | None = None
 _mine: Status | None = None
 _owner = 0  # the process that writes it: a child that is forked from it has no part in the run
-_beats = False
 
 
 def board() -> Board:
@@ -206,8 +183,8 @@ def board() -> Board:
 
 def use(shared: Board) -> None:
     """From here on, this process writes its status to this board, at the place of its local rank."""
-    global _board, _mine, _owner, _beats  # of the process, as its exit code is
-    _board, _mine, _owner, _beats = shared, shared[int(os.environ.get("LOCAL_RANK") or 0)], os.getpid(), False
+    global _board, _mine, _owner  # of the process, as its exit code is
+    _board, _mine, _owner = shared, shared[int(os.environ.get("LOCAL_RANK") or 0)], os.getpid()
     _mine.write(_first_rank(), AT_FIRST)
 
 
@@ -223,11 +200,9 @@ def beat() -> None:
 
     The heartbeat stops while the process is stopped, or while code in C holds the interpreter lock.
     """
-    global _beats
     status = mine()
-    if _beats:
+    if status.process == os.getpid():
         return
-    _beats = True
     status.beat, status.process = time.monotonic(), os.getpid()
 
     def go_on() -> None:
@@ -236,11 +211,6 @@ def beat() -> None:
             status.beat = time.monotonic()
 
     threading.Thread(target=go_on, daemon=True, name="heartbeat").start()
-
-
-def limit(seconds: float) -> None:
-    """Set the seconds that another rank waits for this one, its strategy's `timeout_s`; 0 where none waits."""
-    mine().limit_s = seconds
 
 
 def report(rank: int, doing: str) -> None:

@@ -57,8 +57,8 @@ LEAVING_S = 5.0  # how long what the run started may outlive it
 def supervise() -> None:
     """Fork. The call returns in the child, which runs the command; the parent supervises it and never returns.
 
-    Called once by `rlflow fit` and `rlflow validate` before anything is loaded; on Linux only, elsewhere it does
-    nothing. A rank that rank 0 has started is not forked again.
+    Called once by `rlflow fit` and `rlflow validate` before anything is loaded. A rank that rank 0 has started is not
+    forked again.
 
     The parent exits with the child's code, or dies of the signal that killed the child. If the child ends before
     `status.end` was called, one line says so, and the exit code is 1 where it would be 0:
@@ -71,10 +71,7 @@ def supervise() -> None:
     """
     if status.PARENT_VARIABLE in os.environ:  # of a rank that rank 0 started, which waits for it
         status.beat()
-        if status.SUPERVISED_VARIABLE in os.environ:
-            _die_with(int(os.environ[status.PARENT_VARIABLE]))
-        return
-    if sys.platform != "linux":
+        die_with(int(os.environ[status.PARENT_VARIABLE]))
         return
     board = Board.make()
     status.use(board)
@@ -89,17 +86,15 @@ def supervise() -> None:
         child = os.fork()
     if child:
         _Supervisor(child, board, scratch).wait()
-    _die_with(parent)
+    die_with(parent)
     status.use(board)
     status.beat()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a signal that ends it is noted on the board
     os.environ[status.SUPERVISED_VARIABLE] = "1"
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; on Linux only."""
-    if sys.platform != "linux":
-        return
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, whose process id is `parent`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before
         os._exit(1)
@@ -150,7 +145,8 @@ class _Supervisor:
         for each in begun:
             if self._silent[each.process][1] > (each.limit_s + SLACK_S if each.limit_s else UNKNOWN_S):
                 return each.silence
-        return self._board.missing() if any(each.failed_s > GRACE_S for each in begun) else None
+        failed = any(each.failed and time.monotonic() - each.failed > GRACE_S for each in begun)
+        return self._board.missing() if failed else None
 
     def _reaped(self) -> int | None:
         """Reap all children that have ended; the exit code of the one that is waited for, if it is among them."""

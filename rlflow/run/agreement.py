@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -55,7 +56,7 @@ def facts(
         *(f"{name}: {value}" for name, value in numbers.items()),
         *(f"config: {line}" for line in (config or "").splitlines()),
         *(f"plan: {line}" for line in plan.splitlines()),
-        *_arguments("module", module),
+        *_lines("module", module),
     ]
     return lines, digests
 
@@ -67,12 +68,11 @@ def agree(transport: Transport, mine: Facts) -> None:
         UserError: One has others; it is named, with the first line that differs from rank 0's.
     """
     lines, where_both = mine
-    written = json.dumps([lines, sorted(where_both.items())]).encode()
-    digests = [from_message(each) for each in transport.all_gather(to_message(hashlib.sha256(written).digest()))]
-    if all(theirs == digests[0] for theirs in digests):
+    content = [lines, sorted(where_both.items())]
+    digest = hashlib.sha256(json.dumps(content).encode()).digest()
+    if len({from_message(each) for each in transport.all_gather(to_message(digest))}) == 1:
         return
-    of_all = [json.loads(from_message(each)) for each in transport.all_gather_ragged(to_message(written))]
-    first, *others = ((lines, dict(known)) for lines, known in of_all)
+    first, *others = ((lines, dict(known)) for lines, known in gather(transport, content))
     for rank, theirs in enumerate(others, start=1):
         if (found := _difference(first, theirs)) is not None:
             here, there = found
@@ -87,16 +87,8 @@ def _difference(first: Facts, other: Facts) -> tuple[str, str] | None:
     for name, digest in first_known.items():
         if other_known.get(name, digest) != digest:
             return f"{name}: {digest}", f"{name}: {other_known[name]}"
-    for here, there in zip(first_lines, other_lines, strict=False):
-        if here != there:
-            return here, there
-    if len(first_lines) == len(other_lines):
-        return None
-    return _after(first_lines, len(other_lines)), _after(other_lines, len(first_lines))
-
-
-def _after(lines: list[str], count: int) -> str:
-    return lines[count] if count < len(lines) else "nothing more"
+    pairs = zip_longest(first_lines, other_lines, fillvalue="nothing more")
+    return next(((here, there) for here, there in pairs if here != there), None)
 
 
 def _versions() -> dict[str, str]:
@@ -120,36 +112,24 @@ def _code() -> dict[str, str]:
     return found
 
 
-def _arguments(name: str, given: object, depth: int = 0) -> Iterator[str]:
-    """What an object was made with: arguments that it keeps under their names, and those of objects among them."""
-    yield f"{name}: {type(given).__module__}.{type(given).__qualname__}"
-    if depth == DEEPEST:
+def _lines(name: str, value: Any, depth: int = 0) -> Iterator[str]:
+    """A value, what a container holds, and what an object was made with: arguments that it keeps under their names."""
+    if depth > DEEPEST:
         return
-    kept = getattr(given, "__dict__", {})
-    for each in inspect.signature(type(given).__init__).parameters:
-        if each in kept:
-            yield from _value(f"{name}.{each}", kept[each], depth + 1)
-
-
-def _value(name: str, value: Any, depth: int) -> Iterator[str]:
-    """An argument, or what a container among them holds; of a set in an order that is the same everywhere."""
     if isinstance(value, PLAIN):
         yield f"{name}: {value!r}"
     elif inspect.isfunction(value):
         yield f"{name}: {value.__module__}.{value.__qualname__}, {_of_function(value)}"
-    elif isinstance(value, list | tuple | dict | set | frozenset):
-        if depth < DEEPEST:
-            yield from _within(name, value, depth + 1)
+    elif isinstance(value, set | frozenset):  # in an order that is the same everywhere
+        yield from sorted(line for each in value for line in _lines(f"{name}[]", each, depth + 1))
+    elif isinstance(value, list | tuple | dict):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _lines(f"{name}[{key!r}]", each, depth + 1)
     elif hasattr(value, "__dict__") and not inspect.ismodule(value):
-        yield from _arguments(name, value, depth)
-
-
-def _within(name: str, values: Any, depth: int) -> Iterator[str]:
-    if isinstance(values, set | frozenset):
-        yield from sorted(line for value in values for line in _value(f"{name}[]", value, depth))
-        return
-    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-        yield from _value(f"{name}[{key!r}]", value, depth)
+        yield f"{name}: {type(value).__module__}.{type(value).__qualname__}"
+        for each in inspect.signature(type(value).__init__).parameters:
+            if each in vars(value):
+                yield from _lines(f"{name}.{each}", vars(value)[each], depth + 1)
 
 
 def _of_function(function: Any) -> str:
@@ -187,14 +167,12 @@ def _cached(model: Path) -> Path | None:
 
 def _digest(path: Path) -> str:
     size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         if size <= WHOLE:
-            while part := file.read(2**20):
-                digest.update(part)
-        else:
-            for block in range(BLOCKS):
-                digest.update(os.pread(file.fileno(), BLOCK, (size - BLOCK) * block // (BLOCKS - 1)))
+            return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+        digest = hashlib.sha256(str(size).encode())
+        for block in range(BLOCKS):
+            digest.update(os.pread(file.fileno(), BLOCK, (size - BLOCK) * block // (BLOCKS - 1)))
     return digest.hexdigest()[:12]
 
 

@@ -74,12 +74,12 @@ def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: Prom
 
 def nothing_to_validate(module: RLModule, follows: str | None) -> str:
     """The error's text for a module that cannot measure anything on the rows of `data.validation`."""
-    if follows is None:
-        lacks = (
-            "trains no model that generates, and has no `validation_step`; write one, or leave `data.validation` out"
-        )
-        return f"`data.validation` is set but {type(module).__name__} {lacks}"
-    return "`data.validation` is set but the module has no reward to score responses; set `module.reward`"
+    if follows is not None:
+        return "`data.validation` is set but the module has no reward to score responses; set `module.reward`"
+    return (
+        f"`data.validation` is set but {type(module).__name__} trains no model that generates, and has no"
+        " `validation_step`; write one, or leave `data.validation` out"
+    )
 
 
 def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
@@ -94,9 +94,8 @@ def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
             " has, so nobody knows how many steps that is; set `trainer.max_steps` instead"
         )
     if planned.fill is not None and max_epochs is not None:
-        who = "`trainer.partial_rollout`"
-        if planned.fill.filter_id is not None:
-            who = f"the filter `{planned.fill.filter_id}`"
+        filtered = planned.fill.filter_id
+        who = "`trainer.partial_rollout`" if filtered is None else f"the filter `{filtered}`"
         raise UserError(
             f"`trainer.max_epochs` is {max_epochs}, and {who} draws as many prompts as it needs, so passes over the"
             " rows do not say how many steps there are; set `trainer.max_steps` instead"

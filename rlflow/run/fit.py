@@ -78,7 +78,7 @@ def _fit(
     loggers: Sequence[LoggerLike],
     state: RunningTrainer,
 ) -> dict[str, Any]:
-    """As `fit`, in the run's folder: build the controller, resume from a checkpoint if there is one, and train."""
+    """As `fit`, in the run's folder: load models and engines, resume from a checkpoint if there is one, and train."""
     settings, strategy, rank = run.settings, run.strategy, run.rank
     with ExitStack() as stack:
         log = folder.logs / f"rank{rank}.log"
@@ -95,7 +95,21 @@ def _fit(
             stack.callback(run.context.conversations.close)
         saving = Saving(run, folder, resume)
         try:
-            controller = _build(run, saving, metrics, callbacks, trace, prompts, console, folder)
+            for line in (*trusted_code(run), *size_table(run), *memory_table(run)):
+                console.say(line)
+            startup.passed("ranks")
+            load_roles(run)
+            for role in run.paths:
+                if line := handles(run.module)[role].unknown:
+                    console.say(f"`{role}`: {line}")
+            saving.require_space()
+            startup.passed("models")
+            set_up_engines(run)
+            startup.passed("engine")
+            startup.collect_again()
+            stored_in = None if settings.fast_dev_run else folder.inputs
+            inputs = NodeInputs(run, stored_in, settings.keep_inputs, settings.keep_inputs_of)
+            controller = Controller(run, Policies(run, callbacks), prompts, metrics, trace, callbacks, inputs)
             remembered = RunState(run, controller, metrics, callbacks)
             for line in resume.restore(remembered):
                 console.say(line)
@@ -285,36 +299,6 @@ class Fit:
         self._state.callback_metrics |= metrics
         self._callbacks.call(Callback.on_validation_end, done, metrics)
         return metrics
-
-
-def _build(
-    run: Run,
-    saving: Saving,
-    metrics: Metrics,
-    callbacks: Callbacks,
-    trace: Trace,
-    prompts: Prefetch,
-    console: Console,
-    folder: RunFolder,
-) -> Controller:
-    """Load this rank's models and engines, and make the controller; the terminal shows tables of sizes and memory."""
-    settings = run.settings
-    for line in (*trusted_code(run), *size_table(run), *memory_table(run)):
-        console.say(line)
-    startup.passed("ranks")
-    load_roles(run)
-    for role in run.paths:
-        if line := handles(run.module)[role].unknown:
-            console.say(f"`{role}`: {line}")
-    saving.require_space()
-    startup.passed("models")
-    set_up_engines(run)
-    startup.passed("engine")
-    startup.collect_again()
-    policies = Policies(run, callbacks)
-    stored_in = None if settings.fast_dev_run else folder.inputs
-    inputs = NodeInputs(run, stored_in, settings.keep_inputs, settings.keep_inputs_of)
-    return Controller(run, policies, prompts, metrics, trace, callbacks, inputs)
 
 
 def _leave_behind(folder: RunFolder, run: Run, numbers: dict[str, Any]) -> dict[str, Any]:

@@ -40,18 +40,15 @@ def configure(module: RLModule) -> None:
     copies = {id(handle): chosen[role] for role, handle in given.items()}
     for role, handle in chosen.items():
         if isinstance(handle, Averaged | WithoutAdapters) and id(handle.owner) in copies:
-            _follow(handle, copies[id(handle.owner)])
+            owner = copies[id(handle.owner)]
+            assert isinstance(owner, CausalLM)
+            handle.owner = owner
         setattr(module, role, handle)
     module.configure_models()
     for role in module.config_models:
         setattr(module, role, chosen[role])
     module.run_models = handles(module)
     module.run_settings = {role: _settings(handle) for role, handle in module.run_models.items()}
-
-
-def _follow(handle: Averaged | WithoutAdapters, owner: ModelHandle) -> None:
-    assert isinstance(owner, CausalLM)
-    handle.owner = owner
 
 
 def _settings(handle: ModelHandle) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import ROLLOUT, engine_of
@@ -13,7 +12,7 @@ from rlflow.errors import UserError, did_you_mean
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule, handles
-from rlflow.settings import Machines, Place, Placed
+from rlflow.settings import Place, Placed
 from rlflow.values.layout import Layout
 
 
@@ -43,7 +42,7 @@ def followed_role(module: RLModule, graph: Graph) -> str | None:
 def layouts(
     module: RLModule,
     graph: Graph,
-    machines: Machines,
+    world_size: int,
     tensor_parallel_sizes: Mapping[str, int],
     placement: Mapping[str, Placed] | None = None,
 ) -> dict[str, Layout]:
@@ -59,7 +58,7 @@ def layouts(
     Args:
         module: The algorithm, with its models configured.
         graph: Graph of the module.
-        machines: Number of machines, and of ranks on each.
+        world_size: Number of all ranks.
         tensor_parallel_sizes: By policy that generates, the ranks that share one of its engines.
         placement: By role, its ranks; `actor.rollout` for the engines of `actor`, `rollout` for those of policies that
             are not named. A role that is not named lives on all ranks.
@@ -69,7 +68,9 @@ def layouts(
             sequence-parallel groups; or a role lives on some of an engine's ranks and not on the others.
     """
     found = handles(module)
-    places = {role: _place(written) for role, written in (placement or {}).items()}
+    places = {
+        role: written if isinstance(written, Place) else Place(written) for role, written in (placement or {}).items()
+    }
     engines = {policy: engine_of(policy) for policy in tensor_parallel_sizes}
     for role in places:
         if role not in {ROLLOUT, *engines.values(), *found}:
@@ -88,14 +89,14 @@ def layouts(
     result = {}
     for policy, name in engines.items():
         written = name if name in places else ROLLOUT
-        result[name] = _of_engine(written, places.get(written, Place()), machines, tensor_parallel_sizes[policy])
+        result[name] = _of_engine(written, places.get(written, Place()), world_size, tensor_parallel_sizes[policy])
     for role, handle in found.items():
         samples_per_update = handle.samples_per_update if role in trained else first
         of = owner_of(role, found)
         if of not in places and of == role:
             of = next((node.role for node in graph.order if role in node.uses and node.role in found), of)
-        ranks = _ranks(of, places.get(of, Place()), machines)
-        size = places.get(of, Place()).sequence_parallel_size
+        place = places.get(of, Place())
+        ranks, size = _ranks(of, place, world_size), place.sequence_parallel_size
         if size < 1 or len(ranks) % size:
             raise UserError(
                 f"`placement.{of}.sequence_parallel_size` is {size}, which does not divide the {len(ranks)} ranks of"
@@ -126,12 +127,6 @@ def _described(layout: Layout) -> str:
     return f"{rank_ranges(layout.ranks)} in {layout.shards} shard{'s' if layout.shards > 1 else ''}"
 
 
-def _place(written: Placed) -> Place:
-    if isinstance(written, Place):
-        return written
-    return Place(written)
-
-
 def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
     """The role whose weights `role` is a view or an average of; itself if it has its own."""
     handle = found[role]
@@ -140,15 +135,15 @@ def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
     return next((name for name, other in found.items() if other is handle.owner), role)
 
 
-def _of_engine(name: str, place: Place, machines: Machines, tensor_parallel_size: int) -> Layout:
-    ranks = _ranks(name, place, machines)
+def _of_engine(name: str, place: Place, world_size: int, tensor_parallel_size: int) -> Layout:
+    ranks = _ranks(name, place, world_size)
     if place.sequence_parallel_size != 1:
         raise UserError(
             f"`placement.{name}.sequence_parallel_size` is {place.sequence_parallel_size}; engines share a sequence by"
             " `rollout.init_args.tensor_parallel_size`"
         )
     if len(ranks) % tensor_parallel_size:
-        of = "ranks (trainer.devices x trainer.num_nodes)" if len(ranks) == machines.world_size else "rollout ranks"
+        of = "ranks (trainer.devices x trainer.num_nodes)" if len(ranks) == world_size else "rollout ranks"
         raise UserError(
             f"`rollout.init_args.tensor_parallel_size` is {tensor_parallel_size}, which does not divide the"
             f" {len(ranks)} {of}; use one of {_divisors(len(ranks))}"
@@ -156,68 +151,27 @@ def _of_engine(name: str, place: Place, machines: Machines, tensor_parallel_size
     return Layout(ranks, len(ranks) // tensor_parallel_size, "groups")
 
 
-def _ranks(role: str, place: Place, machines: Machines) -> tuple[int, ...]:
-    """The ranks that a place names, ascending: `[0, "2-3"]` gives `(0, 2, 3)`; all where both settings are None."""
-    if place.ranks is not None and place.nodes is not None:
-        raise UserError(f"`placement.{role}` names `ranks` and `nodes`; name one of the two")
-    if place.nodes is not None:
-        named = [_node(role, node) for node in _listed(place.nodes)]
-        nodes = _numbers(role, "nodes", named, machines.num_nodes)
-        return tuple(rank for node in nodes for rank in machines.ranks_of_node(node))
+def _ranks(role: str, place: Place, world_size: int) -> tuple[int, ...]:
+    """The ranks that a place names, ascending: `[0, "2-3"]` gives `(0, 2, 3)`; all where it names none."""
     if place.ranks is None:
-        return tuple(range(machines.world_size))
-    return _numbers(role, "ranks", _listed(place.ranks), machines.world_size)
-
-
-def _listed(written: list[int | str] | int | str) -> list[int | str]:
-    return written if isinstance(written, list) else [written]
-
-
-def _numbers(role: str, kind: str, written: Sequence[int | str], count: int) -> tuple[int, ...]:
-    numbers: set[int] = set()
-    for each in written:
+        return tuple(range(world_size))
+    ranks: set[int] = set()
+    for each in place.ranks if isinstance(place.ranks, list) else [place.ranks]:
         read = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(each))
         if read is None:
             raise UserError(
-                f'`placement.{role}` names the {kind} {each!r}; write numbers and ranges, such as 0 or "2-3"'
+                f'`placement.{role}` names the ranks {each!r}; write numbers and ranges, such as 0 or "2-3"'
             )
         low, high = int(read[1]), int(read[2] or read[1])
-        if high >= count or low > high:
+        if high >= world_size or low > high:
             raise UserError(
-                f"`placement.{role}` names the {kind} {each}, and the run has the {kind} 0 to {count - 1}"
+                f"`placement.{role}` names the ranks {each}, and the run has the ranks 0 to {world_size - 1}"
                 " (trainer.devices x trainer.num_nodes); name those, or start more"
             )
-        numbers.update(range(low, high + 1))
-    if not numbers:
-        raise UserError(f"`placement.{role}` names no {kind}; name some, or leave `{role}` out for all")
-    return tuple(sorted(numbers))
-
-
-def _node(role: str, node: int | str) -> int | str:
-    """The number or range as it is written; for a host name its place in Slurm's list of the job's machines."""
-    if re.fullmatch(r"\s*\d+\s*(-\s*\d+\s*)?", str(node)):
-        return node
-    listed = os.environ.get("SLURM_JOB_NODELIST", "")
-    names = _expanded(listed)
-    if node not in names:
-        known = f"the job's machines are {', '.join(names)}" if names else "names are known under Slurm alone"
-        raise UserError(f"`placement.{role}.nodes` names {node!r}, and {known}; name machines by number, from 0")
-    return names.index(str(node))
-
-
-def _expanded(listed: str) -> list[str]:
-    """The host names of Slurm's short form: `gpu[01-02,07],login` gives `gpu01`, `gpu02`, `gpu07`, `login`."""
-    names = []
-    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?[^,\[]*", listed):
-        prefix, _, rest = part.partition("[")
-        numbers, _, suffix = rest.partition("]")
-        for each in numbers.split(",") if rest else ():
-            low, _, high = each.partition("-")
-            for number in range(int(low), int(high or low) + 1):
-                names.append(f"{prefix}{number:0{len(low)}d}{suffix}")
-        if not rest:
-            names.append(prefix)
-    return names
+        ranks.update(range(low, high + 1))
+    if not ranks:
+        raise UserError(f"`placement.{role}` names no ranks; name some, or leave `{role}` out for all")
+    return tuple(sorted(ranks))
 
 
 def _refuse_torn_engines(name: str, placed: Mapping[str, Layout], graph: Graph) -> None:

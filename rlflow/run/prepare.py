@@ -68,7 +68,7 @@ def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> R
     Raises:
         UserError: The graph has problems, or cannot be placed or planned so.
     """
-    return planned(module, read_graph(module), settings, engines, settings.machines.world_size)
+    return planned(module, read_graph(module), settings, engines, settings.world_size)
 
 
 def planned(
@@ -98,7 +98,7 @@ def planned(
     for node in graph.order:
         assigned.refuse_together(node.id, node.generates)
     sizes = {name: assigned[name].tensor_parallel_size for name in names}
-    placed = spread(layouts(module, graph, settings.machines, sizes, settings.placement))
+    placed = spread(layouts(module, graph, settings.world_size, sizes, settings.placement))
     made = plan(graph, placed, world_size, settings.max_staleness, settings.cuts_off, assigned.shared)
     _require_together(graph, placed, settings.max_staleness)
     return RunPlan(graph, placed, made, assigned, follows)
@@ -157,23 +157,22 @@ def prepare(
             check_sequence_parallel(config, placed[role].copies, role, strategy.packing)
         whole = strategy.packing and placed[role].copies == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
-    of_policies = {name: configs[name] for name in names}
-    made.engines.check_shared(of_policies, {name: placed[engine_of(name)] for name in names})
+    made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
     check_schedules(module, graph, data.prompts_per_step)
     tokenizer = _same_tokenizer(module, policies | paths, lead)
     checks.require_end(made.plan, settings, chooses_prompts(module))
-    ranks, seed = settings.machines.world_size, settings.seed
+    ranks, seed = settings.world_size, settings.seed
     held_out = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
-    is_scored = module.reward is not None or bool(environments(module))
+    found = list(environments(module).values())
+    environment = found[0] if len(found) == 1 else None
+    is_scored = module.reward is not None or bool(found)
     scores_validation = data.validation is not None and made.follows is not None and is_scored
     of_lead = [node for node in checks.learns_from_batch(graph) if node.role == lead]
     loss_node = None if has_validation_step(module) else next(iter(of_lead), None)
-    if data.validation is not None and not (scores_validation or has_validation_step(module) or loss_node):
-        raise UserError(checks.nothing_to_validate(module, made.follows))
     if data.validation is not None and has_validation_step(module):
         checks.require_one_place(module, paths, placed, lead)
-    found = list(environments(module).values())
-    environment = found[0] if len(found) == 1 else None
+    elif data.validation is not None and not scores_validation and loss_node is None:
+        raise UserError(checks.nothing_to_validate(module, made.follows))
     read = data, tokenizer, seed
     samples = any(node.kind == "rollout" for node in graph.order)
     scorer = module.scorer if samples else None

@@ -71,22 +71,8 @@ def loading(part: str, path: Path, trust_remote_code: bool) -> Iterator[None]:
     except Exception as error:  # broken files raise all kinds: KeyError, AttributeError, tokenizers' bare Exception
         reason = (str(error) if isinstance(error, OSError | ValueError) else "").strip().split("\n")[0]
         reason = reason or f"{type(error).__name__}: {one_line(error)}"
-        if part == "tokenizer" and _is_broken(path / TOKENIZER):
-            raise UserError(
-                f"`model` is {str(path)!r}, whose {TOKENIZER} is no tokenizer's ({reason}); copy that file once more"
-            ) from error
         remedy = "check its files" if path.is_dir() else "check the name"
         raise UserError(f"`model` is {str(path)!r}, whose {part} cannot be loaded ({reason}); {remedy}") from error
-
-
-def _is_broken(file: Path) -> bool:
-    """Whether it is there and the library of tokenizers cannot read it."""
-    from tokenizers import Tokenizer
-
-    try:
-        return file.is_file() and Tokenizer.from_file(str(file)) is None
-    except Exception:  # it raises nothing more exact
-        return True
 
 
 def _require_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

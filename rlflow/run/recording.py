@@ -71,7 +71,7 @@ class Recording:
             shown = on_terminal(by_summary_name(validation)).items()
             values = (f"{'greedy' if name == 'greedy_accuracy' else name} {value:.3f}" for name, value in shown)
             self._console.say(f"before training: {', '.join(values)}")
-        self._console.say(startup.end().line())
+        self._console.say(startup.line(startup.end()))
         self._console.begin()
 
     def step(self, done: int, metrics: dict[str, float], records: bool) -> None:

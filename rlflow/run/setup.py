@@ -42,8 +42,10 @@ def join(run: Run, resolved_config: str | None) -> None:
     Raises:
         UserError: A rank was started for another run.
     """
+    from lightning.fabric import seed_everything  # by now without the rest of Lightning, see `rlflow.process.deferred`
+
     settings, strategy = run.settings, run.strategy
-    _seed(settings.seed)
+    seed_everything(settings.seed, verbose=False)
     run.transport = transport = Transport(strategy.root_device, strategy.timeout)
     run.config = config = None if resolved_config is None else without_secrets(yaml.safe_load(resolved_config))
     _agree(run, transport, config)
@@ -192,20 +194,9 @@ def _trainer_state(run: Run, step: int) -> TrainerState:
 
 
 def _agree(run: Run, transport: Transport, config: Mapping[str, Any] | None) -> None:
-    numbers = {
-        "seed": run.settings.seed,
-        "steps": run.steps,
-        "training rows": run.train.size,
-    }
+    numbers = {"seed": run.settings.seed, "steps": run.steps, "training rows": run.train.size}
     data = {"training": run.train, "validation": run.validation}
     digests = {f"{kind} data {of.scan.source}": of.scan.digest[:12] for kind, of in data.items() if of is not None}
     written = None if config is None else yaml.safe_dump(dict(config), sort_keys=False)
     models = {role: model_files(path) for role, path in (run.policies | run.paths).items()}
     agree(transport, facts(run.module, written, str(run.plan), models, **numbers, **digests))
-
-
-def _seed(seed: int) -> None:
-    """The generators of Python, numpy and torch in this process."""
-    from lightning.fabric import seed_everything  # by now without the rest of Lightning, see `rlflow.process.deferred`
-
-    seed_everything(seed, verbose=False)

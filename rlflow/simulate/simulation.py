@@ -153,7 +153,7 @@ class Simulation:
         settings = settings or trainer.settings
         assert not isinstance(trainer.strategy, str)  # the trainer has made it
         ranks = nodes * self.hardware.gpus_per_node
-        world = settings.machines.world_size
+        world = settings.world_size
         share = ranks / world if self.scaling == "weak" else 1.0
         module, data = _of_size(self.module, share, ranks), copy.copy(self.data)
         data.prompts_per_step = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.errors import UserError, importable, require
+from rlflow.errors import UserError, require
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.storage.tensors import TensorRange
@@ -384,11 +384,10 @@ def join(device: torch.device, dtype: torch.dtype, backend: str | None) -> None:
         backend: Backend of the process group, such as `gloo` or `cpu:gloo,cuda:nccl`.
 
     Raises:
-        UserError: DeepSpeed cannot be imported, this process has used it on another kind of device, or it does not
-            train in `dtype` on this device.
+        UserError: This process has used DeepSpeed on another kind of device, or it does not train in `dtype` on this
+            device.
     """
-    with importable("deepspeed", "DeepSpeedStrategy"):
-        import deepspeed
+    import deepspeed
 
     deepspeed.utils.logging.logger.setLevel(logging.WARNING)
     if (used := deepspeed.get_accelerator().device_name()) != device.type:

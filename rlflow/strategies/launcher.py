@@ -20,7 +20,7 @@ from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import Preempted, UserError
 from rlflow.process import preemption, status, supervisor
 from rlflow.process.environment import handed_arguments, place_kept
-from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, SUPERVISED_VARIABLE, Answered
+from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, Answered
 
 POLL_S = 0.2
 GRACE_S = 2.0  # how long rank 0 may still take to fail in its own words after another rank has died
@@ -49,6 +49,7 @@ class RankLauncher(_SubprocessScriptLauncher):
         """Whether one rank can run in a notebook; more are refused when they would be started."""
         return True
 
+    @place_kept()
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks, unless they are started already, then call the function and return its result.
 
@@ -58,21 +59,16 @@ class RankLauncher(_SubprocessScriptLauncher):
             Answered: In rank 0: another rank died, or did not join a collective. A line on the terminal names it.
             UserError: There are several ranks, and this process has no command that could be run again.
         """
-        with place_kept():
-            return self._launch(function, *args, **kwargs)
-
-    def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        terminal = os.dup(2)  # where the user looks, whatever the ranks redirect later
         status.beat()
         status.saved(0)
         if environment.creates_processes_externally:
             status.report(environment.global_rank(), status.AT_FIRST)
             parent = os.environ.pop(PARENT_VARIABLE, None)
-            if parent is not None and os.environ.pop(SUPERVISED_VARIABLE, None) is None:
-                _follow(int(parent), environment.local_rank(), terminal)
+            if parent is not None:
+                supervisor.die_with(int(parent))
             return _started(parent is not None, function, *args, **kwargs)
 
         if self.num_processes > 1:
@@ -82,7 +78,7 @@ class RankLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
         del os.environ[PARENT_VARIABLE], os.environ[BOARD_VARIABLE]
         first = environment.node_rank() * self.num_processes
-        watch = _Watch({first + 1 + index: process for index, process in enumerate(self.procs)}, first, terminal)
+        watch = _Watch({first + 1 + index: process for index, process in enumerate(self.procs)}, first)
         return watch.over(function, *args, **kwargs)
 
 
@@ -127,16 +123,15 @@ class _Watch(threading.Thread):
     Args:
         ranks: Processes that rank 0 started, by global rank.
         own_rank: Global rank of this process, the first of its machine.
-        terminal: File descriptor of the standard error that the user sees, whatever is redirected later.
     """
 
-    def __init__(self, ranks: dict[int, subprocess.Popen[bytes]], own_rank: int, terminal: int) -> None:
+    def __init__(self, ranks: dict[int, subprocess.Popen[bytes]], own_rank: int) -> None:
         super().__init__(daemon=True, name="rank-watch")
         self._board = status.board()
         self._statuses = {rank: self._board[rank - own_rank] for rank in ranks}
         self._ranks = ranks
         self._own_rank = own_rank
-        self._terminal = terminal
+        self._terminal = os.dup(2)  # where the user looks, whatever the ranks redirect later
         self._over = threading.Event()
 
     def over(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -176,13 +171,13 @@ class _Watch(threading.Thread):
                 return
 
     def _dead(self) -> int | None:
-        return next((rank for rank, process in self._ranks.items() if self._has_died(rank, process.poll())), None)
-
-    def _has_died(self, rank: int, code: int | None) -> bool:
-        """Whether a rank with this exit code (None while it runs) ended otherwise than by the end of its run."""
-        if code == preemption.EXIT_CODE and preemption.received():  # as all ranks do, rank 0 at last
-            return False
-        return code is not None and (code != 0 or not self._statuses[rank].ended)
+        """A rank whose process ended otherwise than by the end of its run; None if there is none."""
+        for rank, process in self._ranks.items():
+            code = process.poll()
+            asked = code == preemption.EXIT_CODE and preemption.received()  # as all ranks do, rank 0 at last
+            if code is not None and not asked and (code != 0 or not self._statuses[rank].ended):
+                return rank
+        return None
 
     def _await_death(self, seconds: float) -> int | None:
         deadline = time.monotonic() + seconds
@@ -218,19 +213,6 @@ class _Watch(threading.Thread):
             _say(self._terminal, f"{said}; ended the other ranks{self._board.how_to_go_on}")
         status.end(max(1, code))
         return max(1, code)
-
-
-def _follow(parent: int, local_rank: int, terminal: int) -> None:
-    """Start a thread that ends this rank with code 1 when `parent`, the process of its rank 0, is gone."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(POLL_S)
-        if local_rank == 1:  # one of them says it
-            _say(terminal, "rank 0 of this machine is gone without a word; ended the other ranks")
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
 def _say(terminal: int, line: str) -> None:

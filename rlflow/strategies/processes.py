@@ -98,8 +98,7 @@ class ManyProcesses(DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; on a GPU it is named, for the process group is bound to none."""
-        device = self.root_device
-        dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
+        dist.barrier(device_ids=self._determine_ddp_device_ids())
 
     @property
     def _place(self) -> ClusterEnvironment:
@@ -111,7 +110,10 @@ def join_group(backend: str, rank: int, world_size: int, address: str, port: int
     """Form the group of all ranks.
 
     Whoever reaches the store can read and write it, so rank 0 serves it on one interface: that of `address`. On one
-    machine that is the loopback, on which gloo's own connections are made too. Under torchrun the agent serves it.
+    machine that is the loopback, on which gloo's own connections are made too. Under torchrun the agent serves it, and
+    this attempt has a name of its own in it: torchrun starts ranks again with the same store, in which the addresses of
+    ranks that are gone still lie (https://github.com/pytorch/pytorch/issues/135712), and its count of restarts may
+    differ from agent to agent.
 
     Args:
         backend: As torch names it.
@@ -120,40 +122,23 @@ def join_group(backend: str, rank: int, world_size: int, address: str, port: int
         address: Address of rank 0's machine.
         port: The store's port.
         timeout: Timeout of the group's collectives, and of joining it.
+
+    Raises:
+        UserError: Under torchrun a rank did not come in time.
     """
     if dist.is_initialized():
         return
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    store = _agent_store(address, port, rank, world_size, timeout)
-    if store is None:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        served = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+        store: Store = PrefixStore(agree_on_name(served, rank, world_size, timeout), served)
+    else:
         if address in LOOPBACK and os.path.exists("/sys/class/net/lo"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        served = listening(address, port) if rank == 0 else None
-        descriptor = None if served is None else served.detach()  # the store closes it
+        socket = listening(address, port) if rank == 0 else None
+        descriptor = None if socket is None else socket.detach()  # the store closes it
         store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=descriptor)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def _agent_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Store | None:
-    """The store of torchrun's agent under a name that this attempt alone has; None where torchrun serves none.
-
-    torchrun starts ranks again with the same store, in which the addresses of ranks that are gone still lie
-    (https://github.com/pytorch/pytorch/issues/135712), and its count of restarts may differ from agent to agent.
-
-    Args:
-        host: Name or number of the host that serves the store.
-        port: Port of the store.
-        rank: Rank of this process.
-        world_size: How many ranks there are.
-        timeout: How long to wait for all of them.
-
-    Raises:
-        UserError: A rank did not come in time.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return None
-    store = TCPStore(host, port, world_size=world_size, is_master=False, timeout=timeout)
-    return PrefixStore(agree_on_name(store, rank, world_size, timeout), store)
 
 
 def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
@@ -166,7 +151,8 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) 
     if rank == 0:
         store.set(CALL, mine)
         for other in range(1, world_size):
-            _wait(store, f"{mine}/{other}", until, other)
+            while not store.check([f"{mine}/{other}"]):
+                _pause(until, other)
             store.set(f"{mine}/{store.get(f'{mine}/{other}').decode()}", "")
         return mine
     called = ""
@@ -177,11 +163,6 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) 
         if called and store.check([f"{called}/{mine}"]):
             return called
         _pause(until, 0)
-
-
-def _wait(store: Store, key: str, until: float, other: int) -> None:
-    while not store.check([key]):
-        _pause(until, other)
 
 
 def _pause(until: float, other: int) -> None:

@@ -54,8 +54,7 @@ class Limits:
     output_kb: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "start_seconds", "memory_mb", "file_mb", "output_kb"):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if value is not None and not value > 0:
                 raise UserError(f"`{name}` is {value}; give more than 0")
 

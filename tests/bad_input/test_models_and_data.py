@@ -178,9 +178,9 @@ def test_a_family_that_cannot_be_trained_is_refused_in_one_line_though_its_weigh
     ("tokenizer", "line"),
     [
         (None, "a folder without its tokenizer's files, so no text could be read: there is no merges.txt and no tok"),
-        ('{"a": 1}', "whose tokenizer.json is no tokenizer's (KeyError: 'added_tokens'); copy that file once more"),
-        ("{", "whose tokenizer.json is no tokenizer's (Expecting property name"),
-        ('{"added_tokens": [], "model": 3}', "whose tokenizer.json is no tokenizer's (AttributeError: "),
+        ('{"a": 1}', "whose tokenizer cannot be loaded (KeyError: 'added_tokens'); check its files"),
+        ("{", "whose tokenizer cannot be loaded (Expecting property name"),
+        ('{"added_tokens": [], "model": 3}', "whose tokenizer cannot be loaded (AttributeError: "),
     ],
     ids=["missing", "another", "torn", "a wrong part"],
 )

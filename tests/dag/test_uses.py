@@ -8,7 +8,7 @@ from rlflow import CausalLM, UserError, ValueModel
 from rlflow.dag.graph import Graph, GraphError
 from rlflow.dag.node import node
 from rlflow.module import RLModule
-from rlflow.run.placement import Machines, Place, Placed, layouts
+from rlflow.run.placement import Place, Placed, layouts
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.layout import Layout
@@ -67,7 +67,7 @@ def test_what_a_node_cannot_use_is_told_with_the_rest() -> None:
 def placed(placement: dict[str, Placed]) -> dict[str, Layout]:
     module = Distilled()
     module.configure_models()
-    return layouts(module, Graph.read(module, HANDLES), Machines(1, 4), {"actor": 1}, placement)
+    return layouts(module, Graph.read(module, HANDLES), 4, {"actor": 1}, placement)
 
 
 def test_used_models_live_where_the_role_does() -> None:
@@ -92,7 +92,7 @@ def test_a_used_model_has_the_mini_batches_of_the_role_that_uses_it_and_not_of_t
 
     module = AfterACritic()
     module.configure_models()
-    found = layouts(module, Graph.read(module, ("critic", *HANDLES)), Machines(1, 2), {"actor": 1})
+    found = layouts(module, Graph.read(module, ("critic", *HANDLES)), 2, {"actor": 1})
     assert [found[role].samples_per_update for role in ("critic", "actor", "teacher")] == [2, 4, 4]
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from rlflow.process import startup
-from rlflow.process.startup import Startup
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = """
@@ -38,30 +37,30 @@ def _nothing_is_counted_before() -> None:
 
 
 def test_phases_follow_one_another_and_add_up_to_the_whole() -> None:
-    began = time.perf_counter() - 1.0
-    counted = Startup(began)
-    counted.passed("imports")
+    began = time.perf_counter()
+    startup.begin()
+    startup.passed("imports")
     time.sleep(0.1)
-    counted.passed("engine")
-    counted.passed("imports")
-    assert sum(counted.seconds.values()) == pytest.approx(time.perf_counter() - began, abs=0.01)
-    assert counted.line() == f"before step 1: 1.1 s (imports 1.0, engine {counted.seconds['engine']:.1f})"
+    startup.passed("engine")
+    time.sleep(0.1)
+    startup.passed("imports")
+    counted = startup.end()
+    assert counted["engine"] >= 0.1
+    assert counted["imports"] >= 0.1
+    assert sum(counted.values()) == pytest.approx(time.perf_counter() - began, abs=0.01)
 
 
 def test_a_phase_of_no_length_is_not_shown() -> None:
-    counted = Startup(time.perf_counter() - 2.0)
-    counted.passed("models")
-    counted.passed("engine")
-    assert "engine" not in counted.line()
-    assert "engine" in counted.seconds
+    shown = startup.line({"models": 2.0, "engine": 0.04, "data": 0.16})
+    assert shown == "before step 1: 2.2 s (models 2.0, data 0.2)"
 
 
 def test_a_run_in_a_process_of_somebody_else_s_leaves_its_garbage_collection_alone() -> None:
     startup.begin()
     assert gc.isenabled()
     startup.passed("imports")
-    assert [*startup.end().seconds] == ["imports"]
-    assert startup.end().seconds == {}
+    assert [*startup.end()] == ["imports"]
+    assert startup.end() == {}
 
 
 @pytest.mark.parametrize("ready", [startup.collect_again, startup.end])

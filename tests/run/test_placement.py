@@ -9,7 +9,7 @@ from rlflow.algorithms import GRPO, RewardModelTraining
 from rlflow.functional import KL
 from rlflow.run.placement import followed_role, layouts
 from rlflow.run.prepare import read_graph
-from rlflow.settings import Machines, Place, Placed
+from rlflow.settings import Place, Placed
 from rlflow.values.layout import Layout
 from tests.controller.runs import OddCharacters
 from tests.making import made
@@ -21,20 +21,20 @@ def grpo(**settings: object) -> GRPO:
 
 def test_a_scored_role_holds_the_rows_of_the_trained_one() -> None:
     module = grpo(samples_per_update=16)
-    placed = layouts(module, read_graph(module), Machines(1, 4), {"actor": 1})
+    placed = layouts(module, read_graph(module), 4, {"actor": 1})
     assert placed["reference"] == placed["actor"] == Layout((0, 1, 2, 3), 4, "balanced", 16)
 
 
 def test_the_ranks_of_an_engine_share_whole_groups() -> None:
     module = grpo()
-    placed = layouts(module, read_graph(module), Machines(1, 4), {"actor": 2})
+    placed = layouts(module, read_graph(module), 4, {"actor": 2})
     assert placed["actor.rollout"] == Layout((0, 1, 2, 3), 2, "groups")
 
 
 def test_ranks_that_do_not_divide_into_engines_are_refused() -> None:
     module = grpo()
     with pytest.raises(UserError, match=r"`rollout.init_args.tensor_parallel_size` is 4, .* 6 ranks .* \[1, 2, 3, 6\]"):
-        layouts(module, read_graph(module), Machines(1, 6), {"actor": 4})
+        layouts(module, read_graph(module), 6, {"actor": 4})
 
 
 def test_the_engine_follows_the_trained_role() -> None:
@@ -65,41 +65,26 @@ def test_to_sample_with_no_trained_language_model_is_refused() -> None:
         followed_role(module, read_graph(module))
 
 
-def placed_on(machines: Machines, tensor_parallel_size: int = 1, **placement: Placed) -> dict[str, Layout]:
+def placed_on(ranks: int, tensor_parallel_size: int = 1, **placement: Placed) -> dict[str, Layout]:
     module = grpo()
-    return layouts(module, read_graph(module), machines, {"actor": tensor_parallel_size}, placement)
-
-
-FOUR = Machines(1, 4)
+    return layouts(module, read_graph(module), ranks, {"actor": tensor_parallel_size}, placement)
 
 
 def test_roles_live_on_the_ranks_that_are_named_and_the_others_on_all() -> None:
-    placed = placed_on(FOUR, rollout=0, actor=[1, "2-3"])
+    placed = placed_on(4, rollout=0, actor=[1, "2-3"])
     assert placed["actor.rollout"] == Layout((0,), 1)
     assert placed["actor"] == Layout((1, 2, 3), 3, "balanced")
     assert placed["reference"] == Layout((0, 1, 2, 3), 4, "balanced")
 
 
 def test_ranks_that_share_a_sequence_hold_one_shard() -> None:
-    placed = placed_on(FOUR, actor=Place(ranks=["2-3", 0, 1], sequence_parallel_size=2))
+    placed = placed_on(4, actor=Place(ranks=["2-3", 0, 1], sequence_parallel_size=2))
     assert placed["actor"] == Layout((0, 1, 2, 3), 2, "balanced")
-
-
-def test_a_role_can_live_on_whole_machines() -> None:
-    placed = placed_on(Machines(3, 2), rollout=Place(nodes=[0]), actor=Place(nodes=["1-2"]))
-    assert placed["actor.rollout"].ranks == (0, 1)
-    assert placed["actor"].ranks == (2, 3, 4, 5)
-
-
-def test_machines_have_names_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "login,gpu[08-10,12]")
-    placed = placed_on(Machines(5, 1), actor=Place(nodes=["gpu09", "gpu12"]))
-    assert placed["actor"].ranks == (2, 4)
 
 
 def test_a_view_of_a_model_lives_where_the_model_does() -> None:
     module = GRPO(CausalLM("tiny", lora=LoRA(rank=2)), OddCharacters(), kl=KL(0.1))
-    placed = layouts(module, read_graph(module), FOUR, {"actor": 1}, {"actor": [1, 2]})
+    placed = layouts(module, read_graph(module), 4, {"actor": 1}, {"actor": [1, 2]})
     assert placed["reference"].ranks == placed["actor"].ranks == (1, 2)
 
 
@@ -111,9 +96,6 @@ def test_a_view_of_a_model_lives_where_the_model_does() -> None:
         ({"actor": "3-1"}, 1, "`placement.actor` names the ranks 3-1"),
         ({"actor": []}, 1, "`placement.actor` names no ranks; name some, or leave `actor` out for all"),
         ({"actor": "first"}, 1, "`placement.actor` names the ranks 'first'; write numbers and ranges"),
-        ({"actor": Place(nodes=[1])}, 1, "`placement.actor` names the nodes 1, and the run has the nodes 0 to 0"),
-        ({"actor": Place(nodes=["gpu1"])}, 1, "names 'gpu1', and names are known under Slurm alone"),
-        ({"actor": Place(ranks=[0], nodes=[0])}, 1, "names `ranks` and `nodes`; name one of the two"),
         ({"actor": Place(ranks=["0-2"], sequence_parallel_size=2)}, 1, r"does not divide the 3 ranks .* \[1, 3\]"),
         ({"rollout": Place(sequence_parallel_size=2)}, 1, "engines share a sequence by `rollout.init_args.tensor_par"),
         ({"rollout": "0-2"}, 2, "is 2, which does not divide the 3 rollout ranks"),
@@ -124,13 +106,13 @@ def test_what_cannot_be_placed_is_told_in_one_line(
     placement: dict[str, Placed], tensor_parallel_size: int, said: str
 ) -> None:
     with pytest.raises(UserError, match=said) as error:
-        placed_on(FOUR, tensor_parallel_size, **placement)
+        placed_on(4, tensor_parallel_size, **placement)
     assert "\n" not in str(error.value)
 
 
 def test_engines_are_placed_by_policy_and_the_short_name_is_for_all_others() -> None:
     module = grpo()
     sizes = {"actor": 1, "reference": 2}
-    placed = layouts(module, read_graph(module), FOUR, sizes, {"rollout": "0-1", "actor.rollout": 3})
+    placed = layouts(module, read_graph(module), 4, sizes, {"rollout": "0-1", "actor.rollout": 3})
     assert placed["actor.rollout"] == Layout((3,), 1)
     assert placed["reference.rollout"] == Layout((0, 1), 1)
