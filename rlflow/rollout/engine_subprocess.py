@@ -5,12 +5,13 @@ Used where only some ranks have engines, or two engines cannot share a process. 
     rank (`EngineSubprocess`)                    engine's process (`main`)
     the engine                             ->
     ("setup", (model_path, place))         ->
-                                           <-    Answer(policy_version=-1)
+                                           <-    (policy version -1, result None, error None)
     ("update_weights", (7,))               ->
+                                           <-    None: the next weight may come
     SentWeight, then a file descriptor     ->
-                                           <-    Signal.TAKEN, for each weight
-    Signal.END                             ->
-                                           <-    Answer(policy_version=7, result=SyncReport(...))
+                                           <-    None, and so on
+    None: that was the last one            ->
+                                           <-    (7, SyncReport(...), None)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum
+from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
@@ -168,18 +169,16 @@ class EngineSubprocess(RolloutEngine):
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
         start = time.perf_counter()
         self._restarted = False
-        self._forget()
+        self._sent, self._sent_version = [], NO_VERSION
         if not self._running().runs:  # it died after it had generated last
             log.warning("%s is gone; it is started again", self._running().name)
             self._running().end(0.0)
             self._start()
-        report = self._loaded(buckets, version, keeps=self.tensor_parallel_size == 1 and self._device.type == "cpu")
+        if self.tensor_parallel_size == 1 and self._device.type == "cpu":
+            buckets = self._copied(buckets)
+        report = self._load(buckets, version)
         self._sent_version = version
         return SyncReport(report.version, report.tensors, report.nbytes, time.perf_counter() - start)
-
-    def _forget(self) -> None:
-        self._sent.clear()
-        self._sent_version = NO_VERSION
 
     def _call_or_restart(self, method: str, doing: str, new: Any, again: Any, *arguments: Any) -> Any:
         """Call a method of the engine; where the process is gone, start it again and repeat the call.
@@ -209,26 +208,17 @@ class EngineSubprocess(RolloutEngine):
         reason = str(gone).partition("\n")[0]
         log.warning("%s It is started again, with the weights of version %d.", reason, version)
         self._start()
-        self._loaded([[named] for named in self._sent], version, keeps=False)
+        self._load([self._sent], version)
 
-    def _loaded(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int, keeps: bool) -> SyncReport:
-        """Send weights, which the engine reads back; `keeps` says whether to store a copy of them for `_restart`."""
-        process, doing = self._running(), f"load the weights of version {version}"
-        self.policy_version = NO_VERSION
-        process.send(("update_weights", (version,)), doing)
-        passing = self._kept(buckets) if keeps else buckets
-        report: SyncReport = self._result(self._stream(process, passing, doing), doing)
-        return report
-
-    def _kept(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> Iterator[list[tuple[str, Tensor]]]:
-        """Keep a copy of each weight that passes."""
+    def _copied(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> Iterator[list[tuple[str, Tensor]]]:
+        """Store a copy of each weight that passes, for `_restart`."""
         for bucket in buckets:
             self._sent += [(name, tensor.detach().to(self._dtype, copy=True)) for name, tensor in bucket]
             yield bucket
 
     def sleep(self, keep_weights: bool = False) -> None:
         if not keep_weights:
-            self._forget()
+            self._sent, self._sent_version = [], NO_VERSION
         self._call("sleep", "sleep", keep_weights)
 
     def wake_up(self) -> None:
@@ -247,64 +237,58 @@ class EngineSubprocess(RolloutEngine):
             process.end(END_S)
         _stores.pop(self._address, None)
 
-    def _stream(self, process: EngineConnection, buckets: Iterable[list[tuple[str, Tensor]]], doing: str) -> Any:
-        """Send all weights, the next copied while the engine loads the one before, and return its `Answer`.
+    def _load(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        """Send weights, which the engine reads back; the next one is copied while it loads the one before.
 
-        If `buckets` raises, the engine is sent `Signal.WITHDRAWN`, and the error is raised here.
+        Where `buckets` raises, the process is ended, and the next sync starts it again.
         """
-        weights = (named for bucket in buckets for named in bucket)
-        loading = False
-        while True:
-            try:
-                weight = self._shared(weights)
-            except BaseException:
-                if not loading or process.receive(doing) is Signal.TAKEN:
-                    process.send(Signal.WITHDRAWN, doing)
-                    process.receive(doing)
-                raise
-            if loading:
+        process, doing = self._running(), f"load the weights of version {version}"
+        self.policy_version = NO_VERSION
+        process.send(("update_weights", (version,)), doing)
+        try:
+            for weight, descriptor in self._shared(buckets):
                 answer = process.receive(doing)
-                if answer is not Signal.TAKEN:  # it failed, or wants no more
-                    if weight is not None and weight[1] is not None:
-                        os.close(weight[1])
-                    return answer
-            if weight is None:
-                process.send(Signal.END, doing)
-                return process.receive(doing)
-            process.send(weight[0], doing, descriptor=weight[1])
-            loading = True
+                if answer is not None:  # it failed, and wants no more
+                    if descriptor is not None:
+                        os.close(descriptor)
+                    break
+                process.send(weight, doing, descriptor)
+            else:
+                answer = process.receive(doing)
+        except BaseException:  # training's side failed, or the process is gone
+            process.end(0.0)
+            raise
+        report: SyncReport = self._result(answer, doing)
+        return report
 
-    def _shared(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[SentWeight, int | None] | None:
-        """The next weight in memory that both processes map, on the CPU with its descriptor; None after the last."""
-        named = next(weights, None)
-        if named is None:
-            return None
-        name, tensor = named[0], named[1].detach().to(self._dtype)
-        pieces = tuple(self._pieces.get(name, ()))
-        found = fingerprints(tensor, pieces)
-        if tensor.is_cuda:
-            # A copy, for the engine may keep it for longer than the trainer does; its memory is freed when both let go.
-            on_gpu = reduce_tensor(tensor.clone())
-            return SentWeight(name, tuple(tensor.shape), self._dtype, pieces, found, on_gpu), None
-        parts = [piece.sent for piece in pieces]
-        return SentWeight(name, tuple(tensor.shape), self._dtype, pieces, found), share(tensor, parts)
+    def _shared(
+        self, buckets: Iterable[list[tuple[str, Tensor]]]
+    ) -> Iterator[tuple[SentWeight, int | None] | tuple[None, None]]:
+        """Each weight in memory that both processes map, on the CPU with its descriptor; None after the last."""
+        for name, tensor in chain.from_iterable(buckets):
+            tensor = tensor.detach().to(self._dtype)
+            pieces = tuple(self._pieces.get(name, ()))
+            weight = SentWeight(name, tuple(tensor.shape), self._dtype, pieces, fingerprints(tensor, pieces))
+            if tensor.is_cuda:
+                # A copy, for the engine may keep it for longer than the trainer does; its memory is freed when both
+                # let go.
+                yield replace(weight, on_gpu=reduce_tensor(tensor.clone())), None
+            else:
+                yield weight, share(tensor, [piece.sent for piece in pieces])
+        yield None, None
 
     def _call(self, method: str, doing: str, *arguments: Any) -> Any:
         process = self._running()
         process.send((method, arguments), doing)
         return self._result(process.receive(doing), doing)
 
-    def _result(self, answer: Any, doing: str) -> Any:
-        assert isinstance(answer, Answer), answer
-        self.policy_version = answer.policy_version
-        if answer.raised is None:
-            return answer.result
-        kind, text, trace = answer.raised
-        if kind is not None:
-            raise kind(text)
-        error = EngineProcessError(f"{self._running().name} could not {doing}: {text}")
-        error.add_note(trace)
-        raise error
+    def _result(self, answer: tuple[int, Any, Exception | None], doing: str) -> Any:
+        self.policy_version, result, error = answer
+        if isinstance(error, EngineProcessError):
+            error.args = (f"{self._running().name} could not {doing}: {error}",)
+        if error is not None:
+            raise error
+        return result
 
     def _running(self) -> EngineConnection:
         assert self._process is not None, "the engine was not set up, or was closed"
@@ -447,7 +431,6 @@ class EngineConnection:
 
 
 POLL_S = 0.2
-TOLD_AS_THEY_ARE: tuple[type[Exception], ...] = (UserError, WeightSyncError)
 
 
 @dataclass(frozen=True)
@@ -470,35 +453,6 @@ class SentWeight:
     pieces: tuple[Piece, ...]
     fingerprints: tuple[int, ...]
     on_gpu: tuple[Callable[..., Tensor], tuple[Any, ...]] | None = None
-
-
-class Signal(Enum):
-    """Messages of a sync in addition to the weights.
-
-    The rank sends END after the last weight, and WITHDRAWN in place of the next where training's side failed. The
-    engine's process answers a weight by TAKEN: the next may be sent.
-    """
-
-    END = "end"
-    WITHDRAWN = "withdrawn"
-    TAKEN = "taken"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a call of the engine.
-
-    Attributes:
-        policy_version: Version of the weights that the engine now holds; `NO_VERSION` for none.
-        result: What the engine's method returned.
-        raised: Class, text and traceback of the error that it raised; None where it returned. The class is None for
-            any other error than `UserError` and `WeightSyncError`; then the text names it, such as
-            `ZeroDivisionError: division by zero`.
-    """
-
-    policy_version: int
-    result: Any = None
-    raised: tuple[type[Exception] | None, str, str] | None = None
 
 
 def main(descriptor: int, parent: int, timeout_s: float) -> None:
@@ -540,33 +494,37 @@ def _join(timeout_s: float) -> None:
 
 
 def _serve(connection: Connection, engine: RolloutEngine) -> None:
-    """Call the methods of the engine that the rank names, and send an `Answer` to each."""
+    """Call the methods of the engine that the rank names; send its policy version, the result and the error of each.
+
+    The text of an error other than `UserError` and `WeightSyncError` names its class, such as `ZeroDivisionError:
+    division by zero`.
+    """
     while True:
         method, arguments = connection.recv()
         if method == "update_weights":
             arguments = (_buckets(connection), *arguments)
+        result: Any = None
+        error: Exception | None = None
         try:
             result = getattr(engine, method)(*arguments)
-        except Exception as error:
-            kind = type(error) if isinstance(error, TOLD_AS_THEY_ARE) else None
-            text = str(error) if kind else f"{type(error).__name__}: {error}"
-            answer = Answer(engine.policy_version, raised=(kind, text, traceback.format_exc()))
-        else:
-            answer = Answer(engine.policy_version, result)
-        connection.send(answer)
+        except (UserError, WeightSyncError) as raised:
+            error = raised
+        except Exception as raised:
+            error = EngineProcessError(f"{type(raised).__name__}: {raised}")
+            error.add_note(traceback.format_exc())
+        connection.send((engine.policy_version, result, error))
 
 
 def _buckets(connection: Connection) -> Iterator[list[tuple[str, Tensor]]]:
-    """Receive weights as buckets of one tensor each; a tensor is acknowledged when the next bucket is asked for."""
-    while (weight := connection.recv()) is not Signal.END:
-        if weight is Signal.WITHDRAWN:
-            raise WeightSyncError("the trainer withdrew its weights")
+    """Ask for weights one by one, and yield each as a bucket of its own."""
+    connection.send(None)
+    while (weight := connection.recv()) is not None:
         tensor = _opened(connection, weight)
         if fingerprints(tensor, weight.pieces) != weight.fingerprints:
             raise WeightSyncError(f"`{weight.name}` reached the engine's process with other values than were sent")
         yield [(weight.name, tensor)]
         del tensor
-        connection.send(Signal.TAKEN)
+        connection.send(None)
 
 
 def _opened(connection: Connection, weight: SentWeight) -> Tensor:
