@@ -260,5 +260,5 @@ def require_room_for_engines(memory: Memory) -> None:
         f"rank {memory.ranks[0]}: the engines of {len(each)} policies ({'; '.join(each)}) take up to"
         f" {in_bytes(memory.awake)} at once, and the rank has {in_bytes(memory.capacity)}; lower"
         " `gpu_memory_utilization` (on the CPU `kv_cache_gib`, of TransformersEngine `max_batch`) of `rollout`, or let"
-        f" them use one in turns (`engines.{second}: {{share: {first}, by: turns}}`)"
+        f" them use one in turns (`engines.{second}: {{share: {first}}}`)"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """Instead of an engine of its own, a policy's share of another policy's.
+    """Instead of an engine of its own, a policy's share of another policy's: they take turns.
+
+    The engine holds the weights of one of them at a time, and changes by a weight sync.
 
     Attributes:
         share: The other policy, which has an engine of its own.
-        by: How they share it. `turns`: it holds the weights of one of them at a time, and changes by a weight sync.
     """
 
     share: str
-    by: Literal["turns", "adapters"] = "turns"
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,6 @@ def _check_share(
             f"`{setting}` is {share.share!r}, which has no engine of its own and shares that of `{further.share}`; name"
             " a policy with an engine of its own"
         )
-    if share.by == "adapters":
-        raise UserError(
-            f"`engines.{policy}.by` is 'adapters', and a weight sync brings whole weights, with adapters merged into"
-            " them; set `by: turns`"
-        )
 
 
 @dataclass(frozen=True)
@@ -291,9 +286,6 @@ class TimeSharedEngine(RolloutEngine):
 
     def close(self) -> None:
         raise AssertionError("a shared engine is closed by itself")
-
-    def check_context(self, prompt: int, response: int) -> None:
-        self._engine.check_context(prompt, response)
 
     def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
         return self._engine.memory_settings(on_cpu)

@@ -219,7 +219,7 @@ def test_several_engines_that_do_not_fit_are_refused_with_their_bytes() -> None:
         "rank 0: the engines of 2 policies (`actor` weights 10.0 GB, cache 15.0 GB, asleep 25.0 GB; `opponent` weights"
         " 8.0 GB, cache 10.0 GB, asleep 8.0 GB) take up to 43.0 GB at once, and the rank has 42.0 GB; lower"
         " `gpu_memory_utilization` (on the CPU `kv_cache_gib`, of TransformersEngine `max_batch`) of `rollout`, or let"
-        " them use one in turns (`engines.opponent: {share: actor, by: turns}`)"
+        " them use one in turns (`engines.opponent: {share: actor}`)"
     )
 
 
