@@ -181,37 +181,30 @@ class EngineSubprocess(RolloutEngine):
         return SyncReport(report.version, report.tensors, report.nbytes, time.perf_counter() - start)
 
     def _call_or_restart(self, method: str, doing: str, new: Any, again: Any, *arguments: Any) -> Any:
-        """Call a method of the engine; where the process is gone, start it again and repeat the call.
+        """Call a method of the engine; if that ends the process, start it again with its weights and repeat the call.
 
         The first argument is `new`, and in the repeated call `again`: of `step` all turns in progress, which the new
         process lacks. `doing` is for messages, such as `generate 8 responses`.
 
         Raises:
-            EngineProcessGone: It is not started again, see `_restart`.
+            EngineProcessError: The engine raised it; or the process was restarted since the last sync, or its weights
+                were not stored.
         """
         try:
             return self._call(method, doing, new, *arguments)
-        except EngineProcessGone as gone:
-            self._restart(gone)
-            return self._call(method, doing, again, *arguments)
-
-    def _restart(self, gone: EngineProcessGone) -> None:
-        """Start the process again, with the weights that it had.
-
-        Raises:
-            EngineProcessGone: It was restarted since the last sync, or its weights were not kept.
-        """
-        version = self._sent_version
-        if self._restarted or version == NO_VERSION or not self._sent:
-            raise gone
-        self._restarted = True
-        reason = str(gone).partition("\n")[0]
+        except EngineProcessError as error:
+            version = self._sent_version
+            if self._running().runs or self._restarted or version == NO_VERSION or not self._sent:
+                raise
+            self._restarted = True
+            reason = str(error).partition("\n")[0]
         log.warning("%s It is started again, with the weights of version %d.", reason, version)
         self._start()
         self._load([self._sent], version)
+        return self._call(method, doing, again, *arguments)
 
     def _copied(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> Iterator[list[tuple[str, Tensor]]]:
-        """Store a copy of each weight that passes, for `_restart`."""
+        """Store a copy of each weight that passes, for a process that is started again."""
         for bucket in buckets:
             self._sent += [(name, tensor.detach().to(self._dtype, copy=True)) for name, tensor in bucket]
             yield bucket
@@ -318,11 +311,10 @@ TAIL = 4096  # bytes of them that an error repeats
 
 
 class EngineProcessError(RuntimeError):
-    """The engine's process died, hung, or raised something else than `UserError` and `WeightSyncError`."""
+    """The engine's process died, hung and was killed, or raised another error than `UserError` and `WeightSyncError`.
 
-
-class EngineProcessGone(EngineProcessError):
-    """The engine's process died, or did not answer in time and was killed."""
+    Only after the last of these it runs on.
+    """
 
 
 class EngineConnection:
@@ -366,7 +358,7 @@ class EngineConnection:
         """Pickle and send a message, and after it a file descriptor, which is then closed in this process.
 
         Raises:
-            EngineProcessGone: The process died, or did not take the message in time.
+            EngineProcessError: The process died, or did not take the message in time.
         """
         try:
             self._connection.send_bytes(pickle.dumps(message))
@@ -404,17 +396,17 @@ class EngineConnection:
             self._popen.wait()
         self._listener.join(DRAIN_S)
 
-    def _late(self, doing: str) -> EngineProcessGone:
+    def _late(self, doing: str) -> EngineProcessError:
         self.end(0.0)
-        return EngineProcessGone(
+        return EngineProcessError(
             f"{self.name} should {doing} and did not within {self._timeout_s:g} s; ended it.{self._repeated()}"
         )
 
-    def _death(self, doing: str) -> EngineProcessGone:
+    def _death(self, doing: str) -> EngineProcessError:
         self.end(END_S)
         code = self._popen.returncode
         how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        return EngineProcessGone(f"{self.name} {how} when it should {doing}.{self._repeated()}")
+        return EngineProcessError(f"{self.name} {how} when it should {doing}.{self._repeated()}")
 
     def _repeated(self) -> str:
         words = self._last_words.decode(errors="replace").strip()
