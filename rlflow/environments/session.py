@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,12 +14,9 @@ from rlflow.environments.bridge import Message, ParsedTurn, checked, message, te
 from rlflow.environments.environment import Definition
 from rlflow.environments.host import Host, HostError
 from rlflow.environments.tool_calls import ToolCall
-from rlflow.errors import UserError, line_log, one_line
-from rlflow.worker import Worker, WorkerDied, WorkerError
+from rlflow.errors import UserError, one_line
+from rlflow.worker import WorkerDied, WorkerError
 
-WARN_AFTER = 60.0  # seconds
-
-log = line_log(__name__)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -28,11 +24,11 @@ Result = TypeVar("Result")
 def naming_row(
     method: Callable[Concatenate[Session, Given], Result],
 ) -> Callable[Concatenate[Session, Given], Result]:
-    """Name the row of the dataset in what a method of a session refuses, and warn where it does not return."""
+    """Name the row of the dataset in what a method of a session refuses."""
 
     @wraps(method)
     def named(self: Session, /, *given: Given.args, **by_name: Given.kwargs) -> Result:
-        with self.of_row(), self.watched(method.__name__):
+        with self.of_row():
             return method(self, *given, **by_name)
 
     return named
@@ -96,28 +92,6 @@ class Session:
             yield
         except UserError as error:
             raise UserError(f"{error} ({answering}the row is {self.row})") from error
-
-    @contextmanager
-    def watched(self, method: str) -> Iterator[None]:
-        """Warn, once, where a method takes longer than `WARN_AFTER` in this process, where nothing can end it."""
-        timer = threading.Timer(WARN_AFTER, self._warn, [method])
-        timer.daemon = True
-        if not isinstance(self._host, Worker):
-            timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _warn(self, method: str) -> None:
-        log.warning(
-            "an environment has not answered for %g s (%s, `%s`; the row is %s), and code in the rank's own process"
-            " cannot be ended; set `environment.seconds`, so that it is",
-            WARN_AFTER,
-            self,
-            method,
-            self.row,
-        )
 
     @property
     def row(self) -> str:
@@ -292,9 +266,8 @@ class Session:
     def _step(self, parsed: ParsedTurn, turn: int) -> Reply:
         result = self._host.call("step", message=message("assistant", parsed.text))
         where = f"`{self._definition.path}.step` at turn {turn}"
-        found = as_mapping(result, ("reward", "episode_done", "next_messages"))
-        if found is None:
-            raise HostError(f"{where} gave {result!r:.60}; give `reward`, `episode_done` and `next_messages`")
+        names = ("reward", "episode_done", "next_messages")
+        found = _fields(result, names, where, "`reward`, `episode_done` and `next_messages`")
         reward = self._number(found.get("reward", 0.0), where)
         return Reply(self._messages(found.get("next_messages"), where), reward, bool(found.get("episode_done", False)))
 
@@ -329,9 +302,7 @@ class Session:
 
     def _moved(self, result: Any, spoke: str, where: str) -> Move:
         names = ("next_seat", "next_messages", "reward", "rewards", "episode_done")
-        found = as_mapping(result, names)
-        if found is None:
-            raise HostError(f"{where} gave {result!r:.60}; give `next_seat` and `next_messages`, or `episode_done`")
+        found = _fields(result, names, where, "`next_seat` and `next_messages`, or `episode_done`")
         rewards = self._by_seat(found.get("rewards") or {}, where)
         if spoke and "reward" in found:
             rewards[spoke] = rewards.get(spoke, 0.0) + self._number(found["reward"], where)
@@ -397,12 +368,18 @@ def _tool_message(call: ToolCall, content: str) -> Message:
     return message("tool", content, name=call.name, **named)
 
 
-def as_mapping(given: Any, names: Sequence[str]) -> Mapping[str, Any] | None:
-    """What a step gave, an object with some of these attributes among it, by name; None where it is neither."""
+def _fields(given: Any, names: Sequence[str], where: str, expected: str) -> Mapping[str, Any]:
+    """What a step gave, by name: a mapping, or an object with some of these attributes.
+
+    Raises:
+        HostError: It is neither.
+    """
     if isinstance(given, Mapping):
         return given
     found = {name: getattr(given, name) for name in names if hasattr(given, name)}
-    return found or None
+    if not found:
+        raise HostError(f"{where} gave {given!r:.60}; give {expected}")
+    return found
 
 
 def written(each: Message) -> Message:

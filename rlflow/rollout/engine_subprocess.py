@@ -85,8 +85,6 @@ class EngineSubprocess(RolloutEngine):
 
     def __init__(self, engine: RolloutEngine, *, index: int, size: int, address: str, timeout_s: float = 600.0) -> None:
         assert size == engine.tensor_parallel_size, (size, engine.tensor_parallel_size)
-        if timeout_s <= 0:
-            raise UserError(f"`timeout_s` is {timeout_s}; an engine needs time to answer. Set more than 0 seconds.")
         self.tensor_parallel_size = size
         self._engine = engine
         self._index = index

@@ -31,7 +31,6 @@ from rlflow.rollout.engine import (
     WeightSyncError,
 )
 from rlflow.rollout.vllm.process import (
-    end_groups,
     import_vllm,
     installed,
     make_rewindable,
@@ -269,6 +268,8 @@ class VLLMEngine(InProcessEngine):
             self._llm.wake_up()
 
     def close(self) -> None:
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
         client = self._llm.llm_engine.engine_core
         # vLLM's own shutdown, which also runs when its client is collected, destroys every process group: training's
         # too, and those of the other engines of this process.
@@ -277,7 +278,9 @@ class VLLMEngine(InProcessEngine):
         del self._llm, self._model
         live_engines.discard(self)
         if not live_engines:
-            end_groups(self._group_of_vllm)
+            destroy_model_parallel()
+            if self._group_of_vllm:  # the default group too, which stays where training made it
+                destroy_distributed_environment()
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
         self._check(version, [turn.prompt for turn in new.values()], [turn.longest for turn in new.values()])
