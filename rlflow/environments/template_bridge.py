@@ -53,7 +53,7 @@ class TemplateBridge(Bridge):
             )
         self._tokenizer = tokenizer
         self._special = SpecialTokens(tokenizer)
-        self._schemas = [dict(schema) for schema in schemas]
+        self._schemas: list[Any] = [dict(schema) for schema in schemas]
         if self._schemas and not self._tells_of_tools():
             raise UserError(
                 f"the model's chat template does not tell the policy of tools, so it cannot call"

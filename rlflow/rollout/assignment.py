@@ -209,7 +209,9 @@ class RankEngines:
             engine.close()
 
 
-def engines_of_rank(engines: Engines, layouts: Mapping[str, Layout], transport: Transport, on_cpu: bool) -> RankEngines:
+def engines_of_rank(
+    engines: Engines, layouts: Mapping[str, Layout], transport: Transport, on_cpu: bool, timeout_s: float
+) -> RankEngines:
     """What generates on this rank.
 
     Args:
@@ -217,6 +219,7 @@ def engines_of_rank(engines: Engines, layouts: Mapping[str, Layout], transport: 
         layouts: Where each policy generates.
         transport: To the other ranks; has formed the groups of the ranks that share an engine.
         on_cpu: Whether they run on the CPU.
+        timeout_s: Seconds that a wait for an engine's own process may take.
     """
     beside = engines_beside(engines, layouts, transport.world_size, on_cpu)
     own: dict[str, RolloutEngine] = {}
@@ -224,7 +227,7 @@ def engines_of_rank(engines: Engines, layouts: Mapping[str, Layout], transport: 
     for policy, engine in engines.own.items():
         if transport.rank not in layouts[policy].ranks:
             continue
-        here = _beside_rank(engine, layouts[policy], transport) if policy in beside else engine
+        here = _beside_rank(engine, layouts[policy], transport, timeout_s) if policy in beside else engine
         own[policy] = by_policy[policy] = here
         if len(users := engines.users(policy)) > 1:
             turns: dict[str, TimeSharedEngine] = {}
@@ -254,13 +257,18 @@ def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: 
     return tuple(beside)
 
 
-def _beside_rank(engine: RolloutEngine, layout: Layout, transport: Transport) -> RolloutEngine:
+def _beside_rank(engine: RolloutEngine, layout: Layout, transport: Transport, timeout_s: float) -> RolloutEngine:
     """The engine in a process of its own, which its peers' meet."""
     peers = layout.peers(layout.shard(transport.rank))
     address = to_message(free_address().encode()) if transport.rank == peers[0] else None
     received = transport.broadcast_bytes(address, peers[0], peers)
-    index = peers.index(transport.rank)
-    return EngineSubprocess(engine, index=index, size=len(peers), address=from_message(received).decode())
+    return EngineSubprocess(
+        engine,
+        index=peers.index(transport.rank),
+        size=len(peers),
+        address=from_message(received).decode(),
+        timeout_s=timeout_s,
+    )
 
 
 class TimeSharedEngine(RolloutEngine):

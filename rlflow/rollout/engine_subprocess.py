@@ -83,7 +83,7 @@ class EngineSubprocess(RolloutEngine):
         timeout_s: Seconds that any wait for the process may take; after them it is killed.
     """
 
-    def __init__(self, engine: RolloutEngine, *, index: int, size: int, address: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, engine: RolloutEngine, *, index: int, size: int, address: str, timeout_s: float) -> None:
         assert size == engine.tensor_parallel_size, (size, engine.tensor_parallel_size)
         self.tensor_parallel_size = size
         self._engine = engine
@@ -91,7 +91,7 @@ class EngineSubprocess(RolloutEngine):
         self._address = address
         self._timeout_s = timeout_s
         self._process: EngineConnection | None = None
-        self._sent: list[tuple[str, Tensor]] = []  # the last weights, where they are kept
+        self._sent: list[tuple[str, Tensor]] = []  # the last weights, where they are stored
         self._sent_version = NO_VERSION  # of them, once the engine has them all
         self._turns: dict[int, Turn] = {}  # in progress
         self._restarted = False  # since the last sync

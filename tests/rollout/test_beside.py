@@ -41,7 +41,7 @@ SCRIPT = """
 import torch
 from rlflow.rollout import EngineSubprocess, EnginePlace
 from tests.rollout.engines import Broken
-engine = EngineSubprocess(Broken(), index=0, size=1, address="")
+engine = EngineSubprocess(Broken(), index=0, size=1, address="", timeout_s=120.0)
 engine.setup("", EnginePlace(torch.float32, torch.device("cpu")))
 print(engine._process._popen.pid, flush=True)
 engine.sleep()
