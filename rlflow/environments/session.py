@@ -37,10 +37,10 @@ def naming_row(
 class Session:
     """The environment of one conversation, or of one game with all its seats.
 
-    A conversation calls `begin`, `answer` and `reward`; a game, whose environment has `seats`, calls `begin_game`,
-    `move` and `rewards`. The environment of a game names the seat that speaks next as `next_seat`, and what it reads as
-    `next_messages`. Its `step` gives `reward`, of the seat that spoke, or `rewards` by seat; `get_reward` gives them by
-    seat.
+    A conversation calls `begin`, `answer` and `reward`; a game, whose environment has `seats`, calls `begin`,
+    `first_move`, `move` and `rewards`. The environment of a game names the seat that speaks next as `next_seat`, and
+    what it reads as `next_messages`. Its `step` gives `reward`, of the seat that spoke, or `rewards` by seat;
+    `get_reward` gives them by seat.
 
     Args:
         definition: Definition of the environment.
@@ -102,7 +102,7 @@ class Session:
 
     @naming_row
     def begin(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> list[Message]:
-        """The messages of the first turn.
+        """The messages of the first turn; of a game, those with which each seat begins.
 
         Args:
             prompt: Messages of the dataset's row.
@@ -112,8 +112,15 @@ class Session:
             WorkerError: The environment failed.
             UserError: It does not take the row, or gave no messages.
         """
-        messages, made = self._reset(prompt, row), self._definition
-        if made.answers_messages:
+        made, self._row = self._definition, row
+        messages = [{**each, "content": text_of(each["content"], "the prompt")} for each in prompt]
+        self._make()
+        said = self._host.call("reset", **made.given(row)) if made.resets else None
+        if isinstance(said, str):
+            _append(messages, said)
+        else:
+            messages += checked(said, f"`{made.path}.reset`")
+        if made.answers_messages and not made.seats:
             messages += checked(self._host.call("initial_observation"), f"`{made.path}.initial_observation`")
         return [written(each) for each in messages]
 
@@ -145,20 +152,15 @@ class Session:
         return None if kept is None else self._number(kept, f"`{made.path}.reward`")
 
     @naming_row
-    def begin_game(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> tuple[list[Message], Move]:
-        """The messages with which each seat begins, and who speaks first.
-
-        Args:
-            prompt: Messages of the dataset's row.
-            row: All of its columns.
+    def first_move(self) -> Move:
+        """Who speaks first in a game that has begun.
 
         Raises:
-            WorkerError: The environment failed.
-            UserError: It does not take the row, or gave no messages.
+            WorkerError: The environment failed, or gave what is no message.
+            UserError: It gave no seat.
         """
-        messages = [written(each) for each in self._reset(prompt, row)]
         where = f"`{self._definition.path}.initial_observation`"
-        return messages, self._moved(self._host.call("initial_observation"), "", where)
+        return self._moved(self._host.call("initial_observation"), "", where)
 
     @naming_row
     def move(self, text: str, seat: str, turn: int) -> Move:
@@ -230,18 +232,6 @@ class Session:
             self._host.call("load_state_dict", state=state["environment"])
         if state["draws"] is not None:
             self._host.set_draws(state["draws"])
-
-    def _reset(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> list[Message]:
-        """Make the environment for a row: the messages of the prompt, with what `reset` says."""
-        made, self._row = self._definition, row
-        messages = [{**each, "content": text_of(each["content"], "the prompt")} for each in prompt]
-        self._make()
-        said = self._host.call("reset", **made.given(row)) if made.resets else None
-        if isinstance(said, str):
-            _append(messages, said)
-        else:
-            messages += checked(said, f"`{made.path}.reset`")
-        return messages
 
     def _make(self) -> None:
         """Import the environment's code, seed what it draws, and make the object."""

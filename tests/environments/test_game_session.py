@@ -15,7 +15,8 @@ PROMPT = [message("user", "Win.")]
 
 def test_a_game_says_who_speaks_and_what_it_reads(host: Host) -> None:
     game = Session(defined("games.Stones"), host)
-    began, first = game.begin_game(PROMPT, {"stones": 5, "first": "opponent"})
+    began = game.begin(PROMPT, {"stones": 5, "first": "opponent"})
+    first = game.first_move()
     assert began == [message("user", "Win. There are 5 stones.")]
     assert (first.seat, first.messages, first.rewards) == ("opponent", [message("user", "take")], {})
     second = game.move("2", "opponent", 0)
@@ -40,7 +41,8 @@ def test_a_seat_that_is_none_is_refused_in_one_line(path: str, line: str) -> Non
 
 
 def two_moves(game: Session) -> None:
-    game.begin_game(PROMPT, {"stones": 5})
+    game.begin(PROMPT, {"stones": 5})
+    game.first_move()
     game.move("2", "player", 2)
 
 
