@@ -354,10 +354,10 @@ def read_column(row: Mapping[str, Any], name: str, may_be_null: bool = False, pl
     """A column that a reward reads of a row; dots step into it, as in `metadata.expression`.
 
     Args:
-        row: Of the dataset.
-        name: Of the column.
+        row: Row of the dataset.
+        name: Name of the column.
         may_be_null: Whether null is a value.
-        place: Of the row, for errors; None for the row itself.
+        place: Place of the row, for errors; None to show the row itself.
 
     Raises:
         UserError: The row has no such column, or null in it.
