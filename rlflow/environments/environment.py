@@ -282,8 +282,10 @@ def defined(
             f"environment `{path}` answers messages by `step`, so nothing would call the tools {', '.join(found)} that"
             " the policy reads of; leave `tools` out, or write an environment whose methods are tools"
         )
-    _require_arguments(cls, path, arguments)
-    _require_no_columns(cls, path)
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"`arguments` do not fit `{path}`, which is made with them: {error}; mend them") from error
     columns, required = _parameters(cls.reset) if hasattr(cls, "reset") else (None, ())
     return Definition(
         found,
@@ -295,7 +297,7 @@ def defined(
         required=required,
         rewards=hasattr(cls, "get_reward"),
         rewards_groups=hasattr(cls, "get_group_rewards"),
-        keeps_state=_keeps_state(cls, path),
+        keeps_state=hasattr(cls, "state_dict"),
         seats=_seats(cls, path, arguments, answers_messages),
         awaits=_awaits(cls, found),
     )
@@ -308,7 +310,7 @@ def _awaits(cls: type | None, tools: Mapping[str, Tool]) -> bool:
 
 
 def _parameters(method: Callable[..., Any]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """The names that a method or a class takes, None for any, and those that it needs."""
+    """The names that a method takes, None for any, and those that it needs."""
     parameters = [p for p in inspect.signature(method).parameters.values() if p.name != "self"]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
@@ -316,46 +318,10 @@ def _parameters(method: Callable[..., Any]) -> tuple[tuple[str, ...] | None, tup
     return None if anything else tuple(p.name for p in named), needed
 
 
-def _require_arguments(cls: type, path: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that the class is not made with, and the lack of those that it needs."""
-    known, needed = _parameters(cls)
-    if known is not None and (unknown := [name for name in arguments if name not in known]):
-        takes = f"takes {', '.join(known)}" if known else "takes none"
-        raise UserError(
-            f"`arguments` has `{unknown[0]}`, and `{path}` {takes}.{did_you_mean(unknown[0], known) or ' Leave it out'}"
-        )
-    if missing := [name for name in needed if name not in arguments]:
-        raise UserError(f"`{path}` is made with `{missing[0]}`, which `arguments` does not have; add it there")
-
-
-def _keeps_state(cls: type, path: str) -> bool:
-    found = [name for name in ("state_dict", "load_state_dict") if hasattr(cls, name)]
-    if len(found) == 1:
-        raise UserError(
-            f"`{path}` has `{found[0]}` alone; a conversation is continued by both `state_dict` and `load_state_dict`,"
-            " so write the other one, or neither"
-        )
-    return bool(found)
-
-
-def _require_no_columns(cls: type, path: str) -> None:
-    """Refuse an `initial_observation` that takes the row: `reset` does."""
-    needed = _parameters(cls.initial_observation)[1] if hasattr(cls, "initial_observation") else ()
-    if needed:
-        raise UserError(
-            f"`{path}.initial_observation` takes `{needed[0]}`, and it is called without anything; take columns of the"
-            " row in `reset`, which is called before"
-        )
-
-
 def _seats(cls: type, path: str, arguments: Mapping[str, Any], answers_messages: bool) -> tuple[str, ...]:
     """An attribute of the class, or a class method of the arguments that it is made with."""
     given = getattr(cls, "seats", ())
     seats = given(**arguments) if callable(given) else given
-    if isinstance(seats, str) or not all(isinstance(seat, str) and seat for seat in seats):
-        raise UserError(f"`{path}.seats` is {seats!r:.60}; give names, such as ('player', 'opponent')")
-    if len(set(seats)) < len(seats):
-        raise UserError(f"`{path}.seats` names one seat twice: {', '.join(seats)}; give each a name of its own")
     if seats and not answers_messages:
         raise UserError(
             f"`{path}` has `seats` and no `initial_observation` and `step`, which say who speaks next; write them"
@@ -434,12 +400,8 @@ def tools_of(environment: type | None, functions: Sequence[str | Callable[..., A
             tools[name] = Tool(name, _schema(method, method.__qualname__), method=True, path=method.__qualname__)
     for given in functions:
         function = function_at(given, f"`tools` has {given!r}") if isinstance(given, str) else given
-        if not callable(function):
-            raise UserError(f"`tools` has {given!r}, which is {function!r:.60} and no function; name one")
         path, name = _path(function), function.__name__
         _check_system(function)
-        if name in tools and tools[name].path == path:
-            raise UserError(f"`tools` has `{path}` twice; leave one of them out")
         if name in tools:
             raise UserError(f"two tools have the name `{name}`, `{tools[name].path}` and `{path}`; rename one of them")
         tools[name] = Tool(name, _schema(function, path), method=False, path=path)
@@ -471,30 +433,18 @@ def _schema(function: Callable[..., Any], path: str) -> Mapping[str, Any]:
         get_json_schema,
     )
 
-    if not inspect.getdoc(function):
-        raise UserError(f"tool `{path}` has no docstring, which tells the policy what it does; write one")
     try:
         schema: Mapping[str, Any] = get_json_schema(function)
-        problem = _without_schema(function)
+        found = {name: _no_json(hint) for name, hint in get_type_hints(function).items() if name != "return"}
+        problem = next((f"`{name}` is of type {x}, which JSON does not have" for name, x in found.items() if x), "")
     except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         problem = one_line(error)
     if problem:
         raise UserError(
-            f"tool `{path}` has no schema ({problem}); give each parameter a type such as str, int, float, bool"
-            " or list[str], and a line under `Args:`"
+            f"tool `{path}` has no schema ({problem}); write a docstring, which tells the policy what it does, and give"
+            " each parameter a type such as str, int, float, bool or list[str], and a line under `Args:`"
         )
     return schema
-
-
-def _without_schema(function: Callable[..., Any]) -> str:
-    """What is wrong with the types of parameters that a call's JSON has to become; empty where nothing is."""
-    hints = get_type_hints(function)
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            return f"{parameter} is given without a name, or by any"
-        if found := _no_json(hints.get(parameter.name, Any)):
-            return f"`{parameter.name}` is of type {found}, which JSON does not have"
-    return ""
 
 
 def _no_json(hint: Any) -> str:

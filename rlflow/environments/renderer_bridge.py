@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.environments.bridge import Bridge, MarkedTokenizer, Message, ParsedTurn, SpecialTokens, message
 from rlflow.environments.tool_calls import ToolCall
-from rlflow.errors import UserError, did_you_mean, one_line, require
+from rlflow.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -155,12 +155,6 @@ def _made(tokenizer: Any, named: RendererName) -> tuple[str, Any]:
         settings: Any = type(config_from_name(str(name)))
     except ValueError as error:  # which lists those that there are
         raise UserError(f"`data.renderer` is {named!r}: {one_line(error)}; name one of these") from error
-    fields = settings.model_fields
-    if name != "default" and (unknown := [field for field in given if field not in fields]):
-        raise UserError(
-            f"`data.renderer` has `{unknown[0]}`, and the renderer `{name}` takes {', '.join(fields)}."
-            f"{did_you_mean(unknown[0], fields)}"
-        )
     if name == HARMONY and not os.environ.get(HARMONY_VOCABULARY):
         raise UserError(
             f"the renderer `gpt-oss` reads OpenAI's vocabulary from the folder that {HARMONY_VOCABULARY} names, and"
@@ -172,11 +166,8 @@ def _made(tokenizer: Any, named: RendererName) -> tuple[str, Any]:
         raise UserError(
             f"the renderer `{name}` does not fit the model's tokenizer ({one_line(error)}); name that of its family"
         ) from error
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"`data.renderer` is {named!r}, which the renderer `{name}` does not take ({one_line(error)}); mend its"
-            " settings"
-        ) from error
+    except ValueError as error:
+        raise UserError(f"`data.renderer` is {named!r}: {one_line(error)}; mend its settings") from error
 
 
 def _call(parsed: Any) -> ToolCall:

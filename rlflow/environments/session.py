@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,12 +14,9 @@ from rlflow.environments.bridge import Message, ParsedTurn, checked, message, te
 from rlflow.environments.environment import Definition
 from rlflow.environments.host import Host, HostError
 from rlflow.environments.tool_calls import ToolCall
-from rlflow.errors import UserError, line_log, one_line
-from rlflow.worker import Worker, WorkerDied, WorkerError
+from rlflow.errors import UserError, one_line
+from rlflow.worker import WorkerDied, WorkerError
 
-WARN_AFTER = 60.0  # seconds
-
-log = line_log(__name__)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -28,11 +24,11 @@ Result = TypeVar("Result")
 def naming_row(
     method: Callable[Concatenate[Session, Given], Result],
 ) -> Callable[Concatenate[Session, Given], Result]:
-    """Name the row of the dataset in what a method of a session refuses, and warn where it does not return."""
+    """Name the row of the dataset in what a method of a session refuses."""
 
     @wraps(method)
     def named(self: Session, /, *given: Given.args, **by_name: Given.kwargs) -> Result:
-        with self.of_row(), self.watched(method.__name__):
+        with self.of_row():
             return method(self, *given, **by_name)
 
     return named
@@ -41,10 +37,10 @@ def naming_row(
 class Session:
     """The environment of one conversation, or of one game with all its seats.
 
-    A conversation calls `begin`, `answer` and `reward`; a game, whose environment has `seats`, calls `begin_game`,
-    `move` and `rewards`. The environment of a game names the seat that speaks next as `next_seat`, and what it reads as
-    `next_messages`. Its `step` gives `reward`, of the seat that spoke, or `rewards` by seat; `get_reward` gives them by
-    seat.
+    A conversation calls `begin`, `answer` and `reward`; a game, whose environment has `seats`, calls `begin`,
+    `first_move`, `move` and `rewards`. The environment of a game names the seat that speaks next as `next_seat`, and
+    what it reads as `next_messages`. Its `step` gives `reward`, of the seat that spoke, or `rewards` by seat;
+    `get_reward` gives them by seat.
 
     Args:
         definition: Definition of the environment.
@@ -97,28 +93,6 @@ class Session:
         except UserError as error:
             raise UserError(f"{error} ({answering}the row is {self.row})") from error
 
-    @contextmanager
-    def watched(self, method: str) -> Iterator[None]:
-        """Warn, once, where a method takes longer than `WARN_AFTER` in this process, where nothing can end it."""
-        timer = threading.Timer(WARN_AFTER, self._warn, [method])
-        timer.daemon = True
-        if not isinstance(self._host, Worker):
-            timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _warn(self, method: str) -> None:
-        log.warning(
-            "an environment has not answered for %g s (%s, `%s`; the row is %s), and code in the rank's own process"
-            " cannot be ended; set `environment.seconds`, so that it is",
-            WARN_AFTER,
-            self,
-            method,
-            self.row,
-        )
-
     @property
     def row(self) -> str:
         """The row of the dataset that it began with: its number, and so many characters as a line has room for."""
@@ -128,7 +102,7 @@ class Session:
 
     @naming_row
     def begin(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> list[Message]:
-        """The messages of the first turn.
+        """The messages of the first turn; of a game, those with which each seat begins.
 
         Args:
             prompt: Messages of the dataset's row.
@@ -138,8 +112,15 @@ class Session:
             WorkerError: The environment failed.
             UserError: It does not take the row, or gave no messages.
         """
-        messages, made = self._reset(prompt, row), self._definition
-        if made.answers_messages:
+        made, self._row = self._definition, row
+        messages = [{**each, "content": text_of(each["content"], "the prompt")} for each in prompt]
+        self._make()
+        said = self._host.call("reset", **made.given(row)) if made.resets else None
+        if isinstance(said, str):
+            _append(messages, said)
+        else:
+            messages += checked(said, f"`{made.path}.reset`")
+        if made.answers_messages and not made.seats:
             messages += checked(self._host.call("initial_observation"), f"`{made.path}.initial_observation`")
         return [written(each) for each in messages]
 
@@ -171,20 +152,15 @@ class Session:
         return None if kept is None else self._number(kept, f"`{made.path}.reward`")
 
     @naming_row
-    def begin_game(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> tuple[list[Message], Move]:
-        """The messages with which each seat begins, and who speaks first.
-
-        Args:
-            prompt: Messages of the dataset's row.
-            row: All of its columns.
+    def first_move(self) -> Move:
+        """Who speaks first in a game that has begun.
 
         Raises:
-            WorkerError: The environment failed.
-            UserError: It does not take the row, or gave no messages.
+            WorkerError: The environment failed, or gave what is no message.
+            UserError: It gave no seat.
         """
-        messages = [written(each) for each in self._reset(prompt, row)]
         where = f"`{self._definition.path}.initial_observation`"
-        return messages, self._moved(self._host.call("initial_observation"), "", where)
+        return self._moved(self._host.call("initial_observation"), "", where)
 
     @naming_row
     def move(self, text: str, seat: str, turn: int) -> Move:
@@ -257,18 +233,6 @@ class Session:
         if state["draws"] is not None:
             self._host.set_draws(state["draws"])
 
-    def _reset(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> list[Message]:
-        """Make the environment for a row: the messages of the prompt, with what `reset` says."""
-        made, self._row = self._definition, row
-        messages = [{**each, "content": text_of(each["content"], "the prompt")} for each in prompt]
-        self._make()
-        said = self._host.call("reset", **made.given(row)) if made.resets else None
-        if isinstance(said, str):
-            _append(messages, said)
-        else:
-            messages += checked(said, f"`{made.path}.reset`")
-        return messages
-
     def _make(self) -> None:
         """Import the environment's code, seed what it draws, and make the object."""
         made = self._definition
@@ -292,9 +256,8 @@ class Session:
     def _step(self, parsed: ParsedTurn, turn: int) -> Reply:
         result = self._host.call("step", message=message("assistant", parsed.text))
         where = f"`{self._definition.path}.step` at turn {turn}"
-        found = as_mapping(result, ("reward", "episode_done", "next_messages"))
-        if found is None:
-            raise HostError(f"{where} gave {result!r:.60}; give `reward`, `episode_done` and `next_messages`")
+        names = ("reward", "episode_done", "next_messages")
+        found = _fields(result, names, where, "`reward`, `episode_done` and `next_messages`")
         reward = self._number(found.get("reward", 0.0), where)
         return Reply(self._messages(found.get("next_messages"), where), reward, bool(found.get("episode_done", False)))
 
@@ -329,9 +292,7 @@ class Session:
 
     def _moved(self, result: Any, spoke: str, where: str) -> Move:
         names = ("next_seat", "next_messages", "reward", "rewards", "episode_done")
-        found = as_mapping(result, names)
-        if found is None:
-            raise HostError(f"{where} gave {result!r:.60}; give `next_seat` and `next_messages`, or `episode_done`")
+        found = _fields(result, names, where, "`next_seat` and `next_messages`, or `episode_done`")
         rewards = self._by_seat(found.get("rewards") or {}, where)
         if spoke and "reward" in found:
             rewards[spoke] = rewards.get(spoke, 0.0) + self._number(found["reward"], where)
@@ -397,12 +358,18 @@ def _tool_message(call: ToolCall, content: str) -> Message:
     return message("tool", content, name=call.name, **named)
 
 
-def as_mapping(given: Any, names: Sequence[str]) -> Mapping[str, Any] | None:
-    """What a step gave, an object with some of these attributes among it, by name; None where it is neither."""
+def _fields(given: Any, names: Sequence[str], where: str, expected: str) -> Mapping[str, Any]:
+    """What a step gave, by name: a mapping, or an object with some of these attributes.
+
+    Raises:
+        HostError: It is neither.
+    """
     if isinstance(given, Mapping):
         return given
     found = {name: getattr(given, name) for name in names if hasattr(given, name)}
-    return found or None
+    if not found:
+        raise HostError(f"{where} gave {given!r:.60}; give {expected}")
+    return found
 
 
 def written(each: Message) -> Message:

@@ -53,17 +53,21 @@ class TemplateBridge(Bridge):
             )
         self._tokenizer = tokenizer
         self._special = SpecialTokens(tokenizer)
-        self._schemas = [dict(schema) for schema in schemas]
-        self._tools: list[Any] | None = self._schemas or None
-        if self._tools and not self._tells_of_tools():
+        self._schemas: list[Any] = [dict(schema) for schema in schemas]
+        if self._schemas and not self._tells_of_tools():
             raise UserError(
                 f"the model's chat template does not tell the policy of tools, so it cannot call"
-                f" `{self._tools[0]['function']['name']}`; take a model whose template does, or an environment that"
+                f" `{self._first_tool}`; take a model whose template does, or an environment that"
                 " answers messages"
             )
         self.ends = tuple(dict.fromkeys([self._turn_end(), *self._call_end()]))
         self.form = _named(tool_calls) if tool_calls is not None else self._form_of_template()
         self._check_stable()
+
+    @property
+    def _first_tool(self) -> str:
+        name: str = self._schemas[0]["function"]["name"]
+        return name
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
         return self._special.ids(self._written(self._special.marked(messages), generate=True))
@@ -90,7 +94,7 @@ class TemplateBridge(Bridge):
         """
         text = ""
         for number, each in enumerate(answers, start=1):
-            name = each.get("name") or self._schemas[0]["function"]["name"]
+            name = each.get("name") or self._first_tool
             known = [message("user", "?"), _calling(ToolCall(name, {}))]
             before = self._written(known)
             text += self._written([*known, each], generate=number == len(answers)).removeprefix(before)
@@ -106,9 +110,9 @@ class TemplateBridge(Bridge):
 
     def _form_of_template(self) -> ToolForm | None:
         """The form in which a call that the template writes can be read; else one whose mark the template mentions."""
-        if self._tools is None:
+        if not self._schemas:
             return None
-        call = ToolCall(self._tools[0]["function"]["name"], {"text": "a b"})
+        call = ToolCall(self._first_tool, {"text": "a b"})
         written = self._written_call(call).partition(self._text([self.end], special=True))[0]
         told = self._written([message("user", "?")])
         for form in TOOL_FORMS.values():
@@ -143,7 +147,7 @@ class TemplateBridge(Bridge):
 
     def _turn_end(self) -> int:
         text = self._written([message("user", "?"), message("assistant", SPOKEN)])
-        rest = self._ids(text[text.index(SPOKEN) + len(SPOKEN) :]) if SPOKEN in text else []
+        rest = self._special.ids(text[text.index(SPOKEN) + len(SPOKEN) :]) if SPOKEN in text else []
         if not rest:
             raise UserError(
                 "the model's chat template writes nothing after a turn of the policy, so no turn has an end"
@@ -158,10 +162,10 @@ class TemplateBridge(Bridge):
 
     def _call_end(self) -> list[int]:
         """The token that ends a turn which calls a tool, if it is another one than ends other turns; else empty."""
-        if self._tools is None:
+        if not self._schemas:
             return []
-        written = self._written_call(ToolCall(self._tools[0]["function"]["name"], {}))
-        ids = [each for each in self._ids(written) if each in self._special.ids_of_all]
+        written = self._written_call(ToolCall(self._first_tool, {}))
+        ids = [each for each in self._special.ids(written) if each in self._special.ids_of_all]
         return [] if self._turn_end() in ids else ids[-1:]
 
     def _check_stable(self) -> None:
@@ -171,9 +175,9 @@ class TemplateBridge(Bridge):
 
     def _check_stable_after(self, spoken: str) -> None:
         answer, turn = message("user", "and?"), message("assistant", spoken)
-        if self._tools:
+        if self._schemas:
             answer = message("tool", "4")
-            turn = {**_calling(ToolCall(self._tools[0]["function"]["name"], {})), "content": spoken}
+            turn = {**_calling(ToolCall(self._first_tool, {})), "content": spoken}
         whole = [message("system", "s"), message("user", "?"), turn]
         for _ in range(2):
             before, after = self._written(whole), self._written([*whole, answer])
@@ -183,7 +187,7 @@ class TemplateBridge(Bridge):
 
     def _differing(self, before: str, after: str) -> str:
         """Message of the error for an unstable template, with the first token that differs."""
-        old, new = self._ids(before), self._ids(after)
+        old, new = self._special.ids(before), self._special.ids(after)
         at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         was, now = (self._text(ids[at:], special=True)[:30] for ids in (old, new))
         return (
@@ -198,7 +202,7 @@ class TemplateBridge(Bridge):
         try:
             text = self._tokenizer.apply_chat_template(
                 [{"tool_call_id": CALL_ID, **each} if each["role"] == "tool" else each for each in messages],
-                tools=self._tools if tools else None,
+                tools=(self._schemas or None) if tools else None,
                 add_generation_prompt=generate,
                 tokenize=False,
             )
@@ -206,10 +210,6 @@ class TemplateBridge(Bridge):
             raise UserError(f"the model's chat template refuses the messages ({one_line(error)})") from error
         assert isinstance(text, str)
         return text
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
     def _text(self, ids: Sequence[int], special: bool = False) -> str:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=not special)

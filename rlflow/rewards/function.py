@@ -66,8 +66,8 @@ class CallableReward(SampleReward):
         memory_mb: Memory limit of each of these processes; has an effect only with `seconds`.
 
     Raises:
-        UserError: `workers` is set without `seconds`, or `seconds` with a function that has no dotted path; the
-            function's parameters cannot be read; or TRL's form is mixed with `prompt` or `completion`.
+        UserError: `workers` is set without `seconds`, or `seconds` with a function that has no dotted path; or TRL's
+            form is mixed with `prompt` or `completion`.
     """
 
     def __init__(
@@ -103,14 +103,8 @@ class CallableReward(SampleReward):
         self._warned: set[str] = set()
 
     def _read_signature(self, function: Any) -> None:
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"`function` is {function!r:.60}, whose parameters cannot be read; wrap it in one"
-            ) from error
+        parameters = inspect.signature(function).parameters.values()
         named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-        self._positional = [each.name for each in named if each.kind is each.POSITIONAL_ONLY]
         self._parameters = [each.name for each in named]
         self._required = [each.name for each in named if each.default is each.empty]
         self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -148,7 +142,7 @@ class CallableReward(SampleReward):
                 given[name] = self._of_sample(name, responses, i)
             elif name in self._required:
                 raise UserError(self._unknown(name, row))
-        return partial(self._call, *(given.pop(name) for name in self._positional if name in given), **given)
+        return partial(self._call, **given)
 
     def _of_sample(self, name: str, responses: RewardInput, i: int) -> Any:
         if name in ("response", "completion"):

@@ -29,10 +29,10 @@ class Endpoint:
     once; or what the server says in `Retry-After`; a minute at most.
 
     Args:
-        url: Where to post.
-        seconds: What a try may take.
+        url: URL to post to.
+        seconds: Time limit of a try.
         retries: Tries after the first one.
-        headers: Of each request.
+        headers: Headers of each request.
     """
 
     url: str
@@ -91,16 +91,15 @@ class HTTPReward(Reward):
     of names to numbers whose sum is the score.
 
     Args:
-        url: Where to post.
-        batch: RewardInput of one request at most; None for all of a rank's.
-        at_once: Requests side by side, of each rank.
-        seconds: What a request may take.
+        url: URL to post to.
+        batch: Samples of one request, at most; None for all of a rank's.
+        at_once: Requests of each rank in progress together.
+        seconds: Time limit of a request.
         retries: Tries after the first one, where the server cannot be reached, is busy (408, 409, 425, 429) or fails
             (500, 502, 503, 504).
-        columns: Of the row that are sent; None for all.
-        headers: Of each request. A value `$NAME` is that of an environment variable, where secrets belong.
-        on_error: What samples get that the server does not score, see `Reward`; where a request failed these
-            are all of its samples.
+        columns: Columns of the row that are sent; None for all.
+        headers: Headers of each request. A value `$NAME` is that of an environment variable, where secrets belong.
+        on_error: What samples get that the server does not score, see `Reward`; all samples of a request that failed.
     """
 
     def __init__(

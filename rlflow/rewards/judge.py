@@ -34,19 +34,19 @@ class Judge(SampleReward):
     on a scale of whole numbers, which models keep to better than fractions; the score is the share of the scale.
 
     Args:
-        url: Of the server, such as http://localhost:8000/v1.
-        model: Its name there.
-        criteria: What counts, by name, each in words; a rubric. The score of each is a part of the reward. None for one
+        url: URL of the server, such as http://localhost:8000/v1.
+        model: Name of the model on the server.
+        criteria: Criteria of a rubric by name, each in words. The score of each is a part of the reward. None for one
             score of the whole.
-        weights: Of the criteria, whose weighted mean is the score; None for all alike.
-        scale: The best grade; the worst is 0.
-        prompt: What the judge is asked. `{response}`, `{criteria}`, `{form}` and columns of the row stand in braces.
-        temperature: Of the judge.
-        max_tokens: Of its answer.
-        headers: Of each request, see `HTTPReward`: `{Authorization: Bearer $OPENAI_API_KEY}`.
-        at_once: Requests side by side, of each rank.
-        seconds: What a request may take.
-        retries: See `HTTPReward`; an answer without grades is asked for again too.
+        weights: Weights of the criteria, whose weighted mean is the score; None for all alike.
+        scale: Best grade; the worst is 0.
+        prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row stand in braces.
+        temperature: Temperature of the judge.
+        max_tokens: Longest answer of the judge, in tokens.
+        headers: Headers of each request, see `HTTPReward`: `{Authorization: Bearer $OPENAI_API_KEY}`.
+        at_once: Requests of each rank in progress together.
+        seconds: Time limit of a request.
+        retries: Tries after the first one, see `HTTPReward`; an answer without grades is asked for again too.
         on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
 
@@ -99,10 +99,10 @@ class Rubric:
     """Grades on a scale of whole numbers, which models keep to better than fractions; a score is a share of the scale.
 
     Args:
-        criteria: What counts, by name, each in words. None for one grade of the whole.
-        weights: Of the criteria, whose weighted mean is the score; None for all alike.
-        scale: The best grade; the worst is 0.
-        prompt: What the judge is asked. `{response}`, `{criteria}`, `{form}` and columns of the row stand in braces.
+        criteria: Criteria by name, each in words; None for one grade of the whole.
+        weights: Weights of the criteria, whose weighted mean is the score; None for all alike.
+        scale: Best grade; the worst is 0.
+        prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row stand in braces.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class Rubric:
 
     @property
     def names(self) -> list[str]:
-        """Of the grades."""
+        """Names of the grades."""
         return list(self.criteria) or ["score"]
 
     @property
     def columns(self) -> list[str]:
-        """Of the row, which stand in the prompt."""
+        """Columns of the row that stand in the prompt."""
         return [name for name in _FIELD.findall(self.prompt) if name not in ("response", "form", "criteria")]
 
     def question(self, text: str, row: Mapping[str, Any]) -> str:
@@ -162,7 +162,7 @@ class Rubric:
         return {name: grade / self.scale for name, grade in grades_in(said, self.names, self.scale).items()}
 
     def score(self, shares: Mapping[str, float]) -> float:
-        """Of all of them together: their weighted mean."""
+        """The weighted mean of the shares."""
         if not self.criteria:
             return shares["score"]
         whole = sum(self.weights.values())

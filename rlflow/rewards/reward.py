@@ -7,7 +7,7 @@ import numbers
 import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -319,25 +319,27 @@ def scored(reward: Reward, responses: RewardInput) -> Scores:
         raise UserError(
             f"{reward} returned {scores!r:.60} for {len(responses)} samples; return `rlflow.rewards.Scores`"
         )
-    if not isinstance(scores.parts, Mapping):
-        raise UserError(f"{reward} returned {scores.parts!r:.60} as parts; return a mapping of names to scores")
     names = [*scores.parts, *scores.metrics]
     if taken := next((name for name in names if name in TAKEN or names.count(name) > 1), None):
         raise UserError(
             f"{reward} has a part `{taken}`, and another number is logged under this name; give the part a name other"
             f" than {', '.join(TAKEN)}"
         )
-    _check_failed(reward, scores.failed, len(responses))
+    if scores.dropped and not reward.drops:
+        raise UserError(
+            f"{reward} drops sample {scores.dropped[0]}, and its property `drops` is False; let it return True"
+        )
     for name, values in {"total": scores.total, **scores.parts}.items():
-        if not isinstance(values, Collection) or len(values) != len(responses):
-            count = f"{len(values)} scores" if isinstance(values, Collection) else f"{values!r:.60}"
-            raise UserError(f"{reward} returned {count} as `{name}` for {len(responses)} samples; return one for each")
+        if len(values) != len(responses):
+            raise UserError(
+                f"{reward} returned {len(values)} scores as `{name}` for {len(responses)} samples; return one for each"
+            )
         for i, value in enumerate(values):
             if value is None and name != "total":
                 continue
             try:
                 _number(value)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise UserError(
                     f"{reward} failed on sample {i} (`{name}`): {error} ({_place(responses, i)}); mend it"
                 ) from error
@@ -348,26 +350,14 @@ def scored(reward: Reward, responses: RewardInput) -> Scores:
     return replace(scores, total=total, parts=parts)
 
 
-def _check_failed(reward: Reward, failed: Any, count: int) -> None:
-    if not isinstance(failed, Mapping):
-        raise UserError(f"{reward} says of samples that failed {failed!r:.60}; give a mapping of places to policies")
-    for i, how in failed.items():
-        if i not in range(count):
-            raise UserError(f"{reward} failed on sample {i!r:.60} of {count}; give places from 0")
-        if how not in get_args(Failed):
-            raise UserError(f"{reward} says {how!r:.60} of sample {i}, which failed; give {' or '.join(DONE)}")
-        if how == "drop" and not reward.drops:
-            raise UserError(f"{reward} drops sample {i}, and its property `drops` is False; let it return True")
-
-
 def read_column(row: Mapping[str, Any], name: str, may_be_null: bool = False, place: str | None = None) -> Any:
     """A column that a reward reads of a row; dots step into it, as in `metadata.expression`.
 
     Args:
-        row: Of the dataset.
-        name: Of the column.
+        row: Row of the dataset.
+        name: Name of the column.
         may_be_null: Whether null is a value.
-        place: Of the row, for errors; None for the row itself.
+        place: Place of the row, for errors; None to show the row itself.
 
     Raises:
         UserError: The row has no such column, or null in it.
@@ -414,10 +404,7 @@ def _number(score: Any) -> float:
     """As training reads it: a float32."""
     if not isinstance(score, numbers.Real):
         raise TypeError(f"it returned {score!r:.60}, not a number")
-    try:
-        value = float(score)
-    except OverflowError:  # of an integer
-        value = math.inf
+    value = float(score)
     if not math.isfinite(value):
         raise ValueError(f"it returned {value}")
     if abs(value) > LARGEST:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """Instead of an engine of its own, a policy's share of another policy's.
+    """Instead of an engine of its own, a policy's share of another policy's: they take turns.
+
+    The engine holds the weights of one of them at a time, and changes by a weight sync.
 
     Attributes:
         share: The other policy, which has an engine of its own.
-        by: How they share it. `turns`: it holds the weights of one of them at a time, and changes by a weight sync.
     """
 
     share: str
-    by: Literal["turns", "adapters"] = "turns"
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,6 @@ def _check_share(
             f"`{setting}` is {share.share!r}, which has no engine of its own and shares that of `{further.share}`; name"
             " a policy with an engine of its own"
         )
-    if share.by == "adapters":
-        raise UserError(
-            f"`engines.{policy}.by` is 'adapters', and a weight sync brings whole weights, with adapters merged into"
-            " them; set `by: turns`"
-        )
 
 
 @dataclass(frozen=True)
@@ -214,7 +209,9 @@ class RankEngines:
             engine.close()
 
 
-def engines_of_rank(engines: Engines, layouts: Mapping[str, Layout], transport: Transport, on_cpu: bool) -> RankEngines:
+def engines_of_rank(
+    engines: Engines, layouts: Mapping[str, Layout], transport: Transport, on_cpu: bool, timeout_s: float
+) -> RankEngines:
     """What generates on this rank.
 
     Args:
@@ -222,6 +219,7 @@ def engines_of_rank(engines: Engines, layouts: Mapping[str, Layout], transport: 
         layouts: Where each policy generates.
         transport: To the other ranks; has formed the groups of the ranks that share an engine.
         on_cpu: Whether they run on the CPU.
+        timeout_s: Seconds that a wait for an engine's own process may take.
     """
     beside = engines_beside(engines, layouts, transport.world_size, on_cpu)
     own: dict[str, RolloutEngine] = {}
@@ -229,7 +227,7 @@ def engines_of_rank(engines: Engines, layouts: Mapping[str, Layout], transport: 
     for policy, engine in engines.own.items():
         if transport.rank not in layouts[policy].ranks:
             continue
-        here = _beside_rank(engine, layouts[policy], transport) if policy in beside else engine
+        here = _beside_rank(engine, layouts[policy], transport, timeout_s) if policy in beside else engine
         own[policy] = by_policy[policy] = here
         if len(users := engines.users(policy)) > 1:
             turns: dict[str, TimeSharedEngine] = {}
@@ -259,13 +257,18 @@ def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: 
     return tuple(beside)
 
 
-def _beside_rank(engine: RolloutEngine, layout: Layout, transport: Transport) -> RolloutEngine:
+def _beside_rank(engine: RolloutEngine, layout: Layout, transport: Transport, timeout_s: float) -> RolloutEngine:
     """The engine in a process of its own, which its peers' meet."""
     peers = layout.peers(layout.shard(transport.rank))
     address = to_message(free_address().encode()) if transport.rank == peers[0] else None
     received = transport.broadcast_bytes(address, peers[0], peers)
-    index = peers.index(transport.rank)
-    return EngineSubprocess(engine, index=index, size=len(peers), address=from_message(received).decode())
+    return EngineSubprocess(
+        engine,
+        index=peers.index(transport.rank),
+        size=len(peers),
+        address=from_message(received).decode(),
+        timeout_s=timeout_s,
+    )
 
 
 class TimeSharedEngine(RolloutEngine):
@@ -291,9 +294,6 @@ class TimeSharedEngine(RolloutEngine):
 
     def close(self) -> None:
         raise AssertionError("a shared engine is closed by itself")
-
-    def check_context(self, prompt: int, response: int) -> None:
-        self._engine.check_context(prompt, response)
 
     def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
         return self._engine.memory_settings(on_cpu)

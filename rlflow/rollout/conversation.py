@@ -373,8 +373,7 @@ def play_game(
 
 
 def _begin_game(game: Session, prompt: Sequence[Message], row: dict[str, Any]) -> dict[str, Any]:
-    messages, move = game.begin_game(prompt, row)
-    return {"prompt": messages, "move": asdict(move)}
+    return {"prompt": game.begin(prompt, row), "move": asdict(game.first_move())}
 
 
 def _move(game: Session, text: str, seat: str, turn: int) -> dict[str, Any]:

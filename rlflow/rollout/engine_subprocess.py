@@ -5,12 +5,13 @@ Used where only some ranks have engines, or two engines cannot share a process. 
     rank (`EngineSubprocess`)                    engine's process (`main`)
     the engine                             ->
     ("setup", (model_path, place))         ->
-                                           <-    Answer(policy_version=-1)
+                                           <-    (policy version -1, result None, error None)
     ("update_weights", (7,))               ->
+                                           <-    None: the next weight may come
     SentWeight, then a file descriptor     ->
-                                           <-    Signal.TAKEN, for each weight
-    Signal.END                             ->
-                                           <-    Answer(policy_version=7, result=SyncReport(...))
+                                           <-    None, and so on
+    None: that was the last one            ->
+                                           <-    (7, SyncReport(...), None)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum
+from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
@@ -82,17 +83,15 @@ class EngineSubprocess(RolloutEngine):
         timeout_s: Seconds that any wait for the process may take; after them it is killed.
     """
 
-    def __init__(self, engine: RolloutEngine, *, index: int, size: int, address: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, engine: RolloutEngine, *, index: int, size: int, address: str, timeout_s: float) -> None:
         assert size == engine.tensor_parallel_size, (size, engine.tensor_parallel_size)
-        if timeout_s <= 0:
-            raise UserError(f"`timeout_s` is {timeout_s}; an engine needs time to answer. Set more than 0 seconds.")
         self.tensor_parallel_size = size
         self._engine = engine
         self._index = index
         self._address = address
         self._timeout_s = timeout_s
         self._process: EngineConnection | None = None
-        self._sent: list[tuple[str, Tensor]] = []  # the last weights, where they are kept
+        self._sent: list[tuple[str, Tensor]] = []  # the last weights, where they are stored
         self._sent_version = NO_VERSION  # of them, once the engine has them all
         self._turns: dict[int, Turn] = {}  # in progress
         self._restarted = False  # since the last sync
@@ -168,67 +167,49 @@ class EngineSubprocess(RolloutEngine):
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
         start = time.perf_counter()
         self._restarted = False
-        self._forget()
+        self._sent, self._sent_version = [], NO_VERSION
         if not self._running().runs:  # it died after it had generated last
             log.warning("%s is gone; it is started again", self._running().name)
             self._running().end(0.0)
             self._start()
-        report = self._loaded(buckets, version, keeps=self.tensor_parallel_size == 1 and self._device.type == "cpu")
+        if self.tensor_parallel_size == 1 and self._device.type == "cpu":
+            buckets = self._copied(buckets)
+        report = self._load(buckets, version)
         self._sent_version = version
         return SyncReport(report.version, report.tensors, report.nbytes, time.perf_counter() - start)
 
-    def _forget(self) -> None:
-        self._sent.clear()
-        self._sent_version = NO_VERSION
-
     def _call_or_restart(self, method: str, doing: str, new: Any, again: Any, *arguments: Any) -> Any:
-        """Call a method of the engine; where the process is gone, start it again and repeat the call.
+        """Call a method of the engine; if that ends the process, start it again with its weights and repeat the call.
 
         The first argument is `new`, and in the repeated call `again`: of `step` all turns in progress, which the new
         process lacks. `doing` is for messages, such as `generate 8 responses`.
 
         Raises:
-            EngineProcessGone: It is not started again, see `_restart`.
+            EngineProcessError: The engine raised it; or the process was restarted since the last sync, or its weights
+                were not stored.
         """
         try:
             return self._call(method, doing, new, *arguments)
-        except EngineProcessGone as gone:
-            self._restart(gone)
-            return self._call(method, doing, again, *arguments)
-
-    def _restart(self, gone: EngineProcessGone) -> None:
-        """Start the process again, with the weights that it had.
-
-        Raises:
-            EngineProcessGone: It was restarted since the last sync, or its weights were not kept.
-        """
-        version = self._sent_version
-        if self._restarted or version == NO_VERSION or not self._sent:
-            raise gone
-        self._restarted = True
-        reason = str(gone).partition("\n")[0]
+        except EngineProcessError as error:
+            version = self._sent_version
+            if self._running().runs or self._restarted or version == NO_VERSION or not self._sent:
+                raise
+            self._restarted = True
+            reason = str(error).partition("\n")[0]
         log.warning("%s It is started again, with the weights of version %d.", reason, version)
         self._start()
-        self._loaded([[named] for named in self._sent], version, keeps=False)
+        self._load([self._sent], version)
+        return self._call(method, doing, again, *arguments)
 
-    def _loaded(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int, keeps: bool) -> SyncReport:
-        """Send weights, which the engine reads back; `keeps` says whether to store a copy of them for `_restart`."""
-        process, doing = self._running(), f"load the weights of version {version}"
-        self.policy_version = NO_VERSION
-        process.send(("update_weights", (version,)), doing)
-        passing = self._kept(buckets) if keeps else buckets
-        report: SyncReport = self._result(self._stream(process, passing, doing), doing)
-        return report
-
-    def _kept(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> Iterator[list[tuple[str, Tensor]]]:
-        """Keep a copy of each weight that passes."""
+    def _copied(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> Iterator[list[tuple[str, Tensor]]]:
+        """Store a copy of each weight that passes, for a process that is started again."""
         for bucket in buckets:
             self._sent += [(name, tensor.detach().to(self._dtype, copy=True)) for name, tensor in bucket]
             yield bucket
 
     def sleep(self, keep_weights: bool = False) -> None:
         if not keep_weights:
-            self._forget()
+            self._sent, self._sent_version = [], NO_VERSION
         self._call("sleep", "sleep", keep_weights)
 
     def wake_up(self) -> None:
@@ -247,64 +228,58 @@ class EngineSubprocess(RolloutEngine):
             process.end(END_S)
         _stores.pop(self._address, None)
 
-    def _stream(self, process: EngineConnection, buckets: Iterable[list[tuple[str, Tensor]]], doing: str) -> Any:
-        """Send all weights, the next copied while the engine loads the one before, and return its `Answer`.
+    def _load(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        """Send weights, which the engine reads back; the next one is copied while it loads the one before.
 
-        If `buckets` raises, the engine is sent `Signal.WITHDRAWN`, and the error is raised here.
+        Where `buckets` raises, the process is ended, and the next sync starts it again.
         """
-        weights = (named for bucket in buckets for named in bucket)
-        loading = False
-        while True:
-            try:
-                weight = self._shared(weights)
-            except BaseException:
-                if not loading or process.receive(doing) is Signal.TAKEN:
-                    process.send(Signal.WITHDRAWN, doing)
-                    process.receive(doing)
-                raise
-            if loading:
+        process, doing = self._running(), f"load the weights of version {version}"
+        self.policy_version = NO_VERSION
+        process.send(("update_weights", (version,)), doing)
+        try:
+            for weight, descriptor in self._shared(buckets):
                 answer = process.receive(doing)
-                if answer is not Signal.TAKEN:  # it failed, or wants no more
-                    if weight is not None and weight[1] is not None:
-                        os.close(weight[1])
-                    return answer
-            if weight is None:
-                process.send(Signal.END, doing)
-                return process.receive(doing)
-            process.send(weight[0], doing, descriptor=weight[1])
-            loading = True
+                if answer is not None:  # it failed, and wants no more
+                    if descriptor is not None:
+                        os.close(descriptor)
+                    break
+                process.send(weight, doing, descriptor)
+            else:
+                answer = process.receive(doing)
+        except BaseException:  # training's side failed, or the process is gone
+            process.end(0.0)
+            raise
+        report: SyncReport = self._result(answer, doing)
+        return report
 
-    def _shared(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[SentWeight, int | None] | None:
-        """The next weight in memory that both processes map, on the CPU with its descriptor; None after the last."""
-        named = next(weights, None)
-        if named is None:
-            return None
-        name, tensor = named[0], named[1].detach().to(self._dtype)
-        pieces = tuple(self._pieces.get(name, ()))
-        found = fingerprints(tensor, pieces)
-        if tensor.is_cuda:
-            # A copy, for the engine may keep it for longer than the trainer does; its memory is freed when both let go.
-            on_gpu = reduce_tensor(tensor.clone())
-            return SentWeight(name, tuple(tensor.shape), self._dtype, pieces, found, on_gpu), None
-        parts = [piece.sent for piece in pieces]
-        return SentWeight(name, tuple(tensor.shape), self._dtype, pieces, found), share(tensor, parts)
+    def _shared(
+        self, buckets: Iterable[list[tuple[str, Tensor]]]
+    ) -> Iterator[tuple[SentWeight, int | None] | tuple[None, None]]:
+        """Each weight in memory that both processes map, on the CPU with its descriptor; None after the last."""
+        for name, tensor in chain.from_iterable(buckets):
+            tensor = tensor.detach().to(self._dtype)
+            pieces = tuple(self._pieces.get(name, ()))
+            weight = SentWeight(name, tuple(tensor.shape), self._dtype, pieces, fingerprints(tensor, pieces))
+            if tensor.is_cuda:
+                # A copy, for the engine may keep it for longer than the trainer does; its memory is freed when both
+                # let go.
+                yield replace(weight, on_gpu=reduce_tensor(tensor.clone())), None
+            else:
+                yield weight, share(tensor, [piece.sent for piece in pieces])
+        yield None, None
 
     def _call(self, method: str, doing: str, *arguments: Any) -> Any:
         process = self._running()
         process.send((method, arguments), doing)
         return self._result(process.receive(doing), doing)
 
-    def _result(self, answer: Any, doing: str) -> Any:
-        assert isinstance(answer, Answer), answer
-        self.policy_version = answer.policy_version
-        if answer.raised is None:
-            return answer.result
-        kind, text, trace = answer.raised
-        if kind is not None:
-            raise kind(text)
-        error = EngineProcessError(f"{self._running().name} could not {doing}: {text}")
-        error.add_note(trace)
-        raise error
+    def _result(self, answer: tuple[int, Any, Exception | None], doing: str) -> Any:
+        self.policy_version, result, error = answer
+        if isinstance(error, EngineProcessError):
+            error.args = (f"{self._running().name} could not {doing}: {error}",)
+        if error is not None:
+            raise error
+        return result
 
     def _running(self) -> EngineConnection:
         assert self._process is not None, "the engine was not set up, or was closed"
@@ -334,11 +309,10 @@ TAIL = 4096  # bytes of them that an error repeats
 
 
 class EngineProcessError(RuntimeError):
-    """The engine's process died, hung, or raised something else than `UserError` and `WeightSyncError`."""
+    """The engine's process died, hung and was killed, or raised another error than `UserError` and `WeightSyncError`.
 
-
-class EngineProcessGone(EngineProcessError):
-    """The engine's process died, or did not answer in time and was killed."""
+    Only after the last of these it runs on.
+    """
 
 
 class EngineConnection:
@@ -382,7 +356,7 @@ class EngineConnection:
         """Pickle and send a message, and after it a file descriptor, which is then closed in this process.
 
         Raises:
-            EngineProcessGone: The process died, or did not take the message in time.
+            EngineProcessError: The process died, or did not take the message in time.
         """
         try:
             self._connection.send_bytes(pickle.dumps(message))
@@ -420,17 +394,17 @@ class EngineConnection:
             self._popen.wait()
         self._listener.join(DRAIN_S)
 
-    def _late(self, doing: str) -> EngineProcessGone:
+    def _late(self, doing: str) -> EngineProcessError:
         self.end(0.0)
-        return EngineProcessGone(
+        return EngineProcessError(
             f"{self.name} should {doing} and did not within {self._timeout_s:g} s; ended it.{self._repeated()}"
         )
 
-    def _death(self, doing: str) -> EngineProcessGone:
+    def _death(self, doing: str) -> EngineProcessError:
         self.end(END_S)
         code = self._popen.returncode
         how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        return EngineProcessGone(f"{self.name} {how} when it should {doing}.{self._repeated()}")
+        return EngineProcessError(f"{self.name} {how} when it should {doing}.{self._repeated()}")
 
     def _repeated(self) -> str:
         words = self._last_words.decode(errors="replace").strip()
@@ -447,7 +421,6 @@ class EngineConnection:
 
 
 POLL_S = 0.2
-TOLD_AS_THEY_ARE: tuple[type[Exception], ...] = (UserError, WeightSyncError)
 
 
 @dataclass(frozen=True)
@@ -470,35 +443,6 @@ class SentWeight:
     pieces: tuple[Piece, ...]
     fingerprints: tuple[int, ...]
     on_gpu: tuple[Callable[..., Tensor], tuple[Any, ...]] | None = None
-
-
-class Signal(Enum):
-    """Messages of a sync in addition to the weights.
-
-    The rank sends END after the last weight, and WITHDRAWN in place of the next where training's side failed. The
-    engine's process answers a weight by TAKEN: the next may be sent.
-    """
-
-    END = "end"
-    WITHDRAWN = "withdrawn"
-    TAKEN = "taken"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a call of the engine.
-
-    Attributes:
-        policy_version: Version of the weights that the engine now holds; `NO_VERSION` for none.
-        result: What the engine's method returned.
-        raised: Class, text and traceback of the error that it raised; None where it returned. The class is None for
-            any other error than `UserError` and `WeightSyncError`; then the text names it, such as
-            `ZeroDivisionError: division by zero`.
-    """
-
-    policy_version: int
-    result: Any = None
-    raised: tuple[type[Exception] | None, str, str] | None = None
 
 
 def main(descriptor: int, parent: int, timeout_s: float) -> None:
@@ -540,33 +484,37 @@ def _join(timeout_s: float) -> None:
 
 
 def _serve(connection: Connection, engine: RolloutEngine) -> None:
-    """Call the methods of the engine that the rank names, and send an `Answer` to each."""
+    """Call the methods of the engine that the rank names; send its policy version, the result and the error of each.
+
+    The text of an error other than `UserError` and `WeightSyncError` names its class, such as `ZeroDivisionError:
+    division by zero`.
+    """
     while True:
         method, arguments = connection.recv()
         if method == "update_weights":
             arguments = (_buckets(connection), *arguments)
+        result: Any = None
+        error: Exception | None = None
         try:
             result = getattr(engine, method)(*arguments)
-        except Exception as error:
-            kind = type(error) if isinstance(error, TOLD_AS_THEY_ARE) else None
-            text = str(error) if kind else f"{type(error).__name__}: {error}"
-            answer = Answer(engine.policy_version, raised=(kind, text, traceback.format_exc()))
-        else:
-            answer = Answer(engine.policy_version, result)
-        connection.send(answer)
+        except (UserError, WeightSyncError) as raised:
+            error = raised
+        except Exception as raised:
+            error = EngineProcessError(f"{type(raised).__name__}: {raised}")
+            error.add_note(traceback.format_exc())
+        connection.send((engine.policy_version, result, error))
 
 
 def _buckets(connection: Connection) -> Iterator[list[tuple[str, Tensor]]]:
-    """Receive weights as buckets of one tensor each; a tensor is acknowledged when the next bucket is asked for."""
-    while (weight := connection.recv()) is not Signal.END:
-        if weight is Signal.WITHDRAWN:
-            raise WeightSyncError("the trainer withdrew its weights")
+    """Ask for weights one by one, and yield each as a bucket of its own."""
+    connection.send(None)
+    while (weight := connection.recv()) is not None:
         tensor = _opened(connection, weight)
         if fingerprints(tensor, weight.pieces) != weight.fingerprints:
             raise WeightSyncError(f"`{weight.name}` reached the engine's process with other values than were sent")
         yield [(weight.name, tensor)]
         del tensor
-        connection.send(Signal.TAKEN)
+        connection.send(None)
 
 
 def _opened(connection: Connection, weight: SentWeight) -> Tensor:

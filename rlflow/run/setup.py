@@ -28,6 +28,7 @@ from rlflow.rollout.engine import EnginePlace
 from rlflow.run.agreement import agree, attempt, facts, model_files
 from rlflow.run.folder import FolderLock, RunFolder, require_own
 from rlflow.run.schedules import counted
+from rlflow.strategies.distributed import TIMEOUT_S
 
 
 def join(run: Run, resolved_config: str | None) -> None:
@@ -66,7 +67,8 @@ def join(run: Run, resolved_config: str | None) -> None:
     strategy.form_groups(run.layouts)
     run.rank_engines = RankEngines({}, {})
     if run.generates:
-        run.rank_engines = engines_of_rank(run.engines, placed, transport, strategy.root_device.type == "cpu")
+        on_cpu = strategy.root_device.type == "cpu"
+        run.rank_engines = engines_of_rank(run.engines, placed, transport, on_cpu, TIMEOUT_S)
     dtype = torch.float64 if strategy.dtype == torch.float64 else torch.float32  # of rewards and rollout logprobs
     encode = run.train.encode
     run.context = NodeContext(

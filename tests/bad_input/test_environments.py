@@ -42,14 +42,6 @@ class Hidden(Game):
         pass
 
 
-class Told:
-    def initial_observation(self, secret: str) -> str:
-        return secret
-
-    def step(self, message):
-        return {"episode_done": True}
-
-
 def guess(word: str) -> str:
     \"\"\"Guess the word.
 
@@ -70,12 +62,12 @@ CASES: list[Case] = [
     (
         "a tool without a docstring",
         answered_by("Untold"),
-        "tool `Untold.ask` has no docstring, which tells the policy what it does; write one",
+        "tool `Untold.ask` has no schema (Cannot generate JSON schema for ask because it has no docstring!); write a",
     ),
     (
         "a tool of a type that has no schema",
         answered_by("Untyped"),
-        "tool `Untyped.ask` has no schema (`word` is of type bytes, which JSON does not have); give each parameter a",
+        "tool `Untyped.ask` has no schema (`word` is of type bytes, which JSON does not have); write a docstring,",
     ),
     (
         "two tools of one name",
@@ -86,11 +78,6 @@ CASES: list[Case] = [
         "a column that `reset` takes and no row has",
         answered_by("Hidden"),
         "rows.jsonl, line 1: `my_games.Hidden.reset` takes `secret`, which the row does not have (it has ",
-    ),
-    (
-        "a first observation that takes columns",
-        answered_by("Told"),
-        "`my_games.Told.initial_observation` takes `secret`, and it is called without anything; take columns of the",
     ),
     (
         "a template that writes earlier turns anew",

@@ -28,11 +28,6 @@ CASES: list[Case] = [
         "`engines.actor.share` is 'actor', the policy itself; name the policy whose engine it shall use",
     ),
     (
-        "a way to share that is none",
-        {"engines": {"actor": {"share": "opponent", "by": "turn"}}},
-        "`engines.actor.by` is 'turn'; give one of 'turns', 'adapters'",
-    ),
-    (
         "a role that is not there",
         {"placement": {"actr": 0}},
         "`placement.actr` names no role of GRPO; its roles are rollout, actor.rollout, actor, reference.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -87,14 +86,6 @@ def add(a: float, b: float) -> float:
         b: The other.
     """
     return a + b
-
-
-class Late(WordGame):
-    """Takes its time."""
-
-    def reset(self, late: float) -> str:  # type: ignore[override]
-        time.sleep(late)
-        return ""
 
 
 class Unwritten:
@@ -278,16 +269,6 @@ class Dated:
             day: Of the week.
         """
         return str(day)
-
-
-class Unbound:
-    def guess(self, *words: str) -> str:
-        """Guess.
-
-        Args:
-            words: Any.
-        """
-        return str(words)
 
 
 class Undefined:

@@ -19,7 +19,8 @@ def test_who_leaves_a_multiple_of_four_wins_against_any_move() -> None:
     for stones in (5, 6, 7, 9):
         for reply in (1, 2, 3):
             played = Session(defined(Stones), InProcess())
-            _, move = played.begin_game([], {"stones": stones, "first": "opponent"})
+            played.begin([], {"stones": stones, "first": "opponent"})
+            move = played.first_move()
             while not move.done:
                 left = int(move.messages[0]["content"])
                 taken = left % 4 if move.seat == "opponent" else min(reply, left)
@@ -30,7 +31,7 @@ def test_who_leaves_a_multiple_of_four_wins_against_any_move() -> None:
 @pytest.mark.parametrize("said", ["4", "0", "two", "", "3"])
 def test_who_takes_what_cannot_be_taken_loses_and_the_other_wins_nothing(said: str) -> None:
     played = Session(defined(Stones), InProcess())
-    played.begin_game([], {"stones": 2, "first": "player"})
+    played.begin([], {"stones": 2, "first": "player"})
     move = played.move(said, "player", 0)
     assert (move.done, move.rewards) == (True, {"player": -1.0})
 

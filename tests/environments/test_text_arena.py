@@ -21,9 +21,14 @@ def game(host: Host | None = None, **arguments: Any) -> Session:
     return Session(environment.definition_of({}), host or InProcess())
 
 
+def first_move(one: Session, row: dict[str, Any]) -> Move:
+    one.begin([], row)
+    return one.first_move()
+
+
 def guessed(one: Session, seed: int) -> list[str]:
     """What the game of guessing answers to a search by halves, and its reward."""
-    _, move = one.begin_game([], {"seed": seed})
+    move = first_move(one, {"seed": seed})
     said, low, high = [text(move)], 1, 20
     while not move.done:
         middle = (low + high) // 2
@@ -55,7 +60,7 @@ def test_a_row_is_a_game_and_games_leave_random_numbers_alone() -> None:
     random.seed(5)
     np.random.seed(5)
     first, second = game(**arguments), game(**arguments)
-    beside = [first.begin_game([], {"seed": 1})[1]], [second.begin_game([], {"seed": 2})[1]]
+    beside = [first_move(first, {"seed": 1})], [first_move(second, {"seed": 2})]
     assert (random.random(), np.random.rand()) == numbers
     while not (beside[0][-1].done and beside[1][-1].done):
         for one, moves in ((first, beside[0]), (second, beside[1])):
@@ -66,7 +71,7 @@ def test_a_row_is_a_game_and_games_leave_random_numbers_alone() -> None:
 
 
 def played(one: Session, seed: int) -> list[Move]:
-    moves = [one.begin_game([], {"seed": seed})[1]]
+    moves = [first_move(one, {"seed": seed})]
     while not moves[-1].done:
         moves.append(next_move(one, moves))
     return moves
@@ -82,7 +87,7 @@ def test_seats_take_turns_and_which_of_them_begins_follows_from_the_row() -> Non
     begins = []
     for seed in (0, 1):
         one = game(env_id="TicTacToe-v0", players=2)
-        _, move = one.begin_game([], {"seed": seed})
+        move = first_move(one, {"seed": seed})
         begins.append(move.seat)
         other = {"player": "opponent", "opponent": "player"}[move.seat]
         assert "You are Player 0" in text(move)
@@ -95,7 +100,7 @@ def test_seats_take_turns_and_which_of_them_begins_follows_from_the_row() -> Non
         moves = [one.move(cell, seat, 0) for cell, seat in (("1", begins[-1]), ("2", other), ("7", begins[-1]))]
         assert moves[-1].rewards == {begins[-1]: 1.0, other: -1.0}
     assert sorted(begins) == ["opponent", "player"]
-    of_rows = {game(env_id="TicTacToe-v0", players=2).begin_game([], {"id": at})[1].seat for at in range(8)}
+    of_rows = {first_move(game(env_id="TicTacToe-v0", players=2), {"id": at}).seat for at in range(8)}
     assert of_rows == {"player", "opponent"}
 
 

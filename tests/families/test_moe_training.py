@@ -138,7 +138,7 @@ def test_an_engine_in_a_process_of_its_own_tells_the_same_experts(family: Family
     expected = generate(telling(folder), model)
     engine = TransformersEngine()
     engine.tell_experts()
-    beside = EngineSubprocess(engine, index=0, size=1, address="")
+    beside = EngineSubprocess(engine, index=0, size=1, address="", timeout_s=120.0)
     setup(beside, folder)
     found = generate(beside, model)
     beside.close()

@@ -62,7 +62,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
 def test_an_engine_in_a_process_of_its_own_follows_each_sync(name: str, family: Family, engine: Any) -> None:
     folder = family(name)
     model = ScoringModel.load(folder, torch.float32, CPU)
-    beside = EngineSubprocess(VLLMEngine(kv_cache_gib=0.25), index=0, size=1, address="")
+    beside = EngineSubprocess(VLLMEngine(kv_cache_gib=0.25), index=0, size=1, address="", timeout_s=120.0)
     follow_three_syncs(engine(beside, folder), model)
 
 

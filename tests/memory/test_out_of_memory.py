@@ -174,7 +174,7 @@ def test_an_engine_s_own_settings_are_named() -> None:
     strategy.processes.parallel_devices = [torch.device("cpu")]
     assert to_generate(strategy, TransformersEngine(max_batch=7)) == ["lower `rollout.init_args.max_batch` (7)"]
     assert "`rollout.init_args.kv_cache_gib`" in to_generate(strategy, VLLMEngine())[0]
-    beside = EngineSubprocess(TransformersEngine(max_batch=7), index=0, size=1, address="")
+    beside = EngineSubprocess(TransformersEngine(max_batch=7), index=0, size=1, address="", timeout_s=120.0)
     assert to_generate(strategy, beside) == ["lower `rollout.init_args.max_batch` (7)"]
     strategy.processes.parallel_devices = [torch.device("cuda")]
     assert "`rollout.init_args.gpu_memory_utilization`" in to_generate(strategy, VLLMEngine())[0]

@@ -153,7 +153,7 @@ def test_what_a_reward_raises_is_told_in_one_line() -> None:
         CallableReward(verbose).score(RewardInput(["a\nb"], [{"q": "c\nd"}]))
 
 
-@pytest.mark.parametrize("returned", [math.nan, math.inf, 1e39, 10**400, None, "1", [1.0]])
+@pytest.mark.parametrize("returned", [math.nan, math.inf, 1e39, None, "1", [1.0]])
 def test_what_is_no_finite_number_is_an_error(returned: Any) -> None:
     with pytest.raises(UserError, match=r"failed on sample 0 .* it returned"):
         CallableReward(lambda response, row: returned).score(RewardInput(["a"], [{}]))
@@ -208,8 +208,6 @@ def test_a_reward_of_ones_own_must_say_that_it_drops_samples() -> None:
         scored(Own(), RewardInput(["a", "b", "c"], [{}] * 3))
     Own.drops = True  # type: ignore[assignment]
     assert scored(Own(), RewardInput(["a", "b", "c"], [{}] * 3)).dropped == [2]
-    with pytest.raises(UserError, match="Own failed on sample 2 of 2; give places from 0"):
-        scored(Own(), RewardInput(["a", "b"], [{}] * 2))
 
 
 def test_a_reward_of_ones_own_that_raises_is_named_with_the_place() -> None:
@@ -279,17 +277,6 @@ class Gives(Reward):
         (Scores([1e308, 1.0]), "Gives failed on sample 0 (`total`): it returned 1e+308, which float32 cannot hold ("),
         (Scores([1.0, 1.0], {"p": [1.0, -1e39]}), "Gives failed on sample 1 (`p`): it returned -1e+39, which float32"),
         (Scores([1.0, cast(float, None)]), "Gives failed on sample 1 (`total`): it returned None, not a number ("),
-        (Scores([1.0, 1.0], cast(Any, ["p"])), "Gives returned ['p'] as parts; return a mapping of names to scores"),
-        (Scores(cast(list[float], None)), "Gives returned None as `total` for 2 samples; return one for each"),
-        (
-            Scores([1.0, 1.0], failed=cast(Any, [1])),
-            "Gives says of samples that failed [1]; give a mapping of places to",
-        ),
-        (
-            Scores([1.0, 1.0], failed={1: cast(Any, "skip")}),
-            "Gives says 'skip' of sample 1, which failed; give zero or drop",
-        ),
-        (Scores([1.0, 1.0], failed={cast(Any, "1"): "zero"}), "Gives failed on sample '1' of 2; give places from 0"),
     ],
 )
 def test_scores_that_cannot_be_trained_on_are_told_with_reward_and_sample(given: Any, line: str) -> None:

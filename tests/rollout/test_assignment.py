@@ -78,11 +78,6 @@ def test_a_share_is_the_engine_of_the_other_policy() -> None:
             "`engines.opponent.share` is 'judge', which has no engine of its own and shares that of `actor`; name a"
             " policy with an engine of its own",
         ),
-        (
-            {"opponent": Share("actor", by="adapters")},
-            "`engines.opponent.by` is 'adapters', and a weight sync brings whole weights, with adapters merged into"
-            " them; set `by: turns`",
-        ),
     ],
 )
 def test_exceptions_that_cannot_be_are_refused_in_one_line(

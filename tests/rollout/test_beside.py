@@ -41,7 +41,7 @@ SCRIPT = """
 import torch
 from rlflow.rollout import EngineSubprocess, EnginePlace
 from tests.rollout.engines import Broken
-engine = EngineSubprocess(Broken(), index=0, size=1, address="")
+engine = EngineSubprocess(Broken(), index=0, size=1, address="", timeout_s=120.0)
 engine.setup("", EnginePlace(torch.float32, torch.device("cpu")))
 print(engine._process._popen.pid, flush=True)
 engine.sleep()
@@ -211,9 +211,11 @@ def test_no_descriptor_is_left_open(engine: RolloutEngine, model: Any) -> None:
     processes = [psutil.Process(), psutil.Process(_process(engine)._popen.pid)]
     before = [process.num_fds() for process in processes]
     engine.update_weights(buckets(model), next(VERSIONS))
+    assert [process.num_fds() for process in processes] == before
     with pytest.raises(KeyError):
         engine.update_weights(_failing(model), next(VERSIONS))
-    assert [process.num_fds() for process in processes] == before
+    engine.update_weights(buckets(model), next(VERSIONS))  # the engine's process is another one now
+    assert processes[0].num_fds() == before[0]
 
 
 def test_what_the_engine_refuses_at_its_setup_is_told_in_its_words_and_the_process_ends(tied: Path) -> None:

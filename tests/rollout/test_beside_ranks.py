@@ -51,7 +51,11 @@ def _beside(folder: Path, owners: list[int]) -> list[list[Completion]]:
             assert len(list(_from_rank_0(model))) == 9
         return []
     engine = EngineSubprocess(
-        VLLMEngine(len(owners), kv_cache_gib=0.25), index=owners.index(rank), size=len(owners), address=address[0]
+        VLLMEngine(len(owners), kv_cache_gib=0.25),
+        index=owners.index(rank),
+        size=len(owners),
+        address=address[0],
+        timeout_s=120.0,
     )
     _setup(engine, folder, rank, size)
     completions = []

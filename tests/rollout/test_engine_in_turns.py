@@ -27,7 +27,7 @@ def engines_here(
     """Of policies with models in `folders`, set up on this process alone."""
     engines = EngineSettings(rollout, exceptions or {}).assigned([*folders])
     transport = Transport(torch.device("cpu"))
-    here = engines_of_rank(engines, dict.fromkeys(folders, Layout((0,), 1)), transport, on_cpu=True)
+    here = engines_of_rank(engines, dict.fromkeys(folders, Layout((0,), 1)), transport, on_cpu=True, timeout_s=120.0)
     for policy, engine in here.own.items():
         setup(engine, folders[policy])
     return here
@@ -115,7 +115,7 @@ def _two_of_a_rank(folders: dict[str, Path]) -> list[float]:
     """The gaps of two engines of this rank to training, the second generating after the first is closed."""
     transport = Transport(torch.device("cpu"))
     engines = EngineSettings(VLLMEngine(kv_cache_gib=0.25)).assigned([*folders])
-    here = engines_of_rank(engines, dict.fromkeys(folders, Layout((0, 1), 2)), transport, on_cpu=True)
+    here = engines_of_rank(engines, dict.fromkeys(folders, Layout((0, 1), 2)), transport, on_cpu=True, timeout_s=120.0)
     place = EnginePlace(torch.float32, torch.device("cpu"), transport.rank, 2, transport.rank)
     models = policies(folders)
     for policy, engine in here.own.items():

@@ -178,7 +178,9 @@ def mean_gap(model: Any, completions: list[Completion]) -> float:
 
 @pytest.mark.slow
 def test_an_engine_beside_its_rank_computes_prompts_in_parts(folder: Path, expected: list[Completion]) -> None:
-    check_same(answers(EngineSubprocess(vllm(IN_PARTS), index=0, size=1, address=""), folder), expected)
+    check_same(
+        answers(EngineSubprocess(vllm(IN_PARTS), index=0, size=1, address="", timeout_s=120.0), folder), expected
+    )
 
 
 def _of_two_ranks(folder: Path) -> list[tuple[list[Completion], bool]]:

@@ -31,7 +31,6 @@ from rlflow.rollout.engine import (
     WeightSyncError,
 )
 from rlflow.rollout.vllm.process import (
-    end_groups,
     import_vllm,
     installed,
     make_rewindable,
@@ -169,7 +168,10 @@ class VLLMEngine(InProcessEngine):
             )
         if not on_cpu:
             return  # the cache there is what memory is left
-        self._check_block()
+        if self.block_size is not None and self.block_size % CPU_BLOCK:
+            raise UserError(
+                f"`block_size` is {self.block_size}, and vLLM's attention on the CPU takes multiples of {CPU_BLOCK}"
+            )
         block = self.block_size or CPU_BLOCK
         blocks = -(-(prompt + response) // block) + 1  # one is vLLM's own
         needed, held = blocks * block * token_bytes, self.kv_cache_gib * 2**30
@@ -177,12 +179,6 @@ class VLLMEngine(InProcessEngine):
             raise UserError(
                 f"`kv_cache_gib` is {self.kv_cache_gib}, {needs} {needed / 2**30:.3g} GiB; raise it, or lower"
                 " `data.max_prompt_length` or `module.max_response_length`"
-            )
-
-    def _check_block(self) -> None:
-        if self.block_size is not None and self.block_size % CPU_BLOCK:
-            raise UserError(
-                f"`block_size` is {self.block_size}, and vLLM's attention on the CPU takes multiples of {CPU_BLOCK}"
             )
 
     def check_device(self, device: torch.device) -> None:
@@ -219,8 +215,6 @@ class VLLMEngine(InProcessEngine):
         # Ranks join the process group that training, or the process's first engine, has made; without, vLLM makes one.
         makes_group = not dist.is_initialized()
         on_cpu = place.device.type == "cpu"
-        if on_cpu:
-            self._check_block()
         shares_memory = on_cpu and self.tensor_parallel_size > 1
         memory = shared_memory_named() if shares_memory else nullcontext()
         with process_state_kept(place.device), model_classes_kept(), place_kept(), memory:
@@ -274,6 +268,8 @@ class VLLMEngine(InProcessEngine):
             self._llm.wake_up()
 
     def close(self) -> None:
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
         client = self._llm.llm_engine.engine_core
         # vLLM's own shutdown, which also runs when its client is collected, destroys every process group: training's
         # too, and those of the other engines of this process.
@@ -282,7 +278,9 @@ class VLLMEngine(InProcessEngine):
         del self._llm, self._model
         live_engines.discard(self)
         if not live_engines:
-            end_groups(self._group_of_vllm)
+            destroy_model_parallel()
+            if self._group_of_vllm:  # the default group too, which stays where training made it
+                destroy_distributed_environment()
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
         self._check(version, [turn.prompt for turn in new.values()], [turn.longest for turn in new.values()])
@@ -373,25 +371,14 @@ def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) 
     Returns:
         The end of a sentence about the model, such as `has experts of the size 100, which 8 ranks do not divide`.
     """
-    return (
-        UNSERVED.get(config.model_type)
-        or unserved_experts(config, tensor_parallel_size, on_cpu)
-        or _without_decoder(config)
-        or (_without_kernel(config) if on_cpu else None)
-    )
-
-
-def _without_decoder(config: PretrainedConfig) -> str | None:
-    """Why vLLM cannot serve code in a model's folder, found by `AutoModel` in `auto_map`; None where it can."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    if type(config) in MODEL_MAPPING or "AutoModel" in (getattr(config, "auto_map", None) or {}):
+    if reason := UNSERVED.get(config.model_type) or unserved_experts(config, tensor_parallel_size, on_cpu):
+        return reason
+    if type(config) not in MODEL_MAPPING and "AutoModel" not in (getattr(config, "auto_map", None) or {}):
+        return "is of code that lies beside it and names no `AutoModel` in `auto_map`, by which vLLM serves such code"
+    if not on_cpu:
         return None
-    return "is of code that lies beside it and names no `AutoModel` in `auto_map`, by which vLLM serves such code"
-
-
-def _without_kernel(config: PretrainedConfig) -> str | None:
-    """Why vLLM's attention on the CPU does not compute a model; None where it does."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size in CPU_HEADS:
         return None

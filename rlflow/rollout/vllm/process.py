@@ -18,23 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlflow.errors import UserError
+from rlflow.errors import UserError, importable
 
 TESTED = ("0.32.0",)
-
-
-def end_groups(made_by_vllm: bool) -> None:
-    """Destroy vLLM's process groups; called when the last of its engines in this process is closed.
-
-    Args:
-        made_by_vllm: Whether vLLM also made the default process group, which is then destroyed too. Where training
-            made it, it stays.
-    """
-    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
-    destroy_model_parallel()
-    if made_by_vllm:
-        destroy_distributed_environment()
 
 
 def installed() -> tuple[str, bool]:
@@ -61,12 +47,8 @@ def import_vllm(allow_untested: bool) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the threads of this process belong to training
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    try:
+    with importable("vllm", "VLLMEngine"):
         import vllm
-    except ImportError as error:
-        raise UserError(
-            f"vLLM cannot be imported ({error}); install it or use `rollout: rlflow.rollout.TransformersEngine`"
-        ) from error
     if vllm.__version__.split("+")[0] not in TESTED and not allow_untested:
         raise UserError(
             f"vLLM {vllm.__version__} was not tested with this version of rlflow, {', '.join(TESTED)} was; "
