@@ -151,13 +151,14 @@ class PackedModel(nn.Module):
 
         What wraps it has its hooks at the modules that hold weights, so these are called, and do something else.
         """
+        this: Any = self
         head = self.output_layer
         self.model.set_attn_implementation("eager")
-        self.forward, head.forward = self._own_logits, head.logits
+        this.forward, head.forward = self._own_logits, head.logits
         try:
             yield
         finally:
-            del self.forward, head.forward
+            del this.forward, head.forward
             self.model.set_attn_implementation(PACKED_ATTENTION)
 
     def _own_logits(self, input_ids: Tensor) -> Tensor:
@@ -263,17 +264,30 @@ class PackedModel(nn.Module):
     def decoder(self) -> Any:
         """The layers below the output layer."""
 
-    def hidden(
+    def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor | None,
         max_seqlen: int,
         scored: Tensor,
+        targets: Tensor,
+        *readout: Any,
         routing: Routing | None = None,
-    ) -> Tensor:
-        """`[R, H]`, the last layer's states at the scored positions of a `ModelInput`."""
-        states: Tensor = self.decoder(
+    ) -> tuple[Tensor, ...]:
+        """What the output layer says of each scored token of a `ModelInput`, `[R, ...]` each.
+
+        Args:
+            input_ids: See `ModelInput`, also for the next five.
+            position_ids: See there.
+            cu_seqlens: See there.
+            max_seqlen: See there.
+            scored: See there.
+            targets: See there.
+            readout: More of the output layer's forward.
+            routing: The experts of this pass; None for those that the routers choose.
+        """
+        states = self.decoder(
             input_ids=input_ids,
             position_ids=position_ids,
             use_cache=False,
@@ -283,8 +297,9 @@ class PackedModel(nn.Module):
             max_length_k=max_seqlen,
             divided=self.divided,
             **({} if routing is None else {ROUTING: routing}),
-        ).last_hidden_state
-        return states.flatten(0, 1)[scored]
+        ).last_hidden_state  # [S, L, H]
+        values: tuple[Tensor, ...] = self.output_layer(states.flatten(0, 1)[scored], targets, *readout)
+        return values
 
 
 def probe(vocabulary: int) -> TokenRows:
