@@ -405,13 +405,13 @@ class CausalLM(ModelHandle):
     def _routing(self, read: ModelInput) -> Routing | None:
         if self.moe is None or not self.moe.watches:
             return None
-        if self._training and self.moe.routing_replay and read.experts is None and read.useful_tokens > 0:
+        if self.in_training and self.moe.routing_replay and read.experts is None and read.useful_tokens > 0:
             raise UserError(
                 f"`moe.routing_replay` is set for {self.model!r}, and the rows that it is trained on have no `experts`;"
                 " train on a `Batch` or a `Rollout`, or leave the setting out"
             )
         routing = Routing(read.experts if self.moe.routing_replay else None)
-        if self._training:
+        if self.in_training:
             self._routed.append((routing, read))
         return routing
 

@@ -58,10 +58,6 @@ class ForwardPlan:
     peers: Peers = ALONE
     gathers: bool = False
 
-    def __post_init__(self) -> None:
-        if self.token_budget < 1:
-            raise UserError(f"`token_budget` is {self.token_budget}; give 1 or more, 4096 say")
-
     def micro_batches(self, rows: Scorable, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch, as many on every rank of the role; there may be empty ones."""
         return self.split(rows, self.agree(len(self.split(rows, prompts=prompts))), prompts)
@@ -115,6 +111,7 @@ class ModelHandle(ABC):
 
     Attributes:
         default_optimizer: Optimizer of a trainable model that is given none.
+        in_training: Whether scores carry gradients, and the rows given are one micro-batch; see `training`.
     """
 
     model: str
@@ -151,7 +148,7 @@ class ModelHandle(ABC):
         self.plan = ForwardPlan()
         self.unknown = ""  # see `PackedModel.unknown`
         self._forward: nn.Module | None = None
-        self._training = False
+        self.in_training = False
 
     def load(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool = False) -> PackedModel:
         """Build the model, with its adapters. A strategy calls it, and attaches what it makes of the result.
@@ -225,11 +222,11 @@ class ModelHandle(ABC):
         assert self.trainable, self.model
         assert self._forward is not None, "attach comes first"
         self._forward.train()
-        self._training = True
+        self.in_training = True
         try:
             yield
         finally:
-            self._training = False
+            self.in_training = False
             self._forward.eval()
 
     @property
@@ -283,7 +280,7 @@ class ModelHandle(ABC):
             read, values = forward_pass(own, beside)
             return tuple(read.unpack(value).to(home) for value in values)
 
-        if self._training:
+        if self.in_training:
             return scores(rows, beside)
         on_cpu(rows)  # all of them together, not by micro-batch
         with torch.no_grad():
