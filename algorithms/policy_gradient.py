@@ -24,7 +24,6 @@ The nodes in the order of a step; `B` samples are on this rank, and the longest 
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -285,8 +284,7 @@ class PolicyGradient(OnPolicy):
         loss_t = w_t surrogate_t + kl.coef KL_t - entropy_coef H_t,    w_t = min(old_t / rollout_t, 2) by default
 
     pi is the policy in training, old the trainer's at the start of the step, rollout the engine's when it sampled. Here
-    surrogate_t = -A_t log pi_t; subclasses override `surrogate`, or `divergence` for another KL_t. Where KL is in the
-    reward, the loss is without it.
+    surrogate_t = -A_t log pi_t; subclasses override `surrogate`. Where KL is in the reward, the loss is without it.
 
     Args:
         kl: How the divergence from the reference restrains the policy, in the loss or in the reward.
@@ -388,9 +386,8 @@ class PolicyGradient(OnPolicy):
         logprobs, entropy = self.actor.score(rollout)
         old = self.anchored(rollout, logprobs, old_logprobs)
         loss = self.surrogate(logprobs, old, advantages if turn is None else at_turns(advantages, turn), mask)
-        kl = None if ref_logprobs is None else partial(self.divergence, logprobs, ref_logprobs, old, mask)
-        weights = self.importance, self.entropy_coef, kl, 0.0 if self.kl.in_reward else self.kl.coef
-        return policy_objective(loss, entropy, old, sampled, mask, self.log, *weights)
+        settings = self.importance, self.kl, self.entropy_coef
+        return policy_objective(loss, logprobs, entropy, old, sampled, ref_logprobs, mask, self.log, *settings)
 
     def anchored(self, rollout: Sampled, logprobs: PerToken, old_logprobs: PerToken | None) -> PerToken:
         """The logprobs that the surrogate compares with, `[B, T]` without gradient: those at the start of the step."""
@@ -409,10 +406,6 @@ class PolicyGradient(OnPolicy):
             `[B, T]`, or `[B]` for a loss of whole sequences; not masked, since the aggregation leaves padding out.
         """
         return -beside_tokens(advantages, logprobs) * logprobs
-
-    def divergence(self, logprobs: PerToken, ref_logprobs: PerToken, old_logprobs: PerToken, _: PerToken) -> PerToken:
-        """The KL from the reference that is added to the loss and logged, `[B, T]`."""
-        return self.kl.estimate(logprobs, ref_logprobs, old_logprobs)
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
@@ -93,11 +92,9 @@ def policy_loss(
     logprobs, entropy = actor.score(rollout)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     self.log("actor/clip_fraction", ppo_is_clipped(logprobs, old, advantages, *clips), mask)
-    loss = ppo_clip_loss(logprobs, old, advantages, *clips)
-    estimate = kl.filled(in_reward=False, in_loss="k3-ratio").estimate
-    divergence = None if ref_logprobs is None else partial(estimate, logprobs, ref_logprobs, old)
-    weights = importance, entropy_coef, divergence, kl.coef
-    return policy_objective(loss, entropy, old, rollout.logprobs, mask, self.log, *weights)
+    loss, sampled = ppo_clip_loss(logprobs, old, advantages, *clips), rollout.logprobs
+    settings = importance, kl.filled(in_reward=False, in_loss="k3-ratio"), entropy_coef
+    return policy_objective(loss, logprobs, entropy, old, sampled, ref_logprobs, mask, self.log, *settings)
 
 
 def bind(module: RLModule) -> None:

@@ -21,9 +21,9 @@ from benchmarks.step.recording import Pass
 from benchmarks.step.timing import over_ranks
 from benchmarks.step.workloads import LEARNING_RATE, Workload
 from rlflow.models.attention import PACKED_ATTENTION
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.packing import packed_micro_batches, padded_micro_batches
 from rlflow.models.scalar import ScalarModel
-from rlflow.models.scoring import ScoringModel
 
 WAYS = ("ours", "padded", "packed")
 TOKENS = {"padded": 1024, "packed": 512}  # of a micro-batch; more were slower on two cores

@@ -13,7 +13,7 @@ from rlflow.controller.run import Run
 from rlflow.dag.tasks import SyncWeights
 from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
-from rlflow.models.scoring import stored_weights
+from rlflow.models.causal_lm import stored_weights
 from rlflow.module import handles
 from rlflow.rollout.engine import NO_VERSION, RolloutEngine, SyncReport
 from rlflow.strategies.strategy import TrainingStrategy

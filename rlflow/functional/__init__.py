@@ -50,7 +50,5 @@ from rlflow.functional.surrogates import gspo_loss as gspo_loss
 from rlflow.functional.surrogates import off_policy_sequence_mask as off_policy_sequence_mask
 from rlflow.functional.surrogates import sapo_loss as sapo_loss
 from rlflow.functional.whitening import merge_moments as merge_moments
-from rlflow.functional.whitening import moments as moments
 from rlflow.functional.whitening import row_moments as row_moments
 from rlflow.functional.whitening import standardize as standardize
-from rlflow.functional.whitening import whiten as whiten

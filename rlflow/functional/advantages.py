@@ -128,7 +128,11 @@ class _GroupedSamples:
         self._dropped = dropped.view(-1, *[1] * (rewards.dim() - 1))
         broken = ~(rewards.isfinite() | self._dropped)
         if torch.stack([alone.any(), broken.any()]).any():  # one wait for the device
-            _require_two(ids[alone])
+            if len(ids[alone]):
+                raise UserError(
+                    f"group {ids[alone][0].item()} has 1 sample; a baseline from its group needs at least 2. "
+                    "Raise `group_size`, or use an algorithm without a group baseline, such as REINFORCE++"
+                )
             raise _not_finite(rewards, group, broken.nonzero()[0])
         self._dtype = float_dtype(rewards)
         raw = rewards.detach().double()
@@ -157,14 +161,6 @@ class _GroupedSamples:
 
     def _of_counted(self, x: Tensor) -> Tensor:
         return x.masked_fill(self._dropped.view(-1, *[1] * (x.dim() - 1)), 0.0)
-
-
-def _require_two(alone: Tensor) -> None:
-    if len(alone):
-        raise UserError(
-            f"group {alone[0].item()} has 1 sample; a baseline from its group needs at least 2. "
-            "Raise `group_size`, or use an algorithm without a group baseline, such as REINFORCE++"
-        )
 
 
 def _not_finite(rewards: Tensor, group: Tensor, place: Tensor) -> UserError:

@@ -2,7 +2,7 @@
 
 With the policy `pi` in training, `old` at the start of the step and `rollout`, the engine's when it sampled, it is
 
-    loss_t = w_t surrogate_t + kl_coef KL_t - entropy_coef H_t        policy_objective
+    loss_t = w_t surrogate_t + kl.coef KL_t - entropy_coef H_t        policy_objective
 
     r_t = pi_t / old_t                                                log_ratio
     surrogate_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     ppo_clip_loss
@@ -53,29 +53,31 @@ MAX_LOG_RATIO = 20.0  # as in verl and OpenRLHF; exp(20) is 4.9e8
 
 def policy_objective(
     surrogate: Tensor,
+    logprobs: Tensor,
     entropy: Tensor,
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
+    ref_logprobs: Tensor | None,
     mask: Tensor,
     log: Callable[[str, Tensor, Tensor], None],
-    importance: Importance | None = None,
+    importance: Importance | None,
+    kl: KL,
     entropy_coef: float = 0.0,
-    divergence: Callable[[], Tensor] | None = None,
-    kl_coef: float = 0.0,
 ) -> Tensor:
-    """`w_t surrogate_t + kl_coef KL_t - entropy_coef H_t`, with w the importance weights of old over rollout.
+    """`w_t surrogate_t + kl.coef KL_t - entropy_coef H_t`, with w the importance weights of old over rollout.
 
     Args:
         surrogate: `[B, T]`, or `[B]` of whole sequences: the mean over a sequence's tokens is then the sequence's.
+        logprobs: `[B, T]` of the policy.
         entropy: `[B, T]` of the policy.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         rollout_logprobs: `[B, T]` of the engine when it sampled.
+        ref_logprobs: `[B, T]` of the reference; None where there is none.
         mask: `[B, T]`, True on tokens that count.
         log: Is given `actor/entropy`, `actor/kl` and `actor/importance_dropped`, each with the mask.
-        importance: Correction for the gap between the two logprobs; None is off.
+        importance: Correction for the gap between old and rollout; None is off.
+        kl: Weight and estimator of the divergence from the reference; one that comes off the rewards is logged alone.
         entropy_coef: Weight of the entropy bonus.
-        divergence: Makes the KL from the reference, `[B, T]`; None where there is no reference.
-        kl_coef: Its weight; 0 where it is logged alone.
 
     Returns:
         `[B, T]`.
@@ -87,11 +89,11 @@ def policy_objective(
     log("actor/entropy", entropy.detach(), mask)
     if entropy_coef != 0:
         loss = loss - entropy_coef * entropy
-    if divergence is None:
+    if ref_logprobs is None:
         return loss
-    kl = divergence()
-    log("actor/kl", kl.detach(), mask)
-    return loss if kl_coef == 0 else loss + kl_coef * kl
+    divergence = kl.estimate(logprobs, ref_logprobs, old_logprobs)
+    log("actor/kl", divergence.detach(), mask)
+    return loss if kl.in_reward or kl.coef == 0 else loss + kl.coef * divergence
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

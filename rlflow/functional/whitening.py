@@ -1,8 +1,7 @@
 """Shift and scale to mean 0 and standard deviation 1, of one batch or of the batches of many ranks together.
 
 The statistics are three numbers of each row, so whoever speaks with other ranks gathers theirs and merges:
-`standardize(x, mask, merge_moments(of_all_rows))` is `whiten` over all rows of all ranks, to the bit if these are
-in one order.
+`standardize(x, mask, merge_moments(of_all_rows))` whitens over all rows of all ranks, REINFORCE++, arXiv 2501.03262.
 """
 
 from __future__ import annotations
@@ -14,40 +13,10 @@ from rlflow.errors import UserError
 from rlflow.functional.shapes import float_dtype
 
 
-def whiten(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """`(x - mean) / std` over the entries where `mask` is nonzero, such as all tokens of the global batch.
-
-    REINFORCE++, arXiv 2501.03262. Detached; exactly 0 where all entries are equal.
-
-    Args:
-        x: `[B]` or `[B, T]`.
-        mask: Nonzero on entries that count, shaped as `x`.
-        unbiased: `N - 1` in the variance's denominator instead of `N`.
-
-    Returns:
-        Of the shape and dtype of `x`; 0 where the mask is 0.
-
-    Raises:
-        UserError: An entry that counts is infinite or NaN.
-    """
-    statistics = moments(x, mask)
-    if not statistics.isfinite().all():
-        raise not_finite(broken_rows(x, mask).nonzero().flatten())
-    return standardize(x, mask, statistics, unbiased)
-
-
-def moments(x: Tensor, mask: Tensor) -> Tensor:
-    """Count, mean and sum of squared deviations of the entries where `mask` is nonzero: `[3]` float64, detached.
-
-    Args:
-        x: Numbers of any shape.
-        mask: Nonzero on entries that count, shaped as `x`.
-    """
-    return merge_moments(row_moments(x.flatten(1) if x.dim() > 1 else x, mask.flatten(1) if x.dim() > 1 else mask))
-
-
 def row_moments(x: Tensor, mask: Tensor) -> Tensor:
-    """The moments of each row by itself, `[B, 3]` float64, detached; how wide the padding is changes no bit of them.
+    """Count, mean and sum of squared deviations of each row's entries where `mask` is nonzero: `[B, 3]` float64.
+
+    Detached; how wide the padding is changes no bit of them.
 
     Args:
         x: `[B]` or `[B, T]`.
@@ -83,10 +52,12 @@ def merge_moments(parts: Tensor) -> Tensor:
 def standardize(x: Tensor, mask: Tensor, moments: Tensor, unbiased: bool = True) -> Tensor:
     """`(x - mean) / std` with the given moments, which may be those of many ranks. Detached; 0 where the mask is 0.
 
+    Exactly 0, too, where all entries are equal.
+
     Args:
         x: `[B]` or `[B, T]`.
         mask: Nonzero on entries that count, shaped as `x`.
-        moments: `[3]`, as from `moments` or `merge_moments`.
+        moments: `[3]`, from `merge_moments`.
         unbiased: `N - 1` in the variance's denominator instead of `N`.
     """
     count, mean, squares = moments.unbind()

@@ -47,28 +47,23 @@ def check_architecture(
     Raises:
         UserError: It cannot be trained or scored here.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     auto = "AutoModelForCausalLM" if scores_tokens else "AutoModelForSequenceClassification"
-    kind = _class_of(config, auto, trust_remote_code)
+    beside = class_beside(config, auto) if trust_remote_code else None
+    kind = beside or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # of transformers' own, its language model
     reason: str | None
     if config.get_text_config() is not config:
         reason = "reads more than text, and only text is fed to models here; give a model of text alone"
     elif kind is None:
-        beside = f", and `auto_map` of its config.json names no {auto}" if trust_remote_code else ""
-        reason = f"is no causal language model of transformers'{beside}; give one"
+        named = f", and `auto_map` of its config.json names no {auto}" if trust_remote_code else ""
+        reason = f"is no causal language model of transformers'{named}; give one"
     elif getattr(config, "quantization_config", None) is not None:
         reason = "has quantised weights, which cannot be trained; give the model without quantisation"
     else:
         reason = _refusal(config, kind, scores_tokens, trust_remote_code)
     if reason is not None:
         raise UserError(f"{said_by} is of the type {config.model_type!r}: it {reason}")
-
-
-def _class_of(config: Any, auto: str, trust_remote_code: bool) -> Any:
-    """What the model is made of; of a model that transformers has, its causal language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    beside = class_beside(config, auto) if trust_remote_code else None
-    return beside or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: bool) -> str | None:

@@ -25,13 +25,6 @@ BLOCK = 128  # tokens of a block of flex attention's mask
 Attention = Callable[..., tuple[Tensor, None]]
 
 
-def register_packed_attention() -> None:
-    """Make `attn_implementation=PACKED_ATTENTION` known to transformers."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-
-
 def heads_of(config: Any) -> tuple[int, int]:
     """How many attention heads a model has by its transformers configuration: of queries, and of keys and values."""
     text = config.get_text_config()

@@ -1,11 +1,12 @@
-"""`CausalLM`, the language model that an algorithm speaks of, and models that follow one."""
+"""`CausalLM`, the language model that an algorithm speaks of, models that follow one, and what they are loaded as."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -15,12 +16,11 @@ from torch import Tensor, nn
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation
 from rlflow.models.handle import ModelHandle
-from rlflow.models.logprobs import Softmax, logprobs_of_tokens, token_kl
-from rlflow.models.lora import adapters_off
+from rlflow.models.logprobs import Softmax, logprobs_of_tokens, token_kl, token_logprobs
+from rlflow.models.lora import adapters_off, in_buckets
 from rlflow.models.moe import MoE, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import ModelInput, Scorable, response_mask, whole
-from rlflow.models.scoring import ScoringModel
 from rlflow.values.batch import TokenRows
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.host_copy import rows_at
@@ -244,15 +244,29 @@ class CausalLM(ModelHandle):
             UserError: `other` is trained, has another vocabulary, or `given` is of other rows.
         """
         self._check_kl(rows, other, given, over)
+        layer: list[Any] = []  # weight and softmax of the other's output layer
 
-        def divergence(own: Scorable, prompts: Ragged | None) -> tuple[Tensor, ...]:
-            frozen = FrozenLayer(other.plan.gathers)
+        def keep(hidden: Tensor, weight: Tensor, _: Tensor, softmax: Softmax, __: None) -> tuple[Tensor, ...]:
+            layer[:] = weight.detach().clone() if other.plan.gathers else weight.detach(), softmax
+            return (hidden,)
+
+        def compare(
+            hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, theirs: Tensor
+        ) -> tuple[Tensor, ...]:
+            if len(weight) != len(layer[0]):
+                raise UserError(
+                    f"`kl` compares models with output layers of {len(weight)} and {len(layer[0])} tokens, and a token"
+                    " of one has to be a token of the other; give models of one vocabulary"
+                )
+            return token_kl(hidden, weight, targets, softmax, theirs, *layer, over == "other")
+
+        def both_passes(own: Scorable, prompts: Ragged | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
             with torch.no_grad():
                 read = TokenRows(own.prompt_ids if prompts is None else prompts, own.response_ids, own.lengths)
-                _, (hidden,) = other._forward_once(read, other.temperature, frozen)
-            return self._score_once(own, self.temperature, partial(frozen.divergence, over == "other"), beside=hidden)
+                _, (theirs,) = other._forward_pass(read, other.temperature, keep)
+            return self._forward_pass(own, self.temperature, compare, beside=theirs)
 
-        kl, logprobs = self._by_micro_batch(rows, divergence, given)
+        kl, logprobs = self._by_micro_batch(rows, both_passes, given)
         self.watch(rows, logprobs)
         return kl
 
@@ -268,15 +282,13 @@ class CausalLM(ModelHandle):
             raise UserError(f"`kl` was given {len(given)} other prompts for {len(rows.lengths)} rows; give one a row")
 
     def _of_tokens(self, rows: Scorable, top: int, ids: Tensor | None = None) -> tuple[Tensor, ...]:
-        readout = partial(of_tokens, top)
-
-        def of_rows(own: Scorable, asked: Tensor | None) -> tuple[Tensor, ...]:
+        def forward_pass(own: Scorable, asked: Tensor | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
             if asked is not None:
                 places = response_mask(own).flatten().nonzero().flatten()  # on the host: no device is waited for
                 asked = rows_at(asked.flatten(0, 1), places)
-            return self._score_once(own, self.temperature, readout, beside=asked)
+            return self._forward_pass(own, self.temperature, partial(of_tokens, top), beside=asked)
 
-        logprobs, *found = self._by_micro_batch(rows, of_rows, ids)
+        logprobs, *found = self._by_micro_batch(rows, forward_pass, ids)
         self.watch(rows, logprobs)
         return tuple(found)
 
@@ -390,21 +402,18 @@ class CausalLM(ModelHandle):
         if self.moe.watches:
             watch_routers(model.model)
 
-    def _forward_pass(
-        self, forward: nn.Module, read: ModelInput, *arguments: object, **more: object
-    ) -> tuple[Tensor, ...]:
+    def _routing(self, read: ModelInput) -> Routing | None:
         if self.moe is None or not self.moe.watches:
-            return super()._forward_pass(forward, read, *arguments, **more)
-        if self._training and self.moe.routing_replay and read.experts is None and read.useful_tokens > 0:
+            return None
+        if self.in_training and self.moe.routing_replay and read.experts is None and read.useful_tokens > 0:
             raise UserError(
                 f"`moe.routing_replay` is set for {self.model!r}, and the rows that it is trained on have no `experts`;"
                 " train on a `Batch` or a `Rollout`, or leave the setting out"
             )
         routing = Routing(read.experts if self.moe.routing_replay else None)
-        values = super()._forward_pass(forward, read, *arguments, **more, routing=routing)
-        if self._training:
+        if self.in_training:
             self._routed.append((routing, read))
-        return values
+        return routing
 
 
 def _ignore(rows: Scorable, logprobs: Tensor) -> None:
@@ -430,10 +439,11 @@ class WithoutAdapters(CausalLM):
         self.attach(self.owner._forward, self.owner.plan)
 
     def _forward_pass(
-        self, forward: nn.Module, read: ModelInput, *arguments: object, **more: object
-    ) -> tuple[Tensor, ...]:
-        with adapters_off(forward):
-            return super()._forward_pass(forward, read, *arguments, **more)
+        self, rows: Scorable, *arguments: object, beside: Tensor | None = None
+    ) -> tuple[ModelInput, tuple[Tensor, ...]]:
+        assert self._forward is not None, "attach comes first"
+        with adapters_off(self._forward):
+            return super()._forward_pass(rows, *arguments, beside=beside)
 
 
 class Averaged(CausalLM):
@@ -454,6 +464,88 @@ class Averaged(CausalLM):
     def _prepare(self, model: PackedModel) -> None:
         super()._prepare(model)
         model.held_as_trained = True
+
+
+class ScoringModel(PackedModel):
+    """A causal language model whose output layer gives log-probabilities and entropies in place of logits.
+
+    Args:
+        causal_lm: The transformers model; its output layer has no bias.
+    """
+
+    def __init__(self, causal_lm: Any) -> None:
+        head = causal_lm.get_output_embeddings()
+        assert head.bias is None  # see `check_architecture`
+        causal_lm.set_output_embeddings(TokenHead(head.weight, Softmax.of(causal_lm.config)))
+        super().__init__(causal_lm)
+
+    @property
+    def decoder(self) -> Any:
+        """See `PackedModel.decoder`."""
+        return self.model.get_decoder()
+
+    @property
+    def output_layer(self) -> Any:
+        """See `PackedModel.output_layer`."""
+        return self.model.get_output_embeddings()
+
+    def use_float32_head(self) -> None:
+        """See `PackedModel.use_float32_head`."""
+        self.output_layer.softmax = replace(self.output_layer.softmax, wide=True)
+
+    def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
+        """Log-probabilities of the tokens after the prompt; see `PackedModel.own_scores`."""
+        logits: Tensor = forward(tokens[None])[0, prompt - 1 : -1]
+        logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        return logprobs.gather(1, tokens[prompt:, None])[:, 0]
+
+
+class TokenHead(nn.Module):
+    """A model's output layer that returns log-probabilities and entropy in place of logits.
+
+    It holds the layer's own weight, tied or not, and does its work within its own forward: there ZeRO-3 gathers it.
+
+    Args:
+        weight: `[V, H]`, the weight of the layer that it replaces.
+        softmax: What the model makes of its products; the temperature is that of each forward.
+    """
+
+    def __init__(self, weight: nn.Parameter, softmax: Softmax) -> None:
+        super().__init__()
+        self.weight = weight
+        self.softmax = softmax
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        readout: Readout | None = None,
+        beside: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`[N, H]` hidden states and `[N]` targets to `[N]` log-probabilities and `[N]` entropies, or to a readout's.
+
+        Args:
+            hidden: `[N, H]`.
+            targets: `[N]` int64.
+            temperature: Divides the logits.
+            readout: What to compute instead of the two.
+            beside: `[N, ...]`, what the readout compares with, if anything.
+        """
+        softmax = replace(self.softmax, temperature=temperature)
+        if readout is not None:
+            return readout(hidden, self.weight, targets, softmax, beside)
+        return token_logprobs(hidden, self.weight, targets, softmax)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` hidden states to the products `[..., V]` of the layer that this replaces."""
+        return nn.functional.linear(hidden, self.weight)
+
+
+# What an output layer computes of hidden states within its own forward, where ZeRO-3 and FSDP gather its weight: values
+# `[N, ...]` of the states `[N, H]`, the layer's weight `[V, H]`, the targets `[N]`, the layer's softmax, and what lies
+# beside each target, `[N, ...]` or None.
+Readout = Callable[[Tensor, Tensor, Tensor, Softmax, Tensor | None], tuple[Tensor, ...]]
 
 
 def of_tokens(
@@ -481,53 +573,17 @@ def states(
     return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)) + 0.0 * weight[0, 0],)
 
 
-class FrozenLayer:
-    """The output layer of a frozen model: a readout that keeps it, and one of another layer that compares the two.
+def stored_weights(
+    path: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Full tensors on the CPU by Hugging Face name; tied ones come once. The model is held whole meanwhile.
 
     Args:
-        gathers: Whether the layer's weight is whole only while its forward runs, so that it is copied.
+        path: A folder in Hugging Face form, or a Hugging Face name.
+        dtype: Dtype of the tensors.
+        bucket_bytes: A bucket holds at most this, or one larger tensor.
+        trust_remote_code: Whether code that lies beside the weights may run.
     """
-
-    def __init__(self, gathers: bool) -> None:
-        self._gathers = gathers
-
-    def __call__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """`[R, H]`, the states that the layer reads, in the model's dtype."""
-        self._weight = weight.detach().clone() if self._gathers else weight.detach()
-        self._softmax = softmax
-        return (hidden,)
-
-    def divergence(
-        self,
-        over_this: bool,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        softmax: Softmax,
-        beside: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        """The readout of the other layer, where `beside` `[R, H]` is what this one read.
-
-        Args:
-            over_this: Whether it is KL(this || other) and not KL(other || this).
-            hidden: See `rlflow.models.scoring.Readout`, also for the rest.
-            weight: Weight of the other layer.
-            targets: The response tokens.
-            softmax: Softmax of the other layer.
-            beside: What `__call__` gave.
-
-        Returns:
-            `[R]` divergences, and `[R]` log-probabilities of the response tokens, without a gradient.
-
-        Raises:
-            UserError: The layers have other numbers of tokens.
-        """
-        assert beside is not None
-        if len(self._weight) != len(weight):
-            raise UserError(
-                f"`kl` compares models with output layers of {len(weight)} and {len(self._weight)} tokens, and a token"
-                " of one has to be a token of the other; give models of one vocabulary"
-            )
-        return token_kl(hidden, weight, targets, softmax, beside, self._weight, self._softmax, over_this)
+    model = ScoringModel.load(path, dtype, torch.device("cpu"), trust_remote_code=trust_remote_code)
+    for bucket in in_buckets(model.weights(), lambda weight: weight.parameter.nbytes, bucket_bytes):
+        yield [(weight.name, weight.parameter.detach()) for weight in bucket]

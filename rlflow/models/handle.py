@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation
 from rlflow.models.lora import LoRA
+from rlflow.models.moe import Routing
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import (
@@ -56,10 +57,6 @@ class ForwardPlan:
     agree: Callable[[int], int] = int
     peers: Peers = ALONE
     gathers: bool = False
-
-    def __post_init__(self) -> None:
-        if self.token_budget < 1:
-            raise UserError(f"`token_budget` is {self.token_budget}; give 1 or more, 4096 say")
 
     def micro_batches(self, rows: Scorable, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch, as many on every rank of the role; there may be empty ones."""
@@ -114,6 +111,7 @@ class ModelHandle(ABC):
 
     Attributes:
         default_optimizer: Optimizer of a trainable model that is given none.
+        in_training: Whether scores carry gradients, and the rows given are one micro-batch; see `training`.
     """
 
     model: str
@@ -150,7 +148,7 @@ class ModelHandle(ABC):
         self.plan = ForwardPlan()
         self.unknown = ""  # see `PackedModel.unknown`
         self._forward: nn.Module | None = None
-        self._training = False
+        self.in_training = False
 
     def load(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool = False) -> PackedModel:
         """Build the model, with its adapters. A strategy calls it, and attaches what it makes of the result.
@@ -224,11 +222,11 @@ class ModelHandle(ABC):
         assert self.trainable, self.model
         assert self._forward is not None, "attach comes first"
         self._forward.train()
-        self._training = True
+        self.in_training = True
         try:
             yield
         finally:
-            self._training = False
+            self.in_training = False
             self._forward.eval()
 
     @property
@@ -255,67 +253,63 @@ class ModelHandle(ABC):
         """Change a model that was loaded as the handle's settings have it."""
 
     def _scores(self, rows: Scorable, *arguments: object) -> tuple[Tensor, ...]:
-        """What the model says of each response token of `rows`, `[B, T]` each, 0 where padded.
+        """What the model says of each response token of `rows`, `[B, T, ...]` each, 0 where padded.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
-            arguments: More of the model's forward.
+            arguments: More of the output layer's forward.
         """
-        return self._by_micro_batch(rows, lambda own, _: self._score_once(own, *arguments))
+        return self._by_micro_batch(rows, lambda own, _: self._forward_pass(own, *arguments))
 
     def _by_micro_batch(
         self,
         rows: Scorable,
-        score: Callable[[Scorable, Any], tuple[Tensor, ...]],
+        forward_pass: Callable[[Scorable, Any], tuple[ModelInput, tuple[Tensor, ...]]],
         beside: Tensor | Ragged | None = None,
     ) -> tuple[Tensor, ...]:
-        """What `score` gives of the rows, `[B, ...]` each: in one pass within `training`, else by micro-batch.
+        """As `_scores`: in one pass within `training`, else by micro-batch, without gradients.
 
         Args:
             rows: What is scored.
-            score: Makes one forward pass of some rows, with what lies beside them.
+            forward_pass: Calls `_forward_pass` with some rows, and with what lies beside them.
             beside: More that is read of each row: `[B, ...]`, or other prompts, see `ForwardPlan.split`.
         """
-        if self._training:
-            return score(rows, beside)
+        home = rows.response_ids.device
+
+        def scores(own: Scorable, beside: Tensor | Ragged | None) -> tuple[Tensor, ...]:
+            read, values = forward_pass(own, beside)
+            return tuple(read.unpack(value).to(home) for value in values)
+
+        if self.in_training:
+            return scores(rows, beside)
         on_cpu(rows)  # all of them together, not by micro-batch
         with torch.no_grad():
             parts = self.plan.micro_batches(rows, [beside] if isinstance(beside, Ragged) else [])
-            scores = [score(take(rows, part), _at(beside, part)) for part in parts]
-        order = on_device(torch.cat(parts).argsort(), rows.response_ids.device)
-        return tuple(torch.cat(values)[order] for values in zip(*scores, strict=True))
+            found = [scores(take(rows, part), _at(beside, part)) for part in parts]
+        order = on_device(torch.cat(parts).argsort(), home)
+        return tuple(torch.cat(values)[order] for values in zip(*found, strict=True))
 
-    def _score_once(self, rows: Scorable, *arguments: object, beside: Tensor | None = None) -> tuple[Tensor, ...]:
-        """One forward pass, `[B, T, ...]` each."""
-        read, values = self._forward_once(rows, *arguments, beside=beside)
-        home = rows.response_ids.device
-        return tuple(read.unpack(value).to(home) for value in values)
-
-    def _forward_once(
+    def _forward_pass(
         self, rows: Scorable, *arguments: object, beside: Tensor | None = None
     ) -> tuple[ModelInput, tuple[Tensor, ...]]:
-        """One forward pass: what it read of the line, and the values of the whole line, `[R, ...]` each.
+        """One forward pass over all of `rows`: what it read of the line, and the values of the whole line, `[R, ...]`.
 
         Args:
             rows: All of them.
-            arguments: More of the model's forward.
+            arguments: More of the output layer's forward.
             beside: `[R, ...]`, see `ModelInput.beside`.
         """
         assert self._forward is not None, "attach comes first"
-        device = next(self._forward.parameters()).device
         peers = self.plan.peers
-        line = self.plan.model_input(rows)
-        parts = (line if beside is None else replace(line, beside=beside)).divide(peers.size)
-        read = parts[peers.rank].to(device)
-        values = self._forward_pass(self._forward, read, *arguments)
+        parts = replace(self.plan.model_input(rows), beside=beside).divide(peers.size)
+        read = parts[peers.rank].to(next(self._forward.parameters()).device)
+        last = () if read.beside is None else (read.beside,)
+        values = self._forward(*read.arguments(), *arguments, *last, routing=self._routing(read))
         return read, peers.gather(values, [len(part.scored) for part in parts])
 
-    def _forward_pass(
-        self, forward: nn.Module, read: ModelInput, *arguments: object, **more: object
-    ) -> tuple[Tensor, ...]:
-        beside = () if read.beside is None else (read.beside,)
-        values: tuple[Tensor, ...] = forward(*read.arguments(), *arguments, *beside, **more)
-        return values
+    def _routing(self, read: ModelInput) -> Routing | None:
+        """The experts of a forward pass; None where they are neither given nor recorded."""
+        return None
 
 
 def _at(beside: Tensor | Ragged | None, index: Tensor) -> Tensor | Ragged | None:

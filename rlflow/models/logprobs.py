@@ -6,6 +6,7 @@ exist for one chunk of tokens at a time, in the backward pass as in the forward,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +135,9 @@ def logprobs_of_tokens(
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """With z the logits divided by the temperature and p = softmax(z): d logp[token] / dz = onehot - p, and
+    d entropy / dz = -p * (logp + entropy)."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -145,72 +149,77 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_elements: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        given, weight = weight, weight.to(softmax.products_in(hidden))
+        output_weight = weight.to(softmax.products_in(hidden))
         number, known = ids.shape
         tokens = ids.new_empty(number, known + top)
         tokens[:, :known] = ids
         logprobs = hidden.new_empty(tokens.shape, dtype=dtype)
         entropy = hidden.new_empty(number, dtype=dtype)
-        rows = max(1, chunk_elements // weight.shape[0])
-        for i in range(0, number, rows):
-            chunk = slice(i, i + rows)
-            everything = softmax.logprobs(softmax.logits(hidden[chunk], weight, dtype))  # [n, V]
+        ctx.rows, ctx.softmax = max(1, chunk_elements // len(weight)), softmax
+        for i in range(0, number, ctx.rows):
+            chunk = slice(i, i + ctx.rows)
+            everything = softmax.logprobs(softmax.logits(hidden[chunk], output_weight, dtype))  # [n, V]
             if top:
                 tokens[chunk, known:] = everything.topk(top, dim=1).indices
             logprobs[chunk] = everything.gather(1, tokens[chunk])
             entropy[chunk] = -everything.exp().mul_(everything).sum(1)
             del everything  # before the next chunk's are made
-        ctx.rows, ctx.softmax = rows, softmax
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(tokens)
-        ctx.save_for_backward(hidden, given, tokens, entropy)
+        ctx.save_for_backward(hidden, weight, tokens, entropy)
         return logprobs, entropy, tokens
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, given, tokens, entropy = ctx.saved_tensors
-        softmax, dtype = ctx.softmax, entropy.dtype
-        weight = given.to(softmax.products_in(hidden))
+        hidden, weight, tokens, entropy = ctx.saved_tensors
         grad_logprobs = entropy.new_zeros(tokens.shape) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
-        grad_hidden = torch.empty_like(hidden)
-        # A sum over chunks, so kept wider than bfloat16.
-        grad_weight = torch.zeros_like(given, dtype=dtype) if ctx.needs_input_grad[1] else None
-        for i in range(0, len(tokens), ctx.rows):
-            chunk = slice(i, i + ctx.rows)
-            read = hidden[chunk].to(weight.dtype)
-            logits = softmax.logits(read, weight, dtype)
-            derivative = softmax.derivative(logits)
-            everything = softmax.logprobs(logits)
-            del logits
-            grad = _logits_gradient(
-                everything,
-                tokens[chunk],
-                entropy[chunk, None],
-                grad_logprobs[chunk],
-                None if grad_entropy is None else grad_entropy[chunk, None],
-            )
-            grad = grad.div_(softmax.temperature).mul_(derivative).to(weight.dtype)
-            grad_hidden[chunk] = grad @ weight
-            if grad_weight is not None:
-                add_product(grad_weight, grad.T, read)
-            del grad, everything, derivative  # before the next chunk's logits are made
-        return grad_hidden, None if grad_weight is None else grad_weight.to(given.dtype), *[None] * 4
+
+        def logits_gradient(chunk: slice, logprobs: Tensor) -> Tensor:
+            probs, of_tokens = logprobs.exp(), grad_logprobs[chunk]
+            factor = of_tokens if of_tokens.shape[1] == 1 else of_tokens.sum(1, keepdim=True)
+            if grad_entropy is not None:
+                factor = logprobs.add_(entropy[chunk, None]).mul_(grad_entropy[chunk, None]).add_(factor)
+            return probs.mul_(factor).neg_().scatter_add_(1, tokens[chunk], of_tokens)
+
+        return *_gradients(ctx, hidden, weight, entropy.dtype, logits_gradient), *[None] * 4
 
 
-def _logits_gradient(
-    everything: Tensor, tokens: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None
-) -> Tensor:
-    """`[n, V]`, of the logits divided by the temperature; overwrites `everything`.
+def _gradients(
+    ctx: Any, hidden: Tensor, given: Tensor, dtype: torch.dtype, logits_gradient: Callable[[slice, Tensor], Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients by the hidden states and, where it is needed, by the weight `given`; chunk by chunk as the forward.
 
-    With p = softmax(z): d logp[token] / dz = onehot - p, and d entropy / dz = -p * (logp + entropy). `tokens` and
-    `grad_logprobs` are `[n, K]`, entropy and its gradient `[n, 1]`.
+    Args:
+        ctx: Has the softmax, and `rows`, the tokens of a chunk.
+        hidden: `[N, H]`.
+        given: `[V, H]`.
+        dtype: Dtype of the logits.
+        logits_gradient: Makes of a chunk and its log-probabilities `[n, V]`, which it may overwrite, the gradient by
+            the logits divided by the temperature.
     """
-    probs = everything.exp()
-    factor = grad_logprobs if grad_logprobs.shape[1] == 1 else grad_logprobs.sum(1, keepdim=True)
-    if grad_entropy is not None:
-        factor = everything.add_(entropy).mul_(grad_entropy).add_(factor)
-    return probs.mul_(factor).neg_().scatter_add_(1, tokens, grad_logprobs)
+    softmax = ctx.softmax
+    weight = given.to(softmax.products_in(hidden))
+    grad_hidden = torch.empty_like(hidden)
+    # A sum over chunks, so kept wider than bfloat16.
+    grad_weight = torch.zeros_like(given, dtype=dtype) if ctx.needs_input_grad[1] else None
+    for i in range(0, len(hidden), ctx.rows):
+        chunk = slice(i, i + ctx.rows)
+        read = hidden[chunk].to(weight.dtype)
+        logits = softmax.logits(read, weight, dtype)
+        derivative = softmax.derivative(logits)
+        logprobs = softmax.logprobs(logits)
+        del logits
+        grad = logits_gradient(chunk, logprobs)
+        del logprobs
+        grad = grad.div_(softmax.temperature).mul_(derivative).to(weight.dtype)
+        grad_hidden[chunk] = grad @ weight
+        if grad_weight is not None and dtype == read.dtype:
+            grad_weight.addmm_(grad.T, read)  # without a product of the weight's size beside it
+        elif grad_weight is not None:
+            grad_weight += grad.T @ read
+        del grad, derivative  # before the next chunk's logits are made
+    return grad_hidden, None if grad_weight is None else grad_weight.to(given.dtype)
 
 
 def token_kl(
@@ -290,35 +299,14 @@ class _TokenKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, other_hidden, other_weight, kl = ctx.saved_tensors
-        softmax, other_softmax, dtype = ctx.softmax, ctx.other_softmax, kl.dtype
-        own, other = weight.to(softmax.products_in(hidden)), other_weight.to(other_softmax.products_in(other_hidden))
-        grad_hidden = torch.empty_like(hidden)
-        # A sum over chunks, so kept wider than bfloat16.
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        for i in range(0, len(kl), ctx.rows):
-            chunk = slice(i, i + ctx.rows)
-            read = hidden[chunk].to(own.dtype)
-            logits = softmax.logits(read, own, dtype)
-            derivative = softmax.derivative(logits)
-            log_p = softmax.logprobs(logits)
-            del logits
-            log_q = other_softmax.logprobs(other_softmax.logits(other_hidden[chunk], other, dtype))
+        other = other_weight.to(ctx.other_softmax.products_in(other_hidden))
+
+        def logits_gradient(chunk: slice, log_p: Tensor) -> Tensor:
+            log_q = ctx.other_softmax.logprobs(ctx.other_softmax.logits(other_hidden[chunk], other, kl.dtype))
             if ctx.over_other:
                 grad = log_p.exp_().sub_(log_q.exp_())
             else:
                 grad = log_q.sub_(log_p).neg_().sub_(kl[chunk, None]).mul_(log_p.exp_())
-            del log_q, log_p
-            grad = grad.mul_(grads[0][chunk, None]).div_(softmax.temperature).mul_(derivative).to(own.dtype)
-            grad_hidden[chunk] = grad @ own
-            if grad_weight is not None:
-                add_product(grad_weight, grad.T, read)
-            del grad, derivative  # before the next chunk's logits are made
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
+            return grad.mul_(grads[0][chunk, None])
 
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, where `total` may be of a wider dtype."""
-    if total.dtype == right.dtype:
-        total.addmm_(left, right)  # without a product of the weight's size beside it
-    else:
-        total += left @ right
+        return *_gradients(ctx, hidden, weight, kl.dtype, logits_gradient), *[None] * 7

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from rlflow.errors import UserError
-from rlflow.models.attention import PACKED_ATTENTION, Attention, register_packed_attention
+from rlflow.models.attention import PACKED_ATTENTION, Attention, packed_attention
 from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, is_adapter, plain_name, save_adapter
 from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, Peers, pack, whole
-from rlflow.models.pretrained import read
-from rlflow.models.weight_files import WeightFiles
+from rlflow.models.remote_code import code_beside, register_decoder
+from rlflow.models.weight_files import WeightFiles, finish, not_finite
+from rlflow.storage.tensors import is_finite
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
+
+OUTPUT_LAYERS = ("lm_head", "score")  # that a model of the other kind leaves in its files
 
 
 class PackedModel(nn.Module):
@@ -38,8 +42,10 @@ class PackedModel(nn.Module):
     new_head = False  # the files have none, and it starts with zeros
 
     def __init__(self, model: Any) -> None:
+        from transformers import AttentionInterface
+
         super().__init__()
-        register_packed_attention()
+        AttentionInterface.register(PACKED_ATTENTION, packed_attention)
         model.set_attn_implementation(PACKED_ATTENTION)
         use_onednn(model)
         self.model = model
@@ -73,22 +79,37 @@ class PackedModel(nn.Module):
             trust_remote_code: See `ModelHandle`.
 
         Raises:
-            UserError: There is no such model.
+            UserError: There is no such model, or weights are missing, NaN or infinite.
         """
         import transformers
 
-        kind, scalar = getattr(transformers, cls.auto_class), cls.head is not None
-        may_lack = (f"{cls.head}.weight", f"{cls.head}.bias") if scalar else ()
-        settings = {"num_labels": 1} if scalar else {}
+        scalar = cls.head is not None
+        may_lack = {f"{cls.head}.weight", f"{cls.head}.bias"} if scalar else set()
+        settings: dict[str, Any] = {"num_labels": 1} if scalar else {}
+        if empty:
+            settings |= {"device_map": "meta", "use_safetensors": True}
+        if dtype == torch.float64:
+            settings["experts_implementation"] = "eager"  # torch's grouped products know no float64
+        files, kind = WeightFiles(path) if empty else None, getattr(transformers, cls.auto_class)
         with torch.random.fork_rng(devices=[], enabled=scalar):  # transformers draws an output layer that is missing
-            found, files, lacks, unknown = read(kind, path, dtype, empty, trust_remote_code, may_lack, **settings)
-        if not empty:
+            found, report = _from_pretrained(kind, path, trust_remote_code, dtype=dtype, **settings)
+        _require_weights(path, report, may_lack)
+        for name, tensor in () if empty else found.named_parameters():  # a buffer may hold the infinity of a mask
+            if not is_finite(tensor):
+                raise UserError(not_finite(path, name))
+        for module in found.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if files is None:
             found.to(device)
+        else:
+            finish(found, files)
         if gradient_checkpointing:
             found.gradient_checkpointing_enable({"use_reentrant": False})
-        model = cls(found)
-        model.files, model.new_head, model.unknown = files, lacks, unknown
-        if lacks and not empty:
+        model = cls(found.eval())
+        model.files, model.new_head = files, bool(report["missing_keys"])
+        model.unknown = _unknown(path, found, report["unexpected_keys"])
+        if model.new_head and not empty:
             model.output_layer.zero()
         return model
 
@@ -151,18 +172,16 @@ class PackedModel(nn.Module):
 
         What wraps it has its hooks at the modules that hold weights, so these are called, and do something else.
         """
+        this: Any = self
         head = self.output_layer
         self.model.set_attn_implementation("eager")
-        self.forward, head.forward = self._own_logits, head.logits
+        this.forward = lambda input_ids: self.model(input_ids=input_ids, use_cache=False).logits
+        head.forward = head.logits
         try:
             yield
         finally:
-            del self.forward, head.forward
+            del this.forward, head.forward
             self.model.set_attn_implementation(PACKED_ATTENTION)
-
-    def _own_logits(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
-        return logits
 
     @abstractmethod
     def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
@@ -177,10 +196,6 @@ class PackedModel(nn.Module):
     def hf_name(name: str) -> str:
         """The Hugging Face name of a parameter of this module; of an adapter's, the name in peft's files."""
         return plain_name(name.removeprefix("model."))
-
-    def own_weights(self) -> list[Weight]:
-        """The weights of the model without its adapters; tied ones come once."""
-        return [Weight(weight.name, weight.parameter) for weight in self.weights()]
 
     def weights(self) -> list[Weight]:
         """What the forward computes with, each adapter merged into its weight; tied weights come once."""
@@ -263,17 +278,30 @@ class PackedModel(nn.Module):
     def decoder(self) -> Any:
         """The layers below the output layer."""
 
-    def hidden(
+    def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor | None,
         max_seqlen: int,
         scored: Tensor,
+        targets: Tensor,
+        *readout: Any,
         routing: Routing | None = None,
-    ) -> Tensor:
-        """`[R, H]`, the last layer's states at the scored positions of a `ModelInput`."""
-        states: Tensor = self.decoder(
+    ) -> tuple[Tensor, ...]:
+        """What the output layer says of each scored token of a `ModelInput`, `[R, ...]` each.
+
+        Args:
+            input_ids: See `ModelInput`, also for the next five.
+            position_ids: See there.
+            cu_seqlens: See there.
+            max_seqlen: See there.
+            scored: See there.
+            targets: See there.
+            readout: More of the output layer's forward.
+            routing: The experts of this pass; None for those that the routers choose.
+        """
+        states = self.decoder(
             input_ids=input_ids,
             position_ids=position_ids,
             use_cache=False,
@@ -283,8 +311,56 @@ class PackedModel(nn.Module):
             max_length_k=max_seqlen,
             divided=self.divided,
             **({} if routing is None else {ROUTING: routing}),
-        ).last_hidden_state
-        return states.flatten(0, 1)[scored]
+        ).last_hidden_state  # [S, L, H]
+        values: tuple[Tensor, ...] = self.output_layer(states.flatten(0, 1)[scored], targets, *readout)
+        return values
+
+
+def _from_pretrained(kind: Any, path: Path, trust_remote_code: bool, **settings: Any) -> tuple[Any, dict[str, Any]]:
+    """A transformers model with eager attention, transformers' own reference, and what it says of the weights."""
+    from safetensors import SafetensorError
+
+    with code_beside(path, "architecture", trust_remote_code):
+        try:
+            register_decoder(path, trust_remote_code)
+            model, report = kind.from_pretrained(
+                path,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # which `_require_weights` says better
+                output_loading_info=True,
+                trust_remote_code=trust_remote_code,
+                **settings,
+            )
+        except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+            raise UserError(f"`model` {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        except UnpicklingError as error:  # transformers reads files of pickles with `weights_only`
+            raise UserError(
+                f"`model` {str(path)!r} cannot be loaded: its weights are no safetensors, and unpickling them would do"
+                " more than read tensors; take the model in safetensors"
+            ) from error
+    return model, report
+
+
+def _require_weights(path: Path, report: dict[str, Any], may_lack: set[str]) -> None:
+    """Refuse weights of other shapes or too few, for which transformers would go on with random numbers."""
+    if report["mismatched_keys"]:
+        name, found, needed = min(report["mismatched_keys"])
+        raise UserError(
+            f"`model` {str(path)!r} cannot be loaded: {name!r} has the shape {list(found)} in its files, where"
+            f" {list(needed)} is needed; give a model whose config.json fits its weights"
+        )
+    if missing := set(report["missing_keys"]) - may_lack:
+        raise UserError(f"`model` {str(path)!r} lacks {len(missing)} weights, {min(missing)!r} the first of them")
+
+
+def _unknown(path: Path, model: nn.Module, names: Iterable[str]) -> str:
+    unknown = [name for name in names if name.split(".")[0] not in OUTPUT_LAYERS]
+    if not unknown:
+        return ""
+    return (
+        f"`model` {str(path)!r} has {len(unknown)} tensors in its files that {type(model).__name__} does not know,"
+        f" {min(unknown)!r} the first of them, and they are left out; check that config.json is of this model"
+    )
 
 
 def probe(vocabulary: int) -> TokenRows:

@@ -123,19 +123,6 @@ class ScalarModel(PackedModel):
         scores = torch.stack(found)
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int,
-        scored: Tensor,
-        targets: Tensor,
-    ) -> tuple[Tensor]:
-        """`[R]` numbers at the scored tokens of a `ModelInput`; `targets` are not read."""
-        hidden = self.hidden(input_ids, position_ids, cu_seqlens, max_seqlen, scored)
-        return (self.output_layer(hidden),)
-
 
 class ScalarHead(nn.Module):
     """A model's output layer with one label, computed in float32 at least: bfloat16 tells no two near values apart.
@@ -152,11 +139,11 @@ class ScalarHead(nn.Module):
         self.bias = layer.bias
         self.random = False  # compute with seeded random numbers in place of the weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`[N, H]` hidden states to `[N]` numbers."""
+    def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor]:
+        """`[N, H]` hidden states to `[N]` numbers; the targets are not read."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
-        return nn.functional.linear(hidden.to(dtype), self._weight().to(dtype), bias)[:, 0]
+        return (nn.functional.linear(hidden.to(dtype), self._weight().to(dtype), bias)[:, 0],)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., H]` hidden states to the numbers `[..., 1]` of the layer that this replaces."""

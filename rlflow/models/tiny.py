@@ -41,7 +41,7 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     if model == "tiny":
         return write_tiny_model(scratch / "tiny")
     folder = Path(model)
-    if _exists(folder):
+    if os.path.exists(folder):  # False for what is no name of a folder, where `Path.exists` raises
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise UserError(
                 f"{said_by} is {model!r}, which holds an adapter and no model; write the model of both by"
@@ -59,13 +59,6 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
         f"{said_by} is {model!r:.200}, which is neither a folder nor a Hugging Face name; "
         "give an existing folder, organisation/name, or `tiny`"
     )
-
-
-def _exists(folder: Path) -> bool:
-    try:
-        return folder.exists()
-    except (OSError, ValueError):  # no name that a folder can have
-        return False
 
 
 def write_tiny_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -88,6 +87,8 @@ class WeightFiles:
             raise UserError(not_finite(self._path, name))
 
     def _files(self) -> Iterator[Path]:
+        from transformers.utils.hub import get_checkpoint_shard_files
+
         single = self._file(shard_name(0, 1))
         if single is not None:
             yield single
@@ -99,14 +100,8 @@ class WeightFiles:
                 " with transformers and write it anew by `save_pretrained`, or use a strategy that loads models whole"
             )
         with self._readable(index):
-            named = json.loads(index.read_text())["weight_map"]
-        for name in sorted(set(named.values())):
-            file = self._file(name)
-            if file is None:
-                raise UserError(
-                    f"`model` {str(self._path)!r} lacks {name!r}, which its {INDEX} names; copy the model once more"
-                )
-            yield file
+            files, _ = get_checkpoint_shard_files(str(self._path), str(index))
+        yield from map(Path, files)
 
     def _file(self, name: str) -> Path | None:
         """A file of the model, wherever transformers keeps it; None if there is none."""
@@ -126,9 +121,41 @@ class WeightFiles:
             yield
         except (OSError, KeyError, SafetensorError, ValueError) as error:
             raise UserError(
-                f"`model` {str(self._path)!r} cannot be loaded: {file.name} is cut short or broken ({one_line(error)});"
-                " copy the model once more"
+                f"`model` {str(self._path)!r} cannot be loaded: {file.name} is missing, cut short or broken"
+                f" ({one_line(error)}); copy the model once more"
             ) from error
+
+
+def finish(model: Any, files: WeightFiles) -> None:
+    """Tie what is tied, and compute the buffers that no file holds, such as a rotary embedding's frequencies.
+
+    Args:
+        model: A transformers model whose parameters are on the device `meta`.
+        files: Its weights.
+    """
+    _tie(model, files)
+    owners = set()
+    for name, buffer in model.named_non_persistent_buffers():
+        path, _, key = name.rpartition(".")
+        owner = model.get_submodule(path)
+        owner._buffers[key] = torch.empty_like(buffer, device="cpu")
+        owners.add(owner)
+    for owner in owners:
+        owner._is_hf_initialized = False  # so `initialize_weights` does it once more, and no other
+    with torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+
+
+def _tie(model: Any, files: WeightFiles) -> None:
+    """Transformers ties weights that are equal where files hold both, and cannot compare them on the device `meta`."""
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if model.get_parameter(target) is model.get_parameter(source):
+            continue
+        if torch.equal(files.whole(target), files.whole(source)):
+            path, _, key = target.rpartition(".")
+            setattr(model.get_submodule(path), key, model.get_parameter(source))
+        else:
+            del model.all_tied_weights_keys[target]
 
 
 def not_finite(path: Path, name: str) -> str:

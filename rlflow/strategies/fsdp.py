@@ -88,7 +88,6 @@ class FSDPStrategy(DistributedStrategy):
         # Torch's FSDP and DTensor are imported where they are used: they take half a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        _refuse_scalars(name, model)
         for parameter in model.parameters():
             if parameter.requires_grad or model.held_as_trained:
                 parameter.data = parameter.data.float()
@@ -98,10 +97,8 @@ class FSDPStrategy(DistributedStrategy):
             divided = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             divided.set_force_sum_reduction_for_comms(True)  # FSDP would average over the ranks
             divided.set_gradient_divide_factor(1.0)
-        replace_parameters(model, self._with_memory)
-
-    def _with_memory(self, parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(torch.empty_like(parameter, device=self.root_device), parameter.requires_grad)
+        device = self.root_device
+        replace_parameters(model, lambda of: nn.Parameter(torch.empty_like(of, device=device), of.requires_grad))
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         return _full(parameter.detach().to(self.dtype))
@@ -153,15 +150,6 @@ def _units(model: PackedModel) -> Iterator[nn.Module]:
     if output is not None and output.weight is not embedding.weight:  # tied, they are one parameter of the rest
         yield from (embedding, output)
     yield model
-
-
-def _refuse_scalars(name: str, model: PackedModel) -> None:
-    for key, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            raise UserError(
-                f"`{name}` has the weight {model.hf_name(key)!r}, a single number, which FSDP cannot divide; use"
-                " `strategy: deepspeed`"
-            )
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -209,7 +209,8 @@ class TrainingStrategy:
         forward, plan = self._wrap(name, role), self._forward_plan(name)
         model.check(forward, self.root_device, plan.peers)
         if handle.lora is not None:
-            buckets = self._full(model.own_weights(), SAVE_BUCKET_BYTES)
+            without_adapters = [Weight(weight.name, weight.parameter) for weight in model.weights()]
+            buckets = self._full(without_adapters, SAVE_BUCKET_BYTES)
             model.base_digest = digest_of(each for bucket in buckets for each in bucket)
         handle.attach(forward, plan)
         if isinstance(handle, Averaged) and handle.owner.trainable:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.models.scoring import ScoringModel
+from rlflow.models.causal_lm import ScoringModel
 from tests.bad_input.refusal import Refused, refusal
 from tests.own_folder import make, write
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlflow import Batch, Rollout, node
 from rlflow.errors import UserError
-from rlflow.models.scoring import stored_weights
+from rlflow.models.causal_lm import stored_weights
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout.assignment import Share
 from rlflow.rollout.engine import Completion, EnginePlace, Sampling, SyncReport

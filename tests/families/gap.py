@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import Tensor
 
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.packing import pack
-from rlflow.models.scoring import ScoringModel
 from rlflow.rollout import Completion, RolloutEngine, Sampling
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlflow.errors import UserError
-from rlflow.models.scoring import ScoringModel
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.rollout import EnginePlace, RolloutEngine, TransformersEngine, VLLMEngine
 from rlflow.run.pretrained import load_config
 from tests.families.gap import follow_three_syncs

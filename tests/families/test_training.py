@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlflow import CausalLM, LoRA, UserError
 from rlflow.cli import main
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import pack
-from rlflow.models.scoring import ScoringModel
 from rlflow.values.layout import Layout
 from tests.families.models import ALL, FAMILIES
 from tests.ranks import RankPool

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlflow.models.scoring import ScoringModel
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.rollout import TransformersEngine
 from tests.families.gap import follow_three_syncs
 from tests.families.models import FAMILIES

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rlflow.errors import UserError
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.packing import pack
-from rlflow.models.scoring import ScoringModel
 from rlflow.rollout import RolloutEngine, VLLMEngine, WeightSyncError
 from rlflow.rollout.vllm.engine import CPU_HEADS
 from rlflow.values.batch import TokenRows

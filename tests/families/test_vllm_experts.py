@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
-from rlflow.models.scoring import ScoringModel
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.rollout import EngineSubprocess, RolloutEngine, VLLMEngine, WeightSyncError
 from tests.families.gap import LIMIT, SEEDS, follow_three_syncs, tensors
 from tests.families.models import COMMON

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from rlflow.data import JSONL
 from rlflow.errors import UserError
-from rlflow.models.scoring import ScoringModel
+from rlflow.models.causal_lm import ScoringModel
 from tests.bad_input.refusal import refusal
 from tests.own_folder import FILES, ROWS, make, write
 from tests.slow import slow_but

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.models.scoring import ScoringModel
+from rlflow.models.causal_lm import ScoringModel
 from tests.bad_input.refusal import refusal
 from tests.faults.running import COMMAND, Running
 from tests.faults.wrong_configs import ALL, OWN, Wrong

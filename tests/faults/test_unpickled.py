@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from rlflow.errors import UserError
-from rlflow.models.pretrained import read
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.tiny import write_tiny_model
 
 pytestmark = pytest.mark.row("safety")
@@ -91,6 +90,6 @@ def test_a_model_whose_weights_would_run_code_is_refused_in_one_line(tmp_path: P
     (folder / "model.safetensors").unlink()
     torch.save({"weight": _Runs(tmp_path / "was_run")}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="cannot be loaded: its weights are no safetensors, and unpickling") as refused:
-        read(AutoModelForCausalLM, folder, torch.float32, empty=False)
+        ScoringModel.load(folder, torch.float32, torch.device("cpu"))
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "was_run").exists()

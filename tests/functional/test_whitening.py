@@ -4,13 +4,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
-from rlflow.errors import UserError
-from rlflow.functional import merge_moments, moments, row_moments, standardize, whiten
+from rlflow.functional import merge_moments, row_moments, standardize
+from rlflow.functional.whitening import broken_rows, not_finite
 
 GLOBAL_BATCH = torch.tensor([1.0, 1.0, -1.0, -3.0])
 EVERYWHERE = torch.ones(4, dtype=torch.bool)
+
+
+def moments(x: Tensor, mask: Tensor) -> Tensor:
+    return merge_moments(row_moments(x, mask))
+
+
+def whiten(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    return standardize(x, mask, moments(x, mask), unbiased)
 
 
 def test_whiten_with_the_unbiased_deviation(known: dict[str, Any]) -> None:
@@ -79,9 +88,8 @@ def test_integers_are_not_rounded() -> None:
 
 
 @pytest.mark.parametrize("entry", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_refused_by_its_row(entry: float) -> None:
+def test_what_is_not_finite_is_named_by_its_row(entry: float) -> None:
     x = torch.tensor([[1.0, torch.nan], [1.0, entry], [-1.0, -3.0]])
-    with pytest.raises(UserError, match=r"row 1, one of 1, has an infinite or NaN entry"):
-        whiten(x, torch.tensor([[1, 0], [1, 1], [1, 1]]))
-    with pytest.raises(UserError, match=r"row 1, one of 1"):
-        whiten(x[:, 1], torch.tensor([0, 1, 1]))
+    for numbers, mask in ((x, torch.tensor([[1, 0], [1, 1], [1, 1]])), (x[:, 1], torch.tensor([0, 1, 1]))):
+        rows = broken_rows(numbers, mask).nonzero().flatten()
+        assert str(not_finite(rows)).startswith("row 1, one of 1, has an infinite or NaN entry")

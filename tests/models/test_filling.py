@@ -167,18 +167,18 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
 def _without_a_file(folder: Path) -> str:
     file = min(folder.glob("model-*.safetensors"))
     file.unlink()
-    return f"lacks '{file.name}', which its model.safetensors.index.json names; copy the model once more"
+    return f"{file.name} is missing, cut short or broken .*; copy the model once more"
 
 
 def _with_a_file_cut_short(folder: Path) -> str:
     file = min(folder.glob("model-*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
-    return f"{file.name} is cut short or broken .*; copy the model once more"
+    return f"{file.name} is missing, cut short or broken .*; copy the model once more"
 
 
 def _with_a_broken_index(folder: Path) -> str:
     (folder / "model.safetensors.index.json").write_text("{")
-    return r"model\.safetensors\.index\.json is cut short or broken .*; copy the model once more"
+    return r"model\.safetensors\.index\.json is missing, cut short or broken .*; copy the model once more"
 
 
 def _without_safetensors(folder: Path) -> str:

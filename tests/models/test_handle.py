@@ -9,11 +9,6 @@ from rlflow.values.batch import Pairs
 from rlflow.values.ragged import Ragged
 
 
-def test_a_token_budget_below_one_is_refused() -> None:
-    with pytest.raises(UserError, match="`token_budget` is 0"):
-        ForwardPlan(token_budget=0)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from rlflow.errors import UserError
 from rlflow.models.attention import packed_attention
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.packing import Peers, pack
-from rlflow.models.scoring import ScoringModel
 from rlflow.models.tiny import write_tiny_model
 from rlflow.values.batch import Batch
 from tests.saved import write_model

@@ -11,8 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.optimizer import Optimizer
-from rlflow.models.scoring import ScoringModel
 from rlflow.models.shards import divided, write_index
 from rlflow.models.weight_files import INDEX, shard_name
 from tests.ranks import RankPool
