@@ -353,9 +353,9 @@ class CausalLM(ModelHandle):
         return ScoringModel
 
     @property
-    def replays_routing(self) -> bool:
-        """See `ModelHandle.replays_routing`."""
-        return self.trainable and self.moe is not None and self.moe.routing_replay
+    def model_inputs(self) -> tuple[str, ...]:
+        """See `ModelHandle.model_inputs`."""
+        return ("experts",) if self.trainable and self.moe is not None and self.moe.routing_replay else ()
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -395,12 +395,13 @@ class CausalLM(ModelHandle):
     ) -> tuple[Tensor, ...]:
         if self.moe is None or not self.moe.watches:
             return super()._forward_pass(forward, read, *arguments, **more)
-        if self._training and self.moe.routing_replay and read.experts is None and read.useful_tokens > 0:
+        chosen = read.columns.get("experts") if self.moe.routing_replay else None
+        if self._training and self.moe.routing_replay and chosen is None and read.useful_tokens > 0:
             raise UserError(
                 f"`moe.routing_replay` is set for {self.model!r}, and the rows that it is trained on have no `experts`;"
                 " train on a `Batch` or a `Rollout`, or leave the setting out"
             )
-        routing = Routing(read.experts if self.moe.routing_replay else None)
+        routing = Routing(chosen)
         values = super()._forward_pass(forward, read, *arguments, **more, routing=routing)
         if self._training:
             self._routed.append((routing, read))

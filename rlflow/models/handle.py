@@ -237,9 +237,9 @@ class ModelHandle(ABC):
         return self.epochs > 1 or self.samples_per_update is not None
 
     @property
-    def replays_routing(self) -> bool:
-        """Whether it is trained with the experts that the rollout engine chose."""
-        return False
+    def model_inputs(self) -> tuple[str, ...]:
+        """The columns of its rows that it is trained with beside their tokens, see `MODEL_INPUTS`."""
+        return ()
 
     def take_routed(self) -> tuple[Tensor | None, Tensor | int, int]:
         """What the forward passes within the last `training` say of experts; asked once.

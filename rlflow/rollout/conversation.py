@@ -515,8 +515,6 @@ def to_rollout(
         path=path,
         version=torch.tensor([each[0] if each else version for each in versions]).long(),  # versions only grow
         versions=_padded(versions, torch.int32),
-        inherited=torch.zeros_like(lengths),
-        experts=Ragged(torch.zeros(0, dtype=torch.uint8), torch.zeros_like(lengths)),
         segments=Ragged.from_lists([each.segments for each in conversations]),
         turn_rewards=Ragged(
             torch.tensor(rewards, dtype=dtype), torch.tensor([len(each.rewards) for each in conversations]).long()

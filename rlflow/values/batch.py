@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -28,13 +29,13 @@ class TokenRows:
         prompt_ids: Token ids of each row's prompt.
         response_ids: `[B, T]` int64, right-padded.
         lengths: `[B]` int64, response tokens of each row.
-        experts: Those of a `Rollout`; None without.
+        columns: What a model reads with the tokens, by the column's name, see `rlflow.values.rollout.MODEL_INPUTS`.
     """
 
     prompt_ids: Ragged
     response_ids: Tensor
     lengths: Tensor
-    experts: Ragged | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def padded(cls, prompt_ids: Ragged, response_ids: Ragged) -> TokenRows:

@@ -34,6 +34,11 @@ class Ragged:
         flat = [token for row in rows for token in row]
         return cls(torch.tensor(flat, dtype=torch.int64), torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
+    @classmethod
+    def from_rows(cls, rows: Sequence[Tensor], none: Tensor) -> Ragged:
+        """Rows of entries on the CPU; `none` are entries of their dtype, and none of them."""
+        return cls(torch.cat([none, *rows]), torch.tensor([len(row) for row in rows], dtype=torch.int64))
+
     def __len__(self) -> int:
         return int(self.lengths.numel())
 
