@@ -21,7 +21,6 @@ from rlflow.models.packing import (
     ALONE,
     ModelInput,
     Peers,
-    Scorable,
     no_rows,
     on_cpu,
     pack,
@@ -33,6 +32,7 @@ from rlflow.models.packing import (
 )
 from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.host_copy import on_device, rows_at
+from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 
 # Settings of how a model is trained.
@@ -61,11 +61,11 @@ class ForwardPlan:
         if self.token_budget < 1:
             raise UserError(f"`token_budget` is {self.token_budget}; give 1 or more, 4096 say")
 
-    def micro_batches(self, rows: Scorable, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
+    def micro_batches(self, rows: Tokens, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch, as many on every rank of the role; there may be empty ones."""
         return self.split(rows, self.agree(len(self.split(rows, prompts=prompts))), prompts)
 
-    def split(self, rows: Scorable | Pairs, at_least: int = 1, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
+    def split(self, rows: Tokens | Pairs, at_least: int = 1, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch of this rank alone, at least so many; there may be empty ones.
 
         Args:
@@ -76,7 +76,7 @@ class ForwardPlan:
         cut = packed_micro_batches if self.packing else padded_micro_batches
         return cut(self._costs(rows, prompts), self.token_budget, at_least)
 
-    def _costs(self, rows: Scorable | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
+    def _costs(self, rows: Tokens | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
         """`[B]`, the tokens that each row takes in a forward pass; a pair is two rows of one, padded to the longer.
 
         With other prompts it is the longest of the row's passes.
@@ -89,7 +89,7 @@ class ForwardPlan:
         chosen, rejected = token_counts(rows.chosen), token_counts(rows.rejected)
         return chosen + rejected if self.packing else 2 * torch.maximum(chosen, rejected)
 
-    def model_input(self, rows: Scorable) -> ModelInput:
+    def model_input(self, rows: Tokens) -> ModelInput:
         """What one forward pass over all of `rows` reads."""
         return pack(rows) if self.packing else pad(rows)
 
@@ -254,7 +254,7 @@ class ModelHandle(ABC):
     def _prepare(self, model: PackedModel) -> None:  # noqa: B027 - most have no such settings
         """Change a model that was loaded as the handle's settings have it."""
 
-    def _scores(self, rows: Scorable, *arguments: object) -> tuple[Tensor, ...]:
+    def _scores(self, rows: Tokens, *arguments: object) -> tuple[Tensor, ...]:
         """What the model says of each response token of `rows`, `[B, T]` each, 0 where padded.
 
         Args:
@@ -265,8 +265,8 @@ class ModelHandle(ABC):
 
     def _by_micro_batch(
         self,
-        rows: Scorable,
-        score: Callable[[Scorable, Any], tuple[Tensor, ...]],
+        rows: Tokens,
+        score: Callable[[Tokens, Any], tuple[Tensor, ...]],
         beside: Tensor | Ragged | None = None,
     ) -> tuple[Tensor, ...]:
         """What `score` gives of the rows, `[B, ...]` each: in one pass within `training`, else by micro-batch.
@@ -285,14 +285,14 @@ class ModelHandle(ABC):
         order = on_device(torch.cat(parts).argsort(), rows.response_ids.device)
         return tuple(torch.cat(values)[order] for values in zip(*scores, strict=True))
 
-    def _score_once(self, rows: Scorable, *arguments: object, beside: Tensor | None = None) -> tuple[Tensor, ...]:
+    def _score_once(self, rows: Tokens, *arguments: object, beside: Tensor | None = None) -> tuple[Tensor, ...]:
         """One forward pass, `[B, T, ...]` each."""
         read, values = self._forward_once(rows, *arguments, beside=beside)
         home = rows.response_ids.device
         return tuple(read.unpack(value).to(home) for value in values)
 
     def _forward_once(
-        self, rows: Scorable, *arguments: object, beside: Tensor | None = None
+        self, rows: Tokens, *arguments: object, beside: Tensor | None = None
     ) -> tuple[ModelInput, tuple[Tensor, ...]]:
         """One forward pass: what it read of the line, and the values of the whole line, `[R, ...]` each.
 

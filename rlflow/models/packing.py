@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,27 +18,12 @@ from rlflow.values.batch import TokenRows
 from rlflow.values.columns import to_device
 from rlflow.values.cuts import PerToken
 from rlflow.values.host_copy import bring_over, on_host, rows_at
+from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import MODEL_INPUTS
 
 
-class Scorable(Protocol):
-    """What can be scored: a `Batch`, a `Rollout`, or anything that has these three."""
-
-    @property
-    def prompt_ids(self) -> Ragged:
-        """Token ids of each row's prompt."""
-
-    @property
-    def response_ids(self) -> Tensor:
-        """`[B, T]` int64, right-padded."""
-
-    @property
-    def lengths(self) -> Tensor:
-        """`[B]` int64, response tokens of each row."""
-
-
-def take(rows: Scorable, index: Tensor) -> TokenRows:
+def take(rows: Tokens, index: Tensor) -> TokenRows:
     """The rows at `index` `[b]` int64, in that order."""
     taken = {
         name: data.take(index) if isinstance(data, Ragged) else rows_at(data, index)
@@ -49,7 +33,7 @@ def take(rows: Scorable, index: Tensor) -> TokenRows:
     return TokenRows(*rows_there, taken)
 
 
-def columns_of(rows: Scorable) -> Mapping[str, Tensor | Ragged]:
+def columns_of(rows: Tokens) -> Mapping[str, Tensor | Ragged]:
     """The columns that a model reads with the tokens of these rows, by name, where somebody made them and sent them."""
     if isinstance(rows, TokenRows):
         return rows.columns
@@ -175,7 +159,7 @@ class Peers:
 ALONE = Peers()
 
 
-def on_cpu(rows: Scorable) -> TokenRows:
+def on_cpu(rows: Tokens) -> TokenRows:
     """The same rows, counted and laid out where that is cheap; brought over from a device once, in one transfer."""
     prompts = rows.prompt_ids
     bring_over([prompts.values, prompts.lengths, rows.response_ids, rows.lengths])
@@ -188,7 +172,7 @@ def no_rows() -> TokenRows:
     return TokenRows(Ragged.from_lists([]), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
-def whole(rows: Scorable) -> TokenRows:
+def whole(rows: Tokens) -> TokenRows:
     """Each row as a prompt before one token that nobody reads, so that the row's own end is what is scored."""
     here = on_cpu(rows)
     pieces = [here.prompt_ids.values[:0]]
@@ -200,18 +184,18 @@ def whole(rows: Scorable) -> TokenRows:
     return there
 
 
-def response_mask(rows: Scorable) -> Tensor:
+def response_mask(rows: Tokens) -> Tensor:
     """`[B, T]` bool on the CPU, True where a response token stands."""
     return torch.arange(rows.response_ids.shape[1]) < on_host(rows.lengths)[:, None]
 
 
-def token_counts(rows: Scorable) -> Tensor:
+def token_counts(rows: Tokens) -> Tensor:
     """`[B]` int64, on the CPU: the tokens of each row that the model has to read."""
     prompts, responses = on_host(rows.prompt_ids.lengths), on_host(rows.lengths)
     return (prompts + responses - 1) * (responses > 0)
 
 
-def pack(rows: Scorable) -> ModelInput:
+def pack(rows: Tokens) -> ModelInput:
     """All rows in one line; a single dummy token where there is nothing to score.
 
     Args:
@@ -267,7 +251,7 @@ def _in_line(name: str, data: Tensor | Ragged, counts: Tensor, mask: Tensor) -> 
     return data.values
 
 
-def pad(rows: Scorable) -> ModelInput:
+def pad(rows: Tokens) -> ModelInput:
     """As `pack`, one sequence a line and right-padded. Causal attention keeps the padding out of what is scored."""
     packed = pack(rows)
     assert packed.cu_seqlens is not None

@@ -38,7 +38,7 @@ def sample(
     decode: Callable[[Sequence[int]], str],
     dtype: torch.dtype = torch.float32,
     part: Part | None = None,
-    earlier: Earlier | None = None,
+    earlier: Tensor | None = None,
     longest: int | None = None,
     longest_prompt: int | None = None,
 ) -> Rollout:
@@ -70,7 +70,7 @@ def sample(
         decode: Converts token ids to text.
         dtype: Dtype of the logprobs.
         part: How far responses grow in this call, where long ones are cut off and continued with the next draw.
-        earlier: How often the node generated from each row before; None for never.
+        earlier: `[B, 2]` int64, see `Children.of`; None where the node did not generate from these rows before.
         longest: Tokens of the longest continued response, inherited ones included. Responses to prompts have
             `sampling.max_tokens` at most.
         longest_prompt: Tokens of the longest prompt, for which memory is planned; None for any.
@@ -226,11 +226,11 @@ def _extended(begun: Rollout, completions: Mapping[int, Completion], version: in
                 had = per_read[name][row]
                 per_read[name][row] = torch.cat([had, torch.as_tensor(of_new)[len(had) :]])
         finished[row] = completion.finished
-    ragged = {name: Ragged.from_rows(rows, getattr(begun, name).values[:0]) for name, rows in per_read.items()}
+    grown: dict[str, Any] = dict(per_token)
+    grown |= {name: Ragged.from_rows(rows, getattr(begun, name).values[:0]) for name, rows in per_read.items()}
     return replace(
         begun,
-        **per_token,
-        **ragged,
+        **grown,
         lengths=lengths,
         finished=finished,
         version=per_token["versions"][:, 0].long() if made else lengths,  # versions only grow; without rows, none
@@ -263,25 +263,6 @@ def under_way(rollout: Rollout, longest: int | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """How often a node generated from each of `B` rows before, while it runs for one draw of prompts.
-
-    Attributes:
-        calls: `[B]` int64, earlier calls that generated from the row.
-        children: `[B]` int64, rows that these calls made from it; the next child gets this number.
-    """
-
-    calls: Tensor
-    children: Tensor
-
-    @classmethod
-    def none(cls, rows: int) -> Earlier:
-        """Nothing yet."""
-        zeros = torch.zeros(rows, dtype=torch.int64)
-        return cls(zeros, zeros)
-
-
-@dataclass(frozen=True)
 class Children:
     """Identities of `K` new rows: each has a parent among `B` rows, and rows of one parent are consecutive.
 
@@ -304,19 +285,21 @@ class Children:
     call: Tensor
 
     @classmethod
-    def of(cls, parents: RowPath, counts: Tensor, node: str, earlier: Earlier | None = None) -> Children:
+    def of(cls, parents: RowPath, counts: Tensor, node: str, earlier: Tensor | None = None) -> Children:
         """Make `counts` children of each row.
 
         Args:
             parents: Paths of the `B` parents.
             counts: `[B]` int64, children of each.
             node: Id of the node that makes them; it becomes the last level of their paths.
-            earlier: How often the node generated from each row before; None for never.
+            earlier: `[B, 2]` int64, how often the node generated from each row before in this draw of prompts, and how
+                many rows that made; None for never and none.
         """
-        earlier = earlier or Earlier.none(len(parents))
+        earlier = torch.zeros(len(parents), 2, dtype=torch.int64) if earlier is None else earlier
+        calls, made = earlier.unbind(dim=1)
         parent = torch.arange(len(parents)).repeat_interleave(counts)
-        path = parents.children(counts, node, earlier.children)
-        return cls(path, parent, path.index - earlier.children[parent], earlier.calls[parent])
+        path = parents.children(counts, node, first=made)
+        return cls(path, parent, path.index - made[parent], calls[parent])
 
     def seeds(self, run_seed: int, draw: int, turn: int = 0) -> list[int]:
         """A seed for each of the `K` rows, see `sampling_seed`."""
