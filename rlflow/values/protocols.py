@@ -85,12 +85,24 @@ class Sourced(Protocol):
         """`B` rows of the dataset."""
 
 
-class Written(Tokens, Grouped, Sourced, Protocol):
+class Written(Sourced, Protocol):
     """Responses as text, beside the dataset's rows: what a reward scores, and what samples show."""
 
     @property
     def texts(self) -> list[str]:
         """`B` decoded responses, special tokens left out."""
+
+    @property
+    def prompt_ids(self) -> Ragged:
+        """Token ids of each row's prompt."""
+
+    @property
+    def response_ids(self) -> PerToken:
+        """`[B, T]` int64, right-padded."""
+
+    @property
+    def lengths(self) -> PerSample:
+        """`[B]` int64, response tokens of each row."""
 
     @property
     def policy_lengths(self) -> PerSample:
@@ -111,6 +123,13 @@ class Written(Tokens, Grouped, Sourced, Protocol):
     @property
     def ended(self) -> PerSample:
         """`[B]` int64, why a conversation is over, see `Rollout`."""
+
+    @property
+    def index(self) -> PerSample:
+        """`[B]` int64, the number of each sample among those of its parent."""
+
+    def group_of(self, level: str) -> PerSample:
+        """`[B]` int64, alike for all rows below one row of `level`, such as `batch`."""
 
 
 def computed_from(*fields: str) -> Callable[[Method], Method]:
