@@ -193,7 +193,7 @@ class Trainer(RunningTrainer):
                     if strategy.float32_head:
                         engine.use_float32_head()
                     engine.check_model(prepared.configs[policy])
-                    if any(handles(module)[user].replays_routing for user in prepared.engines.users(policy)):
+                    if any("experts" in handles(module)[user].model_inputs for user in prepared.engines.users(policy)):
                         engine.tell_experts()
                     engine.check_device(strategy.root_device)
             was_scanned = prepared.is_scanned

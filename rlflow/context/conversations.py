@@ -33,7 +33,7 @@ from rlflow.rollout.conversation_loop import (
     TurnQueue,
 )
 from rlflow.rollout.engine import RolloutEngine, Sampling
-from rlflow.rollout.sampling import Children, Earlier, Part, require_continued
+from rlflow.rollout.sampling import Children, Part, require_continued
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
@@ -135,7 +135,7 @@ class ConversationRunner:
         n: int,
         sampling: Sampling,
         call: ConverseCall,
-        earlier: Earlier | None = None,
+        earlier: torch.Tensor | None = None,
     ) -> tuple[Rollout, list[Conversation], ConversationTimes]:
         """Run `n` conversations from each prompt; called by all ranks that share an engine, with the same rows.
 
@@ -148,7 +148,7 @@ class ConversationRunner:
             sampling: Tokens of a whole conversation, what the environment writes included; `max_turn_length` of the
                 environment may limit a turn further.
             call: The node, and the versions of its policies.
-            earlier: How often the node used each row before, so that seeds and paths differ; None for never.
+            earlier: See `Children.of`, so that seeds and paths differ from those of earlier calls.
 
         Returns:
             The rows on the CPU, `n` for each prompt and each seat of the policy, those of one prompt consecutive; the

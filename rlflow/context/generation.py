@@ -13,7 +13,6 @@ from torch import Tensor
 from rlflow.dag.node import Node
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
-from rlflow.rollout.sampling import Earlier
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
@@ -171,10 +170,10 @@ class Calls:
     _children: Counter[Path] = field(default_factory=Counter)
     _inherited: dict[Path, int] = field(default_factory=dict)  # of each row that was made
 
-    def before(self, parents: Sequence[Path]) -> Earlier:
-        """How often each of these rows was generated from so far, and how many rows came of it."""
+    def before(self, parents: Sequence[Path]) -> Tensor:
+        """`[B, 2]` int64, how often each of these rows was generated from so far, and how many rows came of it."""
         of_rows = [(self._count[row], self._children[row]) for row in parents]
-        return Earlier(*torch.tensor(of_rows, dtype=torch.int64).view(-1, 2).unbind(dim=1))
+        return torch.tensor(of_rows, dtype=torch.int64).view(-1, 2)
 
     def add(self, parents: Sequence[Path], made: Rollout) -> None:
         """Note a call, after it.

@@ -142,5 +142,6 @@ def _framework(
     called = [name for name in (node.role, *node.uses) if name is not None and name in watched]
     if sampled and any(hasattr(getattr(module, name, None), "watch") for name in called):
         yield "compared with the engine's logprobs", list(members(Sampled))
-    if sampled and getattr(handle, "replays_routing", False):
-        yield "trained with these experts", ("experts",)
+    for column in every:
+        if column.model_input is not None and column.name in getattr(handle, "model_inputs", ()):
+            yield f"trained with these {column.name}", (column.name,)

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node, engine_of
 from rlflow.dag.planner import Plan
@@ -22,11 +24,9 @@ from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
 
-# Bytes of an entry; of columns that are not listed, those of float32.
-WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "version": 8, "versions": 4}
-WIDTHS |= {"inherited": 8, "ended": 8, "seat": 8}
+# Bytes of an entry; of columns that are not listed, and do not say their dtype, those of float32.
+WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "version": 8, "versions": 4, "ended": 8}
 FLOAT_BYTES, TOKEN_BYTES = 4, 8
-SELDOM = ("experts", "segments", "turn_rewards")  # of a `Rollout`: filled where experts are replayed, or turns taken
 ROW_BYTES = 256  # of a dataset's row as JSON; an assumption
 
 
@@ -165,9 +165,10 @@ class Workload:
         response = self.lengths.longest_response if padded else self.lengths.response
         total = 0.0
         for column in columns(self.graph.type_of(value)):
-            width = WIDTHS.get(column.name, FLOAT_BYTES)
-            if column.name in SELDOM or not column.sent(fields):
+            if not column.sent(fields) or (column.optional and column.cut is Cut.RAGGED):  # seldom made
                 continue
+            dtype = column.entry if isinstance(column.entry, torch.dtype) else None
+            width = WIDTHS.get(column.name, FLOAT_BYTES) if dtype is None else dtype.itemsize
             if column.cut is Cut.JSON:
                 total += ROW_BYTES
             elif column.cut is Cut.TOKEN:

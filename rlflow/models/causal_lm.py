@@ -20,10 +20,11 @@ from rlflow.models.logprobs import Softmax, logprobs_of_tokens, token_kl, token_
 from rlflow.models.lora import adapters_off, in_buckets
 from rlflow.models.moe import MoE, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.packed import PackedModel
-from rlflow.models.packing import ModelInput, Scorable, response_mask, whole
+from rlflow.models.packing import ModelInput, response_mask, whole
 from rlflow.values.batch import TokenRows
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.host_copy import rows_at
+from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 
 HOTTEST = 1e4  # a temperature; logits over its inverse are numbers in float16 still
@@ -66,7 +67,7 @@ class CausalLM(ModelHandle):
         super().__post_init__()
         if self.moe is not None and not self.trainable:
             raise UserError(f"`moe` is given for {self.model!r}, which is frozen; set `trainable` or leave it out")
-        self.watch: Callable[[Scorable, Tensor], None] = _ignore
+        self.watch: Callable[[Tokens, Tensor], None] = _ignore
         self._generator: Callable[..., Any] | None = None
         self._converser: Callable[..., Any] | None = None
         self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards that nobody asked of
@@ -152,7 +153,7 @@ class CausalLM(ModelHandle):
             )
         return self._converser(rows, environment, n, temperature, tuple(stop), players)
 
-    def score(self, rows: Scorable) -> tuple[PerToken, PerToken]:
+    def score(self, rows: Tokens) -> tuple[PerToken, PerToken]:
         """Log-probability of each response token, and entropy of the distribution that it was drawn from.
 
         Args:
@@ -165,15 +166,15 @@ class CausalLM(ModelHandle):
         self.watch(rows, logprobs)
         return logprobs, entropy
 
-    def logprobs(self, rows: Scorable) -> PerToken:
+    def logprobs(self, rows: Tokens) -> PerToken:
         """The first of `score`."""
         return self.score(rows)[0]
 
-    def entropy(self, rows: Scorable) -> PerToken:
+    def entropy(self, rows: Tokens) -> PerToken:
         """The second of `score`."""
         return self.score(rows)[1]
 
-    def logprobs_of(self, rows: Scorable, ids: Tensor) -> Tensor:
+    def logprobs_of(self, rows: Tokens, ids: Tensor) -> Tensor:
         """Log-probabilities of given tokens where each response token stands.
 
         Args:
@@ -190,7 +191,7 @@ class CausalLM(ModelHandle):
             )
         return self._of_tokens(rows, 0, ids)[0]
 
-    def topk(self, rows: Scorable, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, rows: Tokens, k: int) -> tuple[Tensor, Tensor]:
         """The `k` likeliest tokens where each response token stands, the likeliest first.
 
         Args:
@@ -205,7 +206,7 @@ class CausalLM(ModelHandle):
         logprobs, tokens = self._of_tokens(rows, k)
         return logprobs, tokens
 
-    def hidden(self, rows: Scorable) -> PerSample:
+    def hidden(self, rows: Tokens) -> PerSample:
         """What the output layer reads at the last token of each row; at the prompt's last where there is no response.
 
         Args:
@@ -219,7 +220,7 @@ class CausalLM(ModelHandle):
 
     def kl(
         self,
-        rows: Scorable,
+        rows: Tokens,
         other: CausalLM,
         given: Ragged | None = None,
         over: Literal["self", "other"] = "self",
@@ -260,7 +261,7 @@ class CausalLM(ModelHandle):
                 )
             return token_kl(hidden, weight, targets, softmax, theirs, *layer, over == "other")
 
-        def both_passes(own: Scorable, prompts: Ragged | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
+        def both_passes(own: Tokens, prompts: Ragged | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
             with torch.no_grad():
                 read = TokenRows(own.prompt_ids if prompts is None else prompts, own.response_ids, own.lengths)
                 _, (theirs,) = other._forward_pass(read, other.temperature, keep)
@@ -270,7 +271,7 @@ class CausalLM(ModelHandle):
         self.watch(rows, logprobs)
         return kl
 
-    def _check_kl(self, rows: Scorable, other: CausalLM, given: Ragged | None, over: str) -> None:
+    def _check_kl(self, rows: Tokens, other: CausalLM, given: Ragged | None, over: str) -> None:
         if other.trainable:
             raise UserError(
                 f"`kl` to {other.model!r}, which is trained: no gradient would go to it; give a frozen model, as"
@@ -281,8 +282,8 @@ class CausalLM(ModelHandle):
         if given is not None and len(given) != len(rows.lengths):
             raise UserError(f"`kl` was given {len(given)} other prompts for {len(rows.lengths)} rows; give one a row")
 
-    def _of_tokens(self, rows: Scorable, top: int, ids: Tensor | None = None) -> tuple[Tensor, ...]:
-        def forward_pass(own: Scorable, asked: Tensor | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
+    def _of_tokens(self, rows: Tokens, top: int, ids: Tensor | None = None) -> tuple[Tensor, ...]:
+        def forward_pass(own: Tokens, asked: Tensor | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
             if asked is not None:
                 places = response_mask(own).flatten().nonzero().flatten()  # on the host: no device is waited for
                 asked = rows_at(asked.flatten(0, 1), places)
@@ -365,9 +366,9 @@ class CausalLM(ModelHandle):
         return ScoringModel
 
     @property
-    def replays_routing(self) -> bool:
-        """See `ModelHandle.replays_routing`."""
-        return self.trainable and self.moe is not None and self.moe.routing_replay
+    def model_inputs(self) -> tuple[str, ...]:
+        """See `ModelHandle.model_inputs`."""
+        return ("experts",) if self.trainable and self.moe is not None and self.moe.routing_replay else ()
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -405,18 +406,19 @@ class CausalLM(ModelHandle):
     def _routing(self, read: ModelInput) -> Routing | None:
         if self.moe is None or not self.moe.watches:
             return None
-        if self.in_training and self.moe.routing_replay and read.experts is None and read.useful_tokens > 0:
+        chosen = read.columns.get("experts") if self.moe.routing_replay else None
+        if self.in_training and self.moe.routing_replay and chosen is None and read.useful_tokens > 0:
             raise UserError(
                 f"`moe.routing_replay` is set for {self.model!r}, and the rows that it is trained on have no `experts`;"
                 " train on a `Batch` or a `Rollout`, or leave the setting out"
             )
-        routing = Routing(read.experts if self.moe.routing_replay else None)
+        routing = Routing(chosen)
         if self.in_training:
             self._routed.append((routing, read))
         return routing
 
 
-def _ignore(rows: Scorable, logprobs: Tensor) -> None:
+def _ignore(rows: Tokens, logprobs: Tensor) -> None:
     """Nobody watches."""
 
 
@@ -439,7 +441,7 @@ class WithoutAdapters(CausalLM):
         self.attach(self.owner._forward, self.owner.plan)
 
     def _forward_pass(
-        self, rows: Scorable, *arguments: object, beside: Tensor | None = None
+        self, rows: Tokens, *arguments: object, beside: Tensor | None = None
     ) -> tuple[ModelInput, tuple[Tensor, ...]]:
         assert self._forward is not None, "attach comes first"
         with adapters_off(self._forward):

@@ -22,7 +22,6 @@ from rlflow.models.packing import (
     ALONE,
     ModelInput,
     Peers,
-    Scorable,
     no_rows,
     on_cpu,
     pack,
@@ -34,6 +33,7 @@ from rlflow.models.packing import (
 )
 from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.host_copy import on_device, rows_at
+from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 
 # Settings of how a model is trained.
@@ -58,11 +58,11 @@ class ForwardPlan:
     peers: Peers = ALONE
     gathers: bool = False
 
-    def micro_batches(self, rows: Scorable, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
+    def micro_batches(self, rows: Tokens, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch, as many on every rank of the role; there may be empty ones."""
         return self.split(rows, self.agree(len(self.split(rows, prompts=prompts))), prompts)
 
-    def split(self, rows: Scorable | Pairs, at_least: int = 1, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
+    def split(self, rows: Tokens | Pairs, at_least: int = 1, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch of this rank alone, at least so many; there may be empty ones.
 
         Args:
@@ -73,7 +73,7 @@ class ForwardPlan:
         cut = packed_micro_batches if self.packing else padded_micro_batches
         return cut(self._costs(rows, prompts), self.token_budget, at_least)
 
-    def _costs(self, rows: Scorable | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
+    def _costs(self, rows: Tokens | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
         """`[B]`, the tokens that each row takes in a forward pass; a pair is two rows of one, padded to the longer.
 
         With other prompts it is the longest of the row's passes.
@@ -86,7 +86,7 @@ class ForwardPlan:
         chosen, rejected = token_counts(rows.chosen), token_counts(rows.rejected)
         return chosen + rejected if self.packing else 2 * torch.maximum(chosen, rejected)
 
-    def model_input(self, rows: Scorable) -> ModelInput:
+    def model_input(self, rows: Tokens) -> ModelInput:
         """What one forward pass over all of `rows` reads."""
         return pack(rows) if self.packing else pad(rows)
 
@@ -235,9 +235,9 @@ class ModelHandle(ABC):
         return self.epochs > 1 or self.samples_per_update is not None
 
     @property
-    def replays_routing(self) -> bool:
-        """Whether it is trained with the experts that the rollout engine chose."""
-        return False
+    def model_inputs(self) -> tuple[str, ...]:
+        """The columns of its rows that it is trained with beside their tokens, see `MODEL_INPUTS`."""
+        return ()
 
     def take_routed(self) -> tuple[Tensor | None, Tensor | int, int]:
         """What the forward passes within the last `training` say of experts; asked once.
@@ -252,7 +252,7 @@ class ModelHandle(ABC):
     def _prepare(self, model: PackedModel) -> None:  # noqa: B027 - most have no such settings
         """Change a model that was loaded as the handle's settings have it."""
 
-    def _scores(self, rows: Scorable, *arguments: object) -> tuple[Tensor, ...]:
+    def _scores(self, rows: Tokens, *arguments: object) -> tuple[Tensor, ...]:
         """What the model says of each response token of `rows`, `[B, T, ...]` each, 0 where padded.
 
         Args:
@@ -263,8 +263,8 @@ class ModelHandle(ABC):
 
     def _by_micro_batch(
         self,
-        rows: Scorable,
-        forward_pass: Callable[[Scorable, Any], tuple[ModelInput, tuple[Tensor, ...]]],
+        rows: Tokens,
+        forward_pass: Callable[[Tokens, Any], tuple[ModelInput, tuple[Tensor, ...]]],
         beside: Tensor | Ragged | None = None,
     ) -> tuple[Tensor, ...]:
         """As `_scores`: in one pass within `training`, else by micro-batch, without gradients.
@@ -276,7 +276,7 @@ class ModelHandle(ABC):
         """
         home = rows.response_ids.device
 
-        def scores(own: Scorable, beside: Tensor | Ragged | None) -> tuple[Tensor, ...]:
+        def scores(own: Tokens, beside: Tensor | Ragged | None) -> tuple[Tensor, ...]:
             read, values = forward_pass(own, beside)
             return tuple(read.unpack(value).to(home) for value in values)
 
@@ -290,7 +290,7 @@ class ModelHandle(ABC):
         return tuple(torch.cat(values)[order] for values in zip(*found, strict=True))
 
     def _forward_pass(
-        self, rows: Scorable, *arguments: object, beside: Tensor | None = None
+        self, rows: Tokens, *arguments: object, beside: Tensor | None = None
     ) -> tuple[ModelInput, tuple[Tensor, ...]]:
         """One forward pass over all of `rows`: what it read of the line, and the values of the whole line, `[R, ...]`.
 

@@ -6,9 +6,8 @@ it to score, and a row without a response is left out altogether.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,38 +17,32 @@ from rlflow.errors import UserError
 from rlflow.values.batch import TokenRows
 from rlflow.values.columns import to_device
 from rlflow.values.cuts import PerToken
-from rlflow.values.host_copy import bring_over, on_device, on_host, rows_at
+from rlflow.values.host_copy import bring_over, on_host, rows_at
+from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
+from rlflow.values.rollout import MODEL_INPUTS
 
 
-class Scorable(Protocol):
-    """What can be scored: a `Batch`, a `Rollout`, or anything that has these three."""
-
-    @property
-    def prompt_ids(self) -> Ragged:
-        """Token ids of each row's prompt."""
-
-    @property
-    def response_ids(self) -> Tensor:
-        """`[B, T]` int64, right-padded."""
-
-    @property
-    def lengths(self) -> Tensor:
-        """`[B]` int64, response tokens of each row."""
-
-
-def take(rows: Scorable, index: Tensor) -> TokenRows:
+def take(rows: Tokens, index: Tensor) -> TokenRows:
     """The rows at `index` `[b]` int64, in that order."""
-    chosen = experts_of(rows)
-    experts = None if chosen is None else chosen.take(index)
+    taken = {
+        name: data.take(index) if isinstance(data, Ragged) else rows_at(data, index)
+        for name, data in columns_of(rows).items()
+    }
     rows_there = rows.prompt_ids.take(index), rows_at(rows.response_ids, index), rows_at(rows.lengths, index)
-    return TokenRows(*rows_there, experts)
+    return TokenRows(*rows_there, taken)
 
 
-def experts_of(rows: Scorable) -> Ragged | None:
-    """The experts that came with the rows; None where none did."""
-    routed = getattr(rows, "experts", None)
-    return routed if isinstance(routed, Ragged) and routed.values.dim() == 3 else None
+def columns_of(rows: Tokens) -> Mapping[str, Tensor | Ragged]:
+    """The columns that a model reads with the tokens of these rows, by name, where somebody made them and sent them."""
+    if isinstance(rows, TokenRows):
+        return rows.columns
+    found = {name: getattr(rows, name, None) for name in MODEL_INPUTS}
+    return {
+        name: data
+        for name, data in found.items()
+        if isinstance(data, Tensor) or (isinstance(data, Ragged) and len(data.values))
+    }
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,8 @@ class ModelInput:
         targets: `[R]` int64, those response tokens, row by row.
         mask: `[B, T]` bool, where those tokens stand in the responses.
         useful_tokens: Tokens in `input_ids` that had to be there.
-        experts: `[N, layers, k]`, those of the line that came with the rows; None without.
+        columns: What else is read of the rows, by the column's name: `[N, ...]` with each token of the line, `[R, ...]`
+            with each response token, or all entries of the rows; none where the line is divided.
         beside: `[R, ...]`, more that is read at each scored token; None without.
     """
 
@@ -86,13 +80,13 @@ class ModelInput:
     targets: Tensor
     mask: Tensor
     useful_tokens: int
-    experts: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
     beside: Tensor | None = None
 
     def to(self, device: torch.device) -> ModelInput:
         """The same on another device."""
-        moved: dict[str, Any] = {k: on_device(v, device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        moved: ModelInput = to_device(self, device)
+        return moved
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, int, Tensor, Tensor]:
         """What a `PackedModel` is called with, before arguments of its own."""
@@ -165,7 +159,7 @@ class Peers:
 ALONE = Peers()
 
 
-def on_cpu(rows: Scorable) -> TokenRows:
+def on_cpu(rows: Tokens) -> TokenRows:
     """The same rows, counted and laid out where that is cheap; brought over from a device once, in one transfer."""
     prompts = rows.prompt_ids
     bring_over([prompts.values, prompts.lengths, rows.response_ids, rows.lengths])
@@ -178,7 +172,7 @@ def no_rows() -> TokenRows:
     return TokenRows(Ragged.from_lists([]), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
-def whole(rows: Scorable) -> TokenRows:
+def whole(rows: Tokens) -> TokenRows:
     """Each row as a prompt before one token that nobody reads, so that the row's own end is what is scored."""
     here = on_cpu(rows)
     pieces = [here.prompt_ids.values[:0]]
@@ -190,18 +184,18 @@ def whole(rows: Scorable) -> TokenRows:
     return there
 
 
-def response_mask(rows: Scorable) -> Tensor:
+def response_mask(rows: Tokens) -> Tensor:
     """`[B, T]` bool on the CPU, True where a response token stands."""
     return torch.arange(rows.response_ids.shape[1]) < on_host(rows.lengths)[:, None]
 
 
-def token_counts(rows: Scorable) -> Tensor:
+def token_counts(rows: Tokens) -> Tensor:
     """`[B]` int64, on the CPU: the tokens of each row that the model has to read."""
     prompts, responses = on_host(rows.prompt_ids.lengths), on_host(rows.lengths)
     return (prompts + responses - 1) * (responses > 0)
 
 
-def pack(rows: Scorable) -> ModelInput:
+def pack(rows: Tokens) -> ModelInput:
     """All rows in one line; a single dummy token where there is nothing to score.
 
     Args:
@@ -210,10 +204,9 @@ def pack(rows: Scorable) -> ModelInput:
     Raises:
         UserError: A row has a response and no prompt.
     """
-    routed = experts_of(rows)
+    beside = columns_of(rows)
     rows = on_cpu(rows)
     counts = token_counts(rows)
-    assert routed is None or torch.equal(on_host(routed.lengths), counts), "experts of each token that is read"
     prompts = rows.prompt_ids.lengths
     if bool(((prompts == 0) & (rows.lengths > 0)).any()):
         row = int(((prompts == 0) & (rows.lengths > 0)).nonzero()[0])
@@ -244,11 +237,21 @@ def pack(rows: Scorable) -> ModelInput:
         targets=rows.response_ids[mask],
         mask=mask,
         useful_tokens=total,
-        experts=routed.values if routed is not None and total else None,
+        columns={name: _in_line(name, data, counts, mask) for name, data in beside.items()} if total else {},
     )
 
 
-def pad(rows: Scorable) -> ModelInput:
+def _in_line(name: str, data: Tensor | Ragged, counts: Tensor, mask: Tensor) -> Tensor:
+    """A column as a line reads it, see `ModelInput`; rows without a response are not in the line."""
+    if isinstance(data, Tensor):
+        return on_host(data)[mask]
+    if not MODEL_INPUTS[name].per_read_token:
+        return data.take(counts.nonzero()[:, 0]).values
+    assert torch.equal(on_host(data.lengths), counts), f"`{name}` has an entry for each token that is read"
+    return data.values
+
+
+def pad(rows: Tokens) -> ModelInput:
     """As `pack`, one sequence a line and right-padded. Causal attention keeps the padding out of what is scored."""
     packed = pack(rows)
     assert packed.cu_seqlens is not None

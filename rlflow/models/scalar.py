@@ -11,8 +11,9 @@ from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
-from rlflow.models.packing import ALONE, Peers, Scorable, whole
+from rlflow.models.packing import ALONE, Peers, whole
 from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.protocols import Tokens
 
 
 class ValueModel(ModelHandle):
@@ -24,7 +25,7 @@ class ValueModel(ModelHandle):
 
     default_optimizer = Optimizer(lr=1e-5)  # what is learned from zeros takes longer steps than what is tuned
 
-    def values(self, rows: Scorable) -> PerToken:
+    def values(self, rows: Tokens) -> PerToken:
         """The value before each response token: at the token before it, where its logprob comes from too.
 
         Args:
@@ -36,7 +37,7 @@ class ValueModel(ModelHandle):
         (values,) = self._scores(rows)
         return values
 
-    def final_values(self, rows: Scorable) -> PerSample:
+    def final_values(self, rows: Tokens) -> PerSample:
         """The value after the last response token, `[B]`: what a response that was cut short might still get.
 
         Without a response it is the value after the prompt.
@@ -57,7 +58,7 @@ class RewardModel(ModelHandle):
     causal language model, and starts with an output layer of zeros. Constructing it loads nothing.
     """
 
-    def scores(self, rows: Scorable) -> PerSample:
+    def scores(self, rows: Tokens) -> PerSample:
         """The score of each row, read at its last response token; at the prompt's last where there is no response.
 
         Args:

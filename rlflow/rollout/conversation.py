@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -89,23 +88,24 @@ class Conversation:
         return len(self.rewards)
 
     @property
-    def last_turn(self) -> list[int]:
-        """Tokens of the policy's last turn."""
-        starts = [0, *accumulate(self.segments)]
-        last = (len(self.segments) - 1) // 2 * 2  # segments are turns and answers, one after another
-        return self.tokens[starts[last] : starts[last + 1]] if self.segments else []
+    def last_turn(self) -> tuple[list[int], list[int]]:
+        """Tokens of the policy's last turn, and all tokens before it, those of the prompt among them."""
+        last = max(0, len(self.segments) - 1) // 2 * 2  # segments are turns and answers, one after another
+        start = sum(self.segments[:last])
+        return self.tokens[start : start + sum(self.segments[last : last + 1])], self.prompt + self.tokens[:start]
 
     def add_turn(self, completion: Completion, ends: bool = True) -> None:
         """Add a turn of the policy, or what follows of one that is open; it is open as long as it does not end."""
+        length = len(completion.token_ids)
         self.tokens += completion.token_ids
         self.logprobs += completion.logprobs
-        self.written += [True] * len(completion.token_ids)
+        self.written += [True] * length
         if self.turn_open:
-            self.segments[-1] += len(completion.token_ids)
+            self.segments[-1] += length
         else:
-            self.segments.append(len(completion.token_ids))
+            self.segments.append(length)
             self.rewards.append(0.0)
-        self.sampled += len(completion.token_ids)
+        self.sampled += length
         self.cut = not completion.finished
         self.turn_open = not ends
 
@@ -169,11 +169,11 @@ def converse(
         UserError: The environment failed, where that ends the run; does not take the row; makes a prompt that is longer
             than prompts may be; or gave what is no message or no reward.
     """
-    if begun is None:
-        conversation = yield from _begin(session, bridge, prompt, row, rules)
-    else:
-        conversation = begun
+    conversation = begun
     try:
+        if conversation is None:
+            messages = yield partial(session.begin, prompt, row)
+            conversation = _new_conversation(session, bridge, messages, rules)
         if conversation.state is not None:
             state, conversation.state = conversation.state, None
             yield partial(session.restore, state)
@@ -183,20 +183,9 @@ def converse(
                 break
             yield from _answer(conversation, rules)
     except HostError as error:
+        conversation = conversation or _new_conversation(session, bridge, prompt, rules)
         _fail(conversation, error, rules)
     return conversation
-
-
-def _begin(
-    session: Session, bridge: Bridge, prompt: Sequence[Message], row: dict[str, Any], rules: Rules
-) -> ConversationSteps[Conversation]:
-    try:
-        messages = yield partial(session.begin, prompt, row)
-    except HostError as error:
-        conversation = _new_conversation(session, bridge, prompt, rules)
-        _fail(conversation, error, rules)
-        return conversation
-    return _new_conversation(session, bridge, messages, rules)
 
 
 def _new_conversation(session: Session, bridge: Bridge, messages: Sequence[Message], rules: Rules) -> Conversation:
@@ -233,7 +222,7 @@ def _take_turn(conversation: Conversation, seed_of: Callable[[int], int], rules:
 
 def _parse_turn(conversation: Conversation) -> ParsedTurn:
     """What the policy said in its last turn; it is added to the messages."""
-    parsed = conversation.bridge.read(*_last_turn(conversation))
+    parsed = conversation.bridge.read(*conversation.last_turn)
     calls = {"tool_calls": [asdict(call) for call in parsed.calls]} if parsed.calls else {}
     conversation.messages.append(message("assistant", parsed.whole, **calls))
     return parsed
@@ -242,7 +231,7 @@ def _parse_turn(conversation: Conversation) -> ParsedTurn:
 def _add_answer(conversation: Conversation, messages: Sequence[Message], rules: Rules) -> None:
     """Let the policy read these messages before its next turn; or end, where it has no such turn."""
     with conversation.session.of_row(turn=conversation.turns - 1):
-        ids = conversation.bridge.after(messages, *_last_turn(conversation))
+        ids = conversation.bridge.after(messages, *conversation.last_turn)
     if len(conversation.tokens) + len(ids) >= rules.longest:
         conversation.end(Ending.TOKENS, _no_room(conversation, rules))
     elif conversation.turns == rules.max_turns:
@@ -290,13 +279,6 @@ def _reply(conversation: Conversation, parsed: ParsedTurn) -> dict[str, Any]:
         )
         parsed = replace(parsed, calls=tuple(calls))
     return asdict(conversation.session.answer(parsed, conversation.turns - 1))
-
-
-def _last_turn(conversation: Conversation) -> tuple[list[int], list[int]]:
-    """Token ids of the policy's last turn, and of all before it."""
-    length = conversation.segments[-1]
-    before = conversation.tokens[: len(conversation.tokens) - length]
-    return conversation.tokens[len(before) :], conversation.prompt + before
 
 
 def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
@@ -514,15 +496,13 @@ def to_rollout(
         path=path,
         version=torch.tensor([each[0] if each else version for each in versions]).long(),  # versions only grow
         versions=_padded(versions, torch.int32),
-        inherited=torch.zeros_like(lengths),
-        experts=Ragged(torch.zeros(0, dtype=torch.uint8), torch.zeros_like(lengths)),
         segments=Ragged.from_lists([each.segments for each in conversations]),
         turn_rewards=Ragged(
             torch.tensor(rewards, dtype=dtype), torch.tensor([len(each.rewards) for each in conversations]).long()
         ),
         ended=ended,
         seat=torch.tensor([each.seat for each in conversations]).long(),
-        texts=[decode(each.last_turn) for each in conversations],
+        texts=[decode(each.last_turn[0]) for each in conversations],
         messages=[_messages(each) for each in conversations],
         rows=list(rows),
         progress=[_progress(each) if cut_off else {} for each in conversations],

@@ -69,14 +69,14 @@ class Completion:
         logprobs: Log-probability of each of them, in nats, after temperature; at temperature 1 where sampling was
             greedy.
         finished: Whether it ended by a stop token, and not by the longest allowed length.
-        experts: `[prompt + response - 1, layers, k]` uint8 or int16, the experts that each token went to; None where
-            the engine was not asked for them.
+        columns: What else the engine recorded for columns of a `Rollout`, by their names: of a ragged one an entry for
+            each token that it read, the last one left out, of a `PerToken` one for each generated token.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finished: bool
-    experts: np.ndarray[Any, Any] | None = field(default=None, compare=False)
+    columns: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """From prompts to a `Rollout`: calls an engine and turns its completions into rows. Does not communicate with ranks.
 
-`sample` is the entry. `Children` gives each response its path and its seed, `Responses` appends what was generated.
+`sample` is the entry. `Children` gives each response its path and its seed, `_extended` appends what was generated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from rlflow.errors import UserError
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
 from rlflow.values.batch import Batch, Pairs
-from rlflow.values.columns import join_rows, to_device
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.columns import columns, to_device
+from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import bring_over, on_host
 from rlflow.values.path import RowPath, hashed
 from rlflow.values.ragged import Ragged
@@ -38,7 +38,7 @@ def sample(
     decode: Callable[[Sequence[int]], str],
     dtype: torch.dtype = torch.float32,
     part: Part | None = None,
-    earlier: Earlier | None = None,
+    earlier: Tensor | None = None,
     longest: int | None = None,
     longest_prompt: int | None = None,
 ) -> Rollout:
@@ -70,7 +70,7 @@ def sample(
         decode: Converts token ids to text.
         dtype: Dtype of the logprobs.
         part: How far responses grow in this call, where long ones are cut off and continued with the next draw.
-        earlier: How often the node generated from each row before; None for never.
+        earlier: `[B, 2]` int64, see `Children.of`; None where the node did not generate from these rows before.
         longest: Tokens of the longest continued response, inherited ones included. Responses to prompts have
             `sampling.max_tokens` at most.
         longest_prompt: Tokens of the longest prompt, for which memory is planned; None for any.
@@ -92,55 +92,26 @@ def sample(
         counts[~on_host(under_way(rows, longest))] = 1
     children = Children.of(parents, counts, node, earlier)
     parent, path, seeds = children.parent, children.path, children.seeds(seed, draw)
-    if isinstance(rows, Rollout):
-        begun = Responses.of(rows, parent, dtype)
-    elif part is not None and part.begun is not None:
-        begun = Responses.after(part.begun, path)
-    else:
-        begun = Responses.new(len(parent), dtype)
-    room = begun.room(longest if isinstance(rows, Rollout) and longest is not None else sampling.max_tokens)
-    limits = room.clamp(max=sampling.max_tokens if part is None else part.max_tokens)
     every_prompt = prompt_ids.take(parent)
-    prompts = [tokens.tolist() for tokens in every_prompt.rows()]
+    most = sampling.max_tokens
+    if isinstance(rows, Rollout):
+        begun = _inherited(rows, parent, path, dtype)
+        most = most if longest is None else longest
+    else:
+        begun = _without_tokens(every_prompt, path, [rows.rows[i] for i in parent.tolist()], dtype)
+        if part is not None and part.begun is not None:
+            begun = _begun_before(part.begun, begun)
+    room = (most - begun.lengths).clamp(min=0).masked_fill(begun.finished, 0)  # [B * n], none where it has ended
+    limits = room.clamp(max=sampling.max_tokens if part is None else part.max_tokens)
+    read = [prompt.tolist() + _tokens(begun, row) for row, prompt in enumerate(every_prompt.rows())]
     completions: dict[int, Completion] = {}
     for some in _together(limits, at_once=isinstance(rows, Rollout)):
-        asked = [prompts[row] + begun.tokens(row) for row in some]
         of_each = tuple(limits[some].tolist())
         how = replace(sampling, max_tokens=max(of_each), limits=of_each if len({*of_each}) > 1 else None)
-        made = engine.generate(asked, [seeds[row] for row in some], how, version)
+        made = engine.generate([read[row] for row in some], [seeds[row] for row in some], how, version)
         completions |= zip(some, made, strict=True)
-    responses = begun.extended(completions, version)
-    places = torch.arange(responses.response_ids.shape[1])  # [T]
-    mask = places < responses.lengths[:, None]  # [B * n, T]
-    inherited, experts = torch.zeros_like(responses.lengths), _experts(completions, len(parent))
-    if isinstance(rows, Rollout):
-        inherited = begun.lengths
-        had = pad(on_host(rows.loss_mask), (0, len(places) - rows.loss_mask.shape[1]))[parent]
-        mask &= had | (places >= inherited[:, None])
-        experts = _with_inherited(to_device(rows.experts, mask.device).take(parent), experts)
-    none = torch.zeros(0, dtype=torch.int64)
-    return Rollout(
-        prompt_ids=every_prompt,
-        response_ids=responses.response_ids,
-        loss_mask=mask,
-        lengths=responses.lengths,
-        logprobs=responses.logprobs,
-        finished=responses.finished,
-        path=path,
-        # Versions only grow; without rows, none.
-        version=responses.versions[:, 0].long() if prompts else responses.lengths,
-        versions=responses.versions,
-        inherited=inherited,
-        experts=experts,
-        segments=Ragged(none, torch.zeros_like(responses.lengths)),
-        turn_rewards=Ragged(none.to(dtype), torch.zeros_like(responses.lengths)),
-        ended=torch.where(responses.finished, Ending.DONE, Ending.TOKENS),
-        seat=torch.zeros_like(responses.lengths),
-        texts=[decode(responses.tokens(row)) for row in range(len(prompts))],
-        messages=[[] for _ in prompts],
-        rows=[rows.rows[i] for i in parent.tolist()],
-        progress=[{} for _ in prompts],
-    )
+    rollout = _extended(begun, completions, version)
+    return replace(rollout, texts=[decode(_tokens(rollout, row)) for row in range(len(read))])
 
 
 def _require_short(prompts: Ragged, longest: int | None, node: str) -> None:
@@ -168,28 +139,6 @@ def _together(limits: Tensor, at_once: bool) -> list[list[int]]:
     return [(limits == limit).nonzero()[:, 0].tolist() for limit in each]
 
 
-def _experts(completions: Mapping[int, Completion], rows: int) -> Ragged:
-    """The experts of each row's tokens, `[prompt + response - 1, layers, k]`; rows without completion have none."""
-    routed = {row: of_row.experts for row, of_row in completions.items() if of_row.experts is not None}
-    if not routed:
-        return Ragged(torch.zeros(0, dtype=torch.uint8), torch.zeros(rows, dtype=torch.int64))
-    lengths = torch.tensor([len(routed[row]) if row in routed else 0 for row in range(rows)])
-    assert len(routed) == len(completions), "an engine gives experts of all or of none"
-    return Ragged(torch.from_numpy(np.concatenate([routed[row] for row in sorted(routed)])), lengths)
-
-
-def _with_inherited(parents: Ragged, routed: Ragged) -> Ragged:
-    """The experts of each row's inherited tokens, from `parents`, then those of its new tokens, from `routed`.
-
-    `routed` has inherited tokens too, since the engine read them again; the entries from when they were sampled stay.
-    """
-    if not len(parents.values):
-        return routed
-    pairs = zip(parents.rows(), routed.rows(), strict=True)
-    of_rows = [torch.cat([had, new[len(had) :]]) if len(new) else had for had, new in pairs]
-    return Ragged(torch.cat(of_rows), torch.tensor([len(row) for row in of_rows]))
-
-
 @dataclass(frozen=True)
 class Part:
     """How far responses grow with one draw of prompts, where long ones are cut off and continued with the next draw.
@@ -207,85 +156,86 @@ class Part:
     begun: Rollout | None = None
 
 
-@dataclass(frozen=True)
-class Responses:
-    """`B` responses on the CPU: finished, cut off, or still without a token.
+def _without_tokens(prompt_ids: Ragged, path: RowPath, rows: list[dict[str, Any]], dtype: torch.dtype) -> Rollout:
+    """Responses to these prompts that have no token yet, with logprobs of this dtype."""
+    none = torch.zeros(len(path), 0, dtype=torch.int64)
+    zeros = torch.zeros(len(path), dtype=torch.int64)
+    return Rollout(
+        prompt_ids=prompt_ids,
+        response_ids=none,
+        loss_mask=none.bool(),
+        lengths=zeros,
+        logprobs=none.to(dtype),
+        finished=zeros.bool(),
+        path=path,
+        version=zeros,
+        versions=none.int(),
+        ended=zeros,
+        texts=["" for _ in rows],
+        rows=rows,
+    )
 
-    A finished response of two tokens, the first of them generated by version 3, and one without a token:
 
-        response_ids    logprobs        versions    lengths    finished
-        20 2            -0.11 -0.31     3 4         2          True
-         0 0             0.0   0.0      0 0         0          False
+def _inherited(rollout: Rollout, parent: Tensor, path: RowPath, dtype: torch.dtype) -> Rollout:
+    """The responses at `parent` `[K]` of `rollout`, as children of these paths inherit them."""
+    had: Rollout = to_device(rollout, torch.device("cpu")).take(parent)
+    return replace(had, path=path, logprobs=had.logprobs.to(dtype), inherited=had.lengths)
 
-    Attributes:
-        response_ids: `[B, T]` int64, right-padded with 0.
-        logprobs: `[B, T]`, log-probabilities from the engine in nats.
-        versions: `[B, T]` int32, version of the policy that generated each token.
-        lengths: `[B]` int64, tokens of each response.
-        finished: `[B]` bool, whether a stop token ended the response.
+
+def _begun_before(begun: Rollout, new: Rollout) -> Rollout:
+    """The responses of `begun`, which were cut off, in place of the first of `new`; all their tokens count in the loss.
+
+    Raises:
+        UserError: `begun` has another number of responses to a prompt than `new`.
     """
+    there: Rollout = to_device(begun, torch.device("cpu"))
+    require_continued(there.path, new.path)
+    every = there.concat(new.take(torch.arange(len(there.path), len(new.path))))
+    places = torch.arange(every.response_ids.shape[1])
+    return replace(every, path=new.path, loss_mask=places < every.lengths[:, None])
 
-    response_ids: PerToken
-    logprobs: PerToken
-    versions: PerToken
-    lengths: PerSample
-    finished: PerSample
 
-    @classmethod
-    def new(cls, count: int, dtype: torch.dtype) -> Responses:
-        """`count` responses without a token, with logprobs of this dtype."""
-        none = torch.zeros(count, 0, dtype=torch.int64)
-        return cls(none, none.to(dtype), none.int(), none.sum(dim=1), none.sum(dim=1).bool())
+def _tokens(rollout: Rollout, row: int) -> list[int]:
+    """The tokens of one response."""
+    tokens: list[int] = rollout.response_ids[row, : rollout.lengths[row]].tolist()
+    return tokens
 
-    @classmethod
-    def after(cls, begun: Rollout, path: RowPath) -> Responses:
-        """The responses of `begun`, then empty ones, `B` in all.
 
-        Args:
-            begun: The responses that were cut off, which come first.
-            path: Paths of all `B`; they begin with the paths of `begun`.
+def _extended(begun: Rollout, completions: Mapping[int, Completion], version: int) -> Rollout:
+    """The responses with the completion of each row, which `version` generated, appended; others are unchanged.
 
-        Raises:
-            UserError: `begun` has another number of responses to a prompt than `path`.
-        """
-        there = to_device(begun, torch.device("cpu"))
-        new = len(path) - len(there.path)
-        require_continued(there.path, path)
-        first = cls(there.response_ids, there.logprobs, there.versions, there.lengths, there.finished)
-        joined: Responses = join_rows([first, cls.new(new, there.logprobs.dtype)], cls)
-        return joined
-
-    @classmethod
-    def of(cls, rollout: Rollout, rows: Tensor, dtype: torch.dtype) -> Responses:
-        """The responses at `rows` `[K]` of `rollout`, to be continued, with logprobs of this dtype."""
-        there = to_device(rollout, torch.device("cpu")).take(rows)
-        return cls(there.response_ids, there.logprobs.to(dtype), there.versions, there.lengths, there.finished)
-
-    def room(self, max_tokens: int) -> Tensor:
-        """`[B]` int64, how many tokens each response may grow by until it has `max_tokens`; 0 where it has ended."""
-        left: Tensor = (max_tokens - self.lengths).clamp(min=0).masked_fill(self.finished, 0)
-        return left
-
-    def tokens(self, row: int) -> list[int]:
-        """The tokens of one response."""
-        tokens: list[int] = self.response_ids[row, : self.lengths[row]].tolist()
-        return tokens
-
-    def extended(self, completions: Mapping[int, Completion], version: int) -> Responses:
-        """The responses with the completion of each row, which `version` generated, appended; others are unchanged."""
-        made = [len(completions[row].token_ids) if row in completions else 0 for row in range(len(self.lengths))]
-        lengths = self.lengths + torch.tensor(made, dtype=torch.int64)
-        wider = max(lengths.tolist(), default=0) - self.response_ids.shape[1]
-        columns = self.response_ids, self.logprobs, self.versions
-        ids, logprobs, versions = (pad(column, (0, wider)) for column in columns)
-        finished = self.finished.clone()
-        for row, completion in completions.items():
-            new = slice(int(self.lengths[row]), int(lengths[row]))
-            ids[row, new] = torch.tensor(completion.token_ids, dtype=torch.int64)
-            logprobs[row, new] = torch.tensor(completion.logprobs, dtype=logprobs.dtype)
-            versions[row, new] = version
-            finished[row] = completion.finished
-        return Responses(ids, logprobs, versions, lengths, finished)
+    What was recorded of tokens that were there before stays, though the engine has read them again.
+    """
+    made = [len(completions[row].token_ids) if row in completions else 0 for row in range(len(begun.path))]
+    lengths = begun.lengths + torch.tensor(made, dtype=torch.int64)
+    wider = max(lengths.tolist(), default=0) - begun.response_ids.shape[1]
+    per_token, per_read, finished = dict[str, Tensor](), dict[str, list[Tensor]](), begun.finished.clone()
+    for column in columns(Rollout):
+        if column.cut is Cut.TOKEN:
+            data = column.of(begun)
+            per_token[column.name] = pad(data, (0, 0) * (data.dim() - 2) + (0, wider))
+        elif column.per_read_token:
+            per_read[column.name] = list(column.of(begun).rows())
+    for row, completion in completions.items():
+        new = slice(int(begun.lengths[row]), int(lengths[row]))
+        entries = {"response_ids": completion.token_ids, "logprobs": completion.logprobs, "versions": version}
+        for name, of_new in {**entries, "loss_mask": True, **completion.columns}.items():
+            if name in per_token:
+                per_token[name][row, new] = torch.as_tensor(of_new, dtype=per_token[name].dtype)
+            else:
+                had = per_read[name][row]
+                per_read[name][row] = torch.cat([had, torch.as_tensor(of_new)[len(had) :]])
+        finished[row] = completion.finished
+    grown: dict[str, Any] = dict(per_token)
+    grown |= {name: Ragged.from_rows(rows, getattr(begun, name).values[:0]) for name, rows in per_read.items()}
+    return replace(
+        begun,
+        **grown,
+        lengths=lengths,
+        finished=finished,
+        version=per_token["versions"][:, 0].long() if made else lengths,  # versions only grow; without rows, none
+        ended=torch.where(finished, Ending.DONE, Ending.TOKENS),
+    )
 
 
 def require_continued(begun: RowPath, path: RowPath) -> None:
@@ -313,25 +263,6 @@ def under_way(rollout: Rollout, longest: int | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """How often a node generated from each of `B` rows before, while it runs for one draw of prompts.
-
-    Attributes:
-        calls: `[B]` int64, earlier calls that generated from the row.
-        children: `[B]` int64, rows that these calls made from it; the next child gets this number.
-    """
-
-    calls: Tensor
-    children: Tensor
-
-    @classmethod
-    def none(cls, rows: int) -> Earlier:
-        """Nothing yet."""
-        zeros = torch.zeros(rows, dtype=torch.int64)
-        return cls(zeros, zeros)
-
-
-@dataclass(frozen=True)
 class Children:
     """Identities of `K` new rows: each has a parent among `B` rows, and rows of one parent are consecutive.
 
@@ -354,19 +285,21 @@ class Children:
     call: Tensor
 
     @classmethod
-    def of(cls, parents: RowPath, counts: Tensor, node: str, earlier: Earlier | None = None) -> Children:
+    def of(cls, parents: RowPath, counts: Tensor, node: str, earlier: Tensor | None = None) -> Children:
         """Make `counts` children of each row.
 
         Args:
             parents: Paths of the `B` parents.
             counts: `[B]` int64, children of each.
             node: Id of the node that makes them; it becomes the last level of their paths.
-            earlier: How often the node generated from each row before; None for never.
+            earlier: `[B, 2]` int64, how often the node generated from each row before in this draw of prompts, and how
+                many rows that made; None for never and none.
         """
-        earlier = earlier or Earlier.none(len(parents))
+        earlier = torch.zeros(len(parents), 2, dtype=torch.int64) if earlier is None else earlier
+        calls, made = earlier.unbind(dim=1)
         parent = torch.arange(len(parents)).repeat_interleave(counts)
-        path = parents.children(counts, node, earlier.children)
-        return cls(path, parent, path.index - earlier.children[parent], earlier.calls[parent])
+        path = parents.children(counts, node, first=made)
+        return cls(path, parent, path.index - made[parent], calls[parent])
 
     def seeds(self, run_seed: int, draw: int, turn: int = 0) -> list[int]:
         """A seed for each of the `K` rows, see `sampling_seed`."""

@@ -150,24 +150,22 @@ class TransformersEngine(InProcessEngine):
             ids = chosen[:, None]
             mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
             positions = positions[:, -1:] + 1
-        of_rows = [
-            self._experts(chosen, len(prompt) + length - 1)
-            for chosen, prompt, length in zip(experts, prompts, lengths.tolist(), strict=True)
-        ]
         return [
-            Completion(tuple(row[:length]), tuple(row_logprobs[:length]), done, of_row)
-            for row, row_logprobs, length, done, of_row in zip(
-                tokens.tolist(), logprobs.tolist(), lengths.tolist(), finished.tolist(), of_rows, strict=True
+            Completion(
+                tuple(row[:length]), tuple(row_logprobs[:length]), done, self._columns(chosen, len(prompt) + length - 1)
+            )
+            for row, row_logprobs, length, done, chosen, prompt in zip(
+                tokens.tolist(), logprobs.tolist(), lengths.tolist(), finished.tolist(), experts, prompts, strict=True
             )
         ]
 
-    def _experts(self, chosen: Sequence[Tensor], tokens: int) -> np.ndarray[Any, Any] | None:
+    def _columns(self, chosen: Sequence[Tensor], tokens: int) -> dict[str, np.ndarray[Any, Any]]:
         """The experts of a row's first `tokens` tokens, `[tokens, layers, k]`; later ones came after its end."""
         if not chosen:
-            return None
+            return {}
         experts = torch.cat(list(chosen))[:tokens]
         assert len(experts) == tokens, (len(experts), tokens)
-        return experts.to("cpu", self._expert_dtype).numpy()
+        return {"experts": experts.to("cpu", self._expert_dtype).numpy()}
 
     def _routings(self, ids: Tensor) -> list[Routing]:
         """A `Routing` for each part in which the new tokens are computed; empty where experts are not recorded."""

@@ -131,12 +131,12 @@ def check_experts(
             f"`moe` of `{role}` has `routing_replay` or `router_aux_loss_coef`, which are of whole packed sequences;"
             " set the strategy's `packing` to true, and do not let ranks divide the role's sequences"
         )
-    if handle.replays_routing and role not in policies:
+    if "experts" in handle.model_inputs and role not in policies:
         raise UserError(
             f"`moe.routing_replay` is set for `{role}`, and no rollout engine generates with its weights, whose experts"
             " could be replayed; leave it out"
         )
-    if handle.replays_routing and cuts_off:
+    if "experts" in handle.model_inputs and cuts_off:
         raise UserError(
             "`moe.routing_replay` and `trainer.partial_rollout` are set; the experts of a response that several"
             " policies generated are not kept. Leave out one of them"
@@ -161,7 +161,7 @@ def check_environments(run: Run) -> None:
             f"`data.validation` is set and {type(run.module).__name__} has several environments,"
             f" {' and '.join(found)}, so it is not known which one validates; leave it out"
         )
-    replays = [role for role, handle in handles(run.module).items() if handle.replays_routing]
+    replays = [role for role, handle in handles(run.module).items() if "experts" in handle.model_inputs]
     for name, environment in found.items():
         if replays:
             raise UserError(

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.errors import UserError
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
-from rlflow.values.host_copy import is_on_host, on_host, remember
+from rlflow.values.host_copy import computed, on_host
 from rlflow.values.path import RowPath
 from rlflow.values.protocols import Sourced, Tokens, computed_from
 from rlflow.values.ragged import Ragged
@@ -28,21 +29,19 @@ class TokenRows:
         prompt_ids: Token ids of each row's prompt.
         response_ids: `[B, T]` int64, right-padded.
         lengths: `[B]` int64, response tokens of each row.
-        experts: Those of a `Rollout`; None without.
+        columns: What a model reads with the tokens, by the column's name, see `rlflow.values.rollout.MODEL_INPUTS`.
     """
 
     prompt_ids: Ragged
     response_ids: Tensor
     lengths: Tensor
-    experts: Ragged | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def padded(cls, prompt_ids: Ragged, response_ids: Ragged) -> TokenRows:
         """The responses right-padded with zeros, which nothing reads: the rows carry their lengths."""
         lengths = on_host(response_ids.lengths).tolist()
-        padded = _padded(response_ids.values, lengths)
-        if is_on_host(response_ids.values):
-            remember(padded, _padded(on_host(response_ids.values), lengths))
+        padded = computed(lambda values: _padded(values, lengths), response_ids.values)
         return cls(prompt_ids, padded, response_ids.lengths)
 
 
@@ -196,12 +195,12 @@ class Pairs(Placed):
 
 def _unpadded(rows: _Responses) -> Ragged:
     """The responses without padding."""
-    ids, lengths = rows.response_ids, rows.lengths
-    values = ids[torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]]
-    if is_on_host(ids) and is_on_host(lengths):
-        on_cpu = on_host(ids)
-        remember(values, on_cpu[torch.arange(ids.shape[1]) < on_host(lengths)[:, None]])
-    return Ragged(values, lengths)
+    values = computed(
+        lambda ids, lengths: ids[torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]],
+        rows.response_ids,
+        rows.lengths,
+    )
+    return Ragged(values, rows.lengths)
 
 
 def _padded(values: Tensor, lengths: list[int]) -> Tensor:

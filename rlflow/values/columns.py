@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -19,22 +19,32 @@ from rlflow.values.host_copy import joined, on_device, on_host, rows_at
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
+NOT_MADE: Any = object()  # the default of an optional column, in place of which the value gets an empty one
+_OPTIONAL = "rlflow"  # key of a field's metadata
+
 
 @dataclass(frozen=True)
 class Column:
     """One column of a value, such as `logprobs` of a `Rollout`: `Column("logprobs", Cut.TOKEN)`.
 
-    Whoever packs, sends, joins, stores or compares values goes by their columns, which follow from their type alone.
+    Whoever packs, sends, cuts, joins, stores or compares values goes by their columns, which follow from their type
+    alone. So a new column is named where it is declared, made and read, and nowhere else.
 
     Attributes:
         name: The field's name; "" where the value is a bare tensor.
         cut: How it is cut by rows, and so its shape: `[B, ...]`, `[B, T, ...]`, see `Cut`.
         home: Whether it is marked `Home`, so that it goes only to nodes whose types name it.
+        optional: Whether it need not be made, see `optional`.
+        entry: Of an optional column: dtype of its entries, or the type of its JSON objects.
+        model_input: See `optional`.
     """
 
     name: str
     cut: Cut
     home: bool = False
+    optional: bool = False
+    entry: Any = None
+    model_input: Literal["per token", "any"] | None = None
 
     def of(self, value: Any) -> Any:
         """Its data in a value: a field, or the value itself where that is a bare tensor."""
@@ -51,6 +61,32 @@ class Column:
     def sent(self, only: Collection[str] | None) -> bool:
         """Whether rows of it are sent there: a number for all rows is there, as are paths."""
         return self.asked(only) and self.cut not in (Cut.SCALAR, Cut.PATH)
+
+    @property
+    def per_read_token(self) -> bool:
+        """Whether it is ragged, and a row has an entry for each token that a model reads."""
+        return self.cut is Cut.RAGGED and self.model_input == "per token"
+
+    def empty(self, like: Tensor) -> Any:
+        """What it is where nobody made it: zeros, rows without entries, or empty objects; `like` is `[B, T]`."""
+        if self.cut is Cut.JSON:
+            return [self.entry() for _ in like]
+        if self.cut is Cut.RAGGED:
+            return Ragged(like.new_zeros(0, dtype=self.entry), like.new_zeros(len(like), dtype=torch.int64))
+        return like.new_zeros(like.shape if self.cut is Cut.TOKEN else len(like), dtype=self.entry)
+
+
+def optional(entry: torch.dtype | type, model_input: Literal["per token", "any"] | None = None) -> Any:
+    """Declare a column that need not be made: whoever constructs the value may leave it out, and it is empty then.
+
+    Args:
+        entry: Dtype of its entries, or the type of its JSON objects.
+        model_input: Whether a model reads it with the tokens of its rows, so that it is packed and sent with them:
+            `per token` where a ragged column has an entry for each token that the model reads (prompt and response, but
+            for the last), and a `PerToken` column one for each response token; `any` where a row of a ragged column has
+            any number of entries, such as patches of images. None where no model reads it.
+    """
+    return dataclasses.field(default=NOT_MADE, metadata={_OPTIONAL: {"entry": entry, "model_input": model_input}})
 
 
 def columns(annotation: Any) -> tuple[Column, ...]:
@@ -70,7 +106,11 @@ def columns(annotation: Any) -> tuple[Column, ...]:
 @functools.cache  # asked for at every cut, exchange and join of rows
 def _columns_of(annotation: type) -> tuple[Column, ...]:
     hints = get_type_hints(annotation, include_extras=True)
-    return tuple(_column(field.name, hints[field.name]) for field in dataclasses.fields(annotation))
+    found = []
+    for field in dataclasses.fields(annotation):
+        column, declared = _column(field.name, hints[field.name]), field.metadata.get(_OPTIONAL)
+        found.append(column if declared is None else dataclasses.replace(column, optional=True, **declared))
+    return tuple(found)
 
 
 def _column(name: str, annotation: Any) -> Column:
@@ -179,7 +219,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return on_device(value, device)
     if isinstance(value, dict):
-        return Parts({name: on_device(part, device) for name, part in value.items()})
+        return type(value)({name: to_device(part, device) for name, part in value.items()})
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     moved = {field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}

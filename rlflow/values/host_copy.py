@@ -9,7 +9,7 @@ A copy is forgotten when its tensor, or it, was changed in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -68,22 +68,24 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return moved if tensor.is_floating_point() else remember(moved, tensor)
 
 
+def computed(make: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`make(*tensors)`, which the host computes too where it has all of them, in place of waiting for it."""
+    made = make(*tensors)
+    if made.device.type != "cpu" and all(map(is_on_host, tensors)):
+        remember(made, make(*map(on_host, tensors)))
+    return made
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """`torch.cat(parts)`, which the host has where it has all of them."""
-    whole = torch.cat(list(parts))
-    if whole.device.type != "cpu" and all(map(is_on_host, parts)):
-        remember(whole, torch.cat([*map(on_host, parts)]))
-    return whole
+    """`torch.cat(parts)`."""
+    return computed(lambda *each: torch.cat(each), *parts)
 
 
 def rows_at(tensor: Tensor, index: Tensor) -> Tensor:
-    """`tensor[index]`, which the host has where it has both.
+    """`tensor[index]`.
 
     Args:
         tensor: `[B, ...]`.
         index: `[K]` int64, on any device.
     """
-    taken = tensor[on_device(index, tensor.device)]
-    if tensor.device.type != "cpu" and is_on_host(tensor) and is_on_host(index):
-        remember(taken, on_host(tensor)[on_host(index)])
-    return taken
+    return computed(lambda of, at: of[at], tensor, on_device(index, tensor.device))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow.values.host_copy import is_on_host, joined, on_device, on_host, remember, rows_at
+from rlflow.values.host_copy import computed, joined, on_device, on_host, rows_at
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Ragged:
         flat = [token for row in rows for token in row]
         return cls(torch.tensor(flat, dtype=torch.int64), torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
+    @classmethod
+    def from_rows(cls, rows: Sequence[Tensor], none: Tensor) -> Ragged:
+        """Rows of entries on the CPU; `none` are entries of their dtype, and none of them."""
+        return cls(torch.cat([none, *rows]), torch.tensor([len(row) for row in rows], dtype=torch.int64))
+
     def __len__(self) -> int:
         return int(self.lengths.numel())
 
@@ -48,9 +53,7 @@ class Ragged:
     def take(self, index: Tensor) -> Ragged:
         """The rows at `index` `[K]` int64, in that order."""
         lengths, order = on_host(self.lengths).tolist(), on_host(index).tolist()
-        values = _chosen(self.values, lengths, order)
-        if is_on_host(self.values):
-            remember(values, _chosen(on_host(self.values), lengths, order))
+        values = computed(lambda values: _chosen(values, lengths, order), self.values)
         return Ragged(values, rows_at(self.lengths, index))
 
     def followed_by(self, other: Ragged) -> Ragged:

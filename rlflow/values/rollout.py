@@ -16,7 +16,7 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.values.absent import Absent
 from rlflow.values.batch import Batch, Placed
-from rlflow.values.columns import columns, join_rows, take_rows
+from rlflow.values.columns import NOT_MADE, columns, join_rows, optional, take_rows
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
@@ -33,7 +33,7 @@ class Ending(IntEnum):
     FAILED = 3  # its environment failed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollout(Placed):
     """Sampled responses, `n` consecutive rows for each prompt.
 
@@ -106,16 +106,21 @@ class Rollout(Placed):
     path: RowPath
     version: PerSample
     versions: PerToken
-    inherited: PerSample
-    experts: Ragged
-    segments: Ragged
-    turn_rewards: Ragged
+    inherited: PerSample = optional(torch.int64)
+    experts: Ragged = optional(torch.uint8, model_input="per token")
+    segments: Ragged = optional(torch.int64)
+    turn_rewards: Ragged = optional(torch.float32)
     ended: PerSample
-    seat: PerSample
+    seat: PerSample = optional(torch.int64)
     texts: Annotated[list[str], Cut.JSON, Home]
-    messages: Annotated[list[list[dict[str, Any]]], Cut.JSON, Home]
+    messages: Annotated[list[list[dict[str, Any]]], Cut.JSON, Home] = optional(list)
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
-    progress: Annotated[list[dict[str, Any]], Cut.JSON, Home]
+    progress: Annotated[list[dict[str, Any]], Cut.JSON, Home] = optional(dict)
+
+    def __post_init__(self) -> None:
+        for column in columns(type(self)):
+            if column.of(self) is NOT_MADE:
+                object.__setattr__(self, column.name, column.empty(self.response_ids))
 
     @property
     @computed_from("inherited", "loss_mask")
@@ -201,8 +206,9 @@ class Rollout(Placed):
                 return column.masked_fill(on_device(beyond, device), 0)
             return on_device(on_host(column).masked_fill(beyond, 0), device)
 
-        every = (column for column in columns(type(self)) if column.cut is Cut.TOKEN)
-        per_token: dict[str, Any] = {column.name: shortened(column.of(self)) for column in every}
+        every = columns(type(self))
+        per_token: dict[str, Any] = {each.name: shortened(each.of(self)) for each in every if each.cut is Cut.TOKEN}
+        per_token |= {each.name: each.of(self).shortened(before - lengths) for each in every if each.per_read_token}
         texts: Any = Absent("texts", "`cut` shortened the responses; generate from them, and read the texts of that")
         return replace(
             self,
@@ -210,7 +216,6 @@ class Rollout(Placed):
             lengths=on_device(lengths, device),
             finished=on_device(on_host(self.finished) & ~lost, device),
             inherited=on_device(torch.minimum(on_host(self.inherited), lengths), device),
-            experts=self.experts.shortened(before - lengths),
             ended=on_device(on_host(self.ended).masked_fill(lost, Ending.TOKENS), device),
             texts=texts,
         )
@@ -243,3 +248,7 @@ class Rollout(Placed):
 
 class RolloutWithTexts(Rollout):
     """A rollout for a node that reads its texts or its rows of the dataset, which `Rollout` does not ask for."""
+
+
+# The columns that models read with the tokens of their rows, by name.
+MODEL_INPUTS = {each.name: each for each in (*columns(Batch), *columns(Rollout)) if each.model_input is not None}

@@ -52,16 +52,9 @@ def recorded_rollout(models: Models) -> Rollout:
         path=RowPath.of_groups(torch.arange(len(batch.rows) // GROUP).repeat_interleave(GROUP)),
         version=torch.zeros_like(batch.lengths),
         versions=torch.zeros_like(batch.response_ids, dtype=torch.int32),
-        inherited=torch.zeros_like(batch.lengths),
-        experts=Ragged.from_lists([[]] * len(batch.rows)),
-        segments=Ragged(torch.zeros(0, dtype=torch.int64), torch.zeros_like(batch.lengths)),
-        turn_rewards=Ragged(torch.zeros(0), torch.zeros_like(batch.lengths)),
         ended=torch.zeros_like(batch.lengths),
-        seat=torch.zeros_like(batch.lengths),
         texts=[bytes(ids).decode() for ids in response_ids()],
-        messages=[[] for _ in batch.rows],
         rows=batch.rows,
-        progress=[{} for _ in batch.rows],
     )
 
 

@@ -52,16 +52,9 @@ def test_rows_that_an_older_policy_generated_are_not_compared() -> None:
         path=RowPath.of_groups(torch.tensor([0, 1])),
         version=torch.tensor([2, 3]),
         versions=torch.tensor([[2, 3], [3, 0]], dtype=torch.int32),
-        inherited=torch.zeros_like(lengths),
-        experts=Ragged.from_lists([[], []]),
-        segments=Ragged(torch.zeros(0, dtype=torch.int64), torch.zeros_like(lengths)),
-        turn_rewards=Ragged(torch.zeros(0), torch.zeros_like(lengths)),
         ended=torch.zeros_like(lengths),
-        seat=torch.zeros_like(lengths),
         texts=["", ""],
-        messages=[[], []],
         rows=[{}, {}],
-        progress=[{}, {}],
     )
     metrics = Metrics()
     gap = LogprobGap(0.001, torch.float32)

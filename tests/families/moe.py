@@ -49,10 +49,10 @@ def replayed(name: str) -> list[Tensor]:
 def routed_rows(numbers: list[int], experts: list[Tensor] | None) -> TokenRows:
     """Rows of the reference, with their experts."""
     batch = rows_of(numbers)
-    told = None
+    told = {}
     if experts is not None and numbers:
         lengths = torch.tensor([len(experts[number]) for number in numbers])
-        told = Ragged(torch.cat([experts[number] for number in numbers]).to(torch.uint8), lengths)
+        told["experts"] = Ragged(torch.cat([experts[number] for number in numbers]).to(torch.uint8), lengths)
     return TokenRows(batch.prompt_ids, batch.response_ids, batch.lengths, told)
 
 

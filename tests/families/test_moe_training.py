@@ -101,9 +101,9 @@ def responses(completions: list[Completion], told: bool = True) -> TokenRows:
     ids = torch.zeros(len(completions), int(lengths.max()), dtype=torch.int64)
     for row, completion in enumerate(completions):
         ids[row, : lengths[row]] = torch.tensor(completion.token_ids)
-    experts = [torch.from_numpy(completion.experts) for completion in completions]
+    experts = [torch.from_numpy(completion.columns["experts"]) for completion in completions]
     ragged = Ragged(torch.cat(experts), torch.tensor([len(of_row) for of_row in experts]))
-    return TokenRows(Ragged.from_lists(PROMPTS), ids, lengths, ragged if told else None)
+    return TokenRows(Ragged.from_lists(PROMPTS), ids, lengths, {"experts": ragged} if told else {})
 
 
 def attached(folder: Path, moe: MoE | None = None) -> tuple[CausalLM, Any]:
@@ -123,12 +123,11 @@ def test_the_reference_engine_tells_the_experts_of_every_token_that_it_reads(nam
     plain = AutoModelForCausalLM.from_pretrained(folder)
     assert len({len(completion.token_ids) for completion in completions}) > 2
     for prompt, completion in zip(PROMPTS, completions, strict=True):
-        assert completion.experts is not None
-        assert completion.experts.dtype == "uint8"
+        assert completion.columns["experts"].dtype == "uint8"
         tokens = torch.tensor([[*prompt, *completion.token_ids[:-1]]])
         logits = plain(tokens, output_router_logits=True).router_logits  # of each layer, [N, E]
         expected = torch.stack([of_layer.topk(2).indices for of_layer in logits], dim=1)
-        assert torch.equal(torch.from_numpy(completion.experts).long(), expected)
+        assert torch.equal(torch.from_numpy(completion.columns["experts"]).long(), expected)
 
 
 @pytest.mark.slow
@@ -143,9 +142,7 @@ def test_an_engine_in_a_process_of_its_own_tells_the_same_experts(family: Family
     found = generate(beside, model)
     beside.close()
     for one, other in zip(found, expected, strict=True):
-        assert one.experts is not None
-        assert other.experts is not None
-        assert (one.experts == other.experts).all()
+        assert (one.columns["experts"] == other.columns["experts"]).all()
 
 
 def with_near_ties(model: Any, sign: float) -> Any:
@@ -180,7 +177,7 @@ def test_replayed_experts_give_the_engine_s_logprobs_where_routers_choose_others
 
     difference, (_, otherwise, replayed) = gap(MoE(routing_replay=True))
     assert difference < LIMIT
-    assert replayed == 2 * sum(len(completion.experts) for completion in completions)  # type: ignore[arg-type]
+    assert replayed == 2 * sum(len(completion.columns["experts"]) for completion in completions)
     assert int(otherwise) / replayed > 0.01
     assert gap(None)[0] > 1e-2
 
@@ -189,12 +186,12 @@ def test_experts_replay_only_where_rows_have_them(family: Family) -> None:
     folder = family("qwen3_moe")
     handle, model = attached(folder, MoE(routing_replay=True))
     rows = responses(generate(telling(folder), model))
-    expected = handle.logprobs(dataclasses.replace(rows, experts=None))
+    expected = handle.logprobs(dataclasses.replace(rows, columns={}))
     torch.testing.assert_close(handle.logprobs(rows), expected, rtol=0, atol=1e-6)
-    others = dataclasses.replace(rows.experts, values=(rows.experts.values + 1) % 8)  # type: ignore[type-var, union-attr]
-    assert float((handle.logprobs(dataclasses.replace(rows, experts=others)) - expected).abs().max()) > 0.1
+    others = dataclasses.replace(rows.columns["experts"], values=(rows.columns["experts"].values + 1) % 8)
+    assert float((handle.logprobs(dataclasses.replace(rows, columns={"experts": others})) - expected).abs().max()) > 0.1
     with handle.training(), pytest.raises(UserError, match=r"^`moe\.routing_replay` is set .* have no `experts`;"):
-        handle.logprobs(dataclasses.replace(rows, experts=None))
+        handle.logprobs(dataclasses.replace(rows, columns={}))
 
 
 def test_vllm_is_not_asked_for_experts() -> None:

@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification
 
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
-from rlflow.models.packing import Scorable
 from rlflow.models.tiny import write_tiny_model
 from rlflow.values.batch import Batch
+from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 
 # Prompt and response tokens of each row; one row has no response, one has a single token.
@@ -77,7 +77,7 @@ def handle(tiny: Path) -> Callable[..., CausalLM]:
     return build
 
 
-def one_by_one(model: torch.nn.Module, rows: Scorable, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def one_by_one(model: torch.nn.Module, rows: Tokens, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """`[B, T]` logprobs and entropies by transformers' own forward of each row alone, without padding."""
     logprobs = torch.zeros(rows.response_ids.shape, dtype=model.dtype)
     entropy = torch.zeros_like(logprobs)
@@ -91,7 +91,7 @@ def one_by_one(model: torch.nn.Module, rows: Scorable, temperature: float = 1.0)
     return logprobs, entropy
 
 
-def scalars_one_by_one(model: torch.nn.Module, rows: Scorable) -> tuple[Tensor, Tensor]:
+def scalars_one_by_one(model: torch.nn.Module, rows: Tokens) -> tuple[Tensor, Tensor]:
     """`[B, T]` numbers before each response token and `[B]` after the last: transformers' forward of each prefix."""
     model.config.pad_token_id = None  # it reads the last token that is not padding: here, the last of the prefix
     before = torch.zeros(rows.response_ids.shape, dtype=model.dtype)

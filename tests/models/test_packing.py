@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlflow.errors import UserError
+from rlflow.models import packing
 from rlflow.models.packing import pack, packed_micro_batches, pad, padded_micro_batches, take, token_counts
 from rlflow.values.batch import TokenRows
+from rlflow.values.columns import Column
+from rlflow.values.cuts import Cut
 from rlflow.values.ragged import Ragged
 
 # Row 0: prompt 7, response 1 2. Row 1: prompt 8 8, no response. Row 2: prompt 9 10, response 3.
@@ -40,6 +45,25 @@ def test_a_position_scores_the_token_after_it() -> None:
     # The logits at 7 score 1, at 1 score 2, at 10 score 3.
     assert packed.scored.tolist() == [0, 1, 3]
     assert packed.targets.tolist() == [1, 2, 3]
+
+
+def test_columns_that_a_model_reads_are_packed_and_taken_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for column in (Column("patches", Cut.RAGGED, model_input="any"), Column("weights", Cut.TOKEN, model_input="any")):
+        monkeypatch.setitem(packing.MODEL_INPUTS, column.name, column)
+    columns = {
+        "experts": Ragged(torch.tensor([[70], [71], [90], [91]]), torch.tensor([2, 0, 2])),  # of 7 1, and 9 10
+        "patches": Ragged.from_lists([[4, 5, 6], [7], []]),
+        "weights": torch.tensor([[0.1, 0.2, 0.0], [0.0, 0.0, 0.0], [0.3, 0.0, 0.0]]),
+    }
+    rows = replace(ROWS, columns=columns)
+    packed = pack(rows).columns
+    assert packed["experts"].tolist() == [[70], [71], [90], [91]]
+    assert packed["patches"].tolist() == [4, 5, 6]  # row 1 has no response, and is not read
+    assert packed["weights"].tolist() == pytest.approx([0.1, 0.2, 0.3])
+    last = pack(take(rows, torch.tensor([2]))).columns
+    assert last["experts"].tolist() == [[90], [91]]
+    assert last["weights"].tolist() == pytest.approx([0.3])
+    assert pack(take(rows, torch.tensor([1]))).columns == {}
 
 
 def test_a_line_is_divided_into_parts_of_one_length_that_score_their_own_tokens() -> None:

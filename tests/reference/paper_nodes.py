@@ -81,16 +81,9 @@ def scored_batch(seed: int, policy: Path) -> tuple[Batch, Rollout]:
         path=RowPath.of_groups(data.group),
         version=torch.zeros_like(data.lengths),
         versions=torch.zeros_like(ids, dtype=torch.int32),
-        inherited=torch.zeros_like(data.lengths),
-        experts=Ragged.from_lists([[] for _ in LENGTHS]),
-        segments=Ragged(torch.zeros(0, dtype=torch.int64), torch.zeros_like(data.lengths)),
-        turn_rewards=Ragged(torch.zeros(0), torch.zeros_like(data.lengths)),
         ended=torch.zeros_like(data.lengths),
-        seat=torch.zeros_like(data.lengths),
         texts=["" for _ in LENGTHS],
-        messages=[[] for _ in LENGTHS],
         rows=rows,
-        progress=[{} for _ in LENGTHS],
     )
     return data, rollout
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlflow.context.generation import Calls
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.sampling import Earlier, sample, sampling_seed
+from rlflow.rollout.sampling import sample, sampling_seed
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending, Rollout
 from tests.families.models import write_family
@@ -57,7 +57,7 @@ def continued(
     n: int = 1,
     temperature: float = 0.0,
     most: int = LONGEST,
-    earlier: Earlier | None = None,
+    earlier: Tensor | None = None,
     version: int = 0,
 ) -> Rollout:
     settings = {"seed": 0, "draw": 3, "node": "leaf", "version": version, "decode": str, "longest": LONGEST}
@@ -148,7 +148,8 @@ def test_a_second_call_trains_what_the_first_did_not_and_has_seeds_and_numbers_o
     short, long = trunk.cut(torch.full_like(trunk.lengths, 2)), trunk
     first = continued(plain, short, n=2, temperature=1.0)
     of_rows = torch.bincount(torch.repeat_interleave(torch.where(ends(short), 1, 2)))
-    second = continued(plain, long, n=2, temperature=1.0, earlier=Earlier(torch.ones_like(of_rows), of_rows))
+    earlier = torch.stack([torch.ones_like(of_rows), of_rows], dim=1)
+    second = continued(plain, long, n=2, temperature=1.0, earlier=earlier)
     calls = Calls()
     for made_by_call in (first, second):
         calls.add([], made_by_call)

@@ -28,17 +28,20 @@ def shown() -> Rollout:
         path=RowPath(torch.tensor([[4, 0], [4, 1], [7, 0], [7, 1]]), ("batch", "rollout")),
         version=torch.full((4,), 3),
         versions=rows([3] * 3, [3] * 2, [3] * 7, [3] * 7).int(),
-        inherited=torch.zeros(4, dtype=torch.int64),
-        experts=Ragged(torch.zeros(0, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)),
         segments=Ragged.from_lists([[3], [2], [7], [2, 3, 2]]),
         turn_rewards=Ragged(torch.tensor([1.0, 0.0, 0.0, 0.5, 1.0]), torch.tensor([1, 1, 1, 2])),
         ended=torch.tensor([Ending.DONE, Ending.DONE, Ending.TOKENS, Ending.DONE]),
-        seat=torch.zeros(4, dtype=torch.int64),
         texts=["5", "no", "let me see, I", "it is 5"],
-        messages=[[] for _ in range(4)],
         rows=[{"question": "2+3="}] * 2 + [{"question": "4+4+1="}] * 2,
-        progress=[{} for _ in range(4)],
     )
+
+
+def test_columns_that_nobody_made_are_empty() -> None:
+    rollout = shown()
+    assert rollout.inherited.tolist() == rollout.seat.tolist() == rollout.experts.lengths.tolist() == [0] * 4
+    assert rollout.experts.values.dtype == torch.uint8
+    assert rollout.messages == [[]] * 4
+    assert rollout.progress == [{}] * 4
 
 
 def test_what_follows_from_the_shown_rollout_is_what_its_docstring_says() -> None:
