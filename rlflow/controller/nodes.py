@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from rlflow.controller.draws import Draws
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
-from rlflow.controller.step import Step, Steps
+from rlflow.controller.step import Step
 from rlflow.controller.training import Training
 from rlflow.dag.annotations import type_name
 from rlflow.dag.node import Node
@@ -46,7 +46,6 @@ class Nodes:
         run: The run on this rank.
         policies: Policies that generate, with the versions of their weights.
         callbacks: Called before and after each node that is not trained.
-        steps: Steps in progress.
         draws: Draws of prompts.
         inputs: Stores what nodes read, in steps that `trainer.keep_inputs` names and where a node raises.
 
@@ -59,7 +58,6 @@ class Nodes:
         run: Run,
         policies: Policies,
         callbacks: Callbacks,
-        steps: Steps,
         draws: Draws,
         inputs: NodeInputs,
     ) -> None:
@@ -68,7 +66,6 @@ class Nodes:
         self._context = run.context
         self._transport = run.transport
         self._callbacks = callbacks
-        self._steps = steps
         self._draws = draws
         self._inputs = inputs
         repeated = () if run.plan.fill is None else run.plan.fill.tasks
@@ -84,14 +81,16 @@ class Nodes:
         """
         node, layout = self._run.graph.nodes[task.node_id], task.layout
         self._callbacks.call(Callback.on_node_start, node.id)
-        values, read = self._read(node, layout, step)
-        with self._inputs.around(node, layout, step) as stored:
-            result, calls = self._call(node, read, layout, values, step)
-            space = read
+        values, space = self._read(node, layout, step)
+        with self._inputs.around(node, layout, step):
+            result, calls = self._call(node, space, layout, values, step)
             if node.makes_rows:
                 if node.generates:
-                    result = self._returned(node, result, calls, read)
-                space = self._made(node, layout, step, result, read, calls)
+                    result = calls.returned(result, space.path.shape[1])
+                rows = new_rows(node, result, space, layout, self._transport.rank)
+                space = step.gather(node.id, layout, *rows)
+                if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
+                    measure(node.id, result, step.metrics, calls.tokens)
                 if node.id not in self._repeated:
                     self.note_age(task, step)
             elif node.role is not None:
@@ -99,7 +98,7 @@ class Nodes:
             step.buffer.put(node.id, result, node.returns, space, layout)
             if node.kind == "compute" or node.kind == "filter":
                 require_finite(node, result, space, layout, self._transport)
-            stored.made(step.buffer.get(node.id, layout), space)
+            self._inputs.write_result(node, layout, step)
         step.free(task.frees)
         self._callbacks.call(Callback.on_node_end, node.id)
 
@@ -145,6 +144,11 @@ class Nodes:
         running = Running(node, space, layout, step.draw, versions, step.metrics, part, dropped=dropped)
         with self._context.within(running), within_node(node.id, node.place, self._transport.rank):
             result = getattr(self._run.module, node.id)(**values, **dict.fromkeys(node.after, Trained()))
+        if node.makes_rows and not isinstance(result, node.returns):
+            raise UserError(
+                f"node `{node.id}` returned {type(result).__name__} and is annotated {type_name(node.returns)}"
+                f" ({node.place}); return that"
+            )
         if part is not None:
             step.cut_off = running.cut_off
             if step.cut_off is not None and len(step.cut_off) != len(result.lengths):
@@ -180,37 +184,10 @@ class Nodes:
         out = left_out(space, node, step.spaces, self._run.graph)
         return None if out is None else out[space.held(layout, self._transport.rank)]
 
-    def _returned(self, node: Node, result: Any, calls: Calls, above: RowSpace) -> Rollout:
-        if not isinstance(result, Rollout):
-            raise UserError(f"node `{node.id}` returned {type(result).__name__}; return what `generate` gives")
-        return calls.returned(result, above.path.shape[1])
 
-    def _made(self, node: Node, layout: Layout, step: Step, result: Any, above: RowSpace, calls: Calls) -> RowSpace:
-        """Let the node's ranks exchange which rows it made, and log `<node>/length` and the like of its responses."""
-        rows = new_rows(node, result, above, layout, self._transport.rank)
-        space = self._steps.gather(node.id, layout, step, rows.path, rows.lengths, rows.tokens, rows.versions)
-        if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
-            measure(node.id, result, step.metrics, calls.tokens)
-        return space
-
-
-class NewRows(NamedTuple):
-    """What other ranks must know of the rows that a node made on one; on the CPU.
-
-    Attributes:
-        path: `[B, depth]`, the path of the parent, then the number among its children.
-        lengths: `[B]`, response tokens of each.
-        tokens: `[B]`, what a model reads of each.
-        versions: `[B]`, version of the policy that generated it; -1 where none did.
-    """
-
-    path: Tensor
-    lengths: Tensor
-    tokens: Tensor
-    versions: Tensor
-
-
-def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int) -> NewRows:
+def new_rows(
+    node: Node, value: Any, above: RowSpace, layout: Layout, rank: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the other ranks must know of the rows that a node made on this rank.
 
     A node that saw the prompts 4 and 7 returned the responses 4 0, 4 2 and 7 1, of 3, 2 and 7 tokens to prompts of 2:
@@ -224,15 +201,14 @@ def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int)
         layout: How these lie on its ranks.
         rank: This rank.
 
+    Returns:
+        On the CPU the paths of the rows `[B, depth]`, the number among a parent's children last; and `[B]` each, their
+        response tokens, what a model reads of them, and the version of the policy that generated them, -1 where none
+        did.
+
     Raises:
-        UserError: The value is not of the annotated type or has no paths, or a row has no parent that the node saw on
-            this rank.
+        UserError: The value has no paths, or a row has no parent that the node saw on this rank.
     """
-    if not isinstance(value, node.returns):
-        raise UserError(
-            f"node `{node.id}` returned {type(value).__name__} and is annotated {type_name(node.returns)}"
-            f" ({node.place}); return that"
-        )
     names = [column.name for column in columns(node.returns) if column.cut is Cut.PATH]
     path = getattr(value, names[0])
     if not isinstance(path, RowPath):
@@ -255,7 +231,7 @@ def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int)
     own = RowPath(numbers, path.levels).below(depth, node.id).numbers
     lengths = on_cpu.get("lengths", torch.zeros_like(none))
     tokens = on_cpu.get("tokens", lengths + on_cpu.get("prompts", 0))
-    return NewRows(own, lengths, tokens, on_cpu.get("versions", none))
+    return own, lengths, tokens, on_cpu.get("versions", none)
 
 
 def _counts(value: Any) -> dict[str, Tensor]:

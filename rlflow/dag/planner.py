@@ -86,11 +86,9 @@ class Plan:
 
     def crossing(self) -> tuple[Task, ...]:
         """The tasks that send values from ranks that run ahead to those that train; empty if steps do not overlap."""
-        lags = [task.lag for task in self.tasks]
-        if not any(lags):
-            return ()
-        trains = max(place for place, task in enumerate(self.tasks) if task.lag and not isinstance(task, Reduce))
-        return tuple(task for task in self.tasks[trains:] if not task.lag)
+        trains = (place for place, task in enumerate(self.tasks) if task.lag and not isinstance(task, Reduce))
+        last = max(trains, default=len(self.tasks))
+        return tuple(task for task in self.tasks[last:] if not task.lag)
 
     def layouts(self) -> dict[str, Layout]:
         """The layout in which each value is made, by name: `batch` and the nodes."""
