@@ -10,12 +10,12 @@ from typing import Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
+from rlflow.checkpoint.stored_groups import step_name
 from rlflow.controller.draws import Draws
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.nodes import Nodes
 from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
-from rlflow.checkpoint.stored_groups import step_name
 from rlflow.controller.step import Step, no_groups
 from rlflow.dag.node import BATCH
 from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sleep, SyncWeights, Task, Tell, TrainNode

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rlflow.checkpoint.stored_groups import SURPLUS, UNFINISHED
-from rlflow.context.dropped_rows import left_out
 from rlflow.controller.run import Run
 from rlflow.controller.step import Step, no_groups
 from rlflow.dag.node import BATCH
@@ -219,7 +218,7 @@ class Draws:
             raise UserError(
                 f"filter `{filter_id}` returned {found}; return one bool a row, `[B]`, such as a comparison gives"
             )
-        out = left_out(space, graph.nodes[filter_id], step.spaces, graph)
+        out = step.left_out(space, graph.nodes[filter_id])
         counted = slice(None) if out is None else ~out
         return kept_groups(filter_id, answers.bool()[counted], space.roots[counted])
 

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from rlflow.checkpoint import digest_of
 from rlflow.checkpoint.stored_groups import described, of_ranks, read_rows, write_rows
-from rlflow.context.dropped_rows import left_out
 from rlflow.controller.run import Run
 from rlflow.controller.step import Step
 from rlflow.dag.graph import Graph
@@ -159,7 +158,7 @@ class NodeInputs:
     ) -> RowSpace:
         """The space with the node's layout alone; rows that the node does not see are marked as dropped."""
         at = space.partition(layout) if partition is None else partition
-        out = left_out(space, node, step.spaces, self.run.graph)
+        out = step.left_out(space, node)
         return replace(space, dropped=space.dropped if out is None else out, lies={layout: at})
 
 

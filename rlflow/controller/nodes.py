@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.context.dropped_rows import each_without, left_out, without_dropped
 from rlflow.context.generation import Calls
 from rlflow.context.node_context import Running
 from rlflow.controller.draws import Draws
@@ -26,7 +26,7 @@ from rlflow.databuffer.rows import RowSpace, ancestors
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, within_node
 from rlflow.metrics import StepMetrics
-from rlflow.values.columns import columns
+from rlflow.values.columns import columns, take_rows
 from rlflow.values.cuts import Cut
 from rlflow.values.each import Each, Trained
 from rlflow.values.host_copy import bring_over, on_device, on_host
@@ -81,9 +81,9 @@ class Nodes:
         """
         node, layout = self._run.graph.nodes[task.node_id], task.layout
         self._callbacks.call(Callback.on_node_start, node.id)
-        values, space = self._read(node, layout, step)
+        values, space, dropped = self._read(node, layout, step)
         with self._inputs.around(node, layout, step):
-            result, calls = self._call(node, space, layout, values, step)
+            result, calls = self._call(node, space, layout, values, dropped, step)
             if node.makes_rows:
                 if node.generates:
                     result = calls.returned(result, space.path.shape[1])
@@ -105,9 +105,8 @@ class Nodes:
     def train(self, task: TrainNode, step: Step) -> None:
         """Train a role on this rank's rows, by all ranks of the task; nothing before the role's `start_step`."""
         node = self._run.graph.nodes[task.node_id]
-        values, space = self._read(node, task.layout, step)
+        values, space, dropped = self._read(node, task.layout, step)
         if self.training.begun(node, step.number):
-            dropped = self._dropped(node, task.layout, step)
             running = Running(node, space, task.layout, step.draw, {}, step.metrics, dropped=dropped)
             with (
                 self._context.within(running),
@@ -136,11 +135,11 @@ class Nodes:
         step.metrics.mean(f"{node.id}/staleness", ages.sum(), float(len(versions)))
 
     def _call(
-        self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], step: Step
+        self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], dropped: Tensor | None, step: Step
     ) -> tuple[Any, Calls]:
         """Call the module's method; its result, and the calls of `generate` that it made."""
         versions = self._policies.versions_of(step.number, self._run.graph.changed_before(node))
-        part, dropped = self._draws.part_of(node.id), self._dropped(node, layout, step)
+        part = self._draws.part_of(node.id)
         running = Running(node, space, layout, step.draw, versions, step.metrics, part, dropped=dropped)
         with self._context.within(running), within_node(node.id, node.place, self._transport.rank):
             result = getattr(self._run.module, node.id)(**values, **dict.fromkeys(node.after, Trained()))
@@ -158,31 +157,56 @@ class Nodes:
                 )
         return result, running.calls
 
-    def _read(self, node: Node, layout: Layout, step: Step) -> tuple[dict[str, Any], RowSpace]:
-        """This rank's rows of the values that `node` reads, by parameter, dropped rows masked; and the rows it sees."""
-        graph, space = self._run.graph, step.spaces[node.inside]
+    def _read(self, node: Node, layout: Layout, step: Step) -> tuple[dict[str, Any], RowSpace, Tensor | None]:
+        """What `node` reads on this rank, by parameter; the rows that it sees; and which of them a reward dropped.
+
+        The last is `[B]` bool on the CPU, of this rank's rows; None if none were dropped. Dropped rows are masked.
+        """
+        graph, rank, space = self._run.graph, self._transport.rank, step.spaces[node.inside]
         values = {name: step.buffer.get(name, layout, step.spaces[graph.seen_in(node, name)]) for name in node.reads}
         values = graph.seen(node, values)
-        here = space.held(layout, self._transport.rank)
-        for name in node.each:
-            below = step.spaces[graph.space_of(name)]
-            counts = space.counts_below(here, below)
-            each: Each[Any] = Each(values[name], on_device(counts, self._transport.device))
-            out = left_out(below, node, step.spaces, graph)
-            if out is not None:
-                each = each_without(each, graph.type_of(name), out[space.below(below, layout, self._transport.rank)])
-            values[name] = each
-        if (dropped := self._dropped(node, layout, step)) is not None:
-            values = {
-                name: value if name in node.each else without_dropped(value, dropped) for name, value in values.items()
-            }
-        return values, space
+        here = space.held(layout, rank)
+        out = step.left_out(space, node)
+        dropped = None if out is None else out[here]
+        for name, value in values.items():
+            if name in node.each:
+                below = step.spaces[graph.space_of(name)]
+                counts = space.counts_below(here, below)
+                each: Each[Any] = Each(value, on_device(counts, self._transport.device))
+                if (out := step.left_out(below, node)) is not None:
+                    each = each_without(each, graph.type_of(name), out[space.below(below, layout, rank)])
+                values[name] = each
+            elif dropped is not None:
+                values[name] = without_dropped(value, dropped)
+        return values, space, dropped
 
-    def _dropped(self, node: Node, layout: Layout, step: Step) -> Tensor | None:
-        """`[B]` bool on the CPU, which of the rows that a node sees on this rank were dropped; None if none were."""
-        space = step.spaces[node.inside]
-        out = left_out(space, node, step.spaces, self._run.graph)
-        return None if out is None else out[space.held(layout, self._transport.rank)]
+
+def without_dropped(value: Any, dropped: Tensor) -> Any:
+    """A copy of `value` in which dropped rows have no token in `loss_mask`, and the group `NO_GROUP`.
+
+    The rows stay, so shapes do not change. A value without these fields, such as a tensor, is returned as it is.
+
+    Args:
+        value: A value of `B` rows.
+        dropped: `[B]` bool, on the CPU.
+    """
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    changed: dict[str, Any] = {}
+    for name, column in vars(value).items():
+        if isinstance(column, RowPath):
+            changed[name] = dataclasses.replace(column, dropped=dropped)
+        elif name == "loss_mask" and isinstance(column, Tensor):
+            changed[name] = on_device(on_host(column) & ~dropped[:, None], column.device)
+    return dataclasses.replace(value, **changed) if changed else value
+
+
+def each_without(each: Each[Any], annotation: Any, dropped: Tensor) -> Each[Any]:
+    """A copy of `each` without the rows where `dropped`, `[K]` bool on the CPU, is True; its `counts` are smaller."""
+    kept = ~dropped
+    parent, counts = on_host(each.parent)[kept], on_host(each.counts)
+    counts = torch.zeros_like(counts).index_add(0, parent, torch.ones_like(parent))
+    return Each(take_rows(each.values, annotation, kept.nonzero()[:, 0]), on_device(counts, each.counts.device))
 
 
 def new_rows(

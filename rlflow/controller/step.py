@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlflow.controller.run import Run
+from rlflow.dag.node import BATCH, Node
 from rlflow.dag.tasks import Exchange, Tell
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.groups import Groups, GroupValue, space_without_rows
@@ -110,6 +111,25 @@ class Step:
         """Forget values that nobody reads any more."""
         for name in names:
             self.buffer.free(name)
+
+    def left_out(self, space: RowSpace, node: Node) -> Tensor | None:
+        """`[N]` bool, the rows that a node must not see because a reward that it depends on dropped them; or None.
+
+        It is None where the node depends on no scores, or nothing was dropped. Rows of another branch of the tree are
+        not left out if they were made from the scores: the node that made them saw no dropped rows.
+        """
+        if not node.follows:
+            return None
+        out = space.dropped.clone()
+        made_of = () if space.name == BATCH else self._run.graph.nodes[space.name].follows
+        for name in node.follows:
+            scored = self.spaces.get(name)  # a replay has the rows alone that the node sees, marked already
+            if scored is None or scored is space or not scored.dropped.any():
+                continue
+            of_another_branch = space.levels_shared_with(scored) < min(len(space.levels), len(scored.levels))
+            if not (of_another_branch and name in made_of):
+                out |= space.dropped_with(scored)
+        return out if out.any() else None
 
     def groups(self, like: Groups) -> Groups:
         """All groups of this step whose rows this rank knows, with the rows and values whose names are in `like`."""
