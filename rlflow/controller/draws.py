@@ -18,7 +18,7 @@ from rlflow.dag.node import BATCH
 from rlflow.dag.tasks import Fill, HoldBack, Load, RunNode, Task
 from rlflow.data.loader import Prefetch
 from rlflow.databuffer.groups import Groups, ReadGroups
-from rlflow.databuffer.message import to_message
+from rlflow.databuffer.transport import to_message
 from rlflow.errors import UserError
 from rlflow.rollout.sampling import Part
 from rlflow.values.batch import Batch
