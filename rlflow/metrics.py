@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlflow.databuffer.message import from_message, to_message
-from rlflow.databuffer.transport import Transport
+from rlflow.databuffer.transport import Transport, from_message, to_message
 
 Kind = Literal["mean", "sum", "largest", "seconds", "worked"]
 _Entries = Mapping[tuple[Kind, str], tuple[float, float]]  # value and count of each; a count of 0: there is none

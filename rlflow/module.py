@@ -338,7 +338,7 @@ class RLModule:
 
         The same bits on any number of ranks, as of `whiten`: rows are summed by themselves, and then in their order.
         """
-        mean: Tensor = self._moments(x, mask)[1]
+        mean: Tensor = self._moments(x, self._all_of(x, mask))[1]
         return mean
 
     def whiten(self, x: Tensor, mask: Tensor | None = None, unbiased: bool = True) -> Tensor:
@@ -397,9 +397,9 @@ class RLModule:
         """
         return self._running().dataset_rows(group)
 
-    def _moments(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Count, mean and sum of squared deviations `[3]` of the entries of all ranks."""
-        return merge_moments(self._running().all_rows(row_moments(x, self._all_of(x, mask))))
+    def _moments(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Count, mean and sum of squared deviations `[3]` of the entries of all ranks that count."""
+        return merge_moments(self._running().all_rows(row_moments(x, counts)))
 
     def _all_of(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The entries that count: those of the mask, of rows that were not dropped."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlflow.config.reading import Text
-from rlflow.dag.problems import GraphError
+from rlflow.dag.node import GraphError
 from rlflow.errors import SETTING, UserError
 
 CLASS, ARGUMENTS = "class_path", "init_args"

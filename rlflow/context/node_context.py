@@ -8,6 +8,7 @@ passes the call on to the context, which knows the node, this rank's rows and th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,24 +19,22 @@ import torch
 from torch import Tensor
 
 from rlflow.context.conversations import ConversationRunner, ConverseCall, measure_conversations
-from rlflow.context.dropped_rows import drop
 from rlflow.context.generation import Calls, callers_of, parents_of, policy_of, require_beginning, require_own_rows
-from rlflow.context.scoring import reward_input, scored_alike
+from rlflow.dag.graph import scores_rows
 from rlflow.dag.node import Node
-from rlflow.dag.row_spaces import scores_rows
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
-from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState
+from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.sampling import Part, sample, under_way
 from rlflow.state.prompt_memory import PromptMemory
 from rlflow.values.columns import Parts, to_device
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
-from rlflow.values.path import NO_GROUP
+from rlflow.values.path import NO_GROUP, RowPath
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
@@ -85,8 +84,8 @@ class NodeContext:
     `remember` only note what this rank has; ranks exchange it at the end of the step.
 
     Ranks that share an engine or a sequence hold the same rows; then only the first of them logs. All methods but
-    `log`, `kept`, `encode`, `written` and `reward_input` raise `UserError` in a train node, which sees one micro-batch
-    at a time.
+    `log`, `kept`, `encode`, `written`, `reward_input` and `scores_of` raise `UserError` in a train node, which sees one
+    micro-batch at a time.
 
     Args:
         engines: Rollout engines on this rank, by policy.
@@ -96,7 +95,7 @@ class NodeContext:
         seed: Seed of the run.
         stop_token_ids: Tokens that end every response, in addition to those of a call.
         decode: Token ids to text, special tokens left out.
-        encode: Text of a prompt to token ids.
+        encode: Text of a prompt to token ids, in the chat template if the dataset's prompts are.
         written: Rows of the dataset and a template to token ids of prompts.
         on_scores: Called with the step (from 0), samples and their scores, for `samples.jsonl`.
         rows_of: Ids of prompts `[N]` to their places in the dataset `[N]`.
@@ -134,7 +133,7 @@ class NodeContext:
         self._seed = seed
         self._stop_token_ids = stop_token_ids
         self._decode = decode
-        self._encode = encode
+        self.encode = encode
         self._written = written
         self._on_scores = on_scores
         self._rows_of = rows_of
@@ -159,7 +158,7 @@ class NodeContext:
         """`name` if the node is marked to generate with this policy; for None the only policy of its `generates`."""
         return policy_of(self._outside_training("generate").node, name)
 
-    def generate(self, rows: Any, n: int, sampling: Sampling, longest: int, policy: str | None) -> Rollout:
+    def generate(self, rows: Any, n: int, sampling: Sampling, longest: int, policy: str) -> Rollout:
         """Sample `n` responses to each prompt, or `n` continuations of each response, with this rank's engine.
 
         The seed of a response follows from the run's seed, the draw, the node, the row that is answered and the
@@ -173,24 +172,24 @@ class NodeContext:
             n: Responses to each row; a response that has ended, or has `longest` tokens, is copied once instead.
             sampling: Tokens of the response, or of the continuation alone; temperature; further stop tokens.
             longest: Tokens of a continued response in all; not used for prompts.
-            policy: Name of the policy; None for the only one of the node.
+            policy: Name of the policy, as `policy` gave it.
 
         Returns:
             `B * n` rows on the context's device, fewer where responses were copied. With `trainer.partial_rollout` some
             are unfinished; their groups are held back after the node, and continued with the next draw of prompts.
 
         Raises:
-            UserError: The node may not use this policy or these rows, or gives one row twice in a call, or generates
-                twice with `trainer.partial_rollout`; or a prompt has more than `longest_prompt` tokens.
+            UserError: The node may not use these rows, or gives one row twice in a call, or generates twice with
+                `trainer.partial_rollout`; or a prompt has more than `longest_prompt` tokens.
         """
-        now, policy, engine = self._generating(policy)
+        now = self._now()
         own = now.space.paths(now.space.held(now.layout, self._transport.rank))
         parents = parents_of(rows, now.node, own)
         if isinstance(rows, Rollout):
             require_own_rows(rows, now.node, policy, self._writers, cut_off=now.part is not None)
         callers = callers_of(parents, now.node)
         rollout = sample(
-            engine,
+            self._engines[policy],
             rows,
             parents,
             n,
@@ -218,7 +217,7 @@ class NodeContext:
         environment: Environment,
         n: int,
         sampling: Sampling,
-        policy: str | None,
+        policy: str,
         players: Mapping[str, tuple[str, float]],
     ) -> Rollout:
         """Hold `n` conversations with an environment from each prompt of a `Batch`; log turns, tool calls and times.
@@ -232,14 +231,14 @@ class NodeContext:
         Raises:
             UserError: As `generate`; or an environment failed, and its `on_failure` is `raise`.
         """
-        now, policy, engine = self._generating(policy)
+        now = self._now()
         require_beginning(rows, now.node, environment, cut_off=now.part is not None)
         own = now.space.paths(now.space.held(now.layout, self._transport.rank))
         parents = parents_of(rows, now.node, own)
         callers = callers_of(parents, now.node)
         assert self.conversations is not None, "the run was prepared without a tokenizer"
         rollout, conversations, times = self.conversations.run(
-            {policy: engine, **{name: self._engines[name] for name, _ in players.values()}},
+            {name: self._engines[name] for name in (policy, *(player for player, _ in players.values()))},
             environment,
             rows.rows,
             parents,
@@ -256,18 +255,6 @@ class NodeContext:
             self._cut_off(now, torch.tensor([each.ended is None for each in conversations], dtype=torch.bool))
         on_device: Rollout = to_device(rollout, self._device)
         return on_device
-
-    def _generating(self, policy: str | None) -> tuple[Running, str, RolloutEngine]:
-        """The running node, the policy that it generates with, and the engine of that policy on this rank."""
-        now = self._outside_training("generate")
-        policy = policy_of(now.node, policy)
-        engine = self._engines.get(policy)
-        assert engine is not None, f"no engine of {policy} is on this rank"
-        return now, policy, engine
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of the text of a prompt, in the chat template if the dataset's prompts are."""
-        return self._encode(text)
 
     def written(self, rows: Sequence[dict[str, Any]], template: str) -> Ragged:
         """Token ids of the prompts that `template` writes from rows of the dataset; see `RLModule.prompts`."""
@@ -305,10 +292,12 @@ class NodeContext:
                 " on, which nodes that train would not know of; score in a node that reads `rollout: Written` and"
                 " returns PerSample, or set `on_error` to raise or zero"
             )
-        responses = self.reward_input(rollout, now.metrics.step)
-        scores = scored_alike(reward, responses, now.layout.ranks, self._transport)
+        scores = self.scores_of(reward, self.reward_input(rollout, now.metrics.step), now.layout.ranks)
         if drops:
-            drop(scores.dropped, rollout, now.space, now.layout.ranks, self._transport)
+            (path,) = (value for value in vars(rollout).values() if isinstance(value, RowPath))
+            mine = on_host(path.numbers)[list(scores.dropped)]
+            of_ranks = self._transport.all_gather_ragged(mine.flatten(), now.layout.ranks)
+            now.space.drop(torch.cat([each.view(-1, path.depth) for each in of_ranks]))
             here = now.space.held(now.layout, self._transport.rank)
             now.dropped = now.space.dropped[here]  # for what the node logs from here on
         given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
@@ -328,8 +317,50 @@ class NodeContext:
         return on_device(totals, self._device), to_device(Parts(parts), self._device)
 
     def reward_input(self, rollout: Written, step: int) -> RewardInput:
-        """This rank's samples as a reward reads them, at a step counted from 0; no node needs to run."""
-        return reward_input(rollout, self._prompt_column, self._trainer_state(step))
+        """This rank's samples as a reward reads them, at a step counted from 0; no node needs to run.
+
+        Token ids are computed only if the reward asks for them.
+        """
+
+        def token_ids() -> list[list[int]]:
+            lengths = on_host(rollout.lengths).tolist()
+            return [ids[:length] for ids, length in zip(on_host(rollout.response_ids).tolist(), lengths, strict=True)]
+
+        state = self._trainer_state(step)
+        return RewardInput(rollout.texts, rollout.rows, self._prompt_column, rollout.messages, token_ids, state)
+
+    def scores_of(self, reward: Reward, responses: RewardInput, ranks: tuple[int, ...]) -> Scores:
+        """Score this rank's samples; a collective of `ranks`, which compare the names of the parts.
+
+        A rank without samples, or whose samples all failed, gets the parts of the others, so that all log the same
+        names. No node needs to run.
+
+        Raises:
+            UserError: On all of these ranks: scoring failed on one, or two have different parts.
+        """
+        failure: UserError | None = None
+        try:
+            scores = reward.settled(scored(reward, responses), responses)
+        except UserError as error:
+            scores, failure = Scores([]), error
+        failed_all = len(scores.failed) == len(scores.total)  # as where there are no samples
+        here = {
+            "problem": str(failure or ""),
+            "parts": None if failed_all and not scores.parts else sorted(scores.parts),
+        }
+        of_ranks = [json.loads(each) for each in self._transport.gather_bytes(json.dumps(here).encode(), ranks)]
+        for rank in of_ranks:
+            if rank["problem"]:
+                raise UserError(rank["problem"]) from failure
+        known = [rank["parts"] for rank in of_ranks if rank["parts"] is not None]
+        for names in known:
+            if other := sorted(set(names) ^ set(known[0])):
+                raise UserError(
+                    f"{reward} gave part `{other[0]}` for some samples and not for others; return the same parts for"
+                    " every response"
+                )
+        names = known[0] if known else []
+        return replace(scores, parts={name: scores.parts.get(name, [0.0] * len(scores.total)) for name in names})
 
     def returned(self, rollout: Written, name: str, alone: bool) -> Tensor:
         """`[B]`, what environments gave each conversation, summed over its turns; logged as `<name>/environment`.

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
 from rlflow.strategies.role import LossScale
-from rlflow.values.host_copy import on_host
-from rlflow.values.ragged import Ragged
 
 NORMS = 32  # of the last updates that had a gradient, whose median is what a norm is compared with
 FEWEST = 8  # of them; before, none is too large
@@ -30,15 +24,11 @@ class UpdateWatch:
     With `skip_spikes: 10` and norms of about 0.5 in the last updates, one with the norm 7 is skipped.
 
     Attributes:
-        folder: Folder of the run, where each rank writes its rows of the last skipped update; None to write nothing.
-        rank: This rank.
         times: `trainer.skip_spikes`: a norm above so many times the median of the role's last norms is too large; None
             to skip only infinite and NaN norms.
         most: `trainer.max_skipped`: so many skipped updates of a role in a row end the run.
     """
 
-    folder: Path | None = None
-    rank: int = 0
     times: float | None = None
     most: int = 3
     _skipped: Counter[str] = field(default_factory=Counter)  # in a row, by role
@@ -63,15 +53,7 @@ class UpdateWatch:
             return math.inf
         return self.times * statistics.median(norms)
 
-    def note(
-        self,
-        role: str,
-        norm: float,
-        largest: float,
-        scale: LossScale | None,
-        metrics: StepMetrics,
-        rows: Mapping[str, Any],
-    ) -> None:
+    def note(self, role: str, norm: float, largest: float, scale: LossScale | None, metrics: StepMetrics) -> None:
         """Log an update and count it as made or skipped: skipped if `norm` is above `largest`, infinite or NaN.
 
         Args:
@@ -80,7 +62,6 @@ class UpdateWatch:
             largest: What `largest` returned before the update.
             scale: Loss scale of a float16 role, whose overflows do not count while the scale can fall; else None.
             metrics: Metrics of the step.
-            rows: This rank's rows of the update, by the node's parameters.
 
         Raises:
             UserError: `most` updates of the role in a row were skipped.
@@ -99,67 +80,26 @@ class UpdateWatch:
             return
         how = f"{norm:.3g}, where up to {largest:.3g} is usual," if math.isfinite(norm) else "infinite or NaN"
         remedy = "Lower the learning rate, or look for NaN in rewards and loss"
-        self._count(role, f"the gradient of `{role}` was {how}", remedy, rows)
+        self._count(role, f"the gradient of `{role}` was {how}", remedy)
 
-    def note_dropped(self, role: str, metrics: StepMetrics, rows: Mapping[str, Any]) -> None:
+    def note_dropped(self, role: str, metrics: StepMetrics) -> None:
         """Count an update as skipped, because a reward failed on all of its samples, which were dropped.
 
         Args:
             role: The role that is trained.
             metrics: Metrics of the step.
-            rows: This rank's rows of the update, by the node's parameters.
 
         Raises:
             UserError: `most` updates of the role in a row were skipped.
         """
         metrics.number(f"{role}/skipped_updates", 1.0)
-        self._count(role, f"the reward of `{role}` failed on all samples", "Mend the reward", rows)
+        self._count(role, f"the reward of `{role}` failed on all samples", "Mend the reward")
 
-    def _count(self, role: str, what: str, remedy: str, rows: Mapping[str, Any]) -> None:
+    def _count(self, role: str, what: str, remedy: str) -> None:
         """One more update in a row was skipped, for this reason."""
         self._skipped[role] += 1
-        if self._skipped[role] < self.most:
-            return
-        raise UserError(
-            f"{what} in {self._skipped[role]} updates in a row, which were skipped; what was saved before is still"
-            f" there. {remedy}{self._kept(role, rows)}"
-        )
-
-    def _kept(self, role: str, rows: Mapping[str, Any]) -> str:
-        """Where the rows of the last update are, for the message."""
-        if self.folder is None:
-            return ""
-        file = self.folder / "logs" / f"bad-update-{role}-rank{self.rank}.jsonl"
-        try:
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(rows)))
-        except OSError:
-            return "; its rows could not be written"
-        return f"; this rank's rows of the last are in {file}"
-
-
-def rows_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of values as JSON-able dicts, for `logs/bad-update-<role>-rank<rank>.jsonl`.
-
-        {"rollout.texts": "42", "rollout.response_ids": [19, 17, 0], "advantages": 0.7, ...}
-
-    Args:
-        values: Values of equally many rows, by name; columns that are neither numbers nor texts are left out.
-    """
-    rows: dict[int, dict[str, Any]] = {}
-    for name, value in values.items():
-        parts = (
-            {name: value} if isinstance(value, Tensor) else {f"{name}.{key}": part for key, part in vars(value).items()}
-        )
-        for key, part in parts.items():
-            for row, of_row in enumerate(_by_row(part)):
-                rows.setdefault(row, {})[key] = of_row
-    return [rows[row] for row in sorted(rows)]
-
-
-def _by_row(part: Any) -> list[Any]:
-    if isinstance(part, Tensor):
-        listed: list[Any] = on_host(part).tolist() if part.dim() else []
-        return listed
-    if isinstance(part, Ragged):
-        return [row.tolist() for row in part.on_host().rows()]
-    return list(part) if isinstance(part, list) and all(isinstance(each, str) for each in part) else []
+        if self._skipped[role] >= self.most:
+            raise UserError(
+                f"{what} in {self._skipped[role]} updates in a row, which were skipped; what was saved before is still"
+                f" there. {remedy}"
+            )

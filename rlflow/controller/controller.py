@@ -10,12 +10,14 @@ from typing import Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
+from rlflow.checkpoint.stored_groups import step_name
 from rlflow.controller.draws import Draws
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.nodes import Nodes
 from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
-from rlflow.controller.step import Step, Steps
+from rlflow.controller.step import Step, no_groups
+from rlflow.dag.node import BATCH
 from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sleep, SyncWeights, Task, Tell, TrainNode
 from rlflow.data.loader import Prefetch
 from rlflow.databuffer.groups import Groups, ReadGroups
@@ -64,9 +66,10 @@ class Controller:
         self._metrics = metrics
         self._trace = trace
         self._callbacks = callbacks
-        self._steps = Steps(run, metrics)
-        self._draws = Draws(run, loader, self._steps)
-        self._nodes = Nodes(run, policies, callbacks, self._steps, self._draws, inputs)
+        self._steps: dict[int, Step] = {}  # in progress: several where the plan overlaps them
+        self._draws = Draws(run, loader)
+        self._nodes = Nodes(run, policies, callbacks, self._draws, inputs)
+        self._ahead = _made_ahead(run)
         self._slot = 0  # the step whose rows are generated next
         self._began = time.perf_counter()
         self._slot_began = self._waited_before = 0.0
@@ -128,9 +131,9 @@ class Controller:
                 case Sleep():
                     self.policies[task.policy].sleep()
                 case Tell():
-                    self._steps.tell(task, now)
+                    now.tell(task)
                 case Exchange():
-                    self._steps.exchange(task, now)
+                    now.exchange(task)
                 case RunNode():
                     self._nodes.run(task, now)
                 case TrainNode():
@@ -144,7 +147,8 @@ class Controller:
 
     def close(self) -> None:
         """Free the values of steps in progress, which are generated and will not be trained; at the end of the run."""
-        self._steps.clear()
+        for step in self._steps.values():
+            step.buffer.clear()
 
     def carried_over(self, done: int) -> dict[str, Groups]:
         """For a checkpoint after `done` steps, the groups of rows that later steps need, by name.
@@ -152,7 +156,9 @@ class Controller:
         `surplus` has groups that a draw gave beyond the step's, `unfinished` those with responses that were cut off,
         `step-00000007` what this rank made for training in a step that is generated and not trained.
         """
-        return self._steps.carried_over(done) | self._draws.carried_over()
+        steps = () if self._ahead is None else self._in_progress(done)
+        ahead = {step_name(step): self._steps[step].groups(self._ahead) for step in steps}
+        return ahead | self._draws.carried_over()
 
     def restore(self, done: int, draws: int, read: ReadGroups) -> None:
         """Resume after `done` steps; called by all ranks, before the first `step`.
@@ -167,7 +173,15 @@ class Controller:
         """
         self._slot = done + self._run.plan.max_staleness
         self._draws.restore(draws, read)
-        self._steps.restore(done, read, self.run)
+        for step in self._in_progress(done):
+            self._begin(step, draw=0)
+            if self._ahead is not None:
+                groups = read(step_name(step), self._ahead)
+                assert groups is not None, step
+                self._steps[step].put(groups)
+            for task in self._run.plan.crossing():
+                if self._run.rank in task.ranks:
+                    self.run(task, step)
 
     def restore_history(self, history: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore what `history` returned, with the roles of all ranks; empty for a checkpoint without it."""
@@ -189,7 +203,7 @@ class Controller:
         node, run = self._run.graph.nodes[node_id], self._run
         tasks = (task for task in run.plan.every() if isinstance(task, RunNode | TrainNode))
         task = next(task for task in tasks if task.node_id == node_id)
-        self._steps.begin(step, draw)
+        self._begin(step, draw)
         put(task.layout, self._steps[step])
         for policy in node.generates:
             changed = run.graph.changed_before(node)[policy]
@@ -197,10 +211,18 @@ class Controller:
         self.run(replace(task, frees=()), step)
         return self._steps[step]
 
+    def _begin(self, step: int, draw: int) -> None:
+        """Make room for a step's rows, the first of which are those of `draw`."""
+        self._steps[step] = Step(self._run, step, draw, self._metrics.of(step))
+
+    def _in_progress(self, done: int) -> range:
+        """After `done` steps, those that are generated and not trained."""
+        return range(done, min(done + self._run.plan.max_staleness, self._run.steps))
+
     def _run_slot(self, slot: int) -> None:
         """Run all tasks of this rank once: those without lag for step `slot`, those of lag n for step `slot` - n."""
         if slot < self._run.steps:
-            self._steps.begin(slot, self._draws.count)
+            self._begin(slot, self._draws.count)
             self._draws.count += not self._draws.repeats
         self._slot_began, self._waited_before = time.perf_counter(), self._trace.waited_s
         for task in self.plan:
@@ -213,7 +235,7 @@ class Controller:
                 metrics.seconds("time/elapsed", time.perf_counter() - self._began)
             self.run(task, step)
             if isinstance(task, Reduce):
-                self._steps.end(step)
+                self._steps.pop(step).buffer.clear()
 
     @contextmanager
     def _watching(self, task: Task, step: int) -> Iterator[None]:
@@ -242,7 +264,7 @@ class Controller:
     def _reduce(self, step: Step) -> None:
         clock, run = self._run.transport.clock, self._run
         clock.settle()
-        self._steps.log_exchanges(step)
+        step.log_exchanges(sum(each.buffer.peak_held_bytes for each in self._steps.values()))
         self._draws.log(step)
         waited = self._trace.waited_s - self._waited_before
         worked = time.perf_counter() - self._slot_began - waited
@@ -284,3 +306,16 @@ def time_metric(task: Task) -> str | None:
     if isinstance(task, SyncWeights):
         return "time/sync"
     return "time/load" if isinstance(task, Load) else None
+
+
+def _made_ahead(run: Run) -> Groups | None:
+    """The form of what this rank makes for training in a step that is generated and not trained; None for nothing."""
+    every = list(run.plan.every())
+    ahead = [task for task in every if isinstance(task, Load | RunNode) and not task.lag]
+    if not run.plan.crossing() or not any(run.rank in task.ranks for task in ahead):
+        return None
+    behind = {task.node_id for task in every if isinstance(task, RunNode | TrainNode) and task.lag}
+    read = {name for node in behind for name in run.graph.nodes[node].reads}
+    runs = [task.node_id for task in ahead if isinstance(task, RunNode)]
+    spaces = [BATCH, *(name for name in runs if run.graph.nodes[name].makes_rows)]
+    return no_groups(run, spaces, [name for name in (BATCH, *runs) if name in read])

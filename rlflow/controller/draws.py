@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from rlflow.checkpoint.stored_groups import SURPLUS, UNFINISHED
-from rlflow.context.dropped_rows import left_out
 from rlflow.controller.run import Run
-from rlflow.controller.step import Carried, Step, Steps
+from rlflow.controller.step import Step, no_groups
 from rlflow.dag.node import BATCH
 from rlflow.dag.tasks import Fill, HoldBack, Load, RunNode, Task
 from rlflow.data.loader import Prefetch
 from rlflow.databuffer.groups import Groups, ReadGroups
-from rlflow.databuffer.message import to_message
+from rlflow.databuffer.transport import to_message
 from rlflow.errors import UserError
 from rlflow.rollout.sampling import Part
 from rlflow.values.batch import Batch
@@ -36,7 +35,6 @@ class Draws:
     Args:
         run: The run on this rank.
         loader: Loader of the training rows.
-        steps: Steps in progress.
 
     Attributes:
         count: How often prompts were drawn, the draw in progress included.
@@ -46,7 +44,7 @@ class Draws:
             draw continues them. None without.
     """
 
-    def __init__(self, run: Run, loader: Prefetch, steps: Steps) -> None:
+    def __init__(self, run: Run, loader: Prefetch) -> None:
         self.count = 0
         self.repeats = run.plan.fill is not None
         self.surplus: Groups | None = None
@@ -54,18 +52,20 @@ class Draws:
         self._run = run
         self._loader = loader
         self._transport = run.transport
-        self._steps = steps
         self._any_finished = True  # whether the last draw left the step a group
-        holds = (task for task in run.plan.every() if isinstance(task, HoldBack))
-        self._cuts = None if run.replays else next(holds, None)
         fill = run.plan.fill
         repeated = () if fill is None else fill.tasks
-        runs = [run.graph.nodes[task.node_id] for task in repeated if isinstance(task, RunNode)]
-        of_step = [BATCH, *(node.id for node in runs if node.makes_rows)]
-        self._of_step = Carried(run, of_step, () if fill is None else fill.keeps)
-        self._prompts = Carried(run, [BATCH], [BATCH])
-        samples = [BATCH] if self._cuts is None else [BATCH, self._cuts.node_id]
-        self._samples = Carried(run, samples, samples)
+        self._cuts = None if run.replays else next((task for task in repeated if isinstance(task, HoldBack)), None)
+        # The forms of what is carried: all rows that a draw makes, with the values that later tasks read of them; and
+        # prompts with their samples.
+        self._of_step = self._samples = no_groups(run, [], [])
+        if fill is not None:
+            runs = [run.graph.nodes[task.node_id] for task in repeated if isinstance(task, RunNode)]
+            of_step = [BATCH, *(node.id for node in runs if node.makes_rows)]
+            self._of_step = no_groups(run, of_step, fill.keeps)
+        if self._cuts is not None:
+            samples = [BATCH, self._cuts.node_id]
+            self._samples = no_groups(run, samples, samples)
 
     @property
     def cuts_off(self) -> bool:
@@ -85,12 +85,12 @@ class Draws:
         self._choose(step.draw, layout)
         batch, ids = self._loader.batch(step.draw, layout.shard(self._transport.rank), layout.shards)
         lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # of pairs nothing is per token
-        space = self._steps.gather(BATCH, layout, step, ids[:, None], lengths=lengths, tokens=batch.tokens)
+        space = step.gather(BATCH, layout, ids[:, None], lengths, batch.tokens)
         on_device = to_device(batch, self._run.strategy.root_device)
         step.buffer.put(BATCH, on_device, self._run.graph.type_of(BATCH), space, layout)
         if (held := self.unfinished) is not None:
             prompts = Groups(held.rank, {BATCH: held.spaces[BATCH]}, {BATCH: held.values[BATCH]})
-            self._prompts.put(Groups.joined([prompts, self._prompts.of(step)]), step)
+            step.put(Groups.joined([prompts, step.groups(prompts)]))
 
     def hold_back(self, task: HoldBack, step: Step) -> None:
         """Leave the step the groups whose responses have all ended, and hold back the others for the next draw.
@@ -100,7 +100,7 @@ class Draws:
             step: Has the samples of this draw, and of those before that were unfinished.
         """
         layout, rank = self._run.value_layouts[task.node_id], self._transport.rank
-        drawn, space = self._samples.of(step), step.spaces[task.node_id]
+        drawn, space = step.groups(self._samples), step.spaces[task.node_id]
         none = torch.zeros(len(space.held(layout, rank)), dtype=torch.bool)
         cut_off = none if step.cut_off is None else step.cut_off
         of_all = space.gathered(layout, cut_off.to("cpu", torch.uint8), self._transport, task.ranks).bool()
@@ -108,7 +108,7 @@ class Draws:
         ended = drawn.roots[~torch.isin(drawn.roots, waiting)]
         self.unfinished = drawn.only(waiting) if len(waiting) else None
         self._any_finished = len(ended) > 0
-        self._samples.put(drawn.only(ended), step)
+        step.put(drawn.only(ended))
 
     def fill(self, task: Fill, step: Step, run: Callable[[Task, int], None]) -> None:
         """Draw until the step has its groups; then its rows and values are in place, as if drawn together.
@@ -131,7 +131,7 @@ class Draws:
             draws += 1
             if not self._draw(task, step, run):
                 continue
-            drawing = self._of_step.of(step)
+            drawing = step.groups(self._of_step)
             groups = drawing.roots if task.filter_id is None else self._chosen(task.filter_id, task.ranks, step)
             for name in (*task.keeps, task.filter_id):
                 if name is not None and step.buffer.holds(name):
@@ -142,7 +142,7 @@ class Draws:
             count += len(groups)
         filled = Groups.joined(parts)
         of_step, left = filled.roots.tensor_split([needed])
-        self._of_step.put(filled.only(of_step), step)
+        step.put(filled.only(of_step))
         self.surplus = filled.only(left) if len(left) else None
         if task.filter_id is not None and drawn:
             step.metrics.mean("filter/kept", float(kept), float(drawn))
@@ -171,9 +171,9 @@ class Draws:
         self.count = count
         fill, rank = self._run.plan.fill, self._transport.rank
         if fill is not None and rank in fill.ranks:
-            self.surplus = read(SURPLUS, self._of_step.empty())
+            self.surplus = read(SURPLUS, self._of_step)
         if self._cuts is not None and rank in self._cuts.ranks:
-            self.unfinished = read(UNFINISHED, self._samples.empty())
+            self.unfinished = read(UNFINISHED, self._samples)
 
     @property
     def _part(self) -> str:
@@ -218,7 +218,7 @@ class Draws:
             raise UserError(
                 f"filter `{filter_id}` returned {found}; return one bool a row, `[B]`, such as a comparison gives"
             )
-        out = left_out(space, graph.nodes[filter_id], step.spaces, graph)
+        out = step.left_out(space, graph.nodes[filter_id])
         counted = slice(None) if out is None else ~out
         return kept_groups(filter_id, answers.bool()[counted], space.roots[counted])
 

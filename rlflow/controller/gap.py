@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from rlflow.controller.run import Run
 from rlflow.dag.tasks import SyncWeights
-from rlflow.databuffer.message import from_message, to_message
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import CausalLM
@@ -224,18 +222,14 @@ class Probe:
 
     def run(self, version: int, metrics: StepMetrics) -> None:
         """Compare at `version`, which both have now."""
-        speaker, rank = self._task.target[0], self._transport.rank
+        task, rank, ranks = self._task, self._transport.rank, probing_group(self._task)
         completions = [] if self._engine is None else self._sampled(self._engine, version)
-        message = None
-        if rank == speaker:
-            written = json.dumps([[one.token_ids, one.logprobs] for one in completions]).encode()
-            message = to_message(written)
-        ranks = probing_group(self._task)
         if rank not in ranks:
             return
-        received = from_message(self._transport.broadcast_bytes(message, speaker, ranks))
-        if rank in self._task.source:
-            self._compare([(tokens, logprobs) for tokens, logprobs in json.loads(received)], metrics)
+        written = [(one.token_ids, one.logprobs) for one in completions]
+        written = self._transport.broadcast_json(written, task.target[0], ranks)
+        if rank in task.source:
+            self._compare(written, metrics)
 
     def _sampled(self, engine: RolloutEngine, version: int) -> list[Completion]:
         seeds = [sampling_seed(self._seed, version, "probe", (0,), index) for index in range(PROBES)]

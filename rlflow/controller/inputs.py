@@ -27,7 +27,6 @@ from torch import Tensor
 
 from rlflow.checkpoint import digest_of
 from rlflow.checkpoint.stored_groups import described, of_ranks, read_rows, write_rows
-from rlflow.context.dropped_rows import left_out
 from rlflow.controller.run import Run
 from rlflow.controller.step import Step
 from rlflow.dag.graph import Graph
@@ -71,102 +70,96 @@ class NodeInputs:
     nodes: Collection[str] = ()
 
     @contextmanager
-    def around(self, node: Node, layout: Layout, step: Step) -> Iterator[NodeCall]:
+    def around(self, node: Node, layout: Layout, step: Step) -> Iterator[None]:
         """Wrap the call of a node: its inputs are written before the call in a step of `steps`, else if it raises.
 
         A note on the error says how to replay it: `rlflow replay runs/grpo --step 7 --node advantages`. Nothing is
         written if a collective failed, because the cause is on another rank.
         """
-        asked = step.number + 1 in self.steps and (not self.nodes or node.id in self.nodes)
-        call = NodeCall(self.run, self.folder, node, layout, step, asked)
+        asked = self._are_asked(node, step)
         if asked:
-            call.write("")
+            self._write(node, layout, step)
         try:
-            yield call
+            yield
         except Exception as error:
             if not asked and self.folder is not None and not of_a_collective(error):
                 with contextlib.suppress(Exception):  # the error that is here is the one to be reported
-                    call.write(readable(shown(one_line(error))))
+                    self._write(node, layout, step, readable(shown(one_line(error))))
                     again = f"rlflow replay {self.folder.parent} --step {step.number + 1} --node {node.id}"
                     error.add_note(f"what it read is stored: {again}")
             raise
 
+    def write_result(self, node: Node, layout: Layout, step: Step) -> None:
+        """Write what the node returned, if its inputs were asked for."""
+        if self._are_asked(node, step) and node.makes_value:
+            space = step.buffer.space(node.id)
+            value = GroupValue(node.returns, space.name, layout, step.buffer.get(node.id, layout))
+            groups = Groups(self.run.rank, {space.name: self._laid(space, node, layout, step)}, {node.id: value})
+            name = f"{node.id}.{MADE}"
+            self._sign(step, name, self._write_groups(step, name, groups, {}))
 
-@dataclass(frozen=True)
-class NodeCall:
-    """A node's call in a step on this rank, see `NodeInputs`; `asked` is whether its step and node are to be stored."""
+    def _are_asked(self, node: Node, step: Step) -> bool:
+        return step.number + 1 in self.steps and (not self.nodes or node.id in self.nodes)
 
-    run: Run
-    folder: Path | None
-    node: Node
-    layout: Layout
-    step: Step
-    asked: bool
-
-    def write(self, failed: str) -> None:
-        """Write what the node reads on this rank, and the module's state; `failed` is what it raised, or empty."""
-        graph, node, step, rank = self.run.graph, self.node, self.step, self.run.rank
-        spaces, values = {node.inside: self._laid(step.spaces[node.inside])}, {}
+    def _write(self, node: Node, layout: Layout, step: Step, failed: str = "") -> None:
+        """Write what a node reads on this rank, and the module's state; `failed` is what it raised, or empty."""
+        graph, rank, folder = self.run.graph, self.run.rank, self._folder(step)
+        spaces, values = {node.inside: self._laid(step.spaces[node.inside], node, layout, step)}, {}
         for name in node.reads:
             reader = step.spaces[graph.seen_in(node, name)]
-            rows = step.buffer.get(name, self.layout, reader)
+            rows = step.buffer.get(name, layout, reader)
             key = key_of(graph, node, name)
             if key not in spaces:
                 of = step.spaces[graph.space_of(name)]
-                below = None if key == of.name else beside_parents(ancestors(reader.path, of.path), self._at(reader))
-                spaces[key] = self._laid(of, below)
-            values[name] = GroupValue(graph.type_of(name), key, self.layout, rows)
-        written = self._write(node.id, Groups(rank, spaces, values), {"draw": step.draw})
+                below = None
+                if key != of.name:
+                    below = beside_parents(ancestors(reader.path, of.path), reader.partition(layout))
+                spaces[key] = self._laid(of, node, layout, step, below)
+            values[name] = GroupValue(graph.type_of(name), key, layout, rows)
+        written = self._write_groups(step, node.id, Groups(rank, spaces, values), {"draw": step.draw})
         if failed:
             name = of_rank(f"{node.id}.{FAILED}", rank, self.run.transport.world_size)
-            (self._folder / f"{name}.txt").write_text(failed)
-        if rank == self.layout.ranks[0] or failed:
+            (folder / f"{name}.txt").write_text(failed)
+        if rank == layout.ranks[0] or failed:
             rest, tensors = without_tensors(self.run.module.state_dict())
-            path = self._folder / f"{node.id}.{STATE}"
+            path = folder / f"{node.id}.{STATE}"
             Path(f"{path}.json").write_text(json.dumps(rest))
             save_file(
                 {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, f"{path}.safetensors"
             )
             # Of ranks that raised each writes a state of its own over that of another.
             written += [] if failed else [f"{path.name}.json", f"{path.name}.safetensors"]
-        self._sign(node.id, written)
+        self._sign(step, node.id, written)
 
-    def made(self, result: Any, space: RowSpace) -> None:
-        """Write what the node returned, if its inputs were asked for."""
-        if self.asked and self.node.makes_value:
-            value = GroupValue(self.node.returns, space.name, self.layout, result)
-            name, spaces = f"{self.node.id}.{MADE}", {space.name: self._laid(space)}
-            self._sign(name, self._write(name, Groups(self.run.rank, spaces, {self.node.id: value}), {}))
-
-    @property
-    def _folder(self) -> Path:
+    def _folder(self, step: Step) -> Path:
         assert self.folder is not None
-        return folder_of(self.folder, self.step.number)
+        return folder_of(self.folder, step.number)
 
-    def _write(self, name: str, groups: Groups, more: dict[str, Any]) -> list[str]:
+    def _write_groups(self, step: Step, name: str, groups: Groups, more: dict[str, Any]) -> list[str]:
         """Write rows and their description; the names of the files that no other rank writes."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        signature_of(self._folder, name, self.run.rank, self.run.transport.world_size).unlink(missing_ok=True)
-        written = write_rows(self._folder, name, groups, self.run.transport.world_size)
-        draft = self._folder / f"{name}.json.{self.run.rank}"  # of several ranks that write the same, one counts
-        content = {**described(groups, self.run.transport.world_size), **more}
+        folder, ranks = self._folder(step), self.run.transport.world_size
+        folder.mkdir(parents=True, exist_ok=True)
+        signature_of(folder, name, self.run.rank, ranks).unlink(missing_ok=True)
+        written = write_rows(folder, name, groups, ranks)
+        draft = folder / f"{name}.json.{self.run.rank}"  # of several ranks that write the same, one counts
+        content = {**described(groups, ranks), **more}
         draft.write_text(json.dumps({"sha256": digest_of(content), **content}))
-        os.replace(draft, self._folder / f"{name}.json")
+        os.replace(draft, folder / f"{name}.json")
         return written
 
-    def _sign(self, name: str, written: Collection[str]) -> None:
+    def _sign(self, step: Step, name: str, written: Collection[str]) -> None:
         """Write the digests of files that are written and stay as they are."""
-        signature = signature_of(self._folder, name, self.run.rank, self.run.transport.world_size)
-        signature.write_text(json.dumps({file: sha256(self._folder / file) for file in written}))
+        folder = self._folder(step)
+        signature = signature_of(folder, name, self.run.rank, self.run.transport.world_size)
+        signature.write_text(json.dumps({file: sha256(folder / file) for file in written}))
 
-    def _at(self, space: RowSpace) -> Partition:
-        return space.partition(self.layout)
-
-    def _laid(self, space: RowSpace, partition: Partition | None = None) -> RowSpace:
+    def _laid(
+        self, space: RowSpace, node: Node, layout: Layout, step: Step, partition: Partition | None = None
+    ) -> RowSpace:
         """The space with the node's layout alone; rows that the node does not see are marked as dropped."""
-        at = self._at(space) if partition is None else partition
-        out = left_out(space, self.node, self.step.spaces, self.run.graph)
-        return replace(space, dropped=space.dropped if out is None else out, lies={self.layout: at})
+        at = space.partition(layout) if partition is None else partition
+        out = step.left_out(space, node)
+        return replace(space, dropped=space.dropped if out is None else out, lies={layout: at})
 
 
 def folder_of(folder: Path, step: int) -> Path:

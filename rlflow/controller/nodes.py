@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.context.dropped_rows import each_without, left_out, without_dropped
 from rlflow.context.generation import Calls
 from rlflow.context.node_context import Running
 from rlflow.controller.draws import Draws
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
-from rlflow.controller.step import Step, Steps
+from rlflow.controller.step import Step
 from rlflow.controller.training import Training
 from rlflow.dag.annotations import type_name
 from rlflow.dag.node import Node
@@ -26,7 +26,7 @@ from rlflow.databuffer.rows import RowSpace, ancestors
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, within_node
 from rlflow.metrics import StepMetrics
-from rlflow.values.columns import columns
+from rlflow.values.columns import columns, take_rows
 from rlflow.values.cuts import Cut
 from rlflow.values.each import Each, Trained
 from rlflow.values.host_copy import bring_over, on_device, on_host
@@ -46,7 +46,6 @@ class Nodes:
         run: The run on this rank.
         policies: Policies that generate, with the versions of their weights.
         callbacks: Called before and after each node that is not trained.
-        steps: Steps in progress.
         draws: Draws of prompts.
         inputs: Stores what nodes read, in steps that `trainer.keep_inputs` names and where a node raises.
 
@@ -59,7 +58,6 @@ class Nodes:
         run: Run,
         policies: Policies,
         callbacks: Callbacks,
-        steps: Steps,
         draws: Draws,
         inputs: NodeInputs,
     ) -> None:
@@ -68,7 +66,6 @@ class Nodes:
         self._context = run.context
         self._transport = run.transport
         self._callbacks = callbacks
-        self._steps = steps
         self._draws = draws
         self._inputs = inputs
         repeated = () if run.plan.fill is None else run.plan.fill.tasks
@@ -84,14 +81,16 @@ class Nodes:
         """
         node, layout = self._run.graph.nodes[task.node_id], task.layout
         self._callbacks.call(Callback.on_node_start, node.id)
-        values, read = self._read(node, layout, step)
-        with self._inputs.around(node, layout, step) as stored:
-            result, calls = self._call(node, read, layout, values, step)
-            space = read
+        values, space, dropped = self._read(node, layout, step)
+        with self._inputs.around(node, layout, step):
+            result, calls = self._call(node, space, layout, values, dropped, step)
             if node.makes_rows:
                 if node.generates:
-                    result = self._returned(node, result, calls, read)
-                space = self._made(node, layout, step, result, read, calls)
+                    result = calls.returned(result, space.path.shape[1])
+                rows = new_rows(node, result, space, layout, self._transport.rank)
+                space = step.gather(node.id, layout, *rows)
+                if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
+                    measure(node.id, result, step.metrics, calls.tokens)
                 if node.id not in self._repeated:
                     self.note_age(task, step)
             elif node.role is not None:
@@ -99,16 +98,15 @@ class Nodes:
             step.buffer.put(node.id, result, node.returns, space, layout)
             if node.kind == "compute" or node.kind == "filter":
                 require_finite(node, result, space, layout, self._transport)
-            stored.made(step.buffer.get(node.id, layout), space)
+            self._inputs.write_result(node, layout, step)
         step.free(task.frees)
         self._callbacks.call(Callback.on_node_end, node.id)
 
     def train(self, task: TrainNode, step: Step) -> None:
         """Train a role on this rank's rows, by all ranks of the task; nothing before the role's `start_step`."""
         node = self._run.graph.nodes[task.node_id]
-        values, space = self._read(node, task.layout, step)
+        values, space, dropped = self._read(node, task.layout, step)
         if self.training.begun(node, step.number):
-            dropped = self._dropped(node, task.layout, step)
             running = Running(node, space, task.layout, step.draw, {}, step.metrics, dropped=dropped)
             with (
                 self._context.within(running),
@@ -137,14 +135,19 @@ class Nodes:
         step.metrics.mean(f"{node.id}/staleness", ages.sum(), float(len(versions)))
 
     def _call(
-        self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], step: Step
+        self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], dropped: Tensor | None, step: Step
     ) -> tuple[Any, Calls]:
         """Call the module's method; its result, and the calls of `generate` that it made."""
         versions = self._policies.versions_of(step.number, self._run.graph.changed_before(node))
-        part, dropped = self._draws.part_of(node.id), self._dropped(node, layout, step)
+        part = self._draws.part_of(node.id)
         running = Running(node, space, layout, step.draw, versions, step.metrics, part, dropped=dropped)
         with self._context.within(running), within_node(node.id, node.place, self._transport.rank):
             result = getattr(self._run.module, node.id)(**values, **dict.fromkeys(node.after, Trained()))
+        if node.makes_rows and not isinstance(result, node.returns):
+            raise UserError(
+                f"node `{node.id}` returned {type(result).__name__} and is annotated {type_name(node.returns)}"
+                f" ({node.place}); return that"
+            )
         if part is not None:
             step.cut_off = running.cut_off
             if step.cut_off is not None and len(step.cut_off) != len(result.lengths):
@@ -154,63 +157,61 @@ class Nodes:
                 )
         return result, running.calls
 
-    def _read(self, node: Node, layout: Layout, step: Step) -> tuple[dict[str, Any], RowSpace]:
-        """This rank's rows of the values that `node` reads, by parameter, dropped rows masked; and the rows it sees."""
-        graph, space = self._run.graph, step.spaces[node.inside]
+    def _read(self, node: Node, layout: Layout, step: Step) -> tuple[dict[str, Any], RowSpace, Tensor | None]:
+        """What `node` reads on this rank, by parameter; the rows that it sees; and which of them a reward dropped.
+
+        The last is `[B]` bool on the CPU, of this rank's rows; None if none were dropped. Dropped rows are masked.
+        """
+        graph, rank, space = self._run.graph, self._transport.rank, step.spaces[node.inside]
         values = {name: step.buffer.get(name, layout, step.spaces[graph.seen_in(node, name)]) for name in node.reads}
         values = graph.seen(node, values)
-        here = space.held(layout, self._transport.rank)
-        for name in node.each:
-            below = step.spaces[graph.space_of(name)]
-            counts = space.counts_below(here, below)
-            each: Each[Any] = Each(values[name], on_device(counts, self._transport.device))
-            out = left_out(below, node, step.spaces, graph)
-            if out is not None:
-                each = each_without(each, graph.type_of(name), out[space.below(below, layout, self._transport.rank)])
-            values[name] = each
-        if (dropped := self._dropped(node, layout, step)) is not None:
-            values = {
-                name: value if name in node.each else without_dropped(value, dropped) for name, value in values.items()
-            }
-        return values, space
-
-    def _dropped(self, node: Node, layout: Layout, step: Step) -> Tensor | None:
-        """`[B]` bool on the CPU, which of the rows that a node sees on this rank were dropped; None if none were."""
-        space = step.spaces[node.inside]
-        out = left_out(space, node, step.spaces, self._run.graph)
-        return None if out is None else out[space.held(layout, self._transport.rank)]
-
-    def _returned(self, node: Node, result: Any, calls: Calls, above: RowSpace) -> Rollout:
-        if not isinstance(result, Rollout):
-            raise UserError(f"node `{node.id}` returned {type(result).__name__}; return what `generate` gives")
-        return calls.returned(result, above.path.shape[1])
-
-    def _made(self, node: Node, layout: Layout, step: Step, result: Any, above: RowSpace, calls: Calls) -> RowSpace:
-        """Let the node's ranks exchange which rows it made, and log `<node>/length` and the like of its responses."""
-        rows = new_rows(node, result, above, layout, self._transport.rank)
-        space = self._steps.gather(node.id, layout, step, rows.path, rows.lengths, rows.tokens, rows.versions)
-        if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
-            measure(node.id, result, step.metrics, calls.tokens)
-        return space
+        here = space.held(layout, rank)
+        out = step.left_out(space, node)
+        dropped = None if out is None else out[here]
+        for name, value in values.items():
+            if name in node.each:
+                below = step.spaces[graph.space_of(name)]
+                counts = space.counts_below(here, below)
+                each: Each[Any] = Each(value, on_device(counts, self._transport.device))
+                if (out := step.left_out(below, node)) is not None:
+                    each = each_without(each, graph.type_of(name), out[space.below(below, layout, rank)])
+                values[name] = each
+            elif dropped is not None:
+                values[name] = without_dropped(value, dropped)
+        return values, space, dropped
 
 
-class NewRows(NamedTuple):
-    """What other ranks must know of the rows that a node made on one; on the CPU.
+def without_dropped(value: Any, dropped: Tensor) -> Any:
+    """A copy of `value` in which dropped rows have no token in `loss_mask`, and the group `NO_GROUP`.
 
-    Attributes:
-        path: `[B, depth]`, the path of the parent, then the number among its children.
-        lengths: `[B]`, response tokens of each.
-        tokens: `[B]`, what a model reads of each.
-        versions: `[B]`, version of the policy that generated it; -1 where none did.
+    The rows stay, so shapes do not change. A value without these fields, such as a tensor, is returned as it is.
+
+    Args:
+        value: A value of `B` rows.
+        dropped: `[B]` bool, on the CPU.
     """
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    changed: dict[str, Any] = {}
+    for name, column in vars(value).items():
+        if isinstance(column, RowPath):
+            changed[name] = dataclasses.replace(column, dropped=dropped)
+        elif name == "loss_mask" and isinstance(column, Tensor):
+            changed[name] = on_device(on_host(column) & ~dropped[:, None], column.device)
+    return dataclasses.replace(value, **changed) if changed else value
 
-    path: Tensor
-    lengths: Tensor
-    tokens: Tensor
-    versions: Tensor
+
+def each_without(each: Each[Any], annotation: Any, dropped: Tensor) -> Each[Any]:
+    """A copy of `each` without the rows where `dropped`, `[K]` bool on the CPU, is True; its `counts` are smaller."""
+    kept = ~dropped
+    parent, counts = on_host(each.parent)[kept], on_host(each.counts)
+    counts = torch.zeros_like(counts).index_add(0, parent, torch.ones_like(parent))
+    return Each(take_rows(each.values, annotation, kept.nonzero()[:, 0]), on_device(counts, each.counts.device))
 
 
-def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int) -> NewRows:
+def new_rows(
+    node: Node, value: Any, above: RowSpace, layout: Layout, rank: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the other ranks must know of the rows that a node made on this rank.
 
     A node that saw the prompts 4 and 7 returned the responses 4 0, 4 2 and 7 1, of 3, 2 and 7 tokens to prompts of 2:
@@ -224,15 +225,14 @@ def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int)
         layout: How these lie on its ranks.
         rank: This rank.
 
+    Returns:
+        On the CPU the paths of the rows `[B, depth]`, the number among a parent's children last; and `[B]` each, their
+        response tokens, what a model reads of them, and the version of the policy that generated them, -1 where none
+        did.
+
     Raises:
-        UserError: The value is not of the annotated type or has no paths, or a row has no parent that the node saw on
-            this rank.
+        UserError: The value has no paths, or a row has no parent that the node saw on this rank.
     """
-    if not isinstance(value, node.returns):
-        raise UserError(
-            f"node `{node.id}` returned {type(value).__name__} and is annotated {type_name(node.returns)}"
-            f" ({node.place}); return that"
-        )
     names = [column.name for column in columns(node.returns) if column.cut is Cut.PATH]
     path = getattr(value, names[0])
     if not isinstance(path, RowPath):
@@ -255,7 +255,7 @@ def new_rows(node: Node, value: Any, above: RowSpace, layout: Layout, rank: int)
     own = RowPath(numbers, path.levels).below(depth, node.id).numbers
     lengths = on_cpu.get("lengths", torch.zeros_like(none))
     tokens = on_cpu.get("tokens", lengths + on_cpu.get("prompts", 0))
-    return NewRows(own, lengths, tokens, on_cpu.get("versions", none))
+    return own, lengths, tokens, on_cpu.get("versions", none)
 
 
 def _counts(value: Any) -> dict[str, Tensor]:

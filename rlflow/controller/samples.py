@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from rlflow.dag.node import BATCH
-from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.rewards.reward import Scores
 from rlflow.values.host_copy import on_host
@@ -79,11 +77,8 @@ class Samples:
         samples = self._steps.pop(step, [])
         if self._speaker == 0 or self._transport.rank not in self.group:
             return samples
-        speaks = self._transport.rank == self._speaker
-        message = to_message(json.dumps(samples).encode()) if speaks else None
-        received = self._transport.broadcast_bytes(message, self._speaker, self.group)
-        read: list[dict[str, Any]] = json.loads(from_message(received))
-        return read
+        sent: list[dict[str, Any]] = self._transport.broadcast_json(samples, self._speaker, self.group)
+        return sent
 
     def of_later_steps(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """What was kept of steps in progress, by step, JSON-able."""

@@ -75,8 +75,7 @@ class Training:
         self._gives_up = all(len(task.ranks) == run.transport.world_size for task in trained)
         self._at_first_update: Callable[[], None] | None = None
         self.tried: Counter[str] = Counter()
-        settings = run.settings
-        self.watch = UpdateWatch(settings.folder, run.rank, settings.skip_spikes, settings.max_skipped)
+        self.watch = UpdateWatch(run.settings.skip_spikes, run.settings.max_skipped)
         if run.replays:
             self.watch = UpdateWatch(most=sys.maxsize)
 
@@ -154,18 +153,19 @@ class Training:
         mode = handle.loss_aggregation or self._module.loss_aggregation
         mini = self._take(values, rows)
         scored = _scored(mini)
-        mask = _mask(scored, per_sample=node.returns == PerSample)
-        out = 0
-        if dropped is not None:
-            out = int(dropped[rows].sum())
-            kept = ~dropped[rows].view(-1, *[1] * (mask.dim() - 1))
-            mask = on_device(on_host(mask) & kept, mask.device)
-        here = int(loss_count(on_host(mask), mode)), int(on_host(mask).sum()), out, _sequences(scored)
+        out = None if dropped is None else dropped[rows]
+        mask = _mask(scored, out, per_sample=node.returns == PerSample)
+        here = (
+            int(loss_count(on_host(mask), mode)),
+            int(on_host(mask).sum()),
+            0 if out is None else int(out.sum()),
+            _sequences(scored),
+        )
         prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other ones, of the same rows
         parts = len(handle.plan.split(scored, prompts=prompts))
         total, learnt_from, of_dropped, sequences, most, asked = self._agree(here, parts, layout)
         if learnt_from == 0 < of_dropped and not again:  # what a reward failed on is the same in every epoch
-            self.watch.note_dropped(role, metrics, mini)
+            self.watch.note_dropped(role, metrics)
         if learnt_from == 0:
             return  # on all ranks
         if self._at_first_update is not None:
@@ -199,7 +199,7 @@ class Training:
                 metrics.mean(f"{role}/router_aux_loss", balance_here, once)
         largest = self.watch.largest(role)
         norm = self._strategy.step(role, largest)
-        self.watch.note(role, norm, largest, self._strategy.roles[role].loss_scale, metrics, mini)
+        self.watch.note(role, norm, largest, self._strategy.roles[role].loss_scale, metrics)
 
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
@@ -239,9 +239,13 @@ def _has_mask(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and "loss_mask" in {field.name for field in dataclasses.fields(value)}
 
 
-def _mask(scored: Any, per_sample: bool) -> Tensor:
-    """What the loss counts: tokens `[B, T]`, or samples `[B]` with a token; of pairs, each."""
+def _mask(scored: Any, dropped: Tensor | None, per_sample: bool) -> Tensor:
+    """What the loss counts: tokens `[B, T]`, or samples `[B]` with a token; of pairs, each that was not dropped.
+
+    The `loss_mask` of dropped rows is empty: a train node gets it so.
+    """
     if isinstance(scored, Pairs):
-        return on_device(torch.ones(len(scored.prompt_ids), dtype=torch.bool), scored.prompt_ids.lengths.device)
+        counts = torch.ones(len(scored.prompt_ids), dtype=torch.bool) if dropped is None else ~dropped
+        return on_device(counts, scored.prompt_ids.lengths.device)
     mask: Tensor = scored.loss_mask
     return remember(mask.any(dim=1), on_host(mask).any(dim=1)) if per_sample else mask

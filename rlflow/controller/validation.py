@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlflow.context.conversations import ConverseCall, measure_turns
 from rlflow.context.node_context import Running
-from rlflow.context.scoring import scored_alike
 from rlflow.controller.run import Run
 from rlflow.dag.node import BATCH, Node
 from rlflow.databuffer.rows import RowSpace
@@ -101,7 +100,7 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
             )
         speaks = layout.publishes(transport.rank)
         of_rank = run.context.reward_input(rollout, done) if speaks else RewardInput([], [])
-        scored = None if module.scorer is None else scored_alike(module.scorer, of_rank, layout.ranks, transport)
+        scored = None if module.scorer is None else run.context.scores_of(module.scorer, of_rank, layout.ranks)
         if not speaks:
             continue
         if ended:

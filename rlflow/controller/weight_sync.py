@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from rlflow.controller.run import Run
 from rlflow.dag.tasks import SyncWeights
-from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.models.causal_lm import stored_weights
 from rlflow.module import handles
@@ -121,16 +119,17 @@ class WeightSync:
 
     def _send(self, bucket: Bucket) -> None:
         device = self._transport.device
-        header = json.dumps([[name, str(of.dtype).removeprefix("torch."), list(of.shape)] for name, of in bucket])
+        header = [[name, str(of.dtype).removeprefix("torch."), list(of.shape)] for name, of in bucket]
         payload = [of.detach().to(device).contiguous().flatten().view(torch.uint8) for _, of in bucket]
-        self._transport.broadcast_bytes(to_message(header.encode()), self._transport.rank, self._group)
+        self._transport.broadcast_json(header, self._transport.rank, self._group)
         if bucket:
             self._transport.broadcast_bytes(torch.cat(payload), self._transport.rank, self._group)
 
     def _received(self) -> Iterator[Bucket]:
         """The buckets that the sender sends, up to an empty one."""
-        while header := json.loads(from_message(self._hear())):
-            payload = self._hear()
+        assert self._sender is not None
+        while header := self._transport.broadcast_json(None, self._sender, self._group):
+            payload = self._transport.broadcast_bytes(None, self._sender, self._group)
             bucket: Bucket = []
             for name, kind, shape in header:
                 dtype: torch.dtype = getattr(torch, kind)
@@ -138,10 +137,6 @@ class WeightSync:
                 bucket.append((name, payload[:size].clone().view(dtype).view(shape)))
                 payload = payload[size:]
             yield bucket
-
-    def _hear(self) -> Tensor:
-        assert self._sender is not None
-        return self._transport.broadcast_bytes(None, self._sender, self._group)
 
 
 def sending_group(task: SyncWeights) -> tuple[int, ...]:

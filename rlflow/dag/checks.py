@@ -15,9 +15,7 @@ from types import NoneType
 from typing import Any
 
 from rlflow.dag.annotations import accepts, fields, members, misfits, names_fields, type_name
-from rlflow.dag.node import BATCH, ROLLOUT, Input, Node
-from rlflow.dag.order import block
-from rlflow.dag.problems import Problem
+from rlflow.dag.node import BATCH, ROLLOUT, Input, Node, Problem
 from rlflow.errors import did_you_mean
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.columns import columns
@@ -201,13 +199,17 @@ def masks_of(node: Node, nodes: Mapping[str, Node]) -> list[str]:
     return [name for name in node.reads if _is_trained_on(name, nodes)]
 
 
-def misfiltered(nodes: Mapping[str, Node]) -> Iterator[Problem]:
-    """A second filter, a filter that reads no rows, and a `Scalar` of one draw that a node after the filter reads."""
+def misfiltered(nodes: Mapping[str, Node], repeated: Collection[str]) -> Iterator[Problem]:
+    """A second filter, a filter that reads no rows, and a `Scalar` of one draw that a node after the filter reads.
+
+    Args:
+        nodes: The graph's nodes.
+        repeated: The filter and its ancestors.
+    """
     filters = [node for node in nodes.values() if node.kind == "filter"]
     for node in filters[1:]:
         text = f"is a second filter beside `{filters[0].id}` ({filters[0].place}), and rows are chosen once"
         yield node.problem(f"{text}. Combine the two into one")
-    repeated = block(nodes)
     followed = {name for id in repeated for name in nodes[id].after if name in nodes and nodes[name].kind == "train"}
     for name in sorted(followed):
         if filters:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, KeysView, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
 from typing import Any, Self
 
 from rlflow.dag import checks
+from rlflow.dag.annotations import choices, members, names_fields
 from rlflow.dag.fields import FieldsRead, fields_read
 from rlflow.dag.methods import read_methods
-from rlflow.dag.node import BATCH, Input, Node
-from rlflow.dag.order import block, in_order
-from rlflow.dag.problems import GraphError, Problem
-from rlflow.dag.row_spaces import levels, scores_rows, with_rows
+from rlflow.dag.node import BATCH, GraphError, Input, Node, Problem
 from rlflow.errors import UserError
 from rlflow.values.columns import columns
+from rlflow.values.protocols import Written
+from rlflow.values.rollout import Rollout
 
 __all__ = ["Graph", "GraphError", "Input", "Node", "Problem"]
 
@@ -78,7 +79,7 @@ class Graph:
             *checks.misgenerated(nodes, roles, policies),
             *checks.misused(nodes, roles),
             *checks.unmasked(nodes),
-            *checks.misfiltered(nodes),
+            *checks.misfiltered(nodes, block(nodes)),
             *cycles,
             *mixed,
             *checks.mislaid(order, nodes),
@@ -181,6 +182,98 @@ class Graph:
         return dict.fromkeys(role for role in used if role is not None).keys()
 
 
+def _without_absent(node: Node, known: Collection[str]) -> Node:
+    """`node` without the optional inputs that nobody makes, which keep their defaults."""
+    present = [value for value in node.inputs if value.required or value.name in known]
+    return replace(node, inputs=tuple(present))
+
+
+def block(nodes: Mapping[str, Node]) -> set[str]:
+    """The filter and its ancestors, which repeat until a step is full; empty where there is no filter."""
+    return with_ancestors([node.id for node in nodes.values() if node.kind == "filter"], nodes)
+
+
+def with_ancestors(names: Iterable[str], nodes: Mapping[str, Node]) -> set[str]:
+    """These nodes and all that come before them."""
+    found: set[str] = set()
+    todo = list(names)
+    while todo:
+        name = todo.pop()
+        if name in nodes and name not in found:
+            found.add(name)
+            todo += nodes[name].needs
+    return found
+
+
+def in_order(
+    nodes: Mapping[str, Node], averages: Mapping[str, str] = MappingProxyType({})
+) -> tuple[tuple[Node, ...], list[Problem]]:
+    """The nodes in the order of execution; and the cycles, whose nodes are left out.
+
+    That is by depth, then declaration; a filter and its ancestors before all others, train nodes last. A train node
+    that others come after stands at its depth: after all nodes that use its role, or a moving average of it, and do not
+    come after it, so that these see the weights of the step's start.
+
+    Args:
+        nodes: By name, in the order of declaration.
+        averages: By role that is a moving average: the role that it follows.
+    """
+    needs = {node.id: [name for name in node.needs if name in nodes] for node in nodes.values()}
+    problems = _without_cycles(nodes, needs, "Break the cycle")
+    followed = {train for name in needs for train in nodes[name].after}
+    trained = [nodes[name] for name in needs if nodes[name].kind == "train" and name in followed]
+    later = {train.id: _descendants(train.id, needs) for train in trained}
+    for train in trained:
+        using = [name for name in needs if _uses(nodes[name], train.role, averages)]
+        needs[train.id] += [name for name in using if name not in later[train.id]]
+    why = "A train node that is read as Trained comes after what uses its role before. Break the cycle"
+    problems += _without_cycles(nodes, needs, why)
+
+    depth: dict[str, int] = {}
+    for name in TopologicalSorter(needs).static_order():
+        depth[name] = 1 + max((depth[needed] for needed in needs.get(name, ())), default=0)
+    first, last = block(nodes), {node.id for node in nodes.values() if node.kind == "train" and node not in trained}
+    order = sorted(needs, key=lambda name: (name in last, name not in first, depth[name]))
+    return tuple(nodes[name] for name in order), problems
+
+
+def _without_cycles(nodes: Mapping[str, Node], needs: dict[str, list[str]], why: str) -> list[Problem]:
+    """Take the nodes of all cycles out of `needs`; what is wrong with them."""
+    problems: list[Problem] = []
+    while True:
+        try:
+            TopologicalSorter(needs).prepare()
+            return problems
+        except CycleError as error:
+            cycle: list[str] = error.args[1]  # each read by the next, the first once more at the end
+        path = " -> ".join(f"`{name}`" for name in cycle)
+        node = nodes[cycle[0]]
+        problems.append(node.problem(f"waits for itself: {path}. {why}"))
+        for name in set(cycle):
+            del needs[name]
+        for name, of in needs.items():
+            needs[name] = [needed for needed in of if needed in needs]
+
+
+def _descendants(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
+    """What comes after a node, itself included."""
+    found = {name}
+    while more := {other for other, of in needs.items() if other not in found and not found.isdisjoint(of)}:
+        found |= more
+    return found
+
+
+def _uses(node: Node, role: str | None, averages: Mapping[str, str]) -> bool:
+    """Whether a node that does not train calls this model or an average of it.
+
+    What generates, and does not say with which, may do so with any that is trained.
+    """
+    called = {node.role, *node.uses, *node.generates}
+    called |= {owner for average, owner in averages.items() if average in called}
+    generates = node.kind == "rollout" and not node.generates
+    return node.kind != "train" and (generates or role in called)
+
+
 def _with_policy(node: Node, order: Sequence[Node], policies: Collection[str]) -> Node:
     """`node`, which generates with the first policy that is trained where it does not say with which."""
     if node.kind != "rollout" or node.generates:
@@ -189,7 +282,75 @@ def _with_policy(node: Node, order: Sequence[Node], policies: Collection[str]) -
     return replace(node, generates=tuple(role for role in trained if role in policies)[:1])
 
 
-def _without_absent(node: Node, known: Collection[str]) -> Node:
-    """`node` without the optional inputs that nobody makes, which keep their defaults."""
-    present = [value for value in node.inputs if value.required or value.name in known]
-    return replace(node, inputs=tuple(present))
+def with_rows(order: Iterable[Node], drops: bool) -> tuple[dict[str, Node], list[Problem]]:
+    """The nodes by name, each with its `space`, `inside` and `follows`; and which read rows of several branches.
+
+    A node sees the deepest rows that it reads plainly, and its value is of these unless it makes rows of its own.
+
+    Args:
+        order: The nodes, each after what it reads.
+        drops: Whether samples that the module's reward fails on are dropped: what follows from scores leaves them out.
+    """
+    placed: dict[str, Node] = {}
+    problems: list[Problem] = []
+    for node in order:
+        through: dict[str, str] = {}  # row space -> the first value that is read plainly in it
+        for name in node.reads:
+            if name not in node.each and (name not in placed or placed[name].has_rows):
+                through.setdefault(_space_of(name, placed), name)
+        inside = max(through, key=lambda space: len(levels(space, placed)), default=BATCH)
+        problems += _apart(node, through, inside, placed)
+        problems += _not_below(node, through, inside, placed)
+        scored = [space for name in node.reads if drops and name in placed for space in _scored_behind(placed[name])]
+        space, follows = node.id if node.makes_rows else inside, tuple(dict.fromkeys(scored))
+        placed[node.id] = replace(node, space=space, inside=inside, follows=follows)
+    return placed, problems
+
+
+def levels(space: str, nodes: Mapping[str, Node]) -> tuple[str, ...]:
+    """The names of the rows on the way from prompts to those of a space, its own last."""
+    return (BATCH,) if space == BATCH else (*levels(nodes[space].inside, nodes), space)
+
+
+def scores_rows(node: Node) -> bool:
+    """Whether a node may score responses: it reads their texts, and makes a value for each row."""
+    if node.kind in ("train", "filter") or node.makes_rows or not (node.makes_value and node.has_rows):
+        return False
+    asked = [choice for value in node.inputs for choice in choices(value.annotation) if names_fields(choice)]
+    return any(members(Written).keys() <= members(choice).keys() for choice in asked if choice is not Rollout)
+
+
+def _scored_behind(node: Node) -> tuple[str, ...]:
+    """The rows whose scores a node's value follows from, or is."""
+    return (*node.follows, node.space) if scores_rows(node) else node.follows
+
+
+def _space_of(value: str, placed: Mapping[str, Node]) -> str:
+    return placed[value].space if value in placed else BATCH
+
+
+def _apart(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[str, Node]) -> Iterator[Problem]:
+    """Rows of another branch than the deepest ones."""
+    for space in through:
+        if space not in levels(inside, placed):
+            read = [f"of `{each}` (in `{through[each]}`)" for each in through if each in (space, inside)]
+            text = f"mixes rows {' and '.join(read)}, of which neither are below the others. Read one as `Each` in a"
+            yield node.problem(f"{text} node that stands above both, or join them in a node that returns `Grown`")
+
+
+def _not_below(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[str, Node]) -> Iterator[Problem]:
+    """What is read as `Each`, and of which no row is below those that the node sees."""
+    for name in node.each:
+        space = _space_of(name, placed)
+        if name in placed and not placed[name].has_rows:
+            yield node.problem(f"reads `{name}` as Each, and it is one number for all rows. Read it plainly")
+        elif not through:
+            text = f"reads only `Each`, such as `{name}`, so that it stands at no rows above them. Read a value of"
+            yield node.problem(f"{text} those plainly too, such as `batch: Grouped`")
+            return
+        elif space == inside:
+            text = f"reads `{name}` as Each, and `{through[inside]}` of the same rows plainly. Read both plainly, or"
+            yield node.problem(f"{text} both as Each")
+        elif inside not in levels(space, placed):
+            text = f"reads `{name}` as Each, and its rows, of `{space}`, are not below those of `{inside}` (in"
+            yield node.problem(f"{text} `{through[inside]}`). Read a value of rows above both plainly")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -35,18 +34,17 @@ class DataBuffer:
         transport: Of this rank.
 
     Attributes:
-        bytes_sent: Payload to other ranks since `reset_counters`.
-        bytes_received: Payload from other ranks that was read since.
-        traffic: The two together, by value and layout.
+        bytes_sent: Payload to other ranks.
+        bytes_received: Payload from other ranks that was read.
         waited_s: Seconds that this rank stood still for exchanges.
-        waits: The same by value and layout.
-        peak_held_bytes: The most of `held_bytes` since `reset_counters`.
+        peak_held_bytes: The most of `held_bytes` so far.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._values: dict[str, _Made] = {}
-        self.reset_counters()
+        self.bytes_sent = self.bytes_received = self.peak_held_bytes = 0
+        self.waited_s = 0.0
 
     def put(
         self,
@@ -107,7 +105,6 @@ class DataBuffer:
             )
         made.copies[target, reader] = exchange
         self.bytes_sent += exchange.bytes_sent
-        self.traffic[_label(name, target)] += exchange.bytes_sent
         self._note_peak()
 
     def get(self, name: str, layout: Layout, space: RowSpace | None = None) -> Any:
@@ -158,20 +155,6 @@ class DataBuffer:
             made.nbytes + sum(copy.held_bytes for copy in made.copies.values()) for made in self._values.values()
         )
 
-    @property
-    def metadata_bytes(self) -> int:
-        """Bytes of sizes, ids and lengths that this rank received since `reset_counters`."""
-        return self._transport.metadata_bytes - self._metadata_before
-
-    def reset_counters(self) -> None:
-        """Count from here."""
-        self.bytes_sent = self.bytes_received = 0
-        self.waited_s = 0.0
-        self.traffic: Counter[str] = Counter()
-        self.waits: dict[str, float] = {}
-        self.peak_held_bytes = self.held_bytes
-        self._metadata_before = self._transport.metadata_bytes
-
     def _finish(self, name: str, layout: Layout, exchange: ValueExchange) -> None:
         with self._waiting(name, layout):
             exchange.wait()
@@ -180,7 +163,6 @@ class DataBuffer:
         exchange.finish()
         self._transport.metadata_bytes += exchange.metadata_bytes
         self.bytes_received += exchange.bytes_received
-        self.traffic[_label(name, layout)] += exchange.bytes_received
         self._note_peak()
 
     def _waiting(self, name: str, layout: Layout) -> AbstractContextManager[None]:
@@ -188,7 +170,6 @@ class DataBuffer:
 
     def _waited(self, label: str, begin: float, end: float) -> None:
         self.waited_s += end - begin
-        self.waits[label] = self.waits.get(label, 0.0) + end - begin
         if self._transport.watch is not None:
             self._transport.watch.wait(label, begin, end)
 

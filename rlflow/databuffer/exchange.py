@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.route import Route
-from rlflow.databuffer.transport import Transport
+from rlflow.databuffer.transport import Transport, from_message, to_message
 from rlflow.databuffer.wire import Data, Form, Piece, RowBytes, copied, from_bytes, to_bytes
 from rlflow.values.absent import Absent
 from rlflow.values.columns import Column, columns, nbytes, to_device

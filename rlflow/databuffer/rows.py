@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from rlflow.databuffer.balance import AUTO, Balance, Predicted, deal, group_partition, grouped
-from rlflow.databuffer.message import from_message, to_message
 from rlflow.databuffer.route import Partition, Route
-from rlflow.databuffer.transport import Transport
+from rlflow.databuffer.transport import Transport, from_message, to_message
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath, hashed, lexicographic
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.databuffer.message import from_message, to_message
 from rlflow.process.status import waiting
 from rlflow.values.host_copy import on_device
 
@@ -162,6 +162,11 @@ class Transport:
             dist.broadcast(message, source, group=self._groups[ranks])
         return message
 
+    def broadcast_json(self, value: Any, source: int, ranks: tuple[int, ...]) -> Any:
+        """What rank `source` gives, which is JSON-able; what other ranks give is not read."""
+        message = to_message(json.dumps(value).encode()) if self.rank == source else None
+        return json.loads(from_message(self.broadcast_bytes(message, source, ranks)))
+
     def all_to_all(
         self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
     ) -> tuple[Tensor, dist.Work]:
@@ -182,6 +187,17 @@ class Transport:
         )
         assert work is not None
         return received, work
+
+
+def to_message(said: bytes) -> Tensor:
+    """Bytes as collectives carry them: `[len(said)]` uint8, on the CPU."""
+    return torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else torch.empty(0, dtype=torch.uint8)
+
+
+def from_message(message: Tensor) -> bytes:
+    """What `to_message` was given, from any device."""
+    said: bytes = message.cpu().numpy().tobytes()
+    return said
 
 
 class Clock:

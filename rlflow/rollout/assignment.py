@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from rlflow.dag.tasks import rank_ranges
-from rlflow.databuffer.message import from_message, to_message
-from rlflow.databuffer.transport import Transport
+from rlflow.databuffer.transport import Transport, from_message, to_message
 from rlflow.errors import UserError, about, did_you_mean
 from rlflow.models.architecture import architecture_difference
 from rlflow.rollout.engine import (

@@ -16,8 +16,7 @@ from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
-from rlflow.databuffer.message import from_message, to_message
-from rlflow.databuffer.transport import Transport
+from rlflow.databuffer.transport import Transport, from_message, to_message
 from rlflow.errors import UserError
 from rlflow.module import RLModule
 from rlflow.storage.draft import not_written

@@ -132,9 +132,8 @@ def test_a_run_whose_samples_are_all_dropped_is_no_success(policy: Path, tmp_pat
     of = made(Noting, policy, FailingOnAll("drop"), group_size=GROUP, max_response_length=12)
     of.record = []
     told = "the reward of `actor` failed on all samples in 3 updates in a row, which were skipped"
-    with pytest.raises(UserError, match=told) as raised:
+    with pytest.raises(UserError, match=told):
         fit(Fit(of, sums(12, NEEDED), tmp_path, settings={"max_steps": 5}))
-    assert f"{tmp_path}/logs/bad-update-actor-rank0.jsonl" in str(raised.value)
 
 
 @dataclass(eq=False)
