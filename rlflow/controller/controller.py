@@ -10,6 +10,7 @@ from typing import Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
+from rlflow.controller.bad_updates import UpdateWatch
 from rlflow.controller.draws import Draws
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.nodes import Nodes
@@ -83,9 +84,9 @@ class Controller:
         return self._nodes.training.tried
 
     @property
-    def history(self) -> dict[str, dict[str, Any]]:
-        """For a checkpoint: gradient norms of the roles that this rank trains, and logprob gaps; JSON-able."""
-        return {"updates": self._nodes.training.watch.history, "gaps": self.policies.gaps}
+    def updates(self) -> UpdateWatch:
+        """Gradient norms of the roles that this rank trains, for a checkpoint."""
+        return self._nodes.training.watch
 
     @property
     def asked(self) -> int:
@@ -146,33 +147,39 @@ class Controller:
         """Free the values of steps in progress, which are generated and will not be trained; at the end of the run."""
         self._steps.clear()
 
-    def carried_over(self, done: int) -> dict[str, Groups]:
-        """For a checkpoint after `done` steps, the groups of rows that later steps need, by name.
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps are done, and how often prompts were drawn."""
+        return {"step": self._done, "draws": self._draws.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume after the steps that were done; before the first `step`."""
+        self._slot = state["step"] + self._run.plan.max_staleness
+        self._draws.count = state["draws"]
+
+    def carried_over(self) -> dict[str, Groups]:
+        """For a checkpoint, the groups of rows that later steps need, by name.
 
         `surplus` has groups that a draw gave beyond the step's, `unfinished` those with responses that were cut off,
         `step-00000007` what this rank made for training in a step that is generated and not trained.
         """
-        return self._steps.carried_over(done) | self._draws.carried_over()
+        return self._steps.carried_over(self._done) | self._draws.carried_over()
 
-    def restore(self, done: int, draws: int, read: ReadGroups) -> None:
-        """Resume after `done` steps; called by all ranks, before the first `step`.
+    def take_over(self, read: ReadGroups) -> None:
+        """Take back what `carried_over` gave, after `load_state_dict`; called by all ranks.
 
         Args:
-            done: Steps that were trained.
-            draws: How often prompts were drawn.
             read: Reads the groups of a name from the checkpoint.
 
         Raises:
             UserError: The groups are of another algorithm.
         """
-        self._slot = done + self._run.plan.max_staleness
-        self._draws.restore(draws, read)
-        self._steps.restore(done, read, self.run)
+        self._draws.take_over(read)
+        self._steps.take_over(self._done, read, self.run)
 
-    def restore_history(self, history: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore what `history` returned, with the roles of all ranks; empty for a checkpoint without it."""
-        self._nodes.training.watch.restore(history.get("updates", {}))
-        self.policies.restore_gaps(history.get("gaps", {}))
+    @property
+    def _done(self) -> int:
+        """Steps that are trained; the slots are as many ahead as the plan lets steps overlap."""
+        return self._slot - self._run.plan.max_staleness
 
     def replay(self, node_id: str, step: int, draw: int, put: Callable[[Layout, Step], None]) -> Step:
         """Run one node as in a step of an earlier run, for `rlflow replay`, in one process.

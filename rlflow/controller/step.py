@@ -220,7 +220,7 @@ class Steps:
         steps = self._in_progress(done) if self._generates else ()
         return {step_name(step): self._carried.of(self._steps[step]) for step in steps}
 
-    def restore(self, done: int, read: ReadGroups, run: Callable[[Task, int], None]) -> None:
+    def take_over(self, done: int, read: ReadGroups, run: Callable[[Task, int], None]) -> None:
         """Take back what `carried_over` gave.
 
         Args:
