@@ -206,7 +206,7 @@ def _save(strategy: TrainingStrategy, name: str, run: Path, rank: int) -> None:
         checkpoint.write_share(draft, disk, strategy, [name], nodes, rank)
         checkpoint.leave(draft, disk, nodes, rank)
         if rank == 0:
-            progress = checkpoint.Progress(2, 2, 0, "rows", 2)
+            progress = checkpoint.Progress(2, 0, "rows")
             checkpoint.complete(draft, disk, [name], progress, nodes, 300, checkpoint.Retention(2))
     strategy.barrier()
 

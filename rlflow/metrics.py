@@ -122,20 +122,19 @@ class Metrics:
         """Those of a step, counted from 0, until they are reduced."""
         return self._steps.setdefault(step, StepMetrics(step))
 
-    def of_later_steps(self, step: int) -> list[dict[str, Any]]:
-        """What this rank logged of steps after `step`, JSON-able: these are in progress."""
-        later_steps = []
-        for later, logged in self._steps.items():
-            if later > step:
-                logged.bring_over()
-                kinds: dict[str, Kind] = {"sums": "sum", "largest": "largest", "seconds": "seconds"}
-                rest = {key: {name: x for name, (x, _) in logged.of_kind(kind).items()} for key, kind in kinds.items()}
-                later_steps.append({"step": later, "means": logged.of_kind("mean"), **rest})
-        return later_steps
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank logged of steps that are not reduced yet, JSON-able."""
+        steps = []
+        for step, logged in self._steps.items():
+            logged.bring_over()
+            kinds: dict[str, Kind] = {"sums": "sum", "largest": "largest", "seconds": "seconds"}
+            rest = {key: {name: x for name, (x, _) in logged.of_kind(kind).items()} for key, kind in kinds.items()}
+            steps.append({"step": step, "means": logged.of_kind("mean"), **rest})
+        return {"steps": steps}
 
-    def log_again(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
-        """Log what `of_later_steps` gave."""
-        for stored in later_steps:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Log what `state_dict` gave; one after another of several ranks."""
+        for stored in state["steps"]:
             logged = self.of(stored["step"])
             for name, (total, count) in stored["means"].items():
                 logged.mean(name, total, count)

@@ -30,7 +30,7 @@ def write_checkpoint(strategy: TrainingStrategy, folder: Path, step: int, roles:
         checkpoint.write_share(draft, disk, strategy, roles, nodes, rank)
         checkpoint.leave(draft, disk, nodes, rank)
         if rank == 0:
-            progress = checkpoint.Progress(step, step, 0, "rows", step)
+            progress = checkpoint.Progress(step, 0, "rows")
             checkpoint.complete(draft, disk, roles, progress, nodes, 60, checkpoint.Retention(2))
     strategy.barrier()
 

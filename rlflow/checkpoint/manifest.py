@@ -13,10 +13,12 @@ from typing import Any
 from rlflow.errors import UserError, did_you_mean
 from rlflow.storage.tensors import sha256
 
-FORMAT = 10
+FORMAT = 11
 LAST = "last"
 AUTO = "auto"  # `last` if there is one
 STATE = "state.json"
+OF_RANK = "logged"  # in the names of files of what a rank alone has
+MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
 NAME = re.compile(r"step-\d{8}")
 
 
@@ -25,34 +27,18 @@ class Progress:
     """Where a run stands, and what it must be continued with.
 
     Attributes:
-        step: Steps done.
-        version: Of the followed policy's weights; 0 where nothing generates.
-        seed: Of the run.
+        step: Steps that are done.
+        seed: Seed of the run.
         data: Digest of the training rows.
-        draws: How often prompts were drawn.
-        before: Validation before the first step.
-        module: The module's own state.
-        callbacks: The callbacks' states, by `Callback.state_key`.
-        chosen: The rows of epochs that the module chose, see `rlflow.data.loader`; None where it does not choose.
-        prompts_per_step: Prompts of one draw, which the chosen rows are cut by; None in a checkpoint without it.
         config: As resolved, without secrets; None for a run without one.
-        history: What updates and gaps of later steps are compared with: `updates` by role, `gaps` by policy.
-        monitored: The value of the metric that decides which checkpoints stay, by its name; none where none decides.
+        state: What is JSON-able of the state of each part, see `rlflow.checkpoint.contents.Checkpoint`.
     """
 
     step: int
-    version: int
     seed: int
     data: str
-    draws: int
-    before: dict[str, float] = field(default_factory=dict)
-    module: dict[str, Any] = field(default_factory=dict)
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    chosen: list[dict[str, Any]] | None = None
-    prompts_per_step: int | None = None
-    config: dict[str, Any] | None = None
-    history: dict[str, dict[str, Any]] = field(default_factory=dict)
-    monitored: dict[str, float] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 def write_manifest(folder: Path, progress: Progress, files: Mapping[str, tuple[str, int, int]]) -> None:
@@ -147,7 +133,7 @@ def find(
 
 def monitored_value(folder: Path, monitor: str | None) -> float | None:
     """The value that a checkpoint which lacks nothing has of a metric; None for none."""
-    value = _read(folder).get("monitored", {}).get(monitor)
+    value = _read(folder).get("state", {}).get("monitored", {}).get(monitor)
     return None if value is None else float(value)
 
 
@@ -226,6 +212,6 @@ def _read(folder: Path) -> dict[str, Any]:
     return stored
 
 
-def digest_of(stored: Mapping[str, Any]) -> str:
+def digest_of(stored: Any) -> str:
     """SHA-256 of what JSON holds, without regard to its form."""
     return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()

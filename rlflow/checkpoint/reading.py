@@ -1,11 +1,16 @@
-"""Restores the state of roles from a checkpoint: every rank reads the ranges of flattened tensors that it holds."""
+"""Reads a checkpoint: of the state of roles every rank the ranges of tensors that it holds; and the rest of it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlflow.checkpoint.manifest import MODULE, OF_RANK
 from rlflow.errors import UserError
 from rlflow.storage.stored_role import RoleIndex, StoredRole, index_name
 from rlflow.strategies.strategy import TrainingStrategy
@@ -52,3 +57,17 @@ def _require_same(role: str, found: Mapping[str, Any], stored: Mapping[str, Any]
         raise UserError(
             f"`lora.{key}` of `{role}` is {found[key]}, but the checkpoint has {stored[key]}; continue with the same"
         )
+
+
+def read_module_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the module's state in a checkpoint, by name, from the files of all ranks."""
+    files = sorted(folder.glob(f"{MODULE}-*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def read_of_rank(folder: Path, rank: int, world_size: int) -> list[Any]:
+    """The JSON that each rank wrote of itself, dealt to this run's ranks: `rank` gets every `world_size`-th.
+
+    With as many ranks as wrote the checkpoint each gets its own, in a list of one; with more ranks some get none.
+    """
+    return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{OF_RANK}-*.json"))[rank::world_size]]

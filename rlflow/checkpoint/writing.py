@@ -18,21 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from rlflow.checkpoint.manifest import NAME, Progress, lacks, monitored_value, write_manifest
+from rlflow.checkpoint.contents import Snapshot
+from rlflow.checkpoint.manifest import MODULE, NAME, OF_RANK, Progress, lacks, monitored_value, write_manifest
 from rlflow.checkpoint.retention import Retention
 from rlflow.checkpoint.stored_groups import write_groups
-from rlflow.databuffer.groups import Groups
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import LEFT, Draft, Record, not_written, of_rank
 from rlflow.storage.stored_role import RoleIndex, StoredRole, index_name
 from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite, write_tensors
 from rlflow.strategies.strategy import TrainingStrategy
-
-OF_RANK = "logged"  # in the names of files of what a rank alone has
-MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
 
 
 def role_share(strategy: TrainingStrategy, role: str, disk: Disk) -> tuple[dict[str, Any], Callable[[Path], str]]:
@@ -108,9 +105,7 @@ def write_share(
     roles: Iterable[str],
     nodes: Mapping[int, str],
     rank: int,
-    groups: Mapping[str, Groups] | None = None,
-    of_rank_alone: Mapping[str, Any] | None = None,
-    module_tensors: Mapping[str, Tensor] | None = None,
+    snapshot: Snapshot | None = None,
 ) -> None:
     """Let `disk` write this rank's files of a checkpoint, and then the record of them; called by all ranks of the job.
 
@@ -123,23 +118,13 @@ def write_share(
         roles: All trained roles, also those on other ranks.
         nodes: The machine's name of every rank of the job, by rank.
         rank: This process's rank.
-        groups: Rows of later steps, by the name to write them under (`surplus`).
-        of_rank_alone: JSON-able state that only this rank has, such as that of its random generators.
-        module_tensors: The tensors of the module's state that this rank writes, by name.
+        snapshot: What this rank remembers besides; None for the roles alone.
     """
     digests: dict[str, str] = {}
     failed: list[BaseException] = []
     try:  # small, and of objects that the run goes on to change
-        if of_rank_alone:
-            name = f"{of_rank(OF_RANK, rank, len(nodes))}.json"
-            (draft.path / name).write_text(json.dumps(of_rank_alone))
+        for name in [] if snapshot is None else _write_snapshot(draft.path, snapshot, rank, len(nodes)):
             digests[name] = ""
-        if module_tensors:
-            name = _file_of(MODULE, rank, len(nodes))
-            save_file(dict(module_tensors), draft.path / name)
-            digests[name] = ""
-        for name, carried in (groups or {}).items():
-            digests |= dict.fromkeys(write_groups(draft.path, name, carried, len(nodes)), "")
     except (OSError, SafetensorError) as error:
         failed.append(error)
     shares = {role: role_share(strategy, role, disk) for role in roles if strategy.holds(role)}
@@ -164,6 +149,19 @@ def write_share(
 
     disk.do(write)
     disk.report(record)
+
+
+def _write_snapshot(folder: Path, snapshot: Snapshot, rank: int, world_size: int) -> Iterator[str]:
+    """Write what one rank remembers, but for `state.json`; gives the name of each file that it has written."""
+    name = f"{of_rank(OF_RANK, rank, world_size)}.json"
+    (folder / name).write_text(json.dumps(snapshot.of_rank))
+    yield name
+    if snapshot.tensors:
+        name = _file_of(MODULE, rank, world_size)
+        save_file(dict(snapshot.tensors), folder / name)
+        yield name
+    for name, groups in snapshot.groups.items():
+        yield from write_groups(folder, name, groups, world_size)
 
 
 def written_state(
@@ -262,17 +260,3 @@ def _remove_others(newest: Path, retention: Retention) -> None:
     for other in folder.glob("step-*"):
         if other not in stays:
             shutil.rmtree(other)
-
-
-def read_module_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the module's state in a checkpoint, by name, from the files of all ranks."""
-    files = sorted(folder.glob(f"{MODULE}-*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def read_of_rank(folder: Path, rank: int, world_size: int) -> list[Any]:
-    """The JSON that ranks wrote as `of_rank_alone`, dealt to this run's ranks: `rank` gets every `world_size`-th.
-
-    With as many ranks as wrote the checkpoint each gets its own, in a list of one; with more ranks some get none.
-    """
-    return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{OF_RANK}-*.json"))[rank::world_size]]

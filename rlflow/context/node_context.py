@@ -540,18 +540,18 @@ class MemoryUpdates:
                 rows = rows[:, rows[key].argsort(stable=True)]
             memory.learn(rows[KEYS].long(), rows[KEYS + 1])
 
-    def of_later_steps(self, step: int) -> list[dict[str, Any]]:
-        """What nodes gave in steps after `step`, which are in progress; JSON-able, for this rank's checkpoint files."""
-        return [
-            {"step": later, "key": key, "calls": [rows.tolist() for rows in calls]}
-            for later, given in self._given.items()
-            for key, calls in given.items()
-            if later > step
+    def state_dict(self) -> dict[str, Any]:
+        """What nodes gave in steps in progress, JSON-able."""
+        given = [
+            {"step": step, "key": key, "calls": [rows.tolist() for rows in calls]}
+            for step, of_step in self._given.items()
+            for key, calls in of_step.items()
         ]
+        return {"given": given}
 
-    def restore(self, later_steps: Sequence[Mapping[str, Any]]) -> None:
-        """Add what `of_later_steps` returned, of one rank or of several, when the checkpoint was taken."""
-        for stored in later_steps:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Add what `state_dict` gave; one after another of several ranks."""
+        for stored in state["given"]:
             calls = [torch.tensor(rows, dtype=torch.float64).view(COLUMNS, -1) for rows in stored["calls"]]
             memory, draw, node = stored["key"]
             of_step = self._given.setdefault(stored["step"], {})

@@ -34,15 +34,14 @@ class UpdateWatch:
     _skipped: Counter[str] = field(default_factory=Counter)  # in a row, by role
     _norms: dict[str, deque[float]] = field(default_factory=dict)
 
-    @property
-    def history(self) -> dict[str, dict[str, Any]]:
-        """By role, what its next update is compared with, for a checkpoint; JSON-able."""
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """By role, what its next update is compared with; JSON-able."""
         roles = sorted({*self._norms, *self._skipped})
         return {role: {"norms": [*self._norms.get(role, ())], "skipped": self._skipped[role]} for role in roles}
 
-    def restore(self, history: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore what `history` returned when the checkpoint was taken."""
-        for role, of in history.items():
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what `state_dict` gave."""
+        for role, of in state.items():
             self._norms[role] = deque(of["norms"], maxlen=NORMS)
             self._skipped[role] = of["skipped"]
 

@@ -11,6 +11,7 @@ from typing import Any
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint.stored_groups import step_name
+from rlflow.controller.bad_updates import UpdateWatch
 from rlflow.controller.draws import Draws
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.nodes import Nodes
@@ -86,9 +87,9 @@ class Controller:
         return self._nodes.training.tried
 
     @property
-    def history(self) -> dict[str, dict[str, Any]]:
-        """For a checkpoint: gradient norms of the roles that this rank trains, and logprob gaps; JSON-able."""
-        return {"updates": self._nodes.training.watch.history, "gaps": self.policies.gaps}
+    def updates(self) -> UpdateWatch:
+        """Gradient norms of the roles that this rank trains, for a checkpoint."""
+        return self._nodes.training.watch
 
     @property
     def asked(self) -> int:
@@ -150,30 +151,36 @@ class Controller:
         for step in self._steps.values():
             step.buffer.clear()
 
-    def carried_over(self, done: int) -> dict[str, Groups]:
-        """For a checkpoint after `done` steps, the groups of rows that later steps need, by name.
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps are done, and how often prompts were drawn."""
+        return {"step": self._done, "draws": self._draws.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume after the steps that were done; before the first `step`."""
+        self._slot = state["step"] + self._run.plan.max_staleness
+        self._draws.count = state["draws"]
+
+    def carried_over(self) -> dict[str, Groups]:
+        """For a checkpoint, the groups of rows that later steps need, by name.
 
         `surplus` has groups that a draw gave beyond the step's, `unfinished` those with responses that were cut off,
         `step-00000007` what this rank made for training in a step that is generated and not trained.
         """
-        steps = () if self._ahead is None else self._in_progress(done)
+        steps = () if self._ahead is None else self._in_progress()
         ahead = {step_name(step): self._steps[step].groups(self._ahead) for step in steps}
         return ahead | self._draws.carried_over()
 
-    def restore(self, done: int, draws: int, read: ReadGroups) -> None:
-        """Resume after `done` steps; called by all ranks, before the first `step`.
+    def take_over(self, read: ReadGroups) -> None:
+        """Take back what `carried_over` gave, after `load_state_dict`; called by all ranks.
 
         Args:
-            done: Steps that were trained.
-            draws: How often prompts were drawn.
             read: Reads the groups of a name from the checkpoint.
 
         Raises:
             UserError: The groups are of another algorithm.
         """
-        self._slot = done + self._run.plan.max_staleness
-        self._draws.restore(draws, read)
-        for step in self._in_progress(done):
+        self._draws.take_over(read)
+        for step in self._in_progress():
             self._begin(step, draw=0)
             if self._ahead is not None:
                 groups = read(step_name(step), self._ahead)
@@ -183,10 +190,10 @@ class Controller:
                 if self._run.rank in task.ranks:
                     self.run(task, step)
 
-    def restore_history(self, history: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore what `history` returned, with the roles of all ranks; empty for a checkpoint without it."""
-        self._nodes.training.watch.restore(history.get("updates", {}))
-        self.policies.restore_gaps(history.get("gaps", {}))
+    @property
+    def _done(self) -> int:
+        """Steps that are trained; the slots are as many ahead as the plan lets steps overlap."""
+        return self._slot - self._run.plan.max_staleness
 
     def replay(self, node_id: str, step: int, draw: int, put: Callable[[Layout, Step], None]) -> Step:
         """Run one node as in a step of an earlier run, for `rlflow replay`, in one process.
@@ -215,9 +222,9 @@ class Controller:
         """Make room for a step's rows, the first of which are those of `draw`."""
         self._steps[step] = Step(self._run, step, draw, self._metrics.of(step))
 
-    def _in_progress(self, done: int) -> range:
-        """After `done` steps, those that are generated and not trained."""
-        return range(done, min(done + self._run.plan.max_staleness, self._run.steps))
+    def _in_progress(self) -> range:
+        """The steps that are generated and not trained."""
+        return range(self._done, min(self._slot, self._run.steps))
 
     def _run_slot(self, slot: int) -> None:
         """Run all tasks of this rank once: those without lag for step `slot`, those of lag n for step `slot` - n."""

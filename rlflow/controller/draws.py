@@ -166,9 +166,8 @@ class Draws:
         found = {SURPLUS: self.surplus, UNFINISHED: self.unfinished}
         return {name: groups for name, groups in found.items() if groups is not None}
 
-    def restore(self, count: int, read: ReadGroups) -> None:
-        """Go on after `count` draws, with what `read` finds of `carried_over`."""
-        self.count = count
+    def take_over(self, read: ReadGroups) -> None:
+        """Take back what `carried_over` gave."""
         fill, rank = self._run.plan.fill, self._transport.rank
         if fill is not None and rank in fill.ranks:
             self.surplus = read(SURPLUS, self._of_step)

@@ -80,15 +80,14 @@ class LogprobGap:
         self._compared = False  # whether a number was taken since `open`
         self._healthy: deque[tuple[float, float]] = deque(maxlen=STEPS)  # gap of uncertain tokens, and how many
 
-    @property
-    def history(self) -> dict[str, Any]:
-        """What the next step is compared with, for a checkpoint; JSON-able and the same on every rank."""
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step is compared with; JSON-able and the same on every rank."""
         return {"of": self._kind, "steps": [list(step) for step in self._healthy]}
 
-    def restore(self, history: Mapping[str, Any]) -> None:
-        """Take back what `history` gave, unless it is of another dtype or engine."""
-        if history["of"] == self._kind:
-            self._healthy.extend((gap, uncertain) for gap, uncertain in history["steps"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, unless it is of another dtype or engine."""
+        if state["of"] == self._kind:
+            self._healthy.extend((gap, uncertain) for gap, uncertain in state["steps"])
 
     def open(self, version: int, metrics: StepMetrics) -> None:
         """From here on the trainer's weights are those of `version`, which the engine generates with.

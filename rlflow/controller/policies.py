@@ -133,10 +133,6 @@ class Policies(Mapping[str, Policy]):
         """
         return {name: self._version(name, step, changed.get(name, 0)) for name in self}
 
-    def version_after(self, name: str | None, steps: int) -> int:
-        """The version of a policy's weights after so many steps; 0 where it does not generate."""
-        return self[name].version_after(steps) if name is not None and name in self else 0
-
     def bring(self, name: str, steps: int, metrics: StepMetrics) -> None:
         """For validation, send a policy's weights after `steps` steps to its engines; on all ranks of its sync."""
         self._bring(name, self[name].version_after(steps), metrics, of_step=False)
@@ -168,16 +164,15 @@ class Policies(Mapping[str, Policy]):
         if role in self and (gap := self[role].gap) is not None:
             gap.close()
 
-    @property
-    def gaps(self) -> dict[str, dict[str, Any]]:
-        """By policy, the logprob gaps of earlier steps, for a checkpoint; JSON-able and the same on every rank."""
-        return {policy.name: policy.gap.history for policy in self.values() if policy.gap is not None}
+    def state_dict(self) -> dict[str, Any]:
+        """By policy, the logprob gaps of earlier steps; JSON-able and the same on every rank."""
+        return {policy.name: policy.gap.state_dict() for policy in self.values() if policy.gap is not None}
 
-    def restore_gaps(self, gaps: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore what `gaps` returned when the checkpoint was taken."""
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what `state_dict` gave; policies may have come and gone."""
         for policy in self.values():
-            if policy.gap is not None and policy.name in gaps:
-                policy.gap.restore(gaps[policy.name])
+            if policy.gap is not None and policy.name in state:
+                policy.gap.load_state_dict(state[policy.name])
 
     def check(self, reduced: dict[str, float]) -> None:
         """Stop the run if a policy's engines did not generate with the trainer's weights.

@@ -80,13 +80,13 @@ class Samples:
         sent: list[dict[str, Any]] = self._transport.broadcast_json(samples, self._speaker, self.group)
         return sent
 
-    def of_later_steps(self) -> list[tuple[int, list[dict[str, Any]]]]:
-        """What was kept of steps in progress, by step, JSON-able."""
-        return list(self._steps.items())
+    def state_dict(self) -> dict[str, Any]:
+        """The samples of steps in progress, JSON-able."""
+        return {"steps": list(self._steps.items())}
 
-    def keep_again(self, later_steps: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:
-        """Keep what `of_later_steps` gave."""
-        self._steps.update(dict(later_steps))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave; one after another of several ranks."""
+        self._steps.update(dict(state["steps"]))
 
 
 def _json(value: Any) -> Any:

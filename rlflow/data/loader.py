@@ -299,13 +299,16 @@ class ChosenRows:
             " without a role that reads what a rollout node made"
         )
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """The epochs that are known, JSON-able."""
-        return [{**vars(epoch), "rows": epoch.rows.tolist()} for epoch in self._epochs]
+    def state_dict(self) -> dict[str, Any]:
+        """The epochs that are known, JSON-able, and the rows of one draw, by which theirs are divided."""
+        epochs = [{**vars(epoch), "rows": epoch.rows.tolist()} for epoch in self._epochs]
+        return {"per_draw": self._per_draw, "epochs": epochs}
 
-    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        self._epochs = [Epoch(**{**each, "rows": torch.tensor(each["rows"], dtype=torch.int64)}) for each in state]
+        self._epochs = [
+            Epoch(**{**each, "rows": torch.tensor(each["rows"], dtype=torch.int64)}) for each in state["epochs"]
+        ]
 
     def _end(self, epoch: Epoch) -> int:
         """The draw after the epoch's last."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.checkpoint import AUTO
+from rlflow.checkpoint import AUTO, Checkpoint, RandomStates, Snapshot
 from rlflow.controller import Controller
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.policies import Policies
@@ -28,13 +29,13 @@ from rlflow.module import chooses_prompts, handles
 from rlflow.process import preemption, startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
+from rlflow.run.agreement import gather
 from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.recording import Recording, closing_lines, compared
 from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving
 from rlflow.run.schedules import check_made
 from rlflow.run.setup import join, load_roles, locked_folder, open_folder, set_up_engines
-from rlflow.run.state import RunState, Snapshot
 from rlflow.run.tables import memory_table, size_table, trusted_code
 
 
@@ -110,13 +111,32 @@ def _fit(
             stored_in = None if settings.fast_dev_run else folder.inputs
             inputs = NodeInputs(run, stored_in, settings.keep_inputs, settings.keep_inputs_of)
             controller = Controller(run, Policies(run, callbacks), prompts, metrics, trace, callbacks, inputs)
-            remembered = RunState(run, controller, metrics, callbacks)
-            for line in resume.restore(remembered):
-                console.say(line)
-            remembered.begin()
-            summary = Fit(run, controller, remembered, saving, recording, callbacks, state, metrics, trace).train(
-                resume
+            parts = Checkpoint(
+                strategy=strategy,
+                roles=run.stateful,
+                module=run.module,
+                chosen=run.train.chosen,
+                updates=controller.updates,
+                steps=controller,
+                gaps=controller.policies,
+                callbacks=callbacks,
+                validation=recording,
+                monitored=saving,
+                metrics=metrics,
+                samples=run.samples,
+                remembered=run.context.memories,
+                random=RandomStates(strategy.root_device),
+                carried_over=controller.carried_over,
+                take_over=controller.take_over,
+                seed=settings.seed,
+                data=run.train.scan.digest,
+                config=run.config,
+                gather=partial(gather, run.transport),
             )
+            for line in resume.restore(parts):
+                console.say(line)
+            parts.begin()
+            summary = Fit(run, controller, parts, saving, recording, callbacks, state, metrics, trace).train(resume)
         except BaseException as error:
             saving.abandon()
             callbacks.call(Callback.on_exception, error)
@@ -137,7 +157,7 @@ class Fit:
     Args:
         run: The run on this rank, with models and engines loaded.
         controller: Runs the steps.
-        remembered: Takes snapshots of the run's state, for checkpoints.
+        parts: The parts of the run that checkpoints are taken of.
         saving: Writes checkpoints and models.
         recording: Passes metrics and samples to loggers and to the terminal.
         callbacks: Callbacks of the user.
@@ -150,7 +170,7 @@ class Fit:
         self,
         run: Run,
         controller: Controller,
-        remembered: RunState,
+        parts: Checkpoint,
         saving: Saving,
         recording: Recording,
         callbacks: Callbacks,
@@ -161,7 +181,7 @@ class Fit:
         self._run = run
         self._settings = run.settings
         self._controller = controller
-        self._remembered = remembered
+        self._parts = parts
         self._saving = saving
         self._recording = recording
         self._callbacks = callbacks
@@ -203,7 +223,7 @@ class Fit:
         self._callbacks.call(Callback.on_fit_start)
         after = {}
         if resume.checkpoint is None:
-            after = self._remembered.before = self._validate(0)
+            after = self._validate(0)
             startup.passed("validation")
         self._recording.begin(after)
         done = resume.done
@@ -222,18 +242,18 @@ class Fit:
                 after = self._validate(done)
                 metrics |= after
             self._recording.step(done, metrics, records=validates or done % settings.log_every_n_steps == 0)
-            self._remembered.monitored = self._saving.monitored(state.callback_metrics, self._remembered.monitored)
+            self._saving.monitor(state.callback_metrics)
             if self._saving.is_due(done, metrics["time/elapsed"], state.should_stop or done == steps):
-                self._save(self._remembered.take(done))
+                self._save(self._parts.take())
             if self._controller.asked and done < steps and not state.should_stop:
-                self._end(self._remembered.take(done), self._controller.asked)
+                self._end(self._parts.take(), self._controller.asked)
         self._controller.close()
         self._saving.wait()
         saved = settings.saves_checkpoints and done > resume.done  # with the last checkpoint
         if not saved and not settings.fast_dev_run:
             self._saving.save_models()
         self._callbacks.call(Callback.on_fit_end)
-        summary = {"steps": done, **compared(self._remembered.before, after)}
+        summary = {"steps": done, **compared(self._recording.before, after)}
         if self._run.validation is not None:
             summary["problems"] = self._run.validation.size
         return summary
@@ -250,7 +270,7 @@ class Fit:
         If the step is given up because of a signal, see `StepGivenUp`, the run is saved as it was before the step. The
         snapshot that this needs is dropped at the step's first update.
         """
-        before = [self._remembered.take(done)] if done and preemption.is_handled() else []
+        before = [self._parts.take()] if done and preemption.is_handled() else []
         try:
             return self._controller.step(done, before.clear)
         except StepGivenUp as given_up:
@@ -266,22 +286,23 @@ class Fit:
         preemption.agree(asked)
         what = "nothing was saved; start it again"
         if snapshot is not None and not self._settings.fast_dev_run:
-            if self._saving.saved != snapshot.done:
+            done = snapshot.progress.step
+            if self._saving.saved != done:
                 self._save(snapshot, with_models=False)
             self._saving.wait()
             how = "the same command" if self._settings.ckpt_path == AUTO else "`--trainer.ckpt_path last`"
-            what = f"{from_here(self._saving.folder_of(snapshot.done))} is saved; continue with {how}"
+            what = f"{from_here(self._saving.folder_of(done))} is saved; continue with {how}"
         ended = Preempted(asked, what, agreed=True)
         preemption.saved(str(ended))
         raise ended
 
     def _save(self, snapshot: Snapshot, with_models: bool = True) -> None:
         """Write a checkpoint of a snapshot, and the models; a collective of all ranks. The trace gets its time."""
-        done = snapshot.done
+        done = snapshot.progress.step
         rank, doing, started = self._run.transport.rank, f"saving after step {done}", time.perf_counter()
         report(rank, doing)
         with memory_watched(doing, to_hold_rows, self._run.strategy):
-            self._saving.save(self._remembered.agreed(snapshot), with_models)
+            self._saving.save(self._parts.agreed(snapshot), with_models)
         self._trace.span("save checkpoint", SAVE, started, time.perf_counter(), step=done)
         report(rank, f"step {done}")
 

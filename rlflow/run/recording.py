@@ -27,6 +27,9 @@ class Recording:
         console: Shows the steps.
         loggers: Beside the run's own files.
         resume: From where the run goes on.
+
+    Attributes:
+        before: Validation before the first step of all.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Recording:
         self._done_before = resume.done
         self._first_step = 0 if resume.checkpoint is None else resume.done + 1
         self._started: list[Logger] = []
+        self.before: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         try:
@@ -68,6 +72,7 @@ class Recording:
         """Record the validation before the first step, if there was one; called by all ranks."""
         self._write(validation, self._done_before)
         if validation:
+            self.before = validation
             shown = on_terminal(by_summary_name(validation)).items()
             values = (f"{'greedy' if name == 'greedy_accuracy' else name} {value:.3f}" for name, value in shown)
             self._console.say(f"before training: {', '.join(values)}")
@@ -78,6 +83,14 @@ class Recording:
         """Show a step, and record it if so; called by all ranks."""
         self._write(metrics, done, records)
         self._console.step(done, metrics)
+
+    def state_dict(self) -> dict[str, float]:
+        """Validation before the first step."""
+        return self.before
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take back what `state_dict` gave."""
+        self.before = state
 
     def _finalize(self, status: str) -> None:
         with ExitStack() as stack:

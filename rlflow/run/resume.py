@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rlflow import checkpoint
-from rlflow.checkpoint import Progress
+from rlflow.checkpoint import Checkpoint, Progress
 from rlflow.checkpoint.stored_groups import SURPLUS, UNFINISHED, step_name
 from rlflow.controller.run import Run
 from rlflow.errors import UserError
 from rlflow.module import chooses_prompts
 from rlflow.run.agreement import gather
 from rlflow.run.folder import from_here
-from rlflow.run.state import RunState
 
 # Sections and settings that change no number, or only how sums are rounded; the rows of `data.train` are compared.
 WITHOUT_EFFECT = {"data.train", "data.validation", "logger", "callbacks", "placement", "predict"}
@@ -79,7 +78,7 @@ class Resume:
         folder = self.run.settings.folder
         return self.checkpoint is not None and self.checkpoint.resolve().is_relative_to(folder.resolve())
 
-    def restore(self, state: RunState) -> list[str]:
+    def restore(self, parts: Checkpoint) -> list[str]:
         """Continue where the checkpoint was taken, if there is one; called by all ranks once their roles are loaded.
 
         Returns:
@@ -87,7 +86,7 @@ class Resume:
         """
         if self.checkpoint is None or self.progress is None:
             return [*self.lines]
-        lines = state.restore(self.checkpoint, self.progress)
+        lines = parts.restore(self.checkpoint, self.progress)
         return [*self.lines, *lines, f"continues {from_here(self.checkpoint)} after step {self.done}"]
 
 
@@ -106,17 +105,18 @@ def _damage(run: Run, folder: Path) -> str | None:
 
 def _require_same_choice(run: Run, folder: Path, progress: Progress) -> None:
     """Every rank looks before anything is loaded, so all end alike."""
-    chose, chooses = progress.chosen is not None, chooses_prompts(run.module)
-    if chose != chooses:
+    chosen, chooses = progress.state.get("chosen"), chooses_prompts(run.module)
+    if (chosen is not None) != chooses:
         raise UserError(
-            f"{folder} was made by a module {'with' if chose else 'without'} `choose_prompts`, and this one has"
+            f"{folder} was made by a module {'without' if chooses else 'with'} `choose_prompts`, and this one has"
             f" {'one' if chooses else 'none'}, so the run would draw other prompts; continue with the same module,"
             " or start a new run from its model"
         )
-    now, then = run.data.prompts_per_step, progress.prompts_per_step
-    if chose and then not in (None, now):
+    now = run.data.prompts_per_step
+    if chosen is not None and chosen["per_draw"] != now:
         raise UserError(
-            f"`data.prompts_per_step` is {now}, and the run of {folder} chose prompts for steps of {then}; continue"
+            f"`data.prompts_per_step` is {now}, and the run of {folder} chose prompts for steps of"
+            f" {chosen['per_draw']}; continue"
             " with the same, or start a new run from its model"
         )
 

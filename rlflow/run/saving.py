@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from rlflow import checkpoint
+from rlflow.checkpoint import Snapshot
 from rlflow.controller.run import Run
 from rlflow.errors import UserError, did_you_mean
 from rlflow.process import status
 from rlflow.run.agreement import attempt, gather
 from rlflow.run.folder import RunFolder
 from rlflow.run.resume import Resume
-from rlflow.run.state import Snapshot
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft, Record, not_written
 from rlflow.storage.space import bytes_in, in_bytes, require_space
@@ -50,6 +50,7 @@ class Saving:
         self._pending = False  # whether something was begun that `wait` waits for
         self._nodes: dict[int, str] = {}  # of each rank
         self._sizes: dict[str, tuple[int, int]] = {}  # of each role's model and state
+        self._monitored: dict[str, float] = {}  # the metric that decides which checkpoints stay, by its name
         self.saved = resume.done if resume.goes_on else None
         status.saved(0)
 
@@ -70,27 +71,33 @@ class Saving:
             self._saved_at = elapsed
         return ends or by_steps or by_time
 
-    def monitored(self, metrics: Mapping[str, float], before: dict[str, float]) -> dict[str, float]:
-        """The metric that decides which checkpoints stay, by its name; empty where none does.
+    def monitor(self, metrics: Mapping[str, float]) -> None:
+        """Note the metric that decides which checkpoints stay, if one does, for the next checkpoint.
 
         Args:
             metrics: Metrics of the last step and the last validation.
-            before: What this gave before, or the checkpoint that the run continues has.
 
         Raises:
             UserError: The run does not log it.
         """
         name = self._settings.monitor
         if name is None:
-            return {}
-        if name in metrics:
-            return {name: metrics[name]}
-        if name not in before and not (self._done and name.startswith(VALIDATION)):
+            self._monitored = {}
+        elif name in metrics:
+            self._monitored = {name: metrics[name]}
+        elif name not in self._monitored and not (self._done and name.startswith(VALIDATION)):
             raise UserError(
                 f"`trainer.monitor` is {name!r}, which this run does not log.{did_you_mean(name, metrics)} Logged:"
                 f" {', '.join(sorted(metrics))}"
             )
-        return before
+
+    def state_dict(self) -> dict[str, float]:
+        """The value of the metric that decides which checkpoints stay, by its name."""
+        return self._monitored
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take back what `state_dict` gave."""
+        self._monitored = state
 
     def save(self, snapshot: Snapshot, with_models: bool = True) -> None:
         """Write models and a checkpoint; called by all ranks.
@@ -103,23 +110,13 @@ class Saving:
             UserError: As `wait`.
         """
         self.wait()
-        done, rank = snapshot.done, self._transport.rank
+        done, rank = snapshot.progress.step, self._transport.rank
         draft = checkpoint.draft_of(self._folder.checkpoint, done)
         models = self._open(draft, with_models)
         while_running = self._settings.async_save
         if not while_running:  # before the states, so that no rank waits for their writing while weights are gathered
             self._write_models(models, done)
-        checkpoint.write_share(
-            draft,
-            self._disk,
-            self._strategy,
-            self._run.stateful,
-            self._nodes,
-            rank,
-            snapshot.groups,
-            snapshot.of_rank,
-            snapshot.tensors,
-        )
+        checkpoint.write_share(draft, self._disk, self._strategy, self._run.stateful, self._nodes, rank, snapshot)
         if while_running:
             self._write_models(models, done, draft)
         self._complete_models(models, draft)

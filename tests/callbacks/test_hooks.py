@@ -97,8 +97,11 @@ def test_callbacks_may_come_and_go_between_a_run_and_its_resume(
         fit(Fit(grpo(policy), sums(8, 2), tmp_path / "run", settings=settings))
 
     run(1, Counts("goes"), Counts("stays"))
-    state = json.loads((tmp_path / "run/checkpoint/step-00000001/state.json").read_text())
-    assert state["callbacks"] == {"Counts{'name': 'goes'}": {"steps": 1}, "Counts{'name': 'stays'}": {"steps": 1}}
+    state = json.loads((tmp_path / "run/checkpoint/step-00000001/state.json").read_text())["state"]
+    assert state["callbacks"] == {
+        "Counts{'name': 'goes'}": {"steps": 1},
+        "Counts{'name': 'stays'}": {"steps": 1},
+    }
     capfd.readouterr()
     stays, comes = Counts("stays"), Counts("comes")
     run(2, comes, stays, Sees(), ckpt_path="last")

@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(model: Path, written: Path
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"format": 5, "step": 2, "files": {"actor.json": 7}}))
     assert checkpoint.find(str(tmp_path), tmp_path) == tmp_path
-    with pytest.raises(UserError, match=r"has the checkpoint format 5; this version of rlflow reads format 10"):
+    with pytest.raises(UserError, match=r"has the checkpoint format 5; this version of rlflow reads format 11"):
         checkpoint.read_progress(tmp_path, 0, "rows")
 
 
@@ -405,7 +405,7 @@ def test_a_run_without_a_checkpoint_has_no_last_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("seed", "data", "told"), [(1, "rows", "`seed` is 1"), (0, "others", "training rows")])
 def test_another_seed_or_dataset_does_not_continue_a_run(seed: int, data: str, told: str, tmp_path: Path) -> None:
-    stored = {"format": checkpoint.FORMAT, "step": 2, "version": 2, "seed": 0, "data": "rows", "draws": 2, "files": {}}
+    stored = {"format": checkpoint.FORMAT, "step": 2, "seed": 0, "data": "rows", "files": {}}
     write_state(tmp_path, stored)
     with pytest.raises(UserError, match=told):
         checkpoint.read_progress(tmp_path, seed, data)

@@ -27,7 +27,7 @@ def written(folder: Path) -> Draft:
 
 def complete(draft: Draft, timeout_s: float) -> None:
     with Disk() as disk:
-        progress = checkpoint.Progress(1, 1, 0, "rows", 1)
+        progress = checkpoint.Progress(1, 0, "rows")
         checkpoint.complete(draft, disk, (), progress, NODES, timeout_s, checkpoint.Retention(2))
 
 

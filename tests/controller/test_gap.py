@@ -88,12 +88,12 @@ def test_a_gap_is_compared_with_those_before_a_resume_where_dtype_and_engine_are
     before, same = LogprobGap(None, torch.bfloat16, engine="A"), LogprobGap(None, torch.bfloat16, engine="A")
     for gap in (0.002, 0.0024, 0.001, 0.0022):
         before.check(_figures(gap))
-    history = json.loads(json.dumps(before.history))
-    same.restore(history)
+    state = json.loads(json.dumps(before.state_dict()))
+    same.load_state_dict(state)
     with pytest.raises(UserError, match=r"they differed by 0\.0021 in the steps before"):
         same.check(_figures(0.009))
     for other in (LogprobGap(None, torch.bfloat16, engine="B"), LogprobGap(None, torch.float16, engine="A")):
-        other.restore(history)
+        other.load_state_dict(state)
         other.check(_figures(0.009))
 
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_has_the_gaps_of_the_steps_before(policy: Path, tmp_path: P
     def gaps(done: int, **settings: Any) -> list[list[float]]:
         fit(Fit(grpo(policy), sums(12, prompts_per_step=3), tmp_path, settings={"max_steps": done, **settings}))
         stored = json.loads((tmp_path / f"checkpoint/step-{done:08d}/state.json").read_text())
-        found: list[list[float]] = stored["history"]["gaps"]["actor"]["steps"]
+        found: list[list[float]] = stored["state"]["gaps"]["actor"]["steps"]
         return found
 
     two = gaps(2, save_every_n_steps=2)

@@ -73,7 +73,7 @@ def rows_of(steps: list[list[int]]) -> set[int]:
 def remembered(folder: Path) -> dict[str, Any]:
     """What the last checkpoint of a run holds of the module."""
     state: dict[str, Any] = json.loads((sorted(folder.glob("checkpoint/step-*"))[-1] / "state.json").read_text())
-    return state["module"]
+    return state["state"]["module"]
 
 
 def numbers(step: dict[str, float]) -> dict[str, float]:

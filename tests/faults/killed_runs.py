@@ -16,9 +16,9 @@ import numpy
 import torch
 import torch.distributed as dist
 
+import rlflow.checkpoint.contents
 import rlflow.checkpoint.writing
 import rlflow.run.fit
-import rlflow.run.resume
 from rlflow import CausalLM, Environment, Optimizer, ValueModel
 from rlflow.algorithms import DAPO, GRPO, PPO
 from rlflow.callbacks import Callback
@@ -311,7 +311,7 @@ POINTS: dict[str, Callable[[Reached, Fit], None]] = {
     "after a save": lambda reached, run: _after(Saving, "save", reached),
     "in a validation": lambda reached, run: _before(rlflow.run.fit, "measure", reached),
     "in the middle of a line of metrics": _half_a_line,
-    "while it is resumed": lambda reached, run: _after(rlflow.run.resume.checkpoint, "restore", reached),
+    "while it is resumed": lambda reached, run: _after(rlflow.checkpoint.contents, "restore", reached),
 }
 
 

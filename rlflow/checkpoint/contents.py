@@ -1,0 +1,252 @@
+"""What a checkpoint holds: the weights and optimizers of roles, and the state of every other part of a run, by name."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from rlflow.callbacks.hooks import Callbacks
+from rlflow.checkpoint.manifest import Progress, digest_of
+from rlflow.checkpoint.reading import read_module_tensors, read_of_rank, restore
+from rlflow.checkpoint.stored_groups import read_groups
+from rlflow.databuffer.groups import Groups, ReadGroups
+from rlflow.errors import UserError
+from rlflow.module import RLModule
+from rlflow.state.tensors import digest, with_tensors, without_tensors
+from rlflow.strategies.strategy import TrainingStrategy
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+# The parts of a `Checkpoint`, by which ranks know their state. What all ranks have alike is written as rank 0 has it.
+# Of what some ranks change, an entry is written as the first rank has it that changed it since the run began; if none
+# did, as the first that has it. Of the rest each rank writes its own.
+ALIKE = ("steps", "gaps", "callbacks", "validation", "monitored")
+CHANGED = ("module", "chosen", "updates")
+OF_RANK = ("metrics", "samples", "remembered", "random")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank remembers after some steps. Nothing of it changes, so it can be saved in the middle of the next.
+
+    Weights and optimizers are no part of it; they are written from where they lie.
+
+    Attributes:
+        progress: Where the run stands, for `state.json`, which rank 0 writes.
+        tensors: Tensors of the module's state, by the keys that lead to them, for this rank's `module-state-*`.
+        of_rank: What this rank alone has, JSON-able, for its `logged-*`.
+        groups: Rows and values of later steps, by the names of their files.
+    """
+
+    progress: Progress
+    tensors: Mapping[str, Tensor]
+    of_rank: Mapping[str, Any]
+    groups: Mapping[str, Groups]
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """The parts of a run, on one rank, whose states are a checkpoint: takes the states, and gives them back.
+
+        snapshot = parts.take()                     between two steps
+        saving.save(parts.agreed(snapshot))         by all ranks
+        parts.restore(folder, progress)             by all ranks of the run that continues
+
+    Attributes:
+        strategy: Has the weights and optimizers of this rank's roles.
+        roles: The roles that are trained, and averages of them.
+        module: Coefficients, memories of prompts, replay buffers, and what else the module's `state_dict` has.
+        chosen: The rows of epochs that the module chose; None where it does not choose.
+        updates: Gradient norms of each role, which its later updates are compared with.
+        steps: Steps and draws that are done.
+        gaps: Logprob gaps of each policy, which those of later steps are compared with.
+        callbacks: The user's callbacks.
+        validation: Validation before the first step, for the summary.
+        monitored: The metric that decides which checkpoints stay.
+        metrics: What this rank logged of steps in progress.
+        samples: Samples of steps in progress, for the loggers.
+        remembered: What nodes gave to memories of prompts in steps in progress.
+        random: The process's random generators, which a user's code may draw from. What rlflow draws is a function of
+            (seed, step, draw).
+        carried_over: Gives groups of rows that later steps need: left over, unfinished, generated ahead; by the names
+            of their files.
+        take_over: Gives them back, after the state of `steps`; called by all ranks.
+        seed: Seed of the run.
+        data: Digest of the training rows.
+        config: As resolved, without secrets; None for a run without one.
+        gather: Gathers what is JSON-able of every rank; a collective of all.
+    """
+
+    strategy: TrainingStrategy
+    roles: tuple[str, ...]
+    module: RLModule
+    chosen: Stateful | None
+    updates: Stateful
+    steps: Stateful
+    gaps: Stateful
+    callbacks: Callbacks
+    validation: Stateful
+    monitored: Stateful
+    metrics: Stateful
+    samples: Stateful
+    remembered: Stateful
+    random: Stateful
+    carried_over: Callable[[], dict[str, Groups]]
+    take_over: Callable[[ReadGroups], None]
+    seed: int
+    data: str
+    config: Mapping[str, Any] | None
+    gather: Callable[[Any], list[Any]]
+    _before: dict[str, str] = field(default_factory=dict, init=False)  # digests of entries as the run began
+
+    def begin(self) -> None:
+        """The first step of this run begins: what changes from now on was changed by the run."""
+        state, tensors = self._changed()
+        self._before = _digests(_entries(state)) | _digests_of_tensors(tensors)
+
+    def take(self) -> Snapshot:
+        """What this rank has now; asks no other rank."""
+        changed, tensors = self._changed()
+        state = changed | self._states(ALIKE)
+        progress = Progress(state["steps"]["step"], self.seed, self.data, self.config, state)
+        of_rank = {"ranks": self.strategy.world_size, **copy.deepcopy(self._states(OF_RANK))}
+        return Snapshot(progress, tensors, of_rank, self.carried_over())
+
+    def agreed(self, here: Snapshot) -> Snapshot:
+        """This rank's snapshot, with what all ranks together know and the tensors that it is to write; by all ranks.
+
+        Raises:
+            UserError: Ranks changed a tensor of the module's state to different ones.
+        """
+        entries, rank = _entries(here.progress.state), self.strategy.global_rank
+        of_ranks = self.gather([_digests(entries), _digests_of_tensors(here.tensors)])
+        changed_by = self._changed_by([digests for digests, _ in of_ranks])
+        every = self.gather({name: entries[name] for name, ranks in changed_by.items() if ranks[0] == rank})
+        state = {**here.progress.state, **{part: {} for part in CHANGED if part in here.progress.state}}
+        for name, value in (entry for of_rank in every for entry in of_rank.items()):
+            part, _, of_part = name.partition("/")
+            state[part][of_part] = value
+        tensors = {}
+        digests = [of_tensors for _, of_tensors in of_ranks]
+        for name, (first, *others) in self._changed_by(digests).items():
+            for other in others:
+                if digests[other][name] != digests[first][name]:
+                    raise UserError(
+                        f"`{name}` of the module's state is one tensor on rank {first} and another on rank {other}, and"
+                        " a checkpoint has one; change it from what all ranks know, as `all_rows` and `mean` give it"
+                    )
+            if first == rank:
+                tensors[name] = here.tensors[name]
+        return replace(here, progress=replace(here.progress, state=state), tensors=tensors)
+
+    def restore(self, folder: Path, progress: Progress) -> list[str]:
+        """Bring the parts to where a checkpoint was taken; called by all ranks, whose roles are loaded.
+
+        Args:
+            folder: Folder of the checkpoint.
+            progress: What its `state.json` has.
+
+        Returns:
+            A line for each callback that has lost its state, or begins without one.
+        """
+        state, device = progress.state, self.strategy.root_device
+        restore(folder, self.strategy, self.roles)
+        self.module.load_state_dict(with_tensors(state["module"], read_module_tensors(folder)))
+        lines = self.callbacks.load_state_dict(state["callbacks"])
+        for name in (*CHANGED, *ALIKE):
+            if name not in ("module", "callbacks") and (part := getattr(self, name)) is not None:
+                part.load_state_dict(state[name])
+        self.take_over(lambda name, like: read_groups(folder, name, like, device))
+        for of_rank in read_of_rank(folder, self.strategy.global_rank, self.strategy.world_size):
+            for name in OF_RANK:
+                if name != "random" or of_rank["ranks"] == self.strategy.world_size:  # else nobody continues those
+                    getattr(self, name).load_state_dict(of_rank[name])
+        return lines
+
+    def _states(self, parts: Sequence[str]) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in parts}
+        return {name: part.state_dict() for name, part in found.items() if part is not None}
+
+    def _changed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Copies of what this rank has of `CHANGED`: what is JSON-able, and the tensors of the module."""
+        state = self._states(CHANGED)
+        module, tensors = without_tensors(state["module"])
+        copies = self.module.memories()  # their states are copies already, and may be long
+        state["module"] = {name: x if name in copies else copy.deepcopy(x) for name, x in module.items()}
+        return state, tensors
+
+    def _changed_by(self, of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+        """By name, the ranks that changed an entry since the run began; if none did, those that have it.
+
+        Args:
+            of_ranks: By rank, the digest of each of its entries, by name.
+        """
+        ranks = {}
+        for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+            having = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
+            ranks[name] = [rank for rank in having if of_ranks[rank][name] != self._before.get(name)] or having
+        return ranks
+
+
+def _entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of the parts that some ranks change: `module/beta`, `updates/actor`."""
+    return {f"{part}/{name}": value for part in CHANGED for name, value in state.get(part, {}).items()}
+
+
+def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
+    return {name: digest_of(value) for name, value in entries.items()}
+
+
+def _digests_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+class RandomStates:
+    """The states of Python's, numpy's and torch's own generators, JSON-able.
+
+    Args:
+        device: Device of the rank; a GPU's generator is among them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        """As they are now."""
+        version, words, gauss = random.getstate()
+        kind, keys, place, has_gauss, cached = numpy.random.get_state(legacy=True)
+        on_gpu = self._device.type == "cuda"
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": [kind, [int(key) for key in keys], place, has_gauss, cached],
+            "torch": _to_text(torch.get_rng_state()),
+            "cuda": _to_text(torch.cuda.get_rng_state(self._device)) if on_gpu else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the generators to what `state_dict` gave."""
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        kind, keys, place, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), place, has_gauss, cached))
+        torch.set_rng_state(_from_text(state["torch"]))
+        if state["cuda"] is not None and self._device.type == "cuda":
+            torch.cuda.set_rng_state(_from_text(state["cuda"]), self._device)
+
+
+def _to_text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _from_text(state: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
