@@ -201,8 +201,6 @@ class CausalLM(ModelHandle):
         Returns:
             `[B, T, k]` log-probabilities, with gradients within training, and `[B, T, k]` int64 tokens; 0 where padded.
         """
-        if k < 1:
-            raise UserError(f"`topk` was asked for {k} tokens; ask for 1 or more")
         logprobs, tokens = self._of_tokens(rows, k)
         return logprobs, tokens
 
@@ -558,13 +556,8 @@ def of_tokens(
 
     Returns:
         `[R]` of the targets, `[R, K + top]` of the others, and these tokens `[R, K + top]`.
-
-    Raises:
-        UserError: The vocabulary has fewer than `top` tokens.
     """
     ids = targets[:, None] if beside is None else torch.cat([targets[:, None], beside], 1)
-    if top > (size := len(weight)):
-        raise UserError(f"`topk` was asked for {top} tokens of a vocabulary of {size}; ask for fewer")
     logprobs, _, tokens = logprobs_of_tokens(hidden, weight, ids, softmax, top)
     return logprobs[:, 0], logprobs[:, 1:], tokens[:, 1:]
 
