@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.functional.shapes import float_dtype, per_sample
+from rlflow.functional.shapes import float_dtype
 
 
 def last_token_rewards(scores: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
@@ -90,7 +90,7 @@ def gae(
     """
     r, v, generated = rewards.detach().double(), values.detach().double(), mask.bool()
     next_advantage = v.new_zeros(len(v))
-    next_value = next_advantage if bootstrap is None else per_sample(bootstrap.detach().double(), len(v))
+    next_value = next_advantage if bootstrap is None else bootstrap.detach().double().reshape(len(v))
     advantages = torch.zeros_like(v)
     for t in reversed(range(v.shape[1])):
         delta = r[:, t] + gamma * next_value - v[:, t]

@@ -14,17 +14,6 @@ def beside_tokens(x: Tensor, tokens: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 1 and tokens.dim() == 2 else x
 
 
-def per_sample(x: Tensor, samples: int) -> Tensor:
-    """`x`, which is `[B]` or `[B, 1]`, as `[B]` with `B = samples`.
-
-    Raises:
-        ValueError: `x` is not one number per sample.
-    """
-    if x.shape not in ((samples,), (samples, 1)):
-        raise ValueError(f"one number for each of {samples} samples is needed, `[B]` or `[B, 1]`; got {list(x.shape)}")
-    return x.reshape(samples)
-
-
 def token_sum(x: Tensor, mask: Tensor) -> Tensor:
     """The sum `[B]` of `x` `[B, T]` where `mask` is nonzero; what stands elsewhere, NaN included, has no part in it."""
     return x.where(mask.bool(), 0.0).sum(dim=1)

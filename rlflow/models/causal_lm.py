@@ -17,10 +17,11 @@ from rlflow.errors import UserError
 from rlflow.functional import Aggregation
 from rlflow.models.handle import ModelHandle
 from rlflow.models.logprobs import Softmax, logprobs_of_tokens, token_kl, token_logprobs
-from rlflow.models.lora import adapters_off, in_buckets
+from rlflow.models.lora import adapters_off
 from rlflow.models.moe import MoE, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import ModelInput, response_mask, whole
+from rlflow.models.weights import in_buckets
 from rlflow.values.batch import TokenRows
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.host_copy import rows_at
@@ -201,8 +202,6 @@ class CausalLM(ModelHandle):
         Returns:
             `[B, T, k]` log-probabilities, with gradients within training, and `[B, T, k]` int64 tokens; 0 where padded.
         """
-        if k < 1:
-            raise UserError(f"`topk` was asked for {k} tokens; ask for 1 or more")
         logprobs, tokens = self._of_tokens(rows, k)
         return logprobs, tokens
 
@@ -245,21 +244,23 @@ class CausalLM(ModelHandle):
             UserError: `other` is trained, has another vocabulary, or `given` is of other rows.
         """
         self._check_kl(rows, other, given, over)
-        layer: list[Any] = []  # weight and softmax of the other's output layer
+        layer: list[tuple[Tensor, Softmax]] = []  # the weight of the other's output layer, and its softmax
 
         def keep(hidden: Tensor, weight: Tensor, _: Tensor, softmax: Softmax, __: None) -> tuple[Tensor, ...]:
-            layer[:] = weight.detach().clone() if other.plan.gathers else weight.detach(), softmax
+            layer[:] = [(weight.detach().clone() if other.plan.gathers else weight.detach(), softmax)]
             return (hidden,)
 
         def compare(
             hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, theirs: Tensor
         ) -> tuple[Tensor, ...]:
-            if len(weight) != len(layer[0]):
+            ((other_weight, other_softmax),) = layer
+            if len(weight) != len(other_weight):
                 raise UserError(
-                    f"`kl` compares models with output layers of {len(weight)} and {len(layer[0])} tokens, and a token"
-                    " of one has to be a token of the other; give models of one vocabulary"
+                    f"`kl` compares models with output layers of {len(weight)} and {len(other_weight)} tokens, and a"
+                    " token of one has to be a token of the other; give models of one vocabulary"
                 )
-            return token_kl(hidden, weight, targets, softmax, theirs, *layer, over == "other")
+            of_other = theirs, other_weight, other_softmax
+            return token_kl(hidden, weight, targets, softmax, *of_other, over == "other")
 
         def both_passes(own: Tokens, prompts: Ragged | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
             with torch.no_grad():
@@ -557,13 +558,8 @@ def of_tokens(
 
     Returns:
         `[R]` of the targets, `[R, K + top]` of the others, and these tokens `[R, K + top]`.
-
-    Raises:
-        UserError: The vocabulary has fewer than `top` tokens.
     """
     ids = targets[:, None] if beside is None else torch.cat([targets[:, None], beside], 1)
-    if top > (size := len(weight)):
-        raise UserError(f"`topk` was asked for {top} tokens of a vocabulary of {size}; ask for fewer")
     logprobs, _, tokens = logprobs_of_tokens(hidden, weight, ids, softmax, top)
     return logprobs[:, 0], logprobs[:, 1:], tokens[:, 1:]
 

@@ -7,8 +7,7 @@ A layer computes `x W' + (alpha / rank) x A' B'` with its weight `W` `[out, in]`
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.errors import UserError, one_line, require
-from rlflow.models.fingerprint import fingerprint
 from rlflow.models.remote_code import code_beside
 from rlflow.models.sizes import experts
 from rlflow.models.tiny import resolve_model
+from rlflow.models.weights import ADAPTER, PARAMETER, is_adapter
 
-ADAPTER = "default"  # peft's name of a model's only one
 PEFT_PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PARAMETER = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
 
 
 @dataclass(frozen=True)
@@ -55,64 +52,6 @@ class LoRA:
             raise UserError(f"`lora.dropout` is {self.dropout}; give a share from 0 to below 1")
         if not self.targets:
             raise UserError("`lora.targets` is empty; name layers such as `q_proj`, or give `all-linear`")
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A tensor that a model computes with.
-
-    Attributes:
-        name: Its name in Hugging Face form, `model.layers.0.self_attn.q_proj.weight` say.
-        parameter: It, without its adapter.
-        adapter: The peft layer that adds to it; None where nothing does.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    adapter: Any = None
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """All that `value` is made of."""
-        if self.adapter is None:
-            return [self.parameter]
-        return [self.parameter, self.adapter.lora_A[ADAPTER].weight, self.adapter.lora_B[ADAPTER].weight]
-
-    def value(self, whole: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach) -> Tensor:
-        """The parameter itself, or a new tensor with its adapter merged in: added in float32 at least, then rounded.
-
-        Args:
-            whole: Makes a full tensor of a parameter, where ranks divide it.
-        """
-        weight, *factors = map(whole, self.parameters)
-        if not factors:
-            return weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        a, b = (factor.to(dtype) for factor in factors)
-        product = (b @ a) * self.adapter.scaling[ADAPTER]
-        merged: Tensor = weight.to(dtype) + (product.T if self.adapter.fan_in_fan_out else product)
-        return merged.to(weight.dtype)
-
-
-def in_buckets(weights: Iterable[Weight], nbytes: Callable[[Weight], int], limit: int) -> Iterator[list[Weight]]:
-    """The weights in their order, in buckets of at most `limit` bytes, or of one larger weight.
-
-    Args:
-        weights: Weights of a model.
-        nbytes: The bytes of a whole weight.
-        limit: Bytes.
-    """
-    bucket: list[Weight] = []
-    filled = 0
-    for weight in weights:
-        size = nbytes(weight)
-        if bucket and filled + size > limit:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(weight)
-        filled += size
-    if bucket:
-        yield bucket
 
 
 def require_peft() -> None:
@@ -180,16 +119,6 @@ def adapter_of(model: nn.Module) -> dict[str, Any]:
     return {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's own."""
-    return PARAMETER.search(name) is not None
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name as it would be without peft; of an adapter's own, as peft writes it to files."""
-    return PARAMETER.sub(r".\1.", name.replace(".base_layer.", "."))
-
-
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Within it, the model computes as without adapters."""
@@ -201,18 +130,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """16 hexadecimal digits that differ when a weight of a model does.
-
-    Args:
-        weights: Weights by Hugging Face name, without adapters; each is looked at before the next is asked for.
-    """
-    fingerprints = {name: fingerprint(weight) for name, weight in weights}
-    numbers = torch.stack(list(fingerprints.values())).tolist()
-    lines = (f"{name} {number}" for name, number in zip(fingerprints, numbers, strict=True))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def save_adapter(

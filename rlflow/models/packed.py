@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, Attention, packed_attention
-from rlflow.models.lora import LoRA, Weight, adapter_of, add_adapters, is_adapter, plain_name, save_adapter
+from rlflow.models.lora import LoRA, adapter_of, add_adapters, save_adapter
 from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, Peers, pack, whole
 from rlflow.models.remote_code import code_beside, register_decoder
 from rlflow.models.weight_files import WeightFiles, finish, not_finite
+from rlflow.models.weights import Weight, is_adapter, plain_name
 from rlflow.storage.tensors import is_finite
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged

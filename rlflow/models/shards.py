@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlflow.models.lora import first_values, is_adapter, plain_name
+from rlflow.models.lora import first_values
 from rlflow.models.packed import PackedModel
 from rlflow.models.weight_files import INDEX, WeightFiles, shard_name
+from rlflow.models.weights import is_adapter, plain_name
 from rlflow.storage.disk import Disk
 from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite, write_tensors
 

@@ -100,7 +100,7 @@ class WeightFiles:
                 " with transformers and write it anew by `save_pretrained`, or use a strategy that loads models whole"
             )
         with self._readable(index):
-            files, _ = get_checkpoint_shard_files(str(self._path), str(index))
+            files, _ = get_checkpoint_shard_files(str(self._path), str(index))  # type: ignore[no-untyped-call]
         yield from map(Path, files)
 
     def _file(self, name: str) -> Path | None:

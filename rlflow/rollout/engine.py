@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.models.fingerprint import fingerprint
+from rlflow.models.weights import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

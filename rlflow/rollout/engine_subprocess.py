@@ -44,7 +44,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlflow.errors import UserError, line_log
-from rlflow.models.fingerprint import fingerprint
+from rlflow.models.weights import fingerprint
 from rlflow.process.listening import listening
 from rlflow.rollout.engine import (
     NO_VERSION,

@@ -18,10 +18,10 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import Averaged, WithoutAdapters
 from rlflow.models.handle import ForwardPlan, ModelHandle
-from rlflow.models.lora import Weight, digest_of, in_buckets
 from rlflow.models.packed import PackedModel
 from rlflow.models.shards import Unit, divided, fill, write_index, write_shard, write_shard_later
 from rlflow.models.weight_files import shard_name
+from rlflow.models.weights import Weight, digest_of, in_buckets
 from rlflow.storage.disk import Disk
 from rlflow.storage.stored_role import StoredRole
 from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite

@@ -191,11 +191,6 @@ CASES: list[Case] = [
         {"strategy": "fsdp", "module.init_args.actor.optimizer": {"name": "torch.optim.Adafactor"}},
         "`module.init_args.actor.optimizer.name` is 'torch.optim.Adafactor', which steps a matrix otherwise than its",
     ),
-    (
-        "more ranks to a copy than there are",
-        {"strategy": {"class_path": "fsdp", "init_args": {"within": 2}}},
-        "`strategy.init_args.within` is 2, and roles live on 1 ranks; give 1 or less",
-    ),
 ]
 
 

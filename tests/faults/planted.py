@@ -13,8 +13,8 @@ import rlflow.rollout.vllm.engine as vllm_engine
 from rlflow.callbacks import Callback
 from rlflow.controller.weight_sync import WeightSync
 from rlflow.models import handle
-from rlflow.models.lora import Weight
 from rlflow.models.packing import ModelInput
+from rlflow.models.weights import Weight
 from rlflow.rollout.engine import InProcessEngine, RolloutEngine, Sampling, SyncReport
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine

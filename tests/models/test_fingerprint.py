@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.models.fingerprint import CHUNK, fingerprint
+from rlflow.models.weights import CHUNK, fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from rlflow import CausalLM, LoRA, UserError, ValueModel
 from rlflow.models.handle import ForwardPlan
-from rlflow.models.lora import Weight, adapter_of
+from rlflow.models.lora import adapter_of
 from rlflow.models.packed import OneDNNLinear, PackedModel
+from rlflow.models.weights import Weight
 from rlflow.values.batch import Batch
 from tests.models.conftest import one_by_one
 

@@ -305,8 +305,6 @@ def test_what_cannot_be_asked_is_refused_in_one_line(
     student, teacher = handle(ForwardPlan()), loaded(tiny, ForwardPlan(), trainable=False)
     asks: list[tuple[str, Callable[[], object]]] = [
         (r"tokens \[6, 30\] for responses \[6, 30\]", lambda: student.logprobs_of(rows, rows.response_ids)),
-        ("`topk` was asked for 0 tokens", lambda: student.topk(rows, 0)),
-        ("`topk` was asked for 129 tokens of a vocabulary of 128", lambda: student.topk(rows, 129)),
         ("which is trained: no gradient would go to it", lambda: student.kl(rows, student)),
         ("given 2 other prompts for 6 rows", lambda: student.kl(rows, teacher, Ragged.from_lists([[1], [2]]))),
         ("row 0 has an empty prompt", lambda: student.kl(rows, teacher, Ragged.from_lists([[]] * 6))),

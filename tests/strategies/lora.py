@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow import CausalLM, LoRA, Optimizer
 from rlflow.models.handle import ForwardPlan
-from rlflow.models.lora import is_adapter
+from rlflow.models.weights import is_adapter
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
 from tests.saved import save

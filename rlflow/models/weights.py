@@ -1,0 +1,121 @@
+"""The weights of a model: their names with adapters and without, their values, and digests that tell them apart."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ADAPTER = "default"  # peft's name of a model's only one
+PARAMETER = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
+CHUNK = 1 << 18  # 64-bit words multiplied at once: bounds the memory of a fingerprint to 2 MiB
+MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no chunk is lost modulo 2**64
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that a model computes with.
+
+    Attributes:
+        name: Its name in Hugging Face form, `model.layers.0.self_attn.q_proj.weight` say.
+        parameter: It, without its adapter.
+        adapter: The peft layer that adds to it; None where nothing does.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    adapter: Any = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that `value` is made of."""
+        if self.adapter is None:
+            return [self.parameter]
+        return [self.parameter, self.adapter.lora_A[ADAPTER].weight, self.adapter.lora_B[ADAPTER].weight]
+
+    def value(self, whole: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach) -> Tensor:
+        """The parameter itself, or a new tensor with its adapter merged in: added in float32 at least, then rounded.
+
+        Args:
+            whole: Makes a full tensor of a parameter, where ranks divide it.
+        """
+        weight, *factors = map(whole, self.parameters)
+        if not factors:
+            return weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        a, b = (factor.to(dtype) for factor in factors)
+        product = (b @ a) * self.adapter.scaling[ADAPTER]
+        merged: Tensor = weight.to(dtype) + (product.T if self.adapter.fan_in_fan_out else product)
+        return merged.to(weight.dtype)
+
+
+def in_buckets(weights: Iterable[Weight], nbytes: Callable[[Weight], int], limit: int) -> Iterator[list[Weight]]:
+    """The weights in their order, in buckets of at most `limit` bytes, or of one larger weight.
+
+    Args:
+        weights: Weights of a model.
+        nbytes: The bytes of a whole weight.
+        limit: Bytes.
+    """
+    bucket: list[Weight] = []
+    filled = 0
+    for weight in weights:
+        size = nbytes(weight)
+        if bucket and filled + size > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(weight)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's own."""
+    return PARAMETER.search(name) is not None
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as it would be without peft; of an adapter's own, as peft writes it to files."""
+    return PARAMETER.sub(r".\1.", name.replace(".base_layer.", "."))
+
+
+def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """16 hexadecimal digits that differ when a weight of a model does.
+
+    Args:
+        weights: Weights by Hugging Face name, without adapters; each is looked at before the next is asked for.
+    """
+    fingerprints = {name: fingerprint(weight) for name, weight in weights}
+    numbers = torch.stack(list(fingerprints.values())).tolist()
+    lines = (f"{name} {number}" for name, number in zip(fingerprints, numbers, strict=True))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """64 bits (0-dim int64, on the tensor's device) that differ when an element's value or place differs.
+
+    The bits, as 64-bit words, times fixed random odd numbers, summed modulo 2**64: one changed word always shows, many
+    do but for chance. -0.0 and 0.0 are the same value.
+    """
+    per_word = 8 // tensor.element_size()
+    factors = _factors(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in torch.split(tensor.reshape(-1), CHUNK * per_word):
+        values = torch.nn.functional.pad(part + 0.0, (0, -len(part) % per_word))
+        words = values.view(torch.int64)
+        total = total * MULTIPLIER + (words * factors[: len(words)]).sum()
+    return total
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    limit = 2**62
+    seeded = torch.Generator().manual_seed(0)
+    return (2 * torch.randint(-limit, limit, (CHUNK,), generator=seeded) + 1).to(device)
