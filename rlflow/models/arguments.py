@@ -15,7 +15,8 @@ def check_fields(module: object) -> None:
     """Refuse what fields of a dataclass cannot be.
 
     Raises:
-        UserError: One is none of the choices of its type, or the class sets one of a class above it in its body, where
+        UserError: One is none of the choices of its type, or sets what the part that it is by its type does not have,
+            such as `dual` of a `Clip` given for `Bounds`; or the class sets one of a class above it in its body, where
             the constructor does not see it.
     """
     name, hints = type(module).__name__, _hints(type(module))
@@ -31,6 +32,21 @@ def check_fields(module: object) -> None:
         if legal and getattr(module, field.name) not in legal:
             known = ", ".join(map(str, legal))
             raise UserError(f"`{field.name}` is {getattr(module, field.name)!r}; give one of {known}")
+        _check_part(name, field.name, hint, getattr(module, field.name))
+
+
+def _check_part(owner: str, name: str, wanted: Any, part: Any) -> None:
+    """Refuse a part of a class below the wanted one that sets a field of its own, which nothing would read."""
+    if not (isinstance(wanted, type) and dataclasses.is_dataclass(wanted) and isinstance(part, wanted)):
+        return
+    known = {field.name for field in dataclasses.fields(wanted)}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.name not in known and value != field.default:
+            raise UserError(
+                f"`{name}.{field.name}` is {value}, which {owner} has no use for: its `{name}` is a {wanted.__name__}"
+                f" ({', '.join(sorted(known))}); leave it out"
+            )
 
 
 def make_models(module: object) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rlflow import CausalLM, UserError, algorithms
 from rlflow.algorithms.self_play import _with
-from rlflow.functional import KL
+from rlflow.functional import KL, Bounds, Clip
 from tests.controller.runs import OddCharacters
 from tests.making import made
 
@@ -65,6 +65,15 @@ def test_what_cannot_work_is_refused_in_one_line(name: str, settings: dict[str, 
 def test_a_setting_that_an_algorithm_has_no_use_for_is_none_of_its_arguments(setting: str, names: str) -> None:
     for name in names.split():
         assert setting not in inspect.signature(getattr(algorithms, name)).parameters, name
+
+
+@pytest.mark.parametrize("name", ["GSPO", "GMPO", "CPGD"])
+def test_a_clip_without_dual_is_given_none(name: str) -> None:
+    algorithm = getattr(algorithms, name)
+    with pytest.raises(UserError, match=rf"^`clip.dual` is 3.0, which {name} has no use for: .* Bounds \(high, low\);"):
+        algorithm(CausalLM("tiny"), OddCharacters(), clip=Clip(dual=3.0))
+    for clip in (Clip(low=0.1), Bounds(0.1)):
+        assert algorithm(CausalLM("tiny"), OddCharacters(), clip=clip).clip.low == 0.1
 
 
 def test_a_teacher_s_word_is_of_tokens_or_of_responses() -> None:
