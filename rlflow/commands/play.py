@@ -88,7 +88,7 @@ def play(
     path = RowPath(torch.tensor([[row]]), (BATCH,))
     try:
         rollout, views, _ = runner.run({policy: player}, answering, [first], path, 1, sampling, call)
-    except (LeftError, KeyboardInterrupt):
+    except KeyboardInterrupt:
         screen.line("left before the end")
         return
     finally:
@@ -152,10 +152,6 @@ def _piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 OnTokens = Callable[[str, Sequence[int]], None]  # who wrote tokens, and which
 
 
-class LeftError(Exception):
-    """A person ended the input."""
-
-
 class Player(RolloutEngine):
     """Takes turns as an engine does, one after another: what is said becomes tokens as those of a policy.
 
@@ -183,7 +179,7 @@ class Player(RolloutEngine):
         """One turn. A reply that is longer than the turn may be is cut, as a model's is.
 
         Raises:
-            LeftError: A person ended the input.
+            KeyboardInterrupt: A person ended the input.
         """
         (prompt,), (longest,) = prompts, sampling.limits_of(len(prompts))
         view = next((view for view in self._views if view == prompt[: len(view)]), [])
@@ -212,7 +208,7 @@ def by_hand() -> Iterator[str]:
     """What a person types, a line each, or what comes in by a pipe.
 
     Raises:
-        LeftError: A person ended the input.
+        KeyboardInterrupt: A person ended the input.
         UserError: A pipe did.
     """
     turn, asks = 1, sys.stdin.isatty()
@@ -223,7 +219,7 @@ def by_hand() -> Iterator[str]:
         except (EOFError, KeyboardInterrupt):
             if asks:
                 print()
-                raise LeftError from None
+                raise KeyboardInterrupt from None
             raise _too_few("standard input", turn) from None
         turn += 1
 

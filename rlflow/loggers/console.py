@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -35,8 +34,9 @@ LOSS = "/loss"  # of a role
 RECENT = 10  # steps from whose pace the time left is estimated
 
 
-class Console:
-    """Sends all that a process prints to a log file, C++ libraries included, and shows progress on the real terminal.
+@contextmanager
+def open_console(log: Path, total_steps: int, steps_done: int = 0, shows: bool = True) -> Iterator[Console]:
+    """Send all that a process prints to a log file, C++ libraries included, and show progress on the real terminal.
 
     Entered after the ranks are started, since a process started meanwhile would take the log for its terminal. When
     left, by an error too, the terminal is given back, so that the error's message reaches it.
@@ -47,98 +47,74 @@ class Console:
         steps_done: Before this run, when it goes on from a checkpoint.
         shows: Whether this process speaks on the terminal; rank 0 does.
     """
-
-    def __init__(self, log: Path, total_steps: int, steps_done: int = 0, shows: bool = True) -> None:
-        self._log = log
-        self._total_steps = total_steps
-        self._steps_done = steps_done
-        self._shows = shows
-
-    def __enter__(self) -> Console:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    _flush()
+    stdout, stderr = os.dup(1), os.dup(2)
+    terminal = lasting(os.dup(1))
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    limit = LogLimit(log)
+    console = Console(terminal if shows else None, total_steps, steps_done)
+    try:
+        yield console
+    finally:
+        console.close()
         _flush()
-        self._stdout, self._stderr = os.dup(1), os.dup(2)
-        self._terminal = lasting(os.dup(1))
-        with self._log.open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        self._limit = LogLimit(self._log)
-        total, done, now = self._total_steps, self._steps_done, time.monotonic()
-        self._display = Display(self._terminal, total, done, now) if self._shows else None
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._display is not None:
-            self._display.close()
-        _flush()
-        self._limit.close()
-        os.dup2(self._stdout, 1)
-        os.dup2(self._stderr, 2)
-        os.close(self._stdout)
-        os.close(self._stderr)
-        self._terminal.close()
-
-    def begin(self) -> None:
-        """Tell the time left from here on: the first step starts."""
-        if self._display is not None:
-            self._display.begin(time.monotonic())
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that step `step` (the first is 1) is done. `metrics` of validation are shown until the next ones."""
-        if self._display is not None:
-            self._display.step(step, metrics, time.monotonic())
-
-    def say(self, line: str) -> None:
-        """Show one line on the terminal, above the live display."""
-        if self._display is not None:
-            self._display.say(line)
+        limit.close()
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        os.close(stdout)
+        os.close(stderr)
+        terminal.close()
 
 
-class Display:
+class Console:
     """The steps of a run as they end: a bar that moves in place on a terminal, one plain line per step elsewhere.
 
     Args:
-        terminal: Where to.
+        terminal: Where to; None on ranks that show nothing.
         total_steps: Of the run.
         steps_done: Before this run, when it goes on from a checkpoint.
-        now: Seconds of a clock that only goes forward, at the start.
+        clock: Seconds of a clock that only goes forward.
     """
 
-    def __init__(self, terminal: TextIO, total_steps: int, steps_done: int, now: float) -> None:
+    def __init__(
+        self, terminal: TextIO | None, total_steps: int, steps_done: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._terminal = terminal
         self._total_steps = total_steps
+        self._clock = clock
         self._latest: dict[str, str] = {}
-        self._ended = deque([(steps_done, now)], maxlen=RECENT + 1)
-        self._live = _live_bar(terminal, total_steps, steps_done) if terminal.isatty() else None
+        self._ended = deque([(steps_done, clock())], maxlen=RECENT + 1)
+        self._live = _live_bar(terminal, total_steps, steps_done)
 
-    def begin(self, now: float) -> None:
-        """The first step starts: what went before, such as loading, says nothing of the pace."""
+    def begin(self) -> None:
+        """Tell the time left from here on: the first step starts, and loading says nothing of the pace."""
         steps_done, _ = self._ended.pop()
-        self._ended.append((steps_done, now))
+        self._ended.append((steps_done, self._clock()))
 
-    def step(self, step: int, metrics: Mapping[str, float], now: float) -> None:
-        """Show that step `step` ended at `now`."""
-        fields = self.fields(step, metrics, now)
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show that step `step` (the first is 1) is done. `metrics` of validation are shown until the next ones."""
+        fields = self._fields(step, metrics)
         if self._live is None:
             self.say(f"step {step}/{self._total_steps}  {fields}")
         else:
             self._live.update(self._live.task_ids[0], completed=step, shown=fields)
 
     def say(self, line: str) -> None:
-        """Show a line of its own."""
-        if self._live is None:
-            print(readable(line), file=self._terminal, flush=True)
-        else:
+        """Show one line on the terminal, above the live bar."""
+        if self._live is not None:
             self._live.console.print(readable(line), markup=False, highlight=False, soft_wrap=True)
+        elif self._terminal is not None:
+            print(readable(line), file=self._terminal, flush=True)
 
     def close(self) -> None:
         """Leave the terminal as text can follow."""
         if self._live is not None:
             self._live.stop()
 
-    def fields(self, step: int, metrics: Mapping[str, float], now: float) -> str:
+    def _fields(self, step: int, metrics: Mapping[str, float]) -> str:
         """`reward 0.512  accuracy 0.430  length 12.3  tokens/s 5,321  left 2:10`; `loss` where nothing is sampled."""
         for label, (metric, form) in SHOWN.items():
             if metric in metrics:
@@ -148,16 +124,16 @@ class Display:
             shown = [*_losses(metrics), *shown]
         if "rollout/tokens" in metrics and metrics.get("time/step", 0) > 0:
             shown.append(f"tokens/s {metrics['rollout/tokens'] / metrics['time/step']:,.0f}")
-        self._ended.append((step, now))
-        return "  ".join([*shown, f"left {duration(self._seconds_left())}"])
-
-    def _seconds_left(self) -> float:
-        (first_step, began), (step, ended) = self._ended[0], self._ended[-1]
-        return (ended - began) / (step - first_step) * (self._total_steps - step)
+        self._ended.append((step, self._clock()))
+        (first_step, began), (_, ended) = self._ended[0], self._ended[-1]
+        left = (ended - began) / (step - first_step) * (self._total_steps - step)
+        return "  ".join([*shown, f"left {duration(left)}"])
 
 
-def _live_bar(terminal: TextIO, total_steps: int, steps_done: int) -> Progress:
-    """A bar on a terminal, which has begun."""
+def _live_bar(terminal: TextIO | None, total_steps: int, steps_done: int) -> Progress | None:
+    """A bar on a terminal, which has begun; None elsewhere."""
+    if terminal is None or not terminal.isatty():
+        return None
     progress = Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
@@ -216,7 +192,7 @@ class LogLimit:
             self._look()
 
     def _look(self) -> None:
-        with contextlib.suppress(OSError):  # a folder that was removed, or a full disk, is no reason to end
+        with suppress(OSError):  # a folder that was removed, or a full disk, is no reason to end
             if self._log.stat().st_size > self._most:
                 self._cut()
 

@@ -8,6 +8,7 @@ import sys
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,6 +104,7 @@ class LightningLogger(Logger):
         return self._given
 
 
+@dataclass(eq=False)
 class WandbLogger(LightningLogger):
     """Weights & Biases in the run's folder: metrics, the config and a table of samples, by `trainer/global_step`.
 
@@ -113,18 +115,13 @@ class WandbLogger(LightningLogger):
         mode: `offline` writes to the run's folder only, from where `wandb sync` sends it later.
     """
 
-    def __init__(
-        self,
-        project: str = "rlflow",
-        name: str | None = None,
-        entity: str | None = None,
-        mode: Literal["online", "offline"] | None = None,
-    ) -> None:
+    project: str = "rlflow"
+    name: str | None = None
+    entity: str | None = None
+    mode: Literal["online", "offline"] | None = None
+
+    def __post_init__(self) -> None:
         require("wandb", "WandbLogger", "wandb")
-        self.project = project
-        self.name = name
-        self.entity = entity
-        self.mode = mode
 
     def _made(self, folder: Path) -> FabricLogger:
         import wandb

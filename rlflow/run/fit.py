@@ -19,7 +19,7 @@ from rlflow.controller.training import StepGivenUp
 from rlflow.controller.validation import measure
 from rlflow.data.loader import Prefetch
 from rlflow.errors import Preempted, UserError
-from rlflow.loggers.console import Console
+from rlflow.loggers.console import Console, open_console
 from rlflow.loggers.curves import CURVES_FILE, draw_curves
 from rlflow.loggers.lightning import LoggerLike
 from rlflow.loggers.trace import SAVE, Trace
@@ -83,7 +83,7 @@ def _fit(
     settings, strategy, rank = run.settings, run.strategy, run.rank
     with ExitStack() as stack:
         log = folder.logs / f"rank{rank}.log"
-        console = stack.enter_context(Console(log, run.steps, resume.done, shows=run.is_first))
+        console = stack.enter_context(open_console(log, run.steps, resume.done, shows=run.is_first))
         trace = run.transport.watch = Trace(folder.traces, rank, run.transport.world_size)
         stack.callback(trace.close)
         recording = stack.enter_context(Recording(run, folder, console, loggers, resume))

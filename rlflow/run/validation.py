@@ -11,7 +11,7 @@ from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller.run import Run
 from rlflow.controller.validation import measure
 from rlflow.controller.weight_sync import weight_sync
-from rlflow.loggers.console import Console
+from rlflow.loggers.console import open_console
 from rlflow.module import handles, has_validation_step
 from rlflow.process import startup
 from rlflow.run.folder import from_here
@@ -37,7 +37,7 @@ def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_con
     with ExitStack() as stack:
         folder = open_folder(run, stack.enter_context(locked_folder(run)))
         log = folder.logs / f"rank{run.transport.rank}.log"
-        console = stack.enter_context(Console(log, run.steps, shows=run.is_first))
+        console = stack.enter_context(open_console(log, run.steps, shows=run.is_first))
         for line in trusted_code(run):
             console.say(line)
         if run.context.conversations is not None:

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.loggers.console import Display, duration
+from rlflow.loggers.console import Console, duration
 
 SCRIPT = """
 import ctypes, os, sys
 from pathlib import Path
-from rlflow.loggers.console import Console
+from rlflow.loggers.console import open_console
 
 print("before")
-with Console(Path(sys.argv[1]), total_steps=2, shows={shows}) as console:
+with open_console(Path(sys.argv[1]), total_steps=2, shows={shows}) as console:
     print("from Python")
     os.write(1, b"from C, out\\n")
     os.write(2, b"from C, err\\n")
@@ -102,9 +102,9 @@ def read_all(descriptor: int) -> str:
 
 def shown(*steps: tuple[int, dict[str, float], float], total: int = 10, done: int = 0) -> list[str]:
     terminal = io.StringIO()
-    display = Display(terminal, total, done, now=100.0)
-    for step, metrics, now in steps:
-        display.step(step, metrics, now)
+    console = Console(terminal, total, done, clock=iter([100.0, *(now for *_, now in steps)]).__next__)
+    for step, metrics, _ in steps:
+        console.step(step, metrics)
     return terminal.getvalue().splitlines()
 
 
@@ -142,9 +142,9 @@ def test_a_loss_is_shown_where_nothing_is_sampled() -> None:
 
 def test_time_before_the_first_step_says_nothing_of_the_pace() -> None:
     terminal = io.StringIO()
-    display = Display(terminal, 10, 0, now=100.0)
-    display.begin(160.0)  # a minute of loading
-    display.step(1, {}, 162.0)
+    console = Console(terminal, 10, 0, clock=iter([100.0, 160.0, 162.0]).__next__)
+    console.begin()  # after a minute of loading
+    console.step(1, {})
     assert terminal.getvalue() == "step 1/10  left 0:18\n"
 
 
