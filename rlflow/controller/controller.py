@@ -227,15 +227,8 @@ class Controller:
         self._slot_began, self._waited_before = time.perf_counter(), self._trace.waited_s
         for task in self.plan:
             step = slot - task.lag
-            if not 0 <= step < self._run.steps:
-                continue
-            if isinstance(task, Reduce):
-                metrics = self._metrics.of(step)
-                metrics.seconds("time/step", time.perf_counter() - self._slot_began)
-                metrics.seconds("time/elapsed", time.perf_counter() - self._began)
-            self.run(task, step)
-            if isinstance(task, Reduce):
-                self._steps.pop(step).buffer.clear()
+            if 0 <= step < self._run.steps:
+                self.run(task, step)
 
     @contextmanager
     def _watching(self, task: Task, step: int) -> Iterator[None]:
@@ -262,7 +255,10 @@ class Controller:
                 self._nodes.note_age(repeated, step)
 
     def _reduce(self, step: Step) -> None:
+        """Reduce a step's metrics over all ranks, and let go of the step."""
         clock, run = self._run.transport.clock, self._run
+        step.metrics.seconds("time/step", time.perf_counter() - self._slot_began)
+        step.metrics.seconds("time/elapsed", time.perf_counter() - self._began)
         clock.settle()
         step.log_exchanges(sum(each.buffer.peak_held_bytes for each in self._steps.values()))
         self._draws.log(step)
@@ -274,6 +270,7 @@ class Controller:
         self._draws.learn(self._reduced)
         self.policies.check(self._reduced)
         self._reduced = dict(sorted(self._reduced.items()))
+        self._steps.pop(step.number).buffer.clear()
 
     def _doing(self, task: Task) -> str:
         """The task in an out-of-memory error: its node and role, or its line of the plan."""
