@@ -156,9 +156,10 @@ class Controller:
         `surplus` has groups that a draw gave beyond the step's, `unfinished` those with responses that were cut off,
         `step-00000007` what this rank made for training in a step that is generated and not trained.
         """
-        steps = () if self._ahead is None else self._in_progress(done)
-        ahead = {step_name(step): self._steps[step].groups(self._ahead) for step in steps}
-        return ahead | self._draws.carried_over()
+        carried = self._draws.carried_over()
+        if self._ahead is not None:
+            carried |= {step_name(step): self._steps[step].groups(self._ahead) for step in self._in_progress(done)}
+        return carried
 
     def restore(self, done: int, draws: int, read: ReadGroups) -> None:
         """Resume after `done` steps; called by all ranks, before the first `step`.
