@@ -199,17 +199,9 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     handle.watch = gap.observe
     changes = sum(name in graph.changed_by(node) for node in graph.order)
     start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step
-    probe = Probe(run, task, gap) if _needs_probe(run, name) else None
-    return Policy(name, engine, sync, changes, start, gap, probe)
-
-
-def _needs_probe(run: Run, name: str) -> bool:
-    """Whether rows must be generated just to compare engine and trainer, as the steps' own rows do not serve.
-
-    With `max_staleness` or `partial_rollout` few rows or none are of the trainer's version; and in some algorithms the
-    policy's model does not score its rows before it changes.
-    """
-    return bool(run.plan.max_staleness) or run.plan.cuts_off or not scores_its_rows(name, run.graph)
+    # With `max_staleness` or `partial_rollout` few rows of a step or none are of the trainer's version.
+    served = scores_its_rows(name, graph) and not (run.plan.max_staleness or run.plan.cuts_off)
+    return Policy(name, engine, sync, changes, start, gap, None if served else Probe(run, task, gap))
 
 
 def scores_its_rows(policy: str, graph: Graph) -> bool:
