@@ -273,7 +273,7 @@ class RLModule:
             UserError: The template cannot be read, a row lacks one of its columns, or a prompt is longer than
                 `data.max_prompt_length`.
         """
-        return self._running().written(rows, template)
+        return self._running().prompts(rows, template)
 
     def reward_function(self, rollout: Written, name: str = "reward") -> PerSample:
         """The module's `reward` of each sample `[B]` float32; called by all ranks of the node alike.

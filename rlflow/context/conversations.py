@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlflow.databuffer.transport import Transport, Watch
+from rlflow.databuffer.transport import Transport
 from rlflow.environments.bridge import Bridge, Message
 from rlflow.environments.environment import Definition, Environment
 from rlflow.environments.host import Coroutines, Host
@@ -61,13 +61,6 @@ class ConversationTimes:
     idle: float
     whole: float
 
-    def report(self, watch: Watch | None, **where: Any) -> None:
-        """Add the waits to the trace of this rank; `where` is their step and node. Nothing without a trace."""
-        if watch is None:
-            return
-        for of, number, start, end in self.waits:
-            watch.turn(of, number, start, end, **where)
-
 
 @dataclass(frozen=True)
 class ConverseCall:
@@ -94,10 +87,11 @@ class ConverseCall:
     part: Part | None = None
 
 
+@dataclass(eq=False)
 class ConversationRunner:
     """Runs the conversations of nodes and of validation on one rank.
 
-    Args:
+    Attributes:
         bridge: An environment's definition to the bridge that turns its messages into tokens, and tokens into messages.
         messages: A row of the dataset to the messages of its prompt.
         longest_prompt: Tokens of a conversation's first prompt, at most.
@@ -107,24 +101,14 @@ class ConversationRunner:
         transport: Collectives with the ranks that share an engine.
     """
 
-    def __init__(
-        self,
-        bridge: Callable[[Definition], Bridge],
-        messages: Callable[[dict[str, Any]], Sequence[Message]],
-        longest_prompt: int,
-        decode: Callable[[Sequence[int]], str],
-        dtype: torch.dtype,
-        seed: int,
-        transport: Transport,
-    ) -> None:
-        self._bridge = bridge
-        self._messages = messages
-        self._longest_prompt = longest_prompt
-        self._decode = decode
-        self._dtype = dtype
-        self._seed = seed
-        self._transport = transport
-        self._hosts = EnvironmentHosts()
+    bridge: Callable[[Definition], Bridge]
+    messages: Callable[[dict[str, Any]], Sequence[Message]]
+    longest_prompt: int
+    decode: Callable[[Sequence[int]], str]
+    dtype: torch.dtype
+    seed: int
+    transport: Transport
+    _hosts: EnvironmentHosts = field(default_factory=lambda: EnvironmentHosts(), init=False)
 
     def run(
         self,
@@ -193,7 +177,7 @@ class ConversationRunner:
         whole = time.perf_counter() - started
         times = ConversationTimes(loop.waits, len(open_rows), seconds, calls.waited, whole)
         version, cut_off = call.versions[call.policy], call.part is not None
-        rollout = to_rollout(conversations, children.path, of_all, version, self._decode, self._dtype, cut_off)
+        rollout = to_rollout(conversations, children.path, of_all, version, self.decode, self.dtype, cut_off)
         return rollout, conversations, times
 
     def close(self) -> None:
@@ -212,7 +196,7 @@ class ConversationRunner:
         for row, (place, of_row) in enumerate(rows[: len(there.path)]):
             definition, idle = environment.definition_of(of_row), environment.host()  # which never starts
             session = Session(definition, idle, of_row, place=place)
-            begun[row] = from_rollout(there, row, session, self._bridge(definition))
+            begun[row] = from_rollout(there, row, session, self.bridge(definition))
         return begun
 
     def _conversation(
@@ -242,7 +226,7 @@ class ConversationRunner:
                 return seed_of(seat, turn, call.draw)
 
             return (yield from self._game(environment, of_dataset, seed_now, rules, call))
-        bridge, prompt = self._bridge(definition), self._messages(row)
+        bridge, prompt = self.bridge(definition), self.messages(row)
         draw = call.draw if begun is None else begun.draw
         key = seed_of("", BEFORE, draw)
         anew = begun is not None and begun.state is None and not self._hosts.waits(key)
@@ -276,7 +260,7 @@ class ConversationRunner:
     ) -> ConversationSteps[list[Conversation]]:
         (place, row), key = of_dataset, seed_of("", BEFORE)
         definition = environment.definition_of(row)
-        bridge, prompt = self._bridge(definition), self._messages(row)
+        bridge, prompt = self.bridge(definition), self.messages(row)
         policies = {seat: call.players.get(seat, (call.policy, 0.0))[0] for seat in definition.seats}
         of_seats = {seat: replace(rules, policy=policy) for seat, policy in policies.items()}
         host = self._hosts.take(environment, key)
@@ -329,7 +313,7 @@ class ConversationRunner:
         call: ConverseCall,
     ) -> dict[str, TurnQueue]:
         """The turns of each policy, at its own temperature."""
-        ends = {end: None for row in rows for end in self._bridge(environment.definition_of(row)).ends}
+        ends = {end: None for row in rows for end in self.bridge(environment.definition_of(row)).ends}
         of_turn = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
         temperatures = dict(call.players.values()) | {call.policy: sampling.temperature}
         return {
@@ -338,13 +322,13 @@ class ConversationRunner:
         }
 
     def _seed_of(self, children: Children, row: int, seat: str, turn: int, draw: int) -> int:
-        return children.seed(row, self._seed, draw, turn, seat)
+        return children.seed(row, self.seed, draw, turn, seat)
 
     def _rules(self, environment: Environment, longest: int, call: ConverseCall) -> Rules:
         return Rules(
             call.policy,
             environment.max_turns,
-            self._longest_prompt,
+            self.longest_prompt,
             longest,
             min(longest, environment.max_turn_length or longest),
             environment.on_failure,
@@ -354,7 +338,7 @@ class ConversationRunner:
     def _shared(self, layout: Layout) -> SharedCalls | None:
         if layout.copies == 1:
             return None
-        transport = self._transport
+        transport = self.transport
         peers = layout.peers(layout.shard(transport.rank))
         limit = transport.timeout
         seconds = ROUND_S if limit is None else min(ROUND_S, limit.total_seconds() / 4)
@@ -374,6 +358,8 @@ class EnvironmentHosts:
     def take(self, environment: Environment, conversation: int) -> Host:
         """A host for a conversation: the one that was kept for it, else a free one, else a new one.
 
+        If a new one has a process, that starts with the first call.
+
         Args:
             environment: The conversation's environment.
             conversation: A number that no other conversation has: the seed of its environment.
@@ -381,7 +367,12 @@ class EnvironmentHosts:
         free = self._free.setdefault(environment, [])
         if conversation in self._waiting:
             return self._waiting.pop(conversation)
-        return free.pop() if free else self.made(environment)
+        if free:
+            return free.pop()
+        host = environment.host(self._coroutines)
+        if environment.workers is not None:
+            self._processes.append(host)
+        return host
 
     def give_back(self, environment: Environment, host: Host) -> None:
         """Keep the host for another conversation, or close it where `workers` hosts are free or it has no process."""
@@ -399,13 +390,6 @@ class EnvironmentHosts:
     def waits(self, conversation: int) -> bool:
         """Whether a host with this conversation's environment was kept, and not taken since."""
         return conversation in self._waiting
-
-    def made(self, environment: Environment) -> Host:
-        """A new host; if it has a process, that starts with the first call."""
-        host = environment.host(self._coroutines)
-        if environment.workers is not None:
-            self._processes.append(host)
-        return host
 
     def cancel(self) -> None:
         """Cancel the coroutines that calls wait for."""

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +75,7 @@ class Running:
     validates: bool = False
 
 
+@dataclass(eq=False, kw_only=True)
 class NodeContext:
     """What a node can call while it runs on this rank; one for each rank and run, made by `rlflow.run.setup.join`.
 
@@ -84,10 +84,10 @@ class NodeContext:
     `remember` only note what this rank has; ranks exchange it at the end of the step.
 
     Ranks that share an engine or a sequence hold the same rows; then only the first of them logs. All methods but
-    `log`, `kept`, `encode`, `written`, `reward_input` and `scores_of` raise `UserError` in a train node, which sees one
+    `log`, `kept`, `prompts`, `reward_input` and `scores_of` raise `UserError` in a train node, which sees one
     micro-batch at a time.
 
-    Args:
+    Attributes:
         engines: Rollout engines on this rank, by policy.
         transport: Collectives between ranks.
         device: Device of the tensors that a node gets.
@@ -104,46 +104,31 @@ class NodeContext:
         conversations: Runs conversations; None without a tokenizer.
         prompt_column: Column of the prompt that rewards read, see `RewardInput`.
         trainer_state: A step (from 0) to the progress of the run, for rewards.
+        memories: What nodes gave to the module's `PromptMemory` objects.
+        running: The node that all calls are for; None between nodes.
     """
 
-    def __init__(
-        self,
-        *,
-        engines: Mapping[str, RolloutEngine],
-        transport: Transport,
-        device: torch.device,
-        dtype: torch.dtype,
-        seed: int,
-        stop_token_ids: tuple[int, ...],
-        decode: Callable[[Sequence[int]], str],
-        encode: Callable[[str], list[int]],
-        written: Callable[[Sequence[dict[str, Any]], str], list[list[int]]],
-        on_scores: Callable[[int, Written, Scores], None],
-        rows_of: Callable[[Tensor], Tensor] = lambda ids: ids,
-        writers: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
-        longest_prompt: int | None = None,
-        conversations: ConversationRunner | None = None,
-        prompt_column: str | None = None,
-        trainer_state: Callable[[int], TrainerState] = TrainerState,
-    ) -> None:
-        self._engines = engines
-        self._transport = transport
-        self._device = device
-        self._dtype = dtype  # of rewards and rollout logprobs
-        self._seed = seed
-        self._stop_token_ids = stop_token_ids
-        self._decode = decode
-        self.encode = encode
-        self._written = written
-        self._on_scores = on_scores
-        self._rows_of = rows_of
-        self._writers = writers
-        self._prompt_column = prompt_column
-        self._trainer_state = trainer_state  # of a step
-        self.longest_prompt = longest_prompt  # in tokens; None for any
-        self.conversations = conversations
-        self.memories = MemoryUpdates(transport)
-        self.running: Running | None = None
+    engines: Mapping[str, RolloutEngine]
+    transport: Transport
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    decode: Callable[[Sequence[int]], str]
+    encode: Callable[[str], list[int]]
+    written: Callable[[Sequence[dict[str, Any]], str], list[list[int]]]
+    on_scores: Callable[[int, Written, Scores], None]
+    rows_of: Callable[[Tensor], Tensor] = lambda ids: ids
+    writers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    longest_prompt: int | None = None
+    conversations: ConversationRunner | None = None
+    prompt_column: str | None = None
+    trainer_state: Callable[[int], TrainerState] = TrainerState
+    memories: MemoryUpdates = field(init=False)
+    running: Running | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.memories = MemoryUpdates(self.transport)
 
     @contextmanager
     def within(self, running: Running) -> Iterator[None]:
@@ -183,23 +168,23 @@ class NodeContext:
                 `trainer.partial_rollout`; or a prompt has more than `longest_prompt` tokens.
         """
         now = self._now()
-        own = now.space.paths(now.space.held(now.layout, self._transport.rank))
+        own = now.space.paths(now.space.held(now.layout, self.transport.rank))
         parents = parents_of(rows, now.node, own)
         if isinstance(rows, Rollout):
-            require_own_rows(rows, now.node, policy, self._writers, cut_off=now.part is not None)
+            require_own_rows(rows, now.node, policy, self.writers, cut_off=now.part is not None)
         callers = callers_of(parents, now.node)
         rollout = sample(
-            self._engines[policy],
+            self.engines[policy],
             rows,
             parents,
             n,
-            replace(sampling, stop_token_ids=(*self._stop_token_ids, *sampling.stop_token_ids)),
-            seed=self._seed,
+            replace(sampling, stop_token_ids=(*self.stop_token_ids, *sampling.stop_token_ids)),
+            seed=self.seed,
             draw=now.draw,
             node=now.node.id,
             version=now.versions[policy],
-            decode=self._decode,
-            dtype=self._dtype,
+            decode=self.decode,
+            dtype=self.dtype,
             part=now.part,
             earlier=now.calls.before(callers),
             longest=longest,
@@ -208,7 +193,7 @@ class NodeContext:
         now.calls.add(callers, rollout)
         if now.part is not None:
             self._cut_off(now, under_way(rollout, sampling.max_tokens))
-        on_device: Rollout = to_device(rollout, self._device)
+        on_device: Rollout = to_device(rollout, self.device)
         return on_device
 
     def converse(
@@ -233,32 +218,34 @@ class NodeContext:
         """
         now = self._now()
         require_beginning(rows, now.node, environment, cut_off=now.part is not None)
-        own = now.space.paths(now.space.held(now.layout, self._transport.rank))
+        own = now.space.paths(now.space.held(now.layout, self.transport.rank))
         parents = parents_of(rows, now.node, own)
         callers = callers_of(parents, now.node)
         assert self.conversations is not None, "the run was prepared without a tokenizer"
         rollout, conversations, times = self.conversations.run(
-            {name: self._engines[name] for name in (policy, *(player for player, _ in players.values()))},
+            {name: self.engines[name] for name in (policy, *(player for player, _ in players.values()))},
             environment,
             rows.rows,
             parents,
             n,
-            replace(sampling, stop_token_ids=(*self._stop_token_ids, *sampling.stop_token_ids)),
-            ConverseCall(now.draw, now.node.id, policy, now.versions, now.layout, players, self._rows_of, now.part),
+            replace(sampling, stop_token_ids=(*self.stop_token_ids, *sampling.stop_token_ids)),
+            ConverseCall(now.draw, now.node.id, policy, now.versions, now.layout, players, self.rows_of, now.part),
             now.calls.before(callers),
         )
         if self._speaks(now):
             measure_conversations(now.node.id, conversations, times, now.metrics, cut_off=now.part is not None)
-            times.report(self._transport.watch, step=now.metrics.step, node=now.node.id)
+            if (watch := self.transport.watch) is not None:
+                for of, number, start, end in times.waits:
+                    watch.turn(of, number, start, end, step=now.metrics.step, node=now.node.id)
         now.calls.add(callers, rollout)
         if now.part is not None:
             self._cut_off(now, torch.tensor([each.ended is None for each in conversations], dtype=torch.bool))
-        on_device: Rollout = to_device(rollout, self._device)
+        on_device: Rollout = to_device(rollout, self.device)
         return on_device
 
-    def written(self, rows: Sequence[dict[str, Any]], template: str) -> Ragged:
+    def prompts(self, rows: Sequence[dict[str, Any]], template: str) -> Ragged:
         """Token ids of the prompts that `template` writes from rows of the dataset; see `RLModule.prompts`."""
-        prompts: Ragged = to_device(Ragged.from_lists(self._written(rows, template)), self._device)
+        prompts: Ragged = to_device(Ragged.from_lists(self.written(rows, template)), self.device)
         return prompts
 
     def _cut_off(self, now: Running, found: Tensor) -> None:
@@ -296,25 +283,25 @@ class NodeContext:
         if drops:
             (path,) = (value for value in vars(rollout).values() if isinstance(value, RowPath))
             mine = on_host(path.numbers)[list(scores.dropped)]
-            of_ranks = self._transport.all_gather_ragged(mine.flatten(), now.layout.ranks)
+            of_ranks = self.transport.all_gather_ragged(mine.flatten(), now.layout.ranks)
             now.space.drop(torch.cat([each.view(-1, path.depth) for each in of_ranks]))
-            here = now.space.held(now.layout, self._transport.rank)
+            here = now.space.held(now.layout, self.transport.rank)
             now.dropped = now.space.dropped[here]  # for what the node logs from here on
         given = next((on_host(returns).tolist() for rows, returns in now.returned if rows is rollout), None)
-        self._on_scores(now.metrics.step, rollout, scores if given is None else scores.plus("environment", given))
-        totals = torch.tensor(scores.total, dtype=self._dtype)
+        self.on_scores(now.metrics.step, rollout, scores if given is None else scores.plus("environment", given))
+        totals = torch.tensor(scores.total, dtype=self.dtype)
         kept = self.kept(totals)
         self.log(f"{name}/mean", totals, kept)
         parts: dict[str, Tensor] = {}
         for part_name, of_part in scores.parts.items():
             applies = torch.tensor([each is not None for each in of_part], dtype=torch.bool)
-            parts[part_name] = torch.tensor([each or 0.0 for each in of_part], dtype=self._dtype)
+            parts[part_name] = torch.tensor([each or 0.0 for each in of_part], dtype=self.dtype)
             self.log(f"{name}/{part_name}", parts[part_name], applies if kept is None else applies & kept)
         if self._speaks(now):
             now.metrics.sum(f"{name}/errors", float(len(scores.failed)))
             for part_name, values in scores.metrics.items():
                 now.metrics.mean(f"{name}/{part_name}", float(sum(values)), float(len(values)))
-        return on_device(totals, self._device), to_device(Parts(parts), self._device)
+        return on_device(totals, self.device), to_device(Parts(parts), self.device)
 
     def reward_input(self, rollout: Written, step: int) -> RewardInput:
         """This rank's samples as a reward reads them, at a step counted from 0; no node needs to run.
@@ -326,8 +313,8 @@ class NodeContext:
             lengths = on_host(rollout.lengths).tolist()
             return [ids[:length] for ids, length in zip(on_host(rollout.response_ids).tolist(), lengths, strict=True)]
 
-        state = self._trainer_state(step)
-        return RewardInput(rollout.texts, rollout.rows, self._prompt_column, rollout.messages, token_ids, state)
+        state = self.trainer_state(step)
+        return RewardInput(rollout.texts, rollout.rows, self.prompt_column, rollout.messages, token_ids, state)
 
     def scores_of(self, reward: Reward, responses: RewardInput, ranks: tuple[int, ...]) -> Scores:
         """Score this rank's samples; a collective of `ranks`, which compare the names of the parts.
@@ -348,7 +335,7 @@ class NodeContext:
             "problem": str(failure or ""),
             "parts": None if failed_all and not scores.parts else sorted(scores.parts),
         }
-        of_ranks = [json.loads(each) for each in self._transport.gather_bytes(json.dumps(here).encode(), ranks)]
+        of_ranks = [json.loads(each) for each in self.transport.gather_bytes(json.dumps(here).encode(), ranks)]
         for rank in of_ranks:
             if rank["problem"]:
                 raise UserError(rank["problem"]) from failure
@@ -374,7 +361,7 @@ class NodeContext:
         now.returned.append((rollout, returns))
         if alone:
             self.log(f"{name}/mean", returns, None)
-            self._on_scores(now.metrics.step, rollout, Scores(on_host(returns).tolist()))
+            self.on_scores(now.metrics.step, rollout, Scores(on_host(returns).tolist()))
         return returns
 
     def log(self, name: str, x: Tensor, mask: Tensor | None) -> None:
@@ -411,7 +398,7 @@ class NodeContext:
         `x` has the same shape on all ranks. Of ranks that hold the same rows, the tensor of the first is returned.
         """
         now = self._outside_training("a number over all rows")
-        return torch.stack(self._transport.all_gather(x, now.layout.ranks)[:: now.layout.copies])
+        return torch.stack(self.transport.all_gather(x, now.layout.ranks)[:: now.layout.copies])
 
     def all_rows(self, x: AllRows) -> AllRows:
         """The entries of all ranks' rows, the same on every rank; a collective of the node's ranks.
@@ -425,12 +412,12 @@ class NodeContext:
         now = self._outside_training("all_rows")
         if isinstance(x, Ragged):
             return self._all_ragged(now, x)
-        return now.space.gathered(now.layout, x, self._transport, now.layout.ranks)
+        return now.space.gathered(now.layout, x, self.transport, now.layout.ranks)
 
     def _all_ragged(self, now: Running, x: Ragged) -> Ragged:
         ranks = now.layout.ranks
-        lengths = [on_host(each) for each in self._transport.all_gather_ragged(x.lengths, ranks)]
-        values = self._transport.all_gather_ragged(x.values, ranks)
+        lengths = [on_host(each) for each in self.transport.all_gather_ragged(x.lengths, ranks)]
+        values = self.transport.all_gather_ragged(x.values, ranks)
         whole = Ragged(torch.cat(values), torch.cat(lengths))
         numbers = torch.arange(len(whole)).split([len(each) for each in lengths])
         return whole.take(now.space.in_order(now.layout, list(numbers)))
@@ -449,7 +436,7 @@ class NodeContext:
             )
         _require_prompts("dataset_rows", group)
         known = on_host(group).masked_fill(on_host(group) == NO_GROUP, 0)  # of what was dropped nothing counts
-        return on_device(self._rows_of(known), group.device)
+        return on_device(self.rows_of(known), group.device)
 
     def remember(self, memory: str, group: Tensor, x: Tensor) -> None:
         """Note numbers `x` `[B]` of the prompts `group` `[B]` for the `PromptMemory` that the module has as `memory`.
@@ -464,9 +451,9 @@ class NodeContext:
         if not self._speaks(now):
             return
         known = on_host(group) != NO_GROUP
-        places = now.space.held(now.layout, self._transport.rank)[known]
-        rows = [part.double() for part in (places, self._rows_of(on_host(group)[known]), x.detach().cpu()[known])]
-        place = list(self._writers).index(now.node.id)
+        places = now.space.held(now.layout, self.transport.rank)[known]
+        rows = [part.double() for part in (places, self.rows_of(on_host(group)[known]), x.detach().cpu()[known])]
+        place = list(self.writers).index(now.node.id)
         self.memories.add(memory, now.metrics.step, now.draw, place, torch.stack(rows))
 
     def _now(self) -> Running:
@@ -474,7 +461,7 @@ class NodeContext:
         return self.running
 
     def _speaks(self, now: Running) -> bool:
-        return now.layout.publishes(self._transport.rank)  # of several peers one, so each row counts once
+        return now.layout.publishes(self.transport.rank)  # of several peers one, so each row counts once
 
     def _outside_training(self, what: str) -> Running:
         now = self._now()

@@ -11,13 +11,13 @@ from typing import Any
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint.stored_groups import step_name
-from rlflow.controller.bad_updates import UpdateWatch
 from rlflow.controller.draws import Draws
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.nodes import Nodes
 from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
 from rlflow.controller.step import Step, no_groups
+from rlflow.controller.training import UpdateWatch
 from rlflow.dag.node import BATCH
 from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sleep, SyncWeights, Task, Tell, TrainNode
 from rlflow.data.loader import Prefetch
@@ -166,9 +166,10 @@ class Controller:
         `surplus` has groups that a draw gave beyond the step's, `unfinished` those with responses that were cut off,
         `step-00000007` what this rank made for training in a step that is generated and not trained.
         """
-        steps = () if self._ahead is None else self._in_progress()
-        ahead = {step_name(step): self._steps[step].groups(self._ahead) for step in steps}
-        return ahead | self._draws.carried_over()
+        carried = self._draws.carried_over()
+        if self._ahead is not None:
+            carried |= {step_name(step): self._steps[step].groups(self._ahead) for step in self._in_progress()}
+        return carried
 
     def take_over(self, read: ReadGroups) -> None:
         """Take back what `carried_over` gave, after `load_state_dict`; called by all ranks.
@@ -234,15 +235,8 @@ class Controller:
         self._slot_began, self._waited_before = time.perf_counter(), self._trace.waited_s
         for task in self.plan:
             step = slot - task.lag
-            if not 0 <= step < self._run.steps:
-                continue
-            if isinstance(task, Reduce):
-                metrics = self._metrics.of(step)
-                metrics.seconds("time/step", time.perf_counter() - self._slot_began)
-                metrics.seconds("time/elapsed", time.perf_counter() - self._began)
-            self.run(task, step)
-            if isinstance(task, Reduce):
-                self._steps.pop(step).buffer.clear()
+            if 0 <= step < self._run.steps:
+                self.run(task, step)
 
     @contextmanager
     def _watching(self, task: Task, step: int) -> Iterator[None]:
@@ -269,7 +263,10 @@ class Controller:
                 self._nodes.note_age(repeated, step)
 
     def _reduce(self, step: Step) -> None:
+        """Reduce a step's metrics over all ranks, and let go of the step."""
         clock, run = self._run.transport.clock, self._run
+        step.metrics.seconds("time/step", time.perf_counter() - self._slot_began)
+        step.metrics.seconds("time/elapsed", time.perf_counter() - self._began)
         clock.settle()
         step.log_exchanges(sum(each.buffer.peak_held_bytes for each in self._steps.values()))
         self._draws.log(step)
@@ -281,6 +278,7 @@ class Controller:
         self._draws.learn(self._reduced)
         self.policies.check(self._reduced)
         self._reduced = dict(sorted(self._reduced.items()))
+        self._steps.pop(step.number).buffer.clear()
 
     def _doing(self, task: Task) -> str:
         """The task in an out-of-memory error: its node and role, or its line of the plan."""

@@ -98,14 +98,10 @@ class LogprobGap:
         """
         self._version, self._metrics, self._compared = version, metrics, False
 
-    def close(self) -> None:
-        """The trainer's weights are about to change, or the step's rows have been compared."""
-        self._version = None
-
-    def close_if_compared(self) -> None:
-        """A node has scored rows: those that are compared, or others of which nothing is known."""
-        if self._compared:
-            self.close()
+    def close(self, if_compared: bool = False) -> None:
+        """Compare no more: the trainer's weights are about to change; or, `if_compared`, once rows were compared."""
+        if self._compared or not if_compared:
+            self._version = None
 
     def observe(self, rows: Any, logprobs: Tensor) -> None:
         """Compare the logprobs `[B, T]` of a forward pass over `rows` with those that came with them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ class Policy:
             self.sync.forget()
 
 
-class Policies(Mapping[str, Policy]):
+class Policies(dict[str, Policy]):
     """All policies of a run by name, as this rank knows them, in the same order on every rank.
 
     Args:
@@ -111,16 +111,7 @@ class Policies(Mapping[str, Policy]):
         self._run = run
         self._callbacks = callbacks
         tasks = run.syncs().values() if run.generates else ()
-        self._policies = {task.policy: _policy(run, task) for task in tasks}
-
-    def __getitem__(self, name: str) -> Policy:
-        return self._policies[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._policies)
-
-    def __len__(self) -> int:
-        return len(self._policies)
+        super().__init__({task.policy: _policy(run, task) for task in tasks})
 
     def versions_of(self, step: int, changed: Mapping[str, int]) -> dict[str, int]:
         """By policy, the version that generates rows of `step`: the weights after the last step trained by then.
@@ -157,7 +148,7 @@ class Policies(Mapping[str, Policy]):
     def scored(self, role: str) -> None:
         """Note that a node has scored rows with a role; once logprobs were compared, the step compares no more."""
         if role in self and (gap := self[role].gap) is not None:
-            gap.close_if_compared()
+            gap.close(if_compared=True)
 
     def before_update(self, role: str) -> None:
         """Note that a role's weights are about to change, after which its logprobs are not comparable."""
@@ -203,17 +194,9 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     handle.watch = gap.observe
     changes = sum(name in graph.changed_by(node) for node in graph.order)
     start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step
-    probe = Probe(run, task, gap) if _needs_probe(run, name) else None
-    return Policy(name, engine, sync, changes, start, gap, probe)
-
-
-def _needs_probe(run: Run, name: str) -> bool:
-    """Whether rows must be generated just to compare engine and trainer, as the steps' own rows do not serve.
-
-    With `max_staleness` or `partial_rollout` few rows or none are of the trainer's version; and in some algorithms the
-    policy's model does not score its rows before it changes.
-    """
-    return bool(run.plan.max_staleness) or run.plan.cuts_off or not scores_its_rows(name, run.graph)
+    # With `max_staleness` or `partial_rollout` few rows of a step or none are of the trainer's version.
+    served = scores_its_rows(name, graph) and not (run.plan.max_staleness or run.plan.cuts_off)
+    return Policy(name, engine, sync, changes, start, gap, None if served else Probe(run, task, gap))
 
 
 def scores_its_rows(policy: str, graph: Graph) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -19,13 +20,14 @@ from rlflow.strategies.strategy import TrainingStrategy
 Bucket = list[tuple[str, Tensor]]
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Brings weights from the ranks that train to those that generate, seen from one rank.
 
     Every rank of the role gathers its weights bucket by bucket. Where engines stand on ranks without the role, the
     first rank of the role sends each bucket on to them by broadcast. Every engine reads back all that it was given.
 
-    Args:
+    Attributes:
         task: Whose weights go where.
         strategy: Holds the role, on its ranks.
         engine: Of this rank; None without.
@@ -33,35 +35,19 @@ class WeightSync:
         bucket_bytes: Weights gathered, and sent, at once.
         files: Reads the weights of a frozen policy; None where steps change them.
         keeps: Whether the engine keeps the weights while it sleeps: those of files, in an engine of the policy's own.
-
-    Attributes:
         version: Of the weights in the engines, known alike on all ranks of the task.
     """
 
-    def __init__(
-        self,
-        task: SyncWeights,
-        strategy: TrainingStrategy,
-        engine: RolloutEngine | None,
-        transport: Transport,
-        bucket_bytes: int,
-        files: Callable[[], Iterator[Bucket]] | None = None,
-        keeps: bool = False,
-    ) -> None:
-        self.version = NO_VERSION
-        self._unlogged: list[SyncReport | None] = []
-        self._policy = task.policy
-        self._files = files
-        self._keeps = keeps
-        self._asleep = False
-        self._strategy = strategy
-        self._engine = engine
-        self._transport = transport
-        self._bucket_bytes = bucket_bytes
-        self._group = sending_group(task)
-        self._trains = transport.rank in task.source
-        self._sender = task.source[0] if task.source else None
-        self._sends = len(self._group) > 1 and transport.rank == self._sender
+    task: SyncWeights
+    strategy: TrainingStrategy
+    engine: RolloutEngine | None
+    transport: Transport
+    bucket_bytes: int
+    files: Callable[[], Iterator[Bucket]] | None = None
+    keeps: bool = False
+    version: int = field(default=NO_VERSION, init=False)
+    _unlogged: list[SyncReport | None] = field(default_factory=list, init=False)
+    _asleep: bool = field(default=False, init=False)
 
     def run(self, version: int) -> SyncReport | None:
         """Bring the engines to the weights that the trainer has now; what this rank's engine says, if it has one.
@@ -72,12 +58,15 @@ class WeightSync:
         Raises:
             WeightSyncError: The engine does not hold what was sent.
         """
-        buckets = self._files() if self._files is not None else self._gathered() if self._trains else self._received()
+        if self.files is not None:
+            buckets = self.files()
+        else:
+            buckets = self._gathered() if self.transport.rank in self.task.source else self._received()
         report = None
-        if self._engine is not None:
-            self._engine.wake_up()
+        if self.engine is not None:
+            self.engine.wake_up()
             self._asleep = False
-            report = self._engine.update_weights(buckets, version)
+            report = self.engine.update_weights(buckets, version)
         for _ in buckets:  # gathering is a collective of the role's ranks
             pass
         self.version, self._unlogged = version, [report]
@@ -93,16 +82,16 @@ class WeightSync:
 
     def sleep(self) -> None:
         """Let this rank's engine give back its memory, and with it the weights, unless it keeps them."""
-        if self._engine is not None:
-            self._engine.sleep(keep_weights=self._keeps)
+        if self.engine is not None:
+            self.engine.sleep(keep_weights=self.keeps)
             self._asleep = True
-        if not self._keeps:
+        if not self.keeps:
             self.forget()
 
     def wake_up(self) -> None:
         """Let this rank's engine, which holds the weights, take its memory back."""
-        if self._engine is not None and self._asleep:
-            self._engine.wake_up()
+        if self.engine is not None and self._asleep:
+            self.engine.wake_up()
             self._asleep = False
 
     def forget(self) -> None:
@@ -110,26 +99,28 @@ class WeightSync:
         self.version = NO_VERSION
 
     def _gathered(self) -> Iterator[Bucket]:
-        for bucket in self._strategy.weights(self._policy, self._bucket_bytes):
-            if self._sends:
-                self._send(bucket)
+        group, rank = sending_group(self.task), self.transport.rank
+        sends = len(group) > 1 and rank == self.task.source[0]
+        for bucket in self.strategy.weights(self.task.policy, self.bucket_bytes):
+            if sends:
+                self._send(bucket, group)
             yield bucket
-        if self._sends:
-            self._send([])
+        if sends:
+            self._send([], group)
 
-    def _send(self, bucket: Bucket) -> None:
-        device = self._transport.device
+    def _send(self, bucket: Bucket, group: tuple[int, ...]) -> None:
+        device, rank = self.transport.device, self.transport.rank
         header = [[name, str(of.dtype).removeprefix("torch."), list(of.shape)] for name, of in bucket]
         payload = [of.detach().to(device).contiguous().flatten().view(torch.uint8) for _, of in bucket]
-        self._transport.broadcast_json(header, self._transport.rank, self._group)
+        self.transport.broadcast_json(header, rank, group)
         if bucket:
-            self._transport.broadcast_bytes(torch.cat(payload), self._transport.rank, self._group)
+            self.transport.broadcast_bytes(torch.cat(payload), rank, group)
 
     def _received(self) -> Iterator[Bucket]:
         """The buckets that the sender sends, up to an empty one."""
-        assert self._sender is not None
-        while header := self._transport.broadcast_json(None, self._sender, self._group):
-            payload = self._transport.broadcast_bytes(None, self._sender, self._group)
+        group, sender = sending_group(self.task), self.task.source[0]
+        while header := self.transport.broadcast_json(None, sender, group):
+            payload = self.transport.broadcast_bytes(None, sender, group)
             bucket: Bucket = []
             for name, kind, shape in header:
                 dtype: torch.dtype = getattr(torch, kind)

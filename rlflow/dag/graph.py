@@ -15,6 +15,7 @@ from rlflow.dag.fields import FieldsRead, fields_read
 from rlflow.dag.methods import read_methods
 from rlflow.dag.node import BATCH, GraphError, Input, Node, Problem
 from rlflow.errors import UserError
+from rlflow.values.batch import Batch
 from rlflow.values.columns import columns
 from rlflow.values.protocols import Written
 from rlflow.values.rollout import Rollout
@@ -30,12 +31,14 @@ class Graph:
         nodes: By name, in the order of declaration: base classes first; an override keeps its place.
         order: The order of execution: by depth, then declaration, train nodes last; a filter and its ancestors first.
         averages: By handle that is a moving average: the handle that it follows.
+        batch_type: The type of the dataset's rows: `Batch`, or `Pairs`.
         fields: By node and value that it reads: which fields of the value, and why.
     """
 
     nodes: Mapping[str, Node]
     order: tuple[Node, ...]
     averages: Mapping[str, str] = field(default_factory=dict, repr=False)
+    batch_type: type = Batch
     fields: Mapping[tuple[str, str], FieldsRead] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -86,7 +89,7 @@ class Graph:
         ]
         if problems:
             raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
-        made = cls(nodes, order, averages)
+        made = cls(nodes, order, averages, checks.type_of_batch(nodes))
         reads = ((node, value) for node in made.order for value in node.reads)
         watched = {*made.trained_roles(), *(policy for policy in made.policies() if policy in averages)}
         fields = {
@@ -152,7 +155,7 @@ class Graph:
 
     def type_of(self, value: str) -> Any:
         """The annotated type of a value as its node declares it; of `batch` as its readers do: `Batch` or `Pairs`."""
-        return checks.type_of_batch(self.nodes) if value == BATCH else self.nodes[value].returns
+        return self.batch_type if value == BATCH else self.nodes[value].returns
 
     def space_of(self, value: str) -> str:
         """The rows of a value: `batch`, or the id of the node that made them."""

@@ -19,7 +19,7 @@ from rlflow.controller.training import StepGivenUp
 from rlflow.controller.validation import measure
 from rlflow.data.loader import Prefetch
 from rlflow.errors import Preempted, UserError
-from rlflow.loggers.console import Console, open_console
+from rlflow.loggers.console import open_console
 from rlflow.loggers.curves import CURVES_FILE, draw_curves
 from rlflow.loggers.lightning import LoggerLike
 from rlflow.loggers.trace import SAVE, Trace

@@ -21,9 +21,9 @@ from torch import Tensor
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint import Checkpoint, RandomStates
 from rlflow.context.node_context import MemoryUpdates
-from rlflow.controller.bad_updates import UpdateWatch
 from rlflow.controller.gap import LogprobGap
 from rlflow.controller.samples import Samples
+from rlflow.controller.training import UpdateWatch
 from rlflow.data.loader import ChosenRows
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError

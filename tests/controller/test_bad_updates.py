@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlflow.controller.bad_updates import FEWEST, UpdateWatch
+from rlflow.controller.training import FEWEST, UpdateWatch
 from rlflow.metrics import Metrics
 
 

@@ -9,6 +9,7 @@ from rlflow.dag.node import node
 from rlflow.dag.planner import plan
 from rlflow.dag.tasks import Exchange, Fill, Load, Reduce, RunNode, SyncWeights, Tell, TrainNode
 from rlflow.errors import UserError
+from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.layout import Layout
 from rlflow.values.rollout import Rollout
@@ -35,6 +36,15 @@ def test_generation_runs_a_step_ahead_of_training() -> None:
         Reduce((0, 1, 2), lag=1),
     )
     assert planned.crossing() == planned.tasks[8:11]
+
+
+def test_nothing_crosses_where_nothing_trains() -> None:
+    class Module:
+        @node(generates="actor")
+        def rollout(self, batch: Batch) -> Rollout: ...
+
+    planned = plan(Graph.read(Module(), ROLES), {"actor.rollout": GENERATES}, world_size=2, max_staleness=1)
+    assert planned.crossing() == ()
 
 
 def test_a_value_is_not_freed_before_training_a_step_later_has_read_it() -> None:

@@ -41,8 +41,8 @@ def a_sync_is_skipped(patch: pytest.MonkeyPatch) -> None:
     """And everything says that it was done."""
 
     def skipped(sync: WeightSync, version: int) -> SyncReport:
-        assert sync._engine is not None
-        sync.version = sync._engine.policy_version = version
+        assert sync.engine is not None
+        sync.version = sync.engine.policy_version = version
         return SyncReport(version, 26, 0, 0.0)
 
     patch.setattr(WeightSync, "run", skipped)
