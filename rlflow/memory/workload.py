@@ -165,7 +165,8 @@ class Workload:
         response = self.lengths.longest_response if padded else self.lengths.response
         total = 0.0
         for column in columns(self.graph.type_of(value)):
-            if not column.sent(fields) or (column.optional and column.cut is Cut.RAGGED):  # seldom made
+            seldom_made = column.cut is Cut.RAGGED and column.entry is not None
+            if seldom_made or not column.sent(fields):
                 continue
             dtype = column.entry if isinstance(column.entry, torch.dtype) else None
             width = WIDTHS.get(column.name, FLOAT_BYTES) if dtype is None else dtype.itemsize

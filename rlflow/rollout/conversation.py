@@ -481,25 +481,21 @@ def to_rollout(
         dtype: Dtype of log-probabilities and rewards.
         cut_off: Whether some may be continued.
     """
-    lengths = torch.tensor([len(each.tokens) for each in conversations], dtype=torch.int64)
-    ids = _padded([each.tokens for each in conversations], torch.int64)
-    rewards = [reward for each in conversations for reward in each.rewards]
+    responses = Ragged.from_lists([each.tokens for each in conversations])
     versions = [[*each.versions, *[version] * (len(each.tokens) - len(each.versions))] for each in conversations]
     ended = torch.tensor([Ending.TOKENS if each.ended is None else each.ended for each in conversations]).long()
     return Rollout(
         prompt_ids=Ragged.from_lists([each.prompt for each in conversations]),
-        response_ids=ids,
-        loss_mask=_padded([each.written for each in conversations], torch.bool),
-        lengths=lengths,
-        logprobs=_padded([each.logprobs for each in conversations], dtype),
+        response_ids=responses.padded(),
+        loss_mask=Ragged.from_lists([each.written for each in conversations], torch.bool).padded(),
+        lengths=responses.lengths,
+        logprobs=Ragged.from_lists([each.logprobs for each in conversations], dtype).padded(),
         finished=ended != Ending.TOKENS,
         path=path,
         version=torch.tensor([each[0] if each else version for each in versions]).long(),  # versions only grow
-        versions=_padded(versions, torch.int32),
+        versions=Ragged.from_lists(versions, torch.int32).padded(),
         segments=Ragged.from_lists([each.segments for each in conversations]),
-        turn_rewards=Ragged(
-            torch.tensor(rewards, dtype=dtype), torch.tensor([len(each.rewards) for each in conversations]).long()
-        ),
+        turn_rewards=Ragged.from_lists([each.rewards for each in conversations], dtype),
         ended=ended,
         seat=torch.tensor([each.seat for each in conversations]).long(),
         texts=[decode(each.last_turn[0]) for each in conversations],
@@ -565,9 +561,3 @@ def _messages(conversation: Conversation) -> list[dict[str, Any]]:
     if messages:
         messages[-1]["ended"] = conversation.why
     return messages
-
-
-def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-    """`[B, T]`, right-padded with 0."""
-    longest = max(map(len, rows), default=0)
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=dtype).view(len(rows), longest)

@@ -69,8 +69,8 @@ class Completion:
         logprobs: Log-probability of each of them, in nats, after temperature; at temperature 1 where sampling was
             greedy.
         finished: Whether it ended by a stop token, and not by the longest allowed length.
-        columns: What else the engine recorded for columns of a `Rollout`, by their names: of a ragged one an entry for
-            each token that it read, the last one left out, of a `PerToken` one for each generated token.
+        columns: What else the engine recorded, by its column in a `Rollout`: an entry for each generated token of a
+            `PerToken` column, and for each token of prompt and response but the last of a ragged one.
     """
 
     token_ids: tuple[int, ...]

@@ -218,13 +218,13 @@ def _extended(begun: Rollout, completions: Mapping[int, Completion], version: in
             per_read[column.name] = list(column.of(begun).rows())
     for row, completion in completions.items():
         new = slice(int(begun.lengths[row]), int(lengths[row]))
-        entries = {"response_ids": completion.token_ids, "logprobs": completion.logprobs, "versions": version}
-        for name, of_new in {**entries, "loss_mask": True, **completion.columns}.items():
+        entries = {"response_ids": completion.token_ids, "logprobs": completion.logprobs, **completion.columns}
+        for name, of_row in {**entries, "versions": version, "loss_mask": True}.items():
             if name in per_token:
-                per_token[name][row, new] = torch.as_tensor(of_new, dtype=per_token[name].dtype)
+                per_token[name][row, new] = torch.as_tensor(of_row, dtype=per_token[name].dtype)
             else:
                 had = per_read[name][row]
-                per_read[name][row] = torch.cat([had, torch.as_tensor(of_new)[len(had) :]])
+                per_read[name][row] = torch.cat([had, torch.as_tensor(of_row)[len(had) :]])
         finished[row] = completion.finished
     grown: dict[str, Any] = dict(per_token)
     grown |= {name: Ragged.from_rows(rows, getattr(begun, name).values[:0]) for name, rows in per_read.items()}

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.errors import UserError
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
-from rlflow.values.host_copy import computed, on_host
+from rlflow.values.host_copy import computed
 from rlflow.values.path import RowPath
 from rlflow.values.protocols import Sourced, Tokens, computed_from
 from rlflow.values.ragged import Ragged
@@ -40,9 +39,7 @@ class TokenRows:
     @classmethod
     def padded(cls, prompt_ids: Ragged, response_ids: Ragged) -> TokenRows:
         """The responses right-padded with zeros, which nothing reads: the rows carry their lengths."""
-        lengths = on_host(response_ids.lengths).tolist()
-        padded = computed(lambda values: _padded(values, lengths), response_ids.values)
-        return cls(prompt_ids, padded, response_ids.lengths)
+        return cls(prompt_ids, response_ids.padded(), response_ids.lengths)
 
 
 class Placed:
@@ -201,8 +198,3 @@ def _unpadded(rows: _Responses) -> Ragged:
         rows.lengths,
     )
     return Ragged(values, rows.lengths)
-
-
-def _padded(values: Tensor, lengths: list[int]) -> Tensor:
-    """`[B, T]`: rows of these lengths, right-padded with zeros."""
-    return pad_sequence(list(torch.split(values, lengths)), batch_first=True) if lengths else values.new_zeros(0, 0)

@@ -34,15 +34,13 @@ class Column:
         name: The field's name; "" where the value is a bare tensor.
         cut: How it is cut by rows, and so its shape: `[B, ...]`, `[B, T, ...]`, see `Cut`.
         home: Whether it is marked `Home`, so that it goes only to nodes whose types name it.
-        optional: Whether it need not be made, see `optional`.
-        entry: Of an optional column: dtype of its entries, or the type of its JSON objects.
+        entry: Of a column that need not be made: dtype of its entries, or type of its JSON objects; else None.
         model_input: See `optional`.
     """
 
     name: str
     cut: Cut
     home: bool = False
-    optional: bool = False
     entry: Any = None
     model_input: Literal["per token", "any"] | None = None
 
@@ -106,11 +104,10 @@ def columns(annotation: Any) -> tuple[Column, ...]:
 @functools.cache  # asked for at every cut, exchange and join of rows
 def _columns_of(annotation: type) -> tuple[Column, ...]:
     hints = get_type_hints(annotation, include_extras=True)
-    found = []
-    for field in dataclasses.fields(annotation):
-        column, declared = _column(field.name, hints[field.name]), field.metadata.get(_OPTIONAL)
-        found.append(column if declared is None else dataclasses.replace(column, optional=True, **declared))
-    return tuple(found)
+    return tuple(
+        dataclasses.replace(_column(field.name, hints[field.name]), **field.metadata.get(_OPTIONAL, {}))
+        for field in dataclasses.fields(annotation)
+    )
 
 
 def _column(name: str, annotation: Any) -> Column:
@@ -201,10 +198,8 @@ def _join(parts: list[Any], cut: Cut) -> Any:
     if cut is Cut.PARTS:
         return Parts({name: _join([part[name] for part in parts], Cut.SAMPLE) for name in parts[0]})
     filled = [part for part in parts if len(part)] or parts[:1]  # what has no row need not have a shape or dtype either
-    if cut is Cut.RAGGED:
-        return Ragged(joined([part.values for part in filled]), joined([part.lengths for part in filled]))
-    if cut is Cut.PATH:
-        return functools.reduce(RowPath.followed_by, filled)
+    if cut in (Cut.RAGGED, Cut.PATH):
+        return functools.reduce(type(filled[0]).followed_by, filled)
     if cut is Cut.TOKEN:
         widest = max(part.shape[1] for part in filled)
         filled = [

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.values.host_copy import computed, joined, on_device, on_host, rows_at
 
@@ -29,10 +30,10 @@ class Ragged:
     lengths: Tensor
 
     @classmethod
-    def from_lists(cls, rows: Sequence[Sequence[int]]) -> Ragged:
-        """One int64 row for each list."""
-        flat = [token for row in rows for token in row]
-        return cls(torch.tensor(flat, dtype=torch.int64), torch.tensor([len(row) for row in rows], dtype=torch.int64))
+    def from_lists(cls, rows: Sequence[Sequence[float]], dtype: torch.dtype = torch.int64) -> Ragged:
+        """One row for each list."""
+        flat = [entry for row in rows for entry in row]
+        return cls(torch.tensor(flat, dtype=dtype), torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor], none: Tensor) -> Ragged:
@@ -45,6 +46,13 @@ class Ragged:
     def rows(self) -> tuple[Tensor, ...]:
         """Views of the rows, in order."""
         return torch.split(self.values, on_host(self.lengths).tolist())
+
+    def padded(self) -> Tensor:
+        """`[B, T, ...]`, right-padded with zeros."""
+        lengths = on_host(self.lengths).tolist()
+        if not lengths:
+            return self.values.new_zeros(0, 0)
+        return computed(lambda values: pad_sequence(list(torch.split(values, lengths)), batch_first=True), self.values)
 
     def on_host(self) -> Ragged:
         """The rows on the CPU, not to be changed; brought over at most once."""
