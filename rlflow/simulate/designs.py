@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.tasks import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode, rank_ranges
+from rlflow.memory.estimate import ranks_alike
 from rlflow.memory.workload import Workload
 from rlflow.simulate.costs import (
     all_to_all_seconds,
@@ -68,7 +69,9 @@ class _Step:
         # Ranks that work at different times do not share what they compute on; steps that overlap have all at work.
         self.hardware = hardware.computing_on(workload.ranks)
         self.design = design
-        self.lanes = _lanes(workload)
+        alike = ranks_alike(workload.ranks, [task.ranks for task in workload.plan.every()])
+        # the lane of each rank, such as `ranks 0-3`; ranks that take part in the same tasks share one
+        self.lanes = {rank: rank_ranges(ranks) if len(alike) > 1 else "ranks" for ranks in alike for rank in ranks}
         self.made: dict[str, str] = {}  # by value: the work after which it is there, where it is made
         self.brought: dict[tuple[str, str], str] = {}  # by value and the node that reads it: the work that brings it
         self.draw = ""
@@ -219,17 +222,6 @@ class _Step:
 
     def _of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.lanes[rank] for rank in ranks))
-
-
-def _lanes(workload: Workload) -> list[str]:
-    """The lane of each rank, such as `ranks 0-3`; ranks that take part in the same tasks share one."""
-    members = [frozenset(task.ranks) for task in workload.plan.every()]
-    parts = [tuple(rank in ranks for ranks in members) for rank in range(workload.ranks)]
-    alike: dict[tuple[bool, ...], list[int]] = {}
-    for rank, part in enumerate(parts):
-        alike.setdefault(part, []).append(rank)
-    names = {part: rank_ranges(tuple(ranks)) if len(alike) > 1 else "ranks" for part, ranks in alike.items()}
-    return [names[part] for part in parts]
 
 
 def _readers(workload: Workload, task: Exchange) -> list[str]:
