@@ -271,10 +271,9 @@ def _meeting(needed: bool) -> Iterator[Finding]:
     else:
         mend = "set MASTER_ADDR to the first machine's name and MASTER_PORT to a free port, the same on all"
         yield checked("MASTER_ADDR, where the ranks of all machines meet", "SLURM_JOB_ID" in os.environ, mend, needed)
+    # Who listens there is the first machine, and under torchrun torchrun itself.
     rank = next((os.environ[name] for name in RANK_NAMES if name in os.environ), "0")
-    if (
-        port is None or rank != "0" or "TORCHELASTIC_RUN_ID" in os.environ
-    ):  # ranks of the first machine, or torchrun, listen
+    if port is None or rank != "0" or "TORCHELASTIC_RUN_ID" in os.environ:
         return
     try:
         socket.create_server(("", int(port))).close()
@@ -306,16 +305,16 @@ def _interfaces() -> Iterator[Finding]:
 
 
 def _infiniband(needed: bool) -> Iterator[Finding]:
-    ports = sorted(INFINIBAND.glob("*/ports/*/state"))
-    if not ports:
+    devices = sorted(INFINIBAND.glob("*"))
+    if not devices:
         mend = "without it NCCL speaks by sockets, which is slow; set NCCL_IB_DISABLE=1 if that is meant"
         yield Finding("InfiniBand", "missing", mend, needed and os.environ.get("NCCL_IB_DISABLE") != "1")
     wanted = os.environ.get("NCCL_IB_HCA", "").lstrip("^=").split(",")
-    for port in ports:
-        state, device = port.read_text().strip(), port.parts[-4]
-        used = any(device.startswith(each.split(":")[0]) for each in wanted)
+    for device in devices:
+        states = ", ".join(port.read_text().strip() for port in device.glob("ports/*/state"))
+        used = any(device.name.startswith(each.split(":")[0]) for each in wanted)
         mend = "look at ibstat, or leave it out by NCCL_IB_HCA"
-        yield checked(f"InfiniBand {device}: {state}", "ACTIVE" in state, mend, needed and used)
+        yield checked(f"InfiniBand {device.name}: {states or 'no port'}", "ACTIVE" in states, mend, needed and used)
 
 
 @dataclass(frozen=True)

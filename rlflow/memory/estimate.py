@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.dag.tasks import Exchange, rank_ranges
@@ -130,13 +130,19 @@ def memories(workload: Workload, capacity: float) -> list[Memory]:
         workload: Workload of all ranks.
         capacity: Bytes of each rank's device.
     """
-    alike: dict[tuple[bool, ...], list[int]] = {}
     lives = [role.layout.ranks for role in workload.roles.values() if role.owns]
     lives += [engine.placed for engine in workload.engines.values()]
-    for rank in range(workload.ranks):
-        alike.setdefault(tuple(rank in ranks for ranks in lives), []).append(rank)
-    found = [_memory(workload, capacity, tuple(ranks)) for ranks in alike.values()]
+    found = [_memory(workload, capacity, ranks) for ranks in ranks_alike(workload.ranks, lives)]
     return sorted(found, key=lambda each: each.spare)
+
+
+def ranks_alike(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The ranks from 0 to `count`, those together that are members of the same groups."""
+    members = [frozenset(ranks) for ranks in groups]
+    found: dict[tuple[bool, ...], list[int]] = {}
+    for rank in range(count):
+        found.setdefault(tuple(rank in ranks for ranks in members), []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
 
 
 def _memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memory:

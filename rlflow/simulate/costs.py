@@ -175,10 +175,9 @@ def _divided_seconds(role: LoadedRole, tokens: float, hardware: Hardware) -> flo
     heads = 2 * role.size.heads + 2 * role.size.kv_heads
     nbytes = tokens / role.layout.copies * heads * role.size.head_width * role.width * (1 - 1 / role.layout.copies)
     rounds = 4 * role.size.layers * _micro_batches(tokens, role)
-    moving = all_to_all_seconds(nbytes, role.layout.copies, hardware) - all_to_all_seconds(
-        0, role.layout.copies, hardware
-    )
-    return role.size.layers * moving + rounds * all_to_all_seconds(0, role.layout.copies, hardware)
+    starting = all_to_all_seconds(0, role.layout.copies, hardware)
+    moving = all_to_all_seconds(nbytes, role.layout.copies, hardware) - starting
+    return role.size.layers * moving + rounds * starting
 
 
 def _gathers(role: LoadedRole, hardware: Hardware) -> float:

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from rlflow.dag.node import BATCH, Node
+from rlflow.dag.node import Node
 from rlflow.dag.tasks import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode, rank_ranges
+from rlflow.memory.estimate import ranks_alike
 from rlflow.memory.workload import Workload
 from rlflow.simulate.costs import (
     all_to_all_seconds,
@@ -68,8 +69,11 @@ class _Step:
         # Ranks that work at different times do not share what they compute on; steps that overlap have all at work.
         self.hardware = hardware.computing_on(workload.ranks)
         self.design = design
-        self.lanes = _lanes(workload)
-        self.made: dict[str, str] = {}  # by value: the work after which it is there, where it is made
+        alike = ranks_alike(workload.ranks, [task.ranks for task in workload.plan.every()])
+        # the lane of each rank, such as `ranks 0-3`; ranks that take part in the same tasks share one
+        self.lanes = {rank: rank_ranges(ranks) if len(alike) > 1 else "ranks" for ranks in alike for rank in ranks}
+        # By value: the work after which it is there, where it is made; what is not in it is there from the beginning.
+        self.made: dict[str, str] = {}
         self.brought: dict[tuple[str, str], str] = {}  # by value and the node that reads it: the work that brings it
         self.draw = ""
 
@@ -94,8 +98,7 @@ class _Step:
     def _task(self, task: Task) -> Iterator[WorkItem]:
         if not self.workload.plan.max_staleness:
             self.hardware = self.machine.computing_on(len(task.ranks))
-        if isinstance(task, Load):
-            self.made[BATCH] = ""  # read ahead, while the step before is trained
+        if isinstance(task, Load):  # the batch is read ahead, while the step before is trained
             if self.hardware.step_seconds:
                 yield WorkItem(f"loading{self.draw}", "host", self._of(task.ranks), self.hardware.step_seconds)
         elif isinstance(task, SyncWeights):
@@ -111,18 +114,18 @@ class _Step:
 
     def _node(self, node: Node, layout: Layout) -> Iterator[WorkItem]:
         on_hub = self.design in ("padded", "packed") and not node.models
-        if self.design != "rlflow":
+        through_others = self.design != "rlflow" and not on_hub
+        if through_others:
             for value in node.reads:
                 yield from self._fetched(value, node, layout)
-        needs = [self.brought.get((value, node.id), self.made.get(value, "")) for value in node.reads]
+        needs = tuple(self.brought.get((value, node.id), self.made.get(value, "")) for value in node.reads)
         kind, seconds = self._seconds(node, layout)
         if on_hub:
             seconds = self.workload.rows(node.space) * self.hardware.row_seconds
         lanes = (CONTROLLER,) if on_hub else self._of(layout.ranks)
-        name = node.id + self.draw
-        yield WorkItem(name, kind, lanes, seconds, tuple(need for need in needs if need))
-        self.made[node.id] = name
-        if self.design != "rlflow" and self.workload.graph.readers(node.id):
+        name = self.made[node.id] = node.id + self.draw
+        yield WorkItem(name, kind, lanes, seconds, needs)
+        if through_others and self.workload.graph.readers(node.id):
             yield from self._stored(node, layout)
 
     def _seconds(self, node: Node, layout: Layout) -> tuple[str, float]:
@@ -169,16 +172,16 @@ class _Step:
         seconds += gather_seconds(METADATA_BYTES * rows, ranks, self.hardware)
         readers = _readers(load, task)
         name = f"{task.value} -> {', '.join(readers)}{self.draw}"
-        need = self.made[task.value]
+        need = self.made.get(task.value, "")
         if self.hardware.exchange_row_seconds and nbytes:
             packing = (
                 rows / task.source.shards * load.columns(task.value, task.columns) * self.hardware.exchange_row_seconds
             )
-            yield WorkItem(f"pack {name}", "exchange", self._of(task.ranks), packing, (need,) if need else ())
+            yield WorkItem(f"pack {name}", "exchange", self._of(task.ranks), packing, (need,))
             need = f"pack {name}"
         self.brought |= {(task.value, reader): name for reader in readers}
         links = tuple(f"link of {lane}" for lane in self._of(task.ranks))
-        yield WorkItem(name, "exchange", links, seconds, (need,) if need else (), nbytes)
+        yield WorkItem(name, "exchange", links, seconds, (need,), nbytes)
 
     def _bytes(self, value: str) -> float:
         rows = self.workload.rows(self.workload.graph.space_of(value))
@@ -186,31 +189,26 @@ class _Step:
 
     def _fetched(self, value: str, node: Node, layout: Layout) -> Iterator[WorkItem]:
         """The work that brings a value to a reader from a controller, or from a store."""
-        nbytes, need = self._bytes(value), self.made.get(value, "")
-        name = f"{value} -> {node.id}{self.draw}"
-        needs = (need,) if need else ()
+        nbytes, needs = self._bytes(value), (self.made.get(value, ""),)
+        name = self.brought[value, node.id] = f"{value} -> {node.id}{self.draw}"
         if self.design == "store":
             yield self._asked(name, value, needs)
             nbytes *= layout.copies
             seconds = all_to_all_seconds(nbytes / len(layout.ranks), self.workload.ranks, self.hardware)
             yield WorkItem(name, "exchange", self._of(layout.ranks), seconds, (f"{name}, asked",), nbytes)
-        elif not node.models:
-            return
         else:
             yield WorkItem(name, "exchange", (CONTROLLER,), nbytes / self.hardware.hub_bandwidth, needs, nbytes)
-        self.brought[value, node.id] = name
 
     def _stored(self, node: Node, layout: Layout) -> Iterator[WorkItem]:
         """The work that brings a value from its maker to a controller, or into a store."""
-        nbytes, name = self._bytes(node.id), f"{node.id} ->{self.draw}"
+        nbytes, needs, name = self._bytes(node.id), (self.made[node.id],), f"{node.id} ->{self.draw}"
         if self.design == "store":
             seconds = all_to_all_seconds(nbytes / layout.shards, self.workload.ranks, self.hardware)
-            yield WorkItem(name, "exchange", self._of(layout.ranks), seconds, (self.made[node.id],), nbytes)
+            yield WorkItem(name, "exchange", self._of(layout.ranks), seconds, needs, nbytes)
             yield self._asked(name, node.id, (name,))
             self.made[node.id] = f"{name}, asked"
-        elif node.models:
-            seconds = nbytes / self.hardware.hub_bandwidth
-            yield WorkItem(name, "exchange", (CONTROLLER,), seconds, (self.made[node.id],), nbytes)
+        else:
+            yield WorkItem(name, "exchange", (CONTROLLER,), nbytes / self.hardware.hub_bandwidth, needs, nbytes)
             self.made[node.id] = name
 
     def _asked(self, name: str, value: str, needs: tuple[str, ...]) -> WorkItem:
@@ -219,17 +217,6 @@ class _Step:
 
     def _of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.lanes[rank] for rank in ranks))
-
-
-def _lanes(workload: Workload) -> list[str]:
-    """The lane of each rank, such as `ranks 0-3`; ranks that take part in the same tasks share one."""
-    members = [frozenset(task.ranks) for task in workload.plan.every()]
-    parts = [tuple(rank in ranks for ranks in members) for rank in range(workload.ranks)]
-    alike: dict[tuple[bool, ...], list[int]] = {}
-    for rank, part in enumerate(parts):
-        alike.setdefault(part, []).append(rank)
-    names = {part: rank_ranges(tuple(ranks)) if len(alike) > 1 else "ranks" for part, ranks in alike.items()}
-    return [names[part] for part in parts]
 
 
 def _readers(workload: Workload, task: Exchange) -> list[str]:
@@ -248,7 +235,7 @@ class WorkItem:
         kind: `rollout`, `score`, `train`, `host`, `sync`, `exchange` or `control`.
         lanes: What it occupies, for one work at a time: `ranks 0-3`, `link of ranks 0-3`, `controller`.
         seconds: How long it takes.
-        needs: Names of the works that must have ended before.
+        needs: Names of the works that must have ended before; an empty name is none.
         nbytes: Bytes that it moves, on all ranks together.
         start: When it begins, set by `scheduled`, in seconds after the step's start.
         after: Name of the work that it waited for last; None if it waited for none.
@@ -306,7 +293,7 @@ def scheduled(works: Iterable[WorkItem]) -> StepTimeline:
     """
     found, last = dict[str, WorkItem](), dict[str, str]()
     for work in works:
-        before = {*work.needs, *(last[lane] for lane in work.lanes if lane in last)}
+        before = {*work.needs, *(last.get(lane, "") for lane in work.lanes)} - {""}
         latest = max(before, key=lambda name: found[name].end, default=None)
         found[work.name] = replace(work, start=0.0 if latest is None else found[latest].end, after=latest)
         last |= dict.fromkeys(work.lanes, work.name)

@@ -40,13 +40,21 @@ class PredictedStep:
 
     Attributes:
         workload: What is done.
-        memories: Memories of ranks, in rlflow; the fullest first.
-        timelines: Of each design.
+        hardware: Hardware of a node.
     """
 
     workload: Workload
-    memories: Sequence[Memory]
-    timelines: Mapping[Design, StepTimeline]
+    hardware: Hardware
+
+    @cached_property
+    def memories(self) -> list[Memory]:
+        """Memories of ranks, in rlflow; the fullest first."""
+        return memories(self.workload, self.hardware.memory)
+
+    @cached_property
+    def timelines(self) -> dict[Design, StepTimeline]:
+        """The step's work in each design."""
+        return {design: scheduled(works(self.workload, self.hardware, design)) for design in DESIGNS}
 
     @property
     def memory(self) -> Memory:
@@ -56,17 +64,6 @@ class PredictedStep:
     def rate(self, design: Design) -> float:
         """Tokens a second: prompts and responses of the rows that are trained on."""
         return self.workload.tokens / self.timelines[design].seconds
-
-
-def predict(workload: Workload, hardware: Hardware) -> PredictedStep:
-    """A step in every design.
-
-    Args:
-        workload: What is to be done.
-        hardware: Hardware of a node.
-    """
-    timelines = {design: scheduled(works(workload, hardware, design)) for design in DESIGNS}
-    return PredictedStep(workload, memories(workload, hardware.memory), timelines)
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class Simulation:
     @cached_property
     def predicted(self) -> PredictedStep:
         """At the size asked for."""
-        return predict(self._workload(self.nodes), self.hardware)
+        return PredictedStep(self._workload(self.nodes), self.hardware)
 
     @cached_property
     def phases(self) -> list[Phase]:
@@ -125,14 +122,13 @@ class Simulation:
                 workload = self._workload(2**power)
             except UserError:  # too few prompts, or updates of no whole number of samples, on so few
                 continue
-            found[workload.ranks] = predict(workload, self.hardware)
+            found[workload.ranks] = PredictedStep(workload, self.hardware)
         return found | {self.predicted.workload.ranks: self.predicted}
 
     @cached_property
     def alternatives(self) -> dict[str, PredictedStep]:
         """The same ranks with other placements, where the config has one."""
-        found = {}
-        settings = self.trainer.settings
+        found, settings = {}, self.trainer.settings
         if settings.max_staleness:
             found["in step"] = self._with(settings.placement, 0)
         if settings.placement:
@@ -141,7 +137,7 @@ class Simulation:
 
     def _with(self, placement: Mapping[str, Placed] | None, max_staleness: int) -> PredictedStep:
         other = replace(self.trainer.settings, placement=placement, max_staleness=max_staleness)
-        return predict(self._workload(self.nodes, other), self.hardware)
+        return PredictedStep(self._workload(self.nodes, other), self.hardware)
 
     def _workload(self, nodes: int, settings: Settings | None = None) -> Workload:
         """The step on so many nodes, which settings of the trainer may change.
@@ -227,20 +223,19 @@ def _scaled(name: str, size: int, share: float, ranks: int) -> int:
 
 def _spread(placed: Mapping[str, Layout], *, world: int, ranks: int) -> dict[str, Layout]:
     """Where roles live: as the config places them, each of its ranks standing for as many as there are more."""
-    return {role: _spread_role(role, layout, world, ranks) for role, layout in placed.items()}
-
-
-def _spread_role(role: str, layout: Layout, world: int, ranks: int) -> Layout:
     more, fewer = max(1, ranks // world), max(1, world // ranks)
-    spread = tuple(
-        sorted({place for rank in layout.ranks for place in range(rank // fewer * more, (rank // fewer + 1) * more)})
-    )
-    if world * more != ranks * fewer or len(spread) * fewer != len(layout.ranks) * more or len(spread) % layout.copies:
-        raise UserError(
-            f"`placement.{role}` names {len(layout.ranks)} of {world} ranks, of which {ranks} cannot be made in"
-            " proportion; simulate a multiple of the config's ranks"
-        )
-    return replace(layout, ranks=spread, shards=len(spread) // layout.copies)
+    spread = {}
+    for role, layout in placed.items():
+        blocks = sorted({rank // fewer for rank in layout.ranks})
+        found = tuple(block * more + place for block in blocks for place in range(more))
+        whole = world * more == ranks * fewer and len(found) * fewer == len(layout.ranks) * more
+        if not whole or len(found) % layout.copies:
+            raise UserError(
+                f"`placement.{role}` names {len(layout.ranks)} of {world} ranks, of which {ranks} cannot be made in"
+                " proportion; simulate a multiple of the config's ranks"
+            )
+        spread[role] = replace(layout, ranks=found, shards=len(found) // layout.copies)
+    return spread
 
 
 @dataclass(frozen=True)
