@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from rlflow.dotted_path import object_at
-from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.errors import UserError, did_you_mean
 
 # By kind: short names, and the paths of their classes. A class's own name, such as `VLLMEngine`, stands for it as well.
 SHORT_NAMES: dict[str, dict[str, str]] = {
@@ -119,10 +119,7 @@ def made(value: Any, setting: str, *bases: type) -> Any:
     ]
     if required:
         raise UserError(f"`{setting}` is {value!r}, and {cls.__name__} needs {', '.join(required)}; give the object")
-    try:
-        return cls()
-    except ImportError as error:
-        raise UserError(f"`{setting}` is {value!r}, whose library is missing: {one_line(error)}") from error
+    return cls()
 
 
 def class_named(name: str, bases: Sequence[type]) -> type:

@@ -20,7 +20,7 @@ from rlflow.errors import UserError, about
 from rlflow.loggers.lightning import LoggerLike
 from rlflow.module import RLModule, handles
 from rlflow.process import startup, status
-from rlflow.process.devices import require_accelerator, require_flash_attention
+from rlflow.process.devices import require_accelerator, require_known_gpu
 from rlflow.process.scratch import scratch_folder
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings, Share
@@ -187,7 +187,7 @@ class Trainer(RunningTrainer):
                 num_nodes=settings.num_nodes,
                 strategy=strategy.processes,
             )
-            require_flash_attention(strategy.root_device, strategy.dtype)
+            require_known_gpu(strategy.root_device, strategy.dtype)
             for policy, engine in prepared.engines.own.items() if prepared.generates else ():
                 with about(engine):
                     if strategy.float32_head:

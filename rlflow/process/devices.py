@@ -53,8 +53,8 @@ def cuda_of_driver() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def require_flash_attention(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a GPU on which rows cannot be packed in 16 bits; of one that torch's build does not know, torch warns.
+def require_known_gpu(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a GPU for which torch's build, and vLLM's, which is for the same GPUs, has no kernels.
 
     Args:
         device: Device of this rank.
@@ -66,11 +66,16 @@ def require_flash_attention(device: torch.device, dtype: torch.dtype) -> None:
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return
-    capability = torch.cuda.get_device_capability(device)
+    capability, known = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    found = f"{device} is a {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]}"
+    if not runs_on(capability, known):
+        raise UserError(
+            f"{found}, and torch {torch.__version__} was built for {' '.join(known)}; install builds that know this"
+            " GPU, or choose another by CUDA_VISIBLE_DEVICES"
+        )
     if dtype in (torch.bfloat16, torch.float16) and capability < FLASH_ATTENTION:
         raise UserError(
-            f"{device} is a {torch.cuda.get_device_name(device)} of compute capability {capability[0]}.{capability[1]},"
-            f" and rows are packed in {str(dtype).removeprefix('torch.')}, by flash attention, which needs"
+            f"{found}, and rows are packed in {str(dtype).removeprefix('torch.')}, by flash attention, which needs"
             f" {FLASH_ATTENTION[0]}.{FLASH_ATTENTION[1]}; set `strategy.init_args.precision: fp32`"
         )
 

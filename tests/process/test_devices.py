@@ -19,7 +19,7 @@ from rlflow import CausalLM, Trainer
 from rlflow.algorithms import SFT
 from rlflow.errors import UserError
 from rlflow.models.tiny import write_tiny_model
-from rlflow.process.devices import require_accelerator, require_flash_attention, runs_on
+from rlflow.process.devices import require_accelerator, require_known_gpu, runs_on
 from rlflow.rollout import VLLMEngine
 from tests.controller.runs import answers, grpo, sums
 
@@ -118,6 +118,16 @@ def test_code_runs_on_gpus_of_its_major_version_and_ptx_on_all_later_ones(
     assert runs_on(capability, built_for) == runs
 
 
+def test_a_gpu_that_the_build_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: BUILT_FOR)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    with pytest.raises(UserError, match=r"cuda:0 is a Tesla V100 of compute capability 7\.0, and .* built for sm_75 "):
+        require_known_gpu(GPU, torch.float32)
+    require_known_gpu(CPU, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "refused"),
     [
@@ -131,12 +141,12 @@ def test_rows_packed_in_half_precision_are_refused_on_a_gpu_without_flash_attent
     capability: tuple[int, int], dtype: torch.dtype, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: BUILT_FOR)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     says = r"Tesla T4 of .* 7\.5, and rows are packed in b?float16, .* needs 8\.0; .*precision: fp32`"
     with pytest.raises(UserError, match=says) if refused else nullcontext():
-        require_flash_attention(GPU, dtype)
-    require_flash_attention(CPU, dtype)
+        require_known_gpu(GPU, dtype)
 
 
 def test_vllm_for_the_cpu_is_refused_on_a_gpu() -> None:
