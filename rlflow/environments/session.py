@@ -63,7 +63,7 @@ class Session:
         place: int | None = None,
         calls: int = 0,
     ) -> None:
-        self._definition = definition
+        self.definition = definition
         self._host = host
         self._row = row or {}
         self._limit = max_tool_calls
@@ -71,18 +71,8 @@ class Session:
         self._place = place
         self._calls_made = calls if max_tool_calls is None else min(calls, max_tool_calls)
 
-    @property
-    def seats(self) -> tuple[str, ...]:
-        """The names of the environment's seats; empty where there is one, without a name."""
-        return self._definition.seats
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether `state` says all that it takes to continue."""
-        return self._definition.keeps_state
-
     def __str__(self) -> str:
-        return f"`{self._definition.path}`" if self._definition.path else "of `tools`"
+        return f"`{self.definition.path}`" if self.definition.path else "of `tools`"
 
     @contextmanager
     def of_row(self, turn: int | None = None) -> Iterator[None]:
@@ -112,7 +102,7 @@ class Session:
             WorkerError: The environment failed.
             UserError: It does not take the row, or gave no messages.
         """
-        made, self._row = self._definition, row
+        made, self._row = self.definition, row
         messages = [{**each, "content": text_of(each["content"], "the prompt")} for each in prompt]
         self._make()
         said = self._host.call("reset", **made.given(row)) if made.resets else None
@@ -131,7 +121,7 @@ class Session:
         Raises:
             WorkerError: The environment failed, or gave what is no message or no finite reward.
         """
-        reply = self._step(parsed, turn) if self._definition.answers_messages else self._call_tools(parsed.calls)
+        reply = self._step(parsed, turn) if self.definition.answers_messages else self._call_tools(parsed.calls)
         return replace(reply, messages=[written(each) for each in reply.messages])
 
     @naming_row
@@ -143,7 +133,7 @@ class Session:
         Raises:
             WorkerError: The environment failed, or gave no finite number.
         """
-        made = self._definition
+        made = self.definition
         if made.rewards:
             return self._number(self._host.call("get_reward"), f"`{made.path}.get_reward`")
         if made.answers_messages or not made.path or "reward" in made.tools:
@@ -159,7 +149,7 @@ class Session:
             WorkerError: The environment failed, or gave what is no message.
             UserError: It gave no seat.
         """
-        where = f"`{self._definition.path}.initial_observation`"
+        where = f"`{self.definition.path}.initial_observation`"
         return self._moved(self._host.call("initial_observation"), "", where)
 
     @naming_row
@@ -171,14 +161,14 @@ class Session:
             UserError: It gave no seat.
         """
         result = self._host.call("step", message=message("assistant", text))
-        return self._moved(result, seat, f"`{self._definition.path}.step` at turn {turn} of {seat}")
+        return self._moved(result, seat, f"`{self.definition.path}.step` at turn {turn} of {seat}")
 
     @naming_row
     def rewards(self) -> dict[str, float]:
         """The rewards of the whole game by seat, from `get_reward`; none where the environment has no such method."""
-        if not self._definition.rewards:
+        if not self.definition.rewards:
             return {}
-        return self._by_seat(self._host.call("get_reward"), f"`{self._definition.path}.get_reward`")
+        return self._by_seat(self._host.call("get_reward"), f"`{self.definition.path}.get_reward`")
 
     @naming_row
     def group_rewards(self, conversations: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -192,7 +182,7 @@ class Session:
         Raises:
             WorkerError: The environment failed, or gave something other than a finite number for each.
         """
-        where = f"`{self._definition.path}.get_group_rewards`"
+        where = f"`{self.definition.path}.get_group_rewards`"
         self._row = conversations[0]["row"]
         self._make()
         given = self._host.call("get_group_rewards", conversations=conversations)
@@ -210,7 +200,7 @@ class Session:
             WorkerError: The environment failed.
             UserError: It gave what JSON has not.
         """
-        made = self._definition
+        made = self.definition
         kept = self._host.call("state_dict") if made.path else None
         try:
             return {"environment": json.loads(json.dumps(kept)), "draws": self._host.draws()}
@@ -228,14 +218,14 @@ class Session:
             WorkerError: The environment failed.
         """
         self._make()
-        if self._definition.path:
+        if self.definition.path:
             self._host.call("load_state_dict", state=state["environment"])
         if state["draws"] is not None:
             self._host.set_draws(state["draws"])
 
     def _make(self) -> None:
         """Import the environment's code, seed what it draws, and make the object."""
-        made = self._definition
+        made = self.definition
         functions = [tool.path for tool in made.tools.values() if not tool.method]
         self._host.begin(self._seed, [made.path, *functions] if made.path else functions)
         if made.path:
@@ -255,7 +245,7 @@ class Session:
 
     def _step(self, parsed: ParsedTurn, turn: int) -> Reply:
         result = self._host.call("step", message=message("assistant", parsed.text))
-        where = f"`{self._definition.path}.step` at turn {turn}"
+        where = f"`{self.definition.path}.step` at turn {turn}"
         names = ("reward", "episode_done", "next_messages")
         found = _fields(result, names, where, "`reward`, `episode_done` and `next_messages`")
         reward = self._number(found.get("reward", 0.0), where)
@@ -277,9 +267,9 @@ class Session:
         """What a tool says, and whether it gave a value. The policy reads what went wrong, and may try again."""
         if call.problem:
             return call.problem, False
-        tool = self._definition.tools.get(call.name)
+        tool = self.definition.tools.get(call.name)
         if tool is None:
-            return f"there is no tool `{call.name}`; there are {', '.join(self._definition.tools)}", False
+            return f"there is no tool `{call.name}`; there are {', '.join(self.definition.tools)}", False
         if problem := tool.missing_or_unknown(call.arguments):
             return problem, False
         try:
@@ -299,17 +289,17 @@ class Session:
         if found.get("episode_done", False):
             return Move(rewards=rewards, done=True)
         seat = found.get("next_seat")
-        if seat not in self._definition.seats:
+        if seat not in self.definition.seats:
             raise UserError(
                 f"{where} gave the seat {seat!r:.60} as `next_seat`, and `seats` are"
-                f" {', '.join(self._definition.seats)}; name one of them"
+                f" {', '.join(self.definition.seats)}; name one of them"
             )
         return Move(seat, [written(each) for each in self._messages(found.get("next_messages"), where)], rewards)
 
     def _by_seat(self, given: Any, where: str) -> dict[str, float]:
-        if not isinstance(given, Mapping) or not set(given) <= set(self._definition.seats):
+        if not isinstance(given, Mapping) or not set(given) <= set(self.definition.seats):
             raise UserError(
-                f"{where} gave the rewards {given!r:.60}; give a number for each of {', '.join(self._definition.seats)}"
+                f"{where} gave the rewards {given!r:.60}; give a number for each of {', '.join(self.definition.seats)}"
             )
         return {seat: self._number(value, where) for seat, value in given.items()}
 

@@ -54,7 +54,8 @@ class TemplateBridge(Bridge):
         self._tokenizer = tokenizer
         self._special = SpecialTokens(tokenizer)
         self._schemas: list[Any] = [dict(schema) for schema in schemas]
-        if self._schemas and not self._tells_of_tools():
+        asked = [message("user", "?")]
+        if self._schemas and self._written(asked) == self._written(asked, tools=False):
             raise UserError(
                 f"the model's chat template does not tell the policy of tools, so it cannot call"
                 f" `{self._first_tool}`; take a model whose template does, or an environment that"
@@ -137,13 +138,6 @@ class TemplateBridge(Bridge):
         except UserError:
             return ""
         return text.removeprefix(before)
-
-    def _tells_of_tools(self) -> bool:
-        messages = [message("user", "?")]
-        try:
-            return self._written(messages) != self._written(messages, tools=False)
-        except UserError:
-            return False
 
     def _turn_end(self) -> int:
         text = self._written([message("user", "?"), message("assistant", SPOKEN)])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlflow.dotted_path import function_at
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError
 from rlflow.rewards.reward import OnError, RewardInput, SampleReward, Scores, log
 from rlflow.worker import Limits, Worker, WorkerPool
 from rlflow.worker.child import batch_call
@@ -140,8 +140,6 @@ class CallableReward(SampleReward):
                 given[name] = row[name]
             elif name in OF_A_SAMPLE:
                 given[name] = self._of_sample(name, responses, i)
-            elif name in self._required:
-                raise UserError(self._unknown(name, row))
         return partial(self._call, **given)
 
     def _of_sample(self, name: str, responses: RewardInput, i: int) -> Any:
@@ -168,13 +166,6 @@ class CallableReward(SampleReward):
             self._warned.add(name)
             log.warning("%s is given the dataset's column `%s`, in place of what a reward means by it", self, name)
 
-    def _unknown(self, name: str, row: Mapping[str, Any]) -> str:
-        known = [*OF_A_SAMPLE, *row]
-        return (
-            f"{self} has a parameter `{name}`, which is neither a column of the dataset ({', '.join(row)}) nor one of"
-            f" {', '.join(OF_A_SAMPLE)}; rename it, or give it a default.{did_you_mean(name, known)}"
-        )
-
     def _of_batch(self, responses: RewardInput) -> Scores:
         """The scores of a function of TRL's form, called once; without samples it is not called.
 
@@ -185,9 +176,6 @@ class CallableReward(SampleReward):
         named = {name: value for name, value in self._batch(responses) if self._wants(name)}
         logs = [name for name in ("log_extra", "log_metric") if self._wants(name)]
         state = asdict(responses.state) if self._wants("trainer_state") else None
-        missing = next((name for name in self._required if name not in {*named, *OF_A_BATCH}), None)
-        if missing is not None:
-            raise UserError(self._unknown(missing, responses.rows[0]))
         columns: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
         outcomes: list[Any]

@@ -250,19 +250,16 @@ class Reward(ABC):
 
     def _names(self, scores: Sequence[_Score | None], responses: RewardInput) -> tuple[str, ...]:
         """The names of the parts, which all samples have that were scored."""
-        first: tuple[str, ...] | None = None
-        for i, score in enumerate(scores):
-            if score is None:
-                continue
-            _, parts = score
-            first = tuple(parts) if first is None else first
+        parts_of = [(i, score[1]) for i, score in enumerate(scores) if score is not None]
+        first = tuple(parts_of[0][1]) if parts_of else ()
+        for i, parts in parts_of:
             if other := sorted(set(first) ^ parts.keys()):
                 without = [part for part in other if part not in parts]
                 raise UserError(
                     f"{self} gave sample {i} {'no' if without else 'a'} part `{(without or other)[0]}`, unlike the"
                     f" samples before ({_place(responses, i)}); return the same parts for every response"
                 )
-        return first or ()
+        return first
 
 
 class SampleReward(Reward):

@@ -179,7 +179,7 @@ def converse(
             yield partial(session.restore, state)
         while conversation.ended is None:
             if not (yield from _take_turn(conversation, seed_of, rules)):
-                conversation.state = (yield session.state) if session.keeps_state else None
+                conversation.state = (yield session.state) if session.definition.keeps_state else None
                 break
             yield from _answer(conversation, rules)
     except HostError as error:
@@ -447,7 +447,7 @@ def add_group_rewards(
     Raises:
         UserError: The environment failed, where that ends the run; or gave something other than numbers.
     """
-    seats = session.seats or ("",)
+    seats = session.definition.seats or ("",)
     given = [
         {"messages": each.messages, "rewards": each.rewards, "row": row, "seat": seats[each.seat]} for each in group
     ]

@@ -76,7 +76,8 @@ class EngineSubprocess(RolloutEngine):
     depends only on weights, prompt and seed, so it is the same.
 
     Args:
-        engine: The engine as constructed; it is set up in the other process and never in this one.
+        engine: The engine as constructed; it is set up in the other process and never in this one. Its class is in a
+            module that can be imported, for the script that was started is not run there.
         index: Index of this rank among those that share the engine.
         size: How many ranks share the engine.
         address: What `free_address` returned on the first of these ranks; unused where there is only one.
@@ -101,11 +102,6 @@ class EngineSubprocess(RolloutEngine):
         return self._engine.memory_settings(on_cpu)
 
     def setup(self, model_path: str, place: EnginePlace) -> None:
-        if type(self._engine).__module__ == "__main__":
-            raise UserError(
-                f"`{type(self._engine).__name__}` is defined in the script that was started, which an engine's own"
-                " process does not run; put the class into a module that can be imported"
-            )
         self._dtype, self._device = place.dtype, place.device
         self._model_path, self._place = model_path, place
         self._start()

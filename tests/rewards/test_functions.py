@@ -110,7 +110,7 @@ class TestWhatAFunctionIsGiven:
 class TestWhatCannotBeCalled:
     def test_an_unknown_parameter_is_read_of_every_row_before_the_run(self) -> None:
         assert as_reward(exact).reads == {"answer": True}
-        with pytest.raises(UserError, match=r"parameter `answer`.*\(question, answers\).*Did you mean .answers.\?"):
+        with pytest.raises(UserError, match=r"failed on sample 0 with TypeError: exact.* argument: 'answer'"):
             of(exact, RewardInput(["42"], [{"question": "", "answers": "42"}]))
 
     def test_a_prompt_that_no_column_has(self) -> None:

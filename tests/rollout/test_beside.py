@@ -225,12 +225,6 @@ def test_what_the_engine_refuses_at_its_setup_is_told_in_its_words_and_the_proce
     assert not _process(beside).runs
 
 
-def test_an_engine_of_the_started_script_is_refused(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Broken, "__module__", "__main__")
-    with pytest.raises(UserError, match=r"`Broken` is defined in the script .* put the class into a module"):
-        setup(_beside(Broken()), tied)
-
-
 def test_an_engines_own_error_is_told_with_its_kind_and_its_place(broken: RolloutEngine, model: Any) -> None:
     with pytest.raises(EngineProcessError, match=r"^rank 0: .* could not load the weights of version 0: ZeroDiv") as no:
         broken.update_weights(buckets(model), 0)

