@@ -129,9 +129,8 @@ def write_share(
         return Record(rank, draft.file_records(digests), {role: of_role for role, (of_role, _) in shares.items()})
 
     def report(error: BaseException | None) -> None:
-        draft.report(
-            error, record, [draft.path / name for name in {*digests, *files.values()}]
-        )  # what is cut short too
+        written = {*digests, *files.values()}  # what is cut short too
+        draft.report(error, record, [draft.path / name for name in written])
 
     disk.do(write)
     disk.report(report)

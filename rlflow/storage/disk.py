@@ -24,18 +24,20 @@ class Disk:
 
     def __init__(self, asynchronous: bool = False) -> None:
         self.asynchronous = asynchronous
-        self._jobs: Queue[tuple[Callable[[BaseException | None], object], bool] | None] = Queue()
+        self._jobs: Queue[Callable[[BaseException | None], object] | None] = Queue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._copies: dict[str, Tensor] = {}
 
     def do(self, job: Callable[[], object]) -> None:
         """Let the thread do a job, unless one before failed."""
-        self._give((lambda error: job(), False))
+        self.report(lambda error: job() if error is None else None)
 
     def report(self, job: Callable[[BaseException | None], object]) -> None:
         """As `do`, in any case, with the error of a job before."""
-        self._give((job, True))
+        self._jobs.put(job)
+        if not self.asynchronous:
+            self.start()
 
     def stream(self, job: Callable[[Iterable[Tensor]], object]) -> Queue[Tensor | None]:
         """As `do`, with tensors that are then put into the queue, each a copy, and None behind the last."""
@@ -103,16 +105,8 @@ class Disk:
         if error is None:
             self.wait()
 
-    def _give(self, job: tuple[Callable[[BaseException | None], object], bool]) -> None:
-        self._jobs.put(job)
-        if not self.asynchronous:
-            self.start()
-
     def _work(self) -> None:
-        while (given := self._jobs.get()) is not None:
-            job, in_any_case = given
-            if self._error is not None and not in_any_case:
-                continue
+        while (job := self._jobs.get()) is not None:
             try:
                 job(self._error)
             except BaseException as error:
