@@ -49,7 +49,7 @@ class Saving:
         self._disk = Disk(self._settings.async_save)
         self._pending = False  # whether something was begun that `wait` waits for
         self._nodes: dict[int, str] = {}  # of each rank
-        self._sizes: dict[str, tuple[int, int]] = {}  # of each role's model and state
+        self._model_bytes = self._state_bytes = 0  # of all roles
         self._monitored: dict[str, float] = {}  # the metric that decides which checkpoints stay, by its name
         self.saved = resume.done if resume.goes_on else None
         status.saved(0)
@@ -172,19 +172,18 @@ class Saving:
         if settings.fast_dev_run:
             return
         every = settings.save_every_n_steps if settings.save_every_seconds is None else 1
-        self._sizes = self._sizes_of_roles()
-        model, state = (sum(size) for size in zip(*self._sizes.values(), strict=True))
+        self._measure()
         saves = 0 if every is None else -(-(self._run.steps - self._done) // every)
         # A new one is written before an old one is removed.
         models, checkpoints = min(2, max(1, saves)), self._retention.most(saves)
-        what = f"{models} x {in_bytes(model)} of models"
+        what = f"{models} x {in_bytes(self._model_bytes)} of models"
         if checkpoints:
-            what += f" and {checkpoints} x {in_bytes(state)} of checkpoints at once"
+            what += f" and {checkpoints} x {in_bytes(self._state_bytes)} of checkpoints at once"
 
         def look() -> None:
             if self._transport.rank == 0:
                 there = sum(map(bytes_in, [folder.checkpoint, *(self._target(role) for role in self._roles)]))
-                needed = models * model + checkpoints * state - there
+                needed = models * self._model_bytes + checkpoints * self._state_bytes - there
                 require_space(folder.path, needed, f"this run saves up to {what}, which needs", ELSEWHERE)
 
         self._attempt(look)
@@ -202,19 +201,17 @@ class Saving:
     def _target(self, role: str) -> Path:
         return self._folder.model if role == self._run.lead else self._folder.model_of(role)
 
-    def _sizes_of_roles(self) -> dict[str, tuple[int, int]]:
-        """Bytes of each role's model and of its state in a checkpoint, which its first rank sends."""
-        led = [role for role in self._run.stateful if self._strategy.leads(role)]
-        sizes: dict[str, tuple[int, int]] = {}
-        with_states = self._settings.saves_checkpoints
+    def _measure(self) -> None:
+        """Learn how many bytes all models take, and all states in a checkpoint; each role's first rank adds its own."""
+        here = [0, 0]
 
         def measure() -> None:
-            for role in led:
-                state = self._strategy.state_bytes(role) if with_states else 0
-                sizes[role] = self._strategy.model_bytes(role) if role in self._roles else 0, state
+            for role in filter(self._strategy.leads, self._run.stateful):
+                here[0] += self._strategy.model_bytes(role) if role in self._roles else 0
+                here[1] += self._strategy.state_bytes(role) if self._settings.saves_checkpoints else 0
 
         self._attempt(measure)
-        return {role: size for here in gather(self._transport, sizes) for role, size in here.items()}
+        self._model_bytes, self._state_bytes = map(sum, zip(*gather(self._transport, here), strict=True))
 
     def _open(self, draft: Draft | None = None, with_models: bool = True) -> dict[str, Draft]:
         """Begin to write, if there is room: the models of all roles, and the checkpoint if there is one."""
@@ -222,8 +219,7 @@ class Saving:
 
         def open_all() -> None:
             if self._transport.rank == 0:
-                of_models, of_states = (sum(each) for each in zip(*self._sizes.values(), strict=True))
-                needed = bool(models) * of_models + (draft is not None) * of_states
+                needed = bool(models) * self._model_bytes + (draft is not None) * self._state_bytes
                 what = " and the ".join(["models"] * bool(models) + ["checkpoint"] * (draft is not None))
                 require_space(self._folder.path, needed, f"the {what} of this run need", CONTINUE)
                 for each in [*models.values(), *([] if draft is None else [draft])]:
