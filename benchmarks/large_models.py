@@ -36,6 +36,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import EnginePlace, TransformersEngine
 from rlflow.storage.disk import Disk
+from rlflow.storage.draft import Draft
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
 from rlflow.types import Ragged
 from rlflow.values.batch import TokenRows
@@ -194,7 +195,7 @@ def _update(strategy: TrainingStrategy, name: str, handle: CausalLM, rank: int) 
 
 def _save(strategy: TrainingStrategy, name: str, run: Path, rank: int) -> None:
     """The model, then a checkpoint."""
-    draft, nodes = checkpoint.draft_of(run / "checkpoint", 2), dict.fromkeys(range(3), "here")
+    draft = Draft(checkpoint.folder_of(run / "checkpoint", 2), rank, dict.fromkeys(range(3), "here"), 300)
     if rank == 0:
         (run / "model").mkdir(parents=True)
         draft.open()
@@ -203,11 +204,11 @@ def _save(strategy: TrainingStrategy, name: str, run: Path, rank: int) -> None:
         if strategy.holds(name):
             strategy.save(name, run / "model", disk)
         disk.wait()
-        checkpoint.write_share(draft, disk, strategy, [name], nodes, rank)
-        checkpoint.leave(draft, disk, nodes, rank)
+        checkpoint.write_share(draft, disk, strategy, [name])
+        checkpoint.leave(draft, disk)
         if rank == 0:
             progress = checkpoint.Progress(2, 0, "rows")
-            checkpoint.complete(draft, disk, [name], progress, nodes, 300, checkpoint.Retention(2))
+            checkpoint.complete(draft, disk, [name], progress, checkpoint.Retention(2))
     strategy.barrier()
 
 

@@ -16,22 +16,23 @@ from rlflow.models.packed import PackedModel
 from rlflow.models.shards import divided, write_shard
 from rlflow.models.weight_files import shard_name
 from rlflow.storage.disk import Disk
+from rlflow.storage.draft import Draft
 from rlflow.strategies import TrainingStrategy
 
 
 def write_checkpoint(strategy: TrainingStrategy, folder: Path, step: int, roles: tuple[str, ...] = ("actor",)) -> None:
     """Of the actor alone or of these roles, by all ranks of the job."""
     rank, nodes = strategy.global_rank, dict.fromkeys(range(strategy.world_size), "here")
-    draft = checkpoint.draft_of(folder / "checkpoint", step)
+    draft = Draft(checkpoint.folder_of(folder / "checkpoint", step), rank, nodes, 60)
     if rank == 0:
         draft.open()
     strategy.barrier()
     with Disk() as disk:
-        checkpoint.write_share(draft, disk, strategy, roles, nodes, rank)
-        checkpoint.leave(draft, disk, nodes, rank)
+        checkpoint.write_share(draft, disk, strategy, roles)
+        checkpoint.leave(draft, disk)
         if rank == 0:
             progress = checkpoint.Progress(step, 0, "rows")
-            checkpoint.complete(draft, disk, roles, progress, nodes, 60, checkpoint.Retention(2))
+            checkpoint.complete(draft, disk, roles, progress, checkpoint.Retention(2))
     strategy.barrier()
 
 

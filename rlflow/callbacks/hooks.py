@@ -86,7 +86,8 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
     Raises:
         UserError: A hook takes other arguments; or two callbacks that keep a state have one `state_key`.
     """
-    keys = Counter(callback.state_key for callback in callbacks if _keeps_state(callback))
+    stateful = (callback for callback in callbacks if type(callback).state_dict is not Callback.state_dict)
+    keys = Counter(callback.state_key for callback in stateful)
     for key, count in keys.items():
         if count > 1:
             raise UserError(
@@ -96,10 +97,6 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         for name in HOOKS:
             _check_hook(callback, name)
-
-
-def _keeps_state(callback: Callback) -> bool:
-    return type(callback).state_dict is not Callback.state_dict
 
 
 def _check_hook(callback: Callback, name: str) -> None:

@@ -26,13 +26,13 @@ from rlflow.checkpoint.manifest import changed_files as changed_files
 from rlflow.checkpoint.manifest import damage as damage
 from rlflow.checkpoint.manifest import digest_of as digest_of
 from rlflow.checkpoint.manifest import find as find
+from rlflow.checkpoint.manifest import folder_of as folder_of
 from rlflow.checkpoint.manifest import lacks as lacks
 from rlflow.checkpoint.manifest import newest_first as newest_first
 from rlflow.checkpoint.manifest import read_progress as read_progress
 from rlflow.checkpoint.reading import restore as restore
 from rlflow.checkpoint.retention import Retention as Retention
 from rlflow.checkpoint.writing import complete as complete
-from rlflow.checkpoint.writing import draft_of as draft_of
 from rlflow.checkpoint.writing import leave as leave
 from rlflow.checkpoint.writing import write_share as write_share
 from rlflow.checkpoint.writing import written_state as written_state

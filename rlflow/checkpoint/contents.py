@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -229,8 +228,8 @@ class RandomStates:
         return {
             "python": [version, list(words), gauss],
             "numpy": [kind, [int(key) for key in keys], place, has_gauss, cached],
-            "torch": _to_text(torch.get_rng_state()),
-            "cuda": _to_text(torch.cuda.get_rng_state(self._device)) if on_gpu else None,
+            "torch": torch.get_rng_state().numpy().tobytes().hex(),
+            "cuda": torch.cuda.get_rng_state(self._device).numpy().tobytes().hex() if on_gpu else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -239,14 +238,7 @@ class RandomStates:
         random.setstate((version, tuple(words), gauss))
         kind, keys, place, has_gauss, cached = state["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), place, has_gauss, cached))
-        torch.set_rng_state(_from_text(state["torch"]))
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
         if state["cuda"] is not None and self._device.type == "cuda":
-            torch.cuda.set_rng_state(_from_text(state["cuda"]), self._device)
-
-
-def _to_text(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _from_text(state: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
+            on_gpu = torch.frombuffer(bytearray.fromhex(state["cuda"]), dtype=torch.uint8)
+            torch.cuda.set_rng_state(on_gpu, self._device)

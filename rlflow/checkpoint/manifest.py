@@ -54,6 +54,11 @@ def write_manifest(folder: Path, progress: Progress, files: Mapping[str, tuple[s
     (folder / STATE).write_text(json.dumps({"sha256": digest_of(stored), **stored}, indent=2) + "\n")
 
 
+def folder_of(parent: Path, step: int) -> Path:
+    """The folder of the checkpoint after `step` steps: `<parent>/step-00000020`."""
+    return parent / f"step-{step:08d}"
+
+
 def newest_first(run_dir: Path) -> list[Path]:
     """The run's checkpoints, damaged ones too; drafts are none."""
     return sorted(found for found in (run_dir / "checkpoint").glob("step-*") if NAME.fullmatch(found.name))[::-1]

@@ -41,15 +41,12 @@ class Retention:
         folders = list(values)
         if self.top_k == ALL:
             return folders
-        measured = [of for of, value in values.items() if value is not None and not math.isnan(value)]
-        best = sorted(measured, key=lambda of: (self._badness(values[of]), -folders.index(of)))[: self.top_k]
+        sign = 1 if self.mode == "min" else -1
+        badness = {of: sign * value for of, value in values.items() if value is not None and not math.isnan(value)}
+        best = sorted(badness, key=lambda of: (badness[of], -folders.index(of)))[: self.top_k]
         last = folders[-self.last :]
         return [folder for folder in folders if folder in last or folder in best]
 
     def most(self, saves: int) -> int:
         """The most checkpoints on the disk at a time in a run of `saves` saves, with the one being written."""
         return saves if self.top_k == ALL else min(self.last + self.top_k + 1, saves)
-
-    def _badness(self, value: float | None) -> float:
-        assert value is not None
-        return value if self.mode == "min" else -value

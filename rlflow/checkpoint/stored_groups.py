@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,12 @@ def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Groups, dev
         name: _space_from_json(like.spaces[name], space, dealt[name] if same else None, like.layouts(name))
         for name, space in stored["spaces"].items()
     }
-    written = _Written(folder, name, stored["ranks"], device)
+
+    @cache
+    def written(rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        path = folder / of_rank(name, rank, stored["ranks"])
+        return load_file(f"{path}.safetensors"), json.loads(Path(f"{path}.json").read_text())
+
     values = {}
     for value_name, value in like.values.items():
         of = stored["values"][value_name]
@@ -139,10 +145,11 @@ def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Groups, dev
         if like.rank not in value.layout.ranks:
             rows = None
         elif same:
-            rows = written.rows(value_name, value, like.rank)
+            rows = _rows(*written(like.rank), value_name, value, device)
         else:
             shards = dealt[value.space][before].shards
-            parts = [written.rows(value_name, value, before.peers(shard)[0]) for shard in range(before.shards)]
+            wrote = [before.peers(shard)[0] for shard in range(before.shards)]
+            parts = [_rows(*written(rank), value_name, value, device) for rank in wrote]
             place = torch.cat(shards).argsort()  # of each row by id, in the joined parts
             held = spaces[value.space].held(value.layout, like.rank)
             rows = take_rows(join_rows(parts, value.annotation), value.annotation, place[held])
@@ -177,38 +184,26 @@ def _columns(name: str, value: GroupValue) -> Iterator[tuple[str, Any]]:
             yield f"{name}/{column.name}", column.of(value.rows)
 
 
-class _Written:
-    """The files of all ranks; those of a rank are read when they are needed, once."""
+def _rows(
+    tensors: dict[str, Tensor], described: dict[str, Any], name: str, value: GroupValue, device: torch.device
+) -> Any:
+    """The rows of the value `name` in the two files of a rank; a column that was not written is `Absent`."""
 
-    def __init__(self, folder: Path, name: str, ranks: int, device: torch.device) -> None:
-        self._folder, self._name, self._ranks, self._device = folder, name, ranks, device
-        self._parts: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}
+    def tensor(key: str) -> Tensor:
+        return tensors[key] if described["devices"][key] == "cpu" else tensors[key].to(device)
 
-    def rows(self, name: str, value: GroupValue, rank: int) -> Any:
-        """The rows of the value `name` that `rank` wrote; a column that was not written is `Absent`."""
-        tensors, said = self._part(rank)
+    def data(column: str, cut: Cut) -> Any:
+        key, lists = f"{name}/{column}", described["lists"]
+        if key not in tensors and key not in lists:
+            return Absent(column)
+        if cut is Cut.JSON:
+            return lists[key]
+        if cut is Cut.PARTS:
+            return unstacked(tensor(key), lists[f"{key}/{NAMES}"])
+        return Ragged(tensor(key), tensor(f"{key}/{LENGTHS}")) if cut is Cut.RAGGED else tensor(key)
 
-        def tensor(key: str) -> Tensor:
-            return tensors[key] if said["devices"][key] == "cpu" else tensors[key].to(self._device)
-
-        def data(column: str, cut: Cut) -> Any:
-            key = f"{name}/{column}"
-            if key not in tensors and key not in said["lists"]:
-                return Absent(column)
-            if cut is Cut.JSON:
-                return said["lists"][key]
-            if cut is Cut.PARTS:
-                return unstacked(tensor(key), said["lists"][f"{key}/{NAMES}"])
-            return Ragged(tensor(key), tensor(f"{key}/{LENGTHS}")) if cut is Cut.RAGGED else tensor(key)
-
-        read = {column.name: data(column.name, column.cut) for column in columns(value.annotation)}
-        return read[""] if "" in read else value.annotation(**read)
-
-    def _part(self, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        if rank not in self._parts:
-            path = self._folder / of_rank(self._name, rank, self._ranks)
-            self._parts[rank] = load_file(f"{path}.safetensors"), json.loads(Path(f"{path}.json").read_text())
-        return self._parts[rank]
+    read = {column.name: data(column.name, column.cut) for column in columns(value.annotation)}
+    return read[""] if "" in read else value.annotation(**read)
 
 
 def _space_to_json(space: RowSpace, layouts: list[Layout]) -> dict[str, Any]:

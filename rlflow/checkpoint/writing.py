@@ -2,9 +2,9 @@
 
 A save is four calls, of which the `Disk` of each rank does the writing:
 
-    draft = draft_of(folder, step)      the folder `step-00000020.draft`, which one rank opens
+    draft.open()                        one rank: the folder `step-00000020.draft`
     write_share(draft, disk, ...)       all ranks: their files, then a record of sizes and digests
-    leave(draft, disk, ...)             all ranks: no more files are written or read
+    leave(draft, disk)                  all ranks: no more files are written or read
     complete(draft, disk, ...)          one rank: waits for all records, writes indexes and manifest, renames the folder
 """
 
@@ -14,6 +14,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from rlflow.checkpoint.manifest import MODULE, NAME, OF_RANK, Progress, lacks, m
 from rlflow.checkpoint.retention import Retention
 from rlflow.checkpoint.stored_groups import write_groups
 from rlflow.storage.disk import Disk
-from rlflow.storage.draft import LEFT, Draft, Record, not_written, of_rank
+from rlflow.storage.draft import LEFT, Draft, Record, of_rank
 from rlflow.storage.stored_role import RoleIndex, StoredRole, index_name
 from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite, write_tensors
 from rlflow.strategies.strategy import TrainingStrategy
@@ -93,19 +94,8 @@ def _named(parameter: str, parts: Mapping[str, TensorRange]) -> Iterator[tuple[s
             yield f"{parameter}/{kind}", part.values
 
 
-def draft_of(folder: Path, step: int) -> Draft:
-    """The draft of the checkpoint after `step` steps, `<folder>/step-00000020.draft` until it is complete."""
-    return Draft(folder / f"step-{step:08d}")
-
-
 def write_share(
-    draft: Draft,
-    disk: Disk,
-    strategy: TrainingStrategy,
-    roles: Iterable[str],
-    nodes: Mapping[int, str],
-    rank: int,
-    snapshot: Snapshot | None = None,
+    draft: Draft, disk: Disk, strategy: TrainingStrategy, roles: Iterable[str], snapshot: Snapshot | None = None
 ) -> None:
     """Let `disk` write this rank's files of a checkpoint, and then the record of them; called by all ranks of the job.
 
@@ -116,39 +106,34 @@ def write_share(
         disk: The disk that writes. Unless it is asynchronous, weights must not change until it has written them.
         strategy: The strategy that holds this rank's roles.
         roles: All trained roles, also those on other ranks.
-        nodes: The machine's name of every rank of the job, by rank.
-        rank: This process's rank.
         snapshot: What this rank remembers besides; None for the roles alone.
     """
+    rank, world_size = draft.rank, len(draft.nodes)
     digests: dict[str, str] = {}
     failed: list[BaseException] = []
     try:  # small, and of objects that the run goes on to change
-        for name in [] if snapshot is None else _write_snapshot(draft.path, snapshot, rank, len(nodes)):
+        for name in [] if snapshot is None else _write_snapshot(draft.path, snapshot, rank, world_size):
             digests[name] = ""
     except (OSError, SafetensorError) as error:
         failed.append(error)
     shares = {role: role_share(strategy, role, disk) for role in roles if strategy.holds(role)}
+    files = {role: _file_of(role, rank, world_size) for role in shares}
 
     def write() -> None:
         if failed:
             raise failed[0]
         for role, (_, write_file) in shares.items():
-            name = _file_of(role, rank, len(nodes))
-            digests[name] = write_file(draft.path / name)
+            digests[files[role]] = write_file(draft.path / files[role])
 
-    def record(error: BaseException | None) -> None:
-        if error is None:
-            more = {role: of_role for role, (of_role, _) in shares.items()}
-            draft.add(Record(rank, draft.file_records(digests), more))
-        else:
-            for name in digests:
-                (draft.path / name).unlink(missing_ok=True)
-            for role in shares:  # what is cut short too: its room is needed to say so
-                (draft.path / _file_of(role, rank, len(nodes))).unlink(missing_ok=True)
-            draft.add(Record(rank, error=not_written(error, draft.target, rank, nodes[rank])))
+    def record() -> Record:
+        return Record(rank, draft.file_records(digests), {role: of_role for role, (of_role, _) in shares.items()})
+
+    def report(error: BaseException | None) -> None:
+        written = {*digests, *files.values()}  # what is cut short too
+        draft.report(error, record, [draft.path / name for name in written])
 
     disk.do(write)
-    disk.report(record)
+    disk.report(report)
 
 
 def _write_snapshot(folder: Path, snapshot: Snapshot, rank: int, world_size: int) -> Iterator[str]:
@@ -164,36 +149,21 @@ def _write_snapshot(folder: Path, snapshot: Snapshot, rank: int, world_size: int
         yield from write_groups(folder, name, groups, world_size)
 
 
-def written_state(
-    draft: Draft, role: str, ranks: Sequence[int], nodes: Mapping[int, str], timeout_s: float
-) -> StoredRole:
+def written_state(draft: Draft, role: str, ranks: Sequence[int]) -> StoredRole:
     """A role's state in a draft; waits until the role's ranks have written it. Call `leave` after the last read.
 
     Raises:
-        UserError: A rank could not write its files, or did not within `timeout_s` seconds.
+        UserError: A rank could not write its files, or did not in time.
     """
-    return StoredRole(draft.path, role, index_of(role, draft.collect(ranks, nodes, timeout_s), len(nodes)))
+    return StoredRole(draft.path, role, index_of(role, draft.collect(ranks), len(draft.nodes)))
 
 
-def leave(draft: Draft, disk: Disk, nodes: Mapping[int, str], rank: int) -> None:
+def leave(draft: Draft, disk: Disk) -> None:
     """Let `disk` record that this rank neither writes nor reads the draft's files any more; called by all ranks."""
-
-    def record(error: BaseException | None) -> None:
-        why = None if error is None else not_written(error, draft.target, rank, nodes[rank])
-        draft.add(Record(rank, error=why), LEFT)
-
-    disk.report(record)
+    disk.report(partial(draft.report, part=LEFT))
 
 
-def complete(
-    draft: Draft,
-    disk: Disk,
-    roles: Iterable[str],
-    progress: Progress,
-    nodes: Mapping[int, str],
-    timeout_s: float,
-    retention: Retention,
-) -> None:
+def complete(draft: Draft, disk: Disk, roles: Iterable[str], progress: Progress, retention: Retention) -> None:
     """Let `disk` wait until all ranks have written and left the draft, then rename it; called by one rank.
 
     The draft is renamed when it is complete, so a run that is killed before has its previous checkpoints. Checkpoints
@@ -205,33 +175,23 @@ def complete(
         disk: This rank's disk; its `wait` raises what went wrong on any rank.
         roles: All trained roles.
         progress: The step and state of the run, for the manifest.
-        nodes: The machine's name of every rank of the job, by rank.
-        timeout_s: Seconds that other ranks may take longer than this rank.
         retention: The checkpoints that stay.
     """
 
-    def finish(error: BaseException | None) -> None:
-        if error is not None:  # of this rank, which reports it
-            draft.discard()
-            return
-        try:
-            records = draft.collect(nodes, nodes, timeout_s)
-            draft.collect(nodes, nodes, timeout_s, LEFT)
-            files = {name: (*file, record.rank) for record in records for name, file in record.files.items()}
-            for role in roles:
-                index_of(role, records, len(nodes)).write(draft.path / index_name(role))
-                files |= {name: (*file, 0) for name, file in draft.file_records({index_name(role): ""}).items()}
-            write_manifest(draft.path, progress, files)
-            for later in draft.target.parent.glob("step-*"):
-                if NAME.fullmatch(later.name) and later.name > draft.target.name:
-                    shutil.rmtree(later)
-            draft.complete()
-        except BaseException:
-            draft.discard()
-            raise
-        _remove_others(draft.target, retention)
+    def prepare() -> None:
+        records = draft.collect(draft.nodes)
+        draft.collect(draft.nodes, LEFT)
+        files = {name: (*file, record.rank) for record in records for name, file in record.files.items()}
+        for role in roles:
+            index_of(role, records, len(draft.nodes)).write(draft.path / index_name(role))
+            files |= {name: (*file, 0) for name, file in draft.file_records({index_name(role): ""}).items()}
+        write_manifest(draft.path, progress, files)
+        for later in draft.target.parent.glob("step-*"):
+            if NAME.fullmatch(later.name) and later.name > draft.target.name:
+                shutil.rmtree(later)
 
-    disk.report(finish)
+    disk.report(partial(draft.finish, prepare))
+    disk.do(partial(_remove_others, draft.target, retention))
 
 
 def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex:

@@ -185,7 +185,7 @@ def write_shard(
         for entry, tensor in _in_file(model, units, weights):
             stream.put(disk.copy(f"{path}/{entry.key}", tensor))
     finally:
-        stream.close()
+        stream.put(None)
 
 
 def write_shard_later(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -151,10 +152,11 @@ def _fit(
     return summary
 
 
+@dataclass(eq=False)
 class Fit:
     """The training loop, which all ranks run together; `train` says what happens in a step.
 
-    Args:
+    Attributes:
         run: The run on this rank, with models and engines loaded.
         controller: Runs the steps.
         parts: The parts of the run that checkpoints are taken of.
@@ -166,28 +168,15 @@ class Fit:
         trace: Trace of this rank's tasks.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        controller: Controller,
-        parts: Checkpoint,
-        saving: Saving,
-        recording: Recording,
-        callbacks: Callbacks,
-        state: RunningTrainer,
-        metrics: Metrics,
-        trace: Trace,
-    ) -> None:
-        self._run = run
-        self._settings = run.settings
-        self._controller = controller
-        self._parts = parts
-        self._saving = saving
-        self._recording = recording
-        self._callbacks = callbacks
-        self._state = state
-        self._metrics = metrics
-        self._trace = trace
+    run: Run
+    controller: Controller
+    parts: Checkpoint
+    saving: Saving
+    recording: Recording
+    callbacks: Callbacks
+    state: RunningTrainer
+    metrics: Metrics
+    trace: Trace
 
     def train(self, resume: Resume) -> dict[str, Any]:
         """Run all steps that are not done yet.
@@ -218,51 +207,51 @@ class Fit:
         Raises:
             Preempted: A rank received a signal; a checkpoint to resume from is saved, if a step is done.
         """
-        settings, state, steps = self._settings, self._state, self._run.steps
+        settings, state, steps = self.run.settings, self.state, self.run.steps
         self._stand_at(resume.done)
-        self._callbacks.call(Callback.on_fit_start)
+        self.callbacks.call(Callback.on_fit_start)
         after = {}
         if resume.checkpoint is None:
             after = self._validate(0)
             startup.passed("validation")
-        self._recording.begin(after)
+        self.recording.begin(after)
         done = resume.done
         preemption.begin(settings.grace_s)
         while done < steps and not state.should_stop:
             metrics = self._step(done)
             done += 1
-            check_made(self._run, self._controller.tried, done)
+            check_made(self.run, self.controller.tried, done)
             self._stand_at(done)
             state.callback_metrics |= metrics
-            self._callbacks.call(Callback.on_step_end, done, metrics)
+            self.callbacks.call(Callback.on_step_end, done, metrics)
             state.should_stop |= _too_long(metrics, settings.max_seconds)
             last = done == steps or state.should_stop
             validates = last or (settings.val_check_interval is not None and done % settings.val_check_interval == 0)
             if validates:
                 after = self._validate(done)
                 metrics |= after
-            self._recording.step(done, metrics, records=validates or done % settings.log_every_n_steps == 0)
-            self._saving.monitor(state.callback_metrics)
-            if self._saving.is_due(done, metrics["time/elapsed"], state.should_stop or done == steps):
-                self._save(self._parts.take())
-            if self._controller.asked and done < steps and not state.should_stop:
-                self._end(self._parts.take(), self._controller.asked)
-        self._controller.close()
-        self._saving.wait()
+            self.recording.step(done, metrics, records=validates or done % settings.log_every_n_steps == 0)
+            self.saving.monitor(state.callback_metrics)
+            if self.saving.is_due(done, metrics["time/elapsed"], state.should_stop or done == steps):
+                self._save(self.parts.take())
+            if self.controller.asked and done < steps and not state.should_stop:
+                self._end(self.parts.take(), self.controller.asked)
+        self.controller.close()
+        self.saving.wait()
         saved = settings.saves_checkpoints and done > resume.done  # with the last checkpoint
         if not saved and not settings.fast_dev_run:
-            self._saving.save_models()
-        self._callbacks.call(Callback.on_fit_end)
-        summary = {"steps": done, **compared(self._recording.before, after)}
-        if self._run.validation is not None:
-            summary["problems"] = self._run.validation.size
+            self.saving.save_models()
+        self.callbacks.call(Callback.on_fit_end)
+        summary = {"steps": done, **compared(self.recording.before, after)}
+        if self.run.validation is not None:
+            summary["problems"] = self.run.validation.size
         return summary
 
     def _stand_at(self, done: int) -> None:
         """Set `global_step` and `current_epoch` of the trainer, which callbacks see, after `done` steps."""
-        draws = done if self._run.plan.fill is None else self._controller.draws
-        self._state.global_step = done
-        self._state.current_epoch = max(0, draws - 1) // self._run.train.steps_per_epoch
+        draws = done if self.run.plan.fill is None else self.controller.draws
+        self.state.global_step = done
+        self.state.current_epoch = max(0, draws - 1) // self.run.train.steps_per_epoch
 
     def _step(self, done: int) -> dict[str, float]:
         """Run the step after `done`; its metrics over all ranks.
@@ -270,9 +259,9 @@ class Fit:
         If the step is given up because of a signal, see `StepGivenUp`, the run is saved as it was before the step. The
         snapshot that this needs is dropped at the step's first update.
         """
-        before = [self._parts.take()] if done and preemption.is_handled() else []
+        before = [self.parts.take()] if done and preemption.is_handled() else []
         try:
-            return self._controller.step(done, before.clear)
+            return self.controller.step(done, before.clear)
         except StepGivenUp as given_up:
             self._end(next(iter(before), None), given_up.number)
 
@@ -285,13 +274,13 @@ class Fit:
         """
         preemption.agree(asked)
         what = "nothing was saved; start it again"
-        if snapshot is not None and not self._settings.fast_dev_run:
+        if snapshot is not None and not self.run.settings.fast_dev_run:
             done = snapshot.progress.step
-            if self._saving.saved != done:
+            if self.saving.saved != done:
                 self._save(snapshot, with_models=False)
-            self._saving.wait()
-            how = "the same command" if self._settings.ckpt_path == AUTO else "`--trainer.ckpt_path last`"
-            what = f"{from_here(self._saving.folder_of(done))} is saved; continue with {how}"
+            self.saving.wait()
+            how = "the same command" if self.run.settings.ckpt_path == AUTO else "`--trainer.ckpt_path last`"
+            what = f"{from_here(self.saving.folder_of(done))} is saved; continue with {how}"
         ended = Preempted(asked, what, agreed=True)
         preemption.saved(str(ended))
         raise ended
@@ -299,26 +288,26 @@ class Fit:
     def _save(self, snapshot: Snapshot, with_models: bool = True) -> None:
         """Write a checkpoint of a snapshot, and the models; a collective of all ranks. The trace gets its time."""
         done = snapshot.progress.step
-        rank, doing, started = self._run.transport.rank, f"saving after step {done}", time.perf_counter()
+        rank, doing, started = self.run.transport.rank, f"saving after step {done}", time.perf_counter()
         report(rank, doing)
-        with memory_watched(doing, to_hold_rows, self._run.strategy):
-            self._saving.save(self._parts.agreed(snapshot), with_models)
-        self._trace.span("save checkpoint", SAVE, started, time.perf_counter(), step=done)
+        with memory_watched(doing, to_hold_rows, self.run.strategy):
+            self.saving.save(self.parts.agreed(snapshot), with_models)
+        self.trace.span("save checkpoint", SAVE, started, time.perf_counter(), step=done)
         report(rank, f"step {done}")
 
     def _validate(self, done: int) -> dict[str, float]:
         """Sync weights, measure `val/reward` and the like on the held-out rows if there are any, call callbacks."""
-        if self._run.validation is None:
+        if self.run.validation is None:
             return {}
-        policies, name = self._controller.policies, self._run.follows
+        policies, name = self.controller.policies, self.run.follows
         follows = None if name is None else policies.get(name)
-        if self._run.scores_validation and follows is not None:
-            policies.bring(follows.name, done, self._metrics.of(done))
-        metrics = measure(self._run, 0 if follows is None else follows.version_after(done), done)
-        if follows is not None and self._run.graph.policies() != (follows.name,):
+        if self.run.scores_validation and follows is not None:
+            policies.bring(follows.name, done, self.metrics.of(done))
+        metrics = measure(self.run, 0 if follows is None else follows.version_after(done), done)
+        if follows is not None and self.run.graph.policies() != (follows.name,):
             follows.sleep()  # else the next step generates with it first, and lets it sleep
-        self._state.callback_metrics |= metrics
-        self._callbacks.call(Callback.on_validation_end, done, metrics)
+        self.state.callback_metrics |= metrics
+        self.callbacks.call(Callback.on_validation_end, done, metrics)
         return metrics
 
 

@@ -32,15 +32,15 @@ class Resume:
     """Where a run begins.
 
     Attributes:
-        run: The run on this rank.
-        checkpoint: That the run goes on from; None for a new run.
-        progress: Where that one stood; None likewise.
+        checkpoint: Folder of the checkpoint that the run continues; None for a new run.
+        progress: Where that one stood; None for a new run.
+        goes_on: Whether the run goes on in the folder that its checkpoint lies in.
         lines: What the user should know of finding it.
     """
 
-    run: Run
-    checkpoint: Path | None
-    progress: Progress | None
+    checkpoint: Path | None = None
+    progress: Progress | None = None
+    goes_on: bool = False
     lines: tuple[str, ...] = ()
 
     @classmethod
@@ -52,31 +52,23 @@ class Resume:
         """
         settings = run.settings
         if settings.ckpt_path is None:
-            return cls(run, None, None)
+            return cls()
         lines: list[str] = []
         folder = checkpoint.find(
             settings.ckpt_path, settings.folder, partial(_damage, run), lines.append, partial(_listed, run)
         )
         if folder is None:
-            return cls(run, None, None, tuple(lines))
+            return cls(lines=tuple(lines))
         progress = checkpoint.read_progress(folder, settings.seed, run.train.scan.digest)
-        _require_same_choice(run, folder, progress)
-        _require_flights(run, folder, progress.step)
-        _require_parts(run, folder)
+        _require_same(run, folder, progress)
         if progress.config is not None and run.config is not None:
             lines += changed_settings(progress.config, run.config, folder.name)
-        return cls(run, folder, progress, tuple(lines))
+        return cls(folder, progress, folder.resolve().is_relative_to(settings.folder.resolve()), tuple(lines))
 
     @property
     def done(self) -> int:
         """Steps that were done before this run."""
         return 0 if self.progress is None else self.progress.step
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the run goes on in the folder that its checkpoint lies in."""
-        folder = self.run.settings.folder
-        return self.checkpoint is not None and self.checkpoint.resolve().is_relative_to(folder.resolve())
 
     def restore(self, parts: Checkpoint) -> list[str]:
         """Continue where the checkpoint was taken, if there is one; called by all ranks once their roles are loaded.
@@ -103,8 +95,12 @@ def _damage(run: Run, folder: Path) -> str | None:
     return next((what for what in gather(transport, here) if what is not None), None)
 
 
-def _require_same_choice(run: Run, folder: Path, progress: Progress) -> None:
-    """Every rank looks before anything is loaded, so all end alike."""
+def _require_same(run: Run, folder: Path, progress: Progress) -> None:
+    """Refuse a checkpoint that this run cannot continue; every rank looks before anything is loaded, so all end alike.
+
+    Raises:
+        UserError: It is one.
+    """
     chosen, chooses = progress.state.get("chosen"), chooses_prompts(run.module)
     if (chosen is not None) != chooses:
         raise UserError(
@@ -119,11 +115,7 @@ def _require_same_choice(run: Run, folder: Path, progress: Progress) -> None:
             f" {chosen['per_draw']}; continue"
             " with the same, or start a new run from its model"
         )
-
-
-def _require_flights(run: Run, folder: Path, done: int) -> None:
-    """Every rank looks before anything is loaded, so all end alike."""
-    staleness = run.plan.max_staleness
+    staleness, done = run.plan.max_staleness, progress.step
     for step in range(done, min(done + staleness, run.steps)):
         if not (folder / f"{step_name(step)}.json").is_file():
             raise UserError(
@@ -131,17 +123,12 @@ def _require_flights(run: Run, folder: Path, done: int) -> None:
                 f" `trainer.max_staleness` is {staleness}: it was made with another, or at the end of its run;"
                 " continue with the same, and a run that is done by a new one that starts from its model"
             )
-
-
-def _require_parts(run: Run, folder: Path) -> None:
-    """Every rank looks before anything is loaded, so all end alike."""
-    planned = run.plan
     lost = {
-        "unfinished responses": not planned.cuts_off and (folder / f"{UNFINISHED}.json").is_file(),
-        "groups that wait for the next step": planned.fill is None and (folder / f"{SURPLUS}.json").is_file(),
+        UNFINISHED: "unfinished responses" if not run.plan.cuts_off else None,
+        SURPLUS: "groups that wait for the next step" if run.plan.fill is None else None,
     }
-    for what, is_lost in lost.items():
-        if is_lost:
+    for name, what in lost.items():
+        if what is not None and (folder / f"{name}.json").is_file():
             raise UserError(
                 f"{folder} has {what}, which would be lost, since `trainer.partial_rollout` is null or another"
                 " algorithm is trained; continue with the algorithm that wrote it, and set that as it"

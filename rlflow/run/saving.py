@@ -16,7 +16,7 @@ from rlflow.run.agreement import attempt, gather
 from rlflow.run.folder import RunFolder
 from rlflow.run.resume import Resume
 from rlflow.storage.disk import Disk
-from rlflow.storage.draft import Draft, Record, not_written
+from rlflow.storage.draft import Draft
 from rlflow.storage.space import bytes_in, in_bytes, require_space
 from rlflow.strategies.distributed import TIMEOUT_S
 
@@ -49,7 +49,7 @@ class Saving:
         self._disk = Disk(self._settings.async_save)
         self._pending = False  # whether something was begun that `wait` waits for
         self._nodes: dict[int, str] = {}  # of each rank
-        self._sizes: dict[str, tuple[int, int]] = {}  # of each role's model and state
+        self._model_bytes = self._state_bytes = 0  # of all roles
         self._monitored: dict[str, float] = {}  # the metric that decides which checkpoints stay, by its name
         self.saved = resume.done if resume.goes_on else None
         status.saved(0)
@@ -110,20 +110,19 @@ class Saving:
             UserError: As `wait`.
         """
         self.wait()
-        done, rank = snapshot.progress.step, self._transport.rank
-        draft = checkpoint.draft_of(self._folder.checkpoint, done)
+        done = snapshot.progress.step
+        draft = self._draft(self.folder_of(done))
         models = self._open(draft, with_models)
         while_running = self._settings.async_save
         if not while_running:  # before the states, so that no rank waits for their writing while weights are gathered
             self._write_models(models, done)
-        checkpoint.write_share(draft, self._disk, self._strategy, self._run.stateful, self._nodes, rank, snapshot)
+        checkpoint.write_share(draft, self._disk, self._strategy, self._run.stateful, snapshot)
         if while_running:
             self._write_models(models, done, draft)
         self._complete_models(models, draft)
-        checkpoint.leave(draft, self._disk, self._nodes, rank)
-        if rank == 0:
-            roles, timeout_s = self._run.stateful, self._timeout_s
-            checkpoint.complete(draft, self._disk, roles, snapshot.progress, self._nodes, timeout_s, self._retention)
+        checkpoint.leave(draft, self._disk)
+        if draft.rank == 0:
+            checkpoint.complete(draft, self._disk, self._run.stateful, snapshot.progress, self._retention)
             self._disk.do(partial(status.saved, done))
         self.saved = done
         self._disk.start()
@@ -132,7 +131,7 @@ class Saving:
 
     def folder_of(self, done: int) -> Path:
         """Where the checkpoint after `done` steps lies."""
-        return checkpoint.draft_of(self._folder.checkpoint, done).target
+        return checkpoint.folder_of(self._folder.checkpoint, done)
 
     def save_models(self) -> None:
         """Write every trained role in Hugging Face form, as it is now; called by all ranks.
@@ -173,19 +172,18 @@ class Saving:
         if settings.fast_dev_run:
             return
         every = settings.save_every_n_steps if settings.save_every_seconds is None else 1
-        self._sizes = self._sizes_of_roles()
-        model, state = (sum(size) for size in zip(*self._sizes.values(), strict=True))
+        self._measure()
         saves = 0 if every is None else -(-(self._run.steps - self._done) // every)
         # A new one is written before an old one is removed.
         models, checkpoints = min(2, max(1, saves)), self._retention.most(saves)
-        what = f"{models} x {in_bytes(model)} of models"
+        what = f"{models} x {in_bytes(self._model_bytes)} of models"
         if checkpoints:
-            what += f" and {checkpoints} x {in_bytes(state)} of checkpoints at once"
+            what += f" and {checkpoints} x {in_bytes(self._state_bytes)} of checkpoints at once"
 
         def look() -> None:
             if self._transport.rank == 0:
                 there = sum(map(bytes_in, [folder.checkpoint, *(self._target(role) for role in self._roles)]))
-                needed = models * model + checkpoints * state - there
+                needed = models * self._model_bytes + checkpoints * self._state_bytes - there
                 require_space(folder.path, needed, f"this run saves up to {what}, which needs", ELSEWHERE)
 
         self._attempt(look)
@@ -195,36 +193,33 @@ class Saving:
         of = self._settings
         return checkpoint.Retention(of.save_last, of.save_top_k, of.monitor, of.mode)
 
-    @property
-    def _timeout_s(self) -> float:
+    def _draft(self, target: Path) -> Draft:
         timeout = self._strategy.timeout
-        return TIMEOUT_S if timeout is None else timeout.total_seconds()
+        timeout_s = TIMEOUT_S if timeout is None else timeout.total_seconds()
+        return Draft(target, self._transport.rank, self._nodes, timeout_s)
 
     def _target(self, role: str) -> Path:
         return self._folder.model if role == self._run.lead else self._folder.model_of(role)
 
-    def _sizes_of_roles(self) -> dict[str, tuple[int, int]]:
-        """Bytes of each role's model and of its state in a checkpoint, which its first rank sends."""
-        led = [role for role in self._run.stateful if self._strategy.leads(role)]
-        sizes: dict[str, tuple[int, int]] = {}
-        with_states = self._settings.saves_checkpoints
+    def _measure(self) -> None:
+        """Learn how many bytes all models take, and all states in a checkpoint; each role's first rank adds its own."""
+        here = [0, 0]
 
         def measure() -> None:
-            for role in led:
-                state = self._strategy.state_bytes(role) if with_states else 0
-                sizes[role] = self._strategy.model_bytes(role) if role in self._roles else 0, state
+            for role in filter(self._strategy.leads, self._run.stateful):
+                here[0] += self._strategy.model_bytes(role) if role in self._roles else 0
+                here[1] += self._strategy.state_bytes(role) if self._settings.saves_checkpoints else 0
 
         self._attempt(measure)
-        return {role: size for here in gather(self._transport, sizes) for role, size in here.items()}
+        self._model_bytes, self._state_bytes = map(sum, zip(*gather(self._transport, here), strict=True))
 
     def _open(self, draft: Draft | None = None, with_models: bool = True) -> dict[str, Draft]:
         """Begin to write, if there is room: the models of all roles, and the checkpoint if there is one."""
-        models = {role: Draft(self._target(role)) for role in self._roles if with_models}
+        models = {role: self._draft(self._target(role)) for role in self._roles if with_models}
 
         def open_all() -> None:
             if self._transport.rank == 0:
-                of_models, of_states = (sum(each) for each in zip(*self._sizes.values(), strict=True))
-                needed = bool(models) * of_models + (draft is not None) * of_states
+                needed = bool(models) * self._model_bytes + (draft is not None) * self._state_bytes
                 what = " and the ".join(["models"] * bool(models) + ["checkpoint"] * (draft is not None))
                 require_space(self._folder.path, needed, f"the {what} of this run need", CONTINUE)
                 for each in [*models.values(), *([] if draft is None else [draft])]:
@@ -242,45 +237,28 @@ class Saving:
             done: Steps; None at the end of the run.
             state: A checkpoint of now that is being written, to take weights from; None to gather them.
         """
-        rank, nodes = self._transport.rank, self._nodes
-
-        def record(draft: Draft, written: tuple[Path, ...], error: BaseException | None) -> None:
-            if error is not None:
-                for path in written:  # its room is needed to say so
-                    path.unlink(missing_ok=True)
-            why = None if error is None else not_written(error, draft.target, rank, nodes[rank])
-            draft.add(Record(rank, error=why))
-
         for role, draft in models.items():
             if self._strategy.holds(role):
-                ranks, read = self._strategy.layout(role).ranks, None
-                if state is not None:
-                    read = partial(checkpoint.written_state, state, role, ranks, nodes, self._timeout_s)
+                ranks = self._strategy.layout(role).ranks
+                read = None if state is None else partial(checkpoint.written_state, state, role, ranks)
                 what = draft.target.name if done is None else f"{draft.target.name} after step {done}"
                 written = self._strategy.save(role, draft.path, self._disk, read, what)
                 if self._strategy.leads(role):
                     self._disk.do(partial(self._run.tokenizer.save_pretrained, draft.path))
-                self._disk.report(partial(record, draft, written))
+                self._disk.report(partial(draft.report, written=written))
 
     def _complete_models(self, models: dict[str, Draft], state: Draft | None = None) -> None:
         """Let the disk give them their names when all ranks' shares are there, and those of the checkpoint, if any."""
 
-        def complete(draft: Draft, ranks: tuple[int, ...], error: BaseException | None) -> None:
-            if error is not None:  # of this rank, which reports it
-                draft.discard()
-                return
-            try:
-                draft.collect(ranks, self._nodes, self._timeout_s)
-                if state is not None:  # what another role could not write keeps this one's earlier model, too
-                    state.collect(self._nodes, self._nodes, self._timeout_s)
-                draft.complete()
-            except BaseException:
-                draft.discard()
-                raise
+        def collect(draft: Draft, ranks: tuple[int, ...]) -> None:
+            draft.collect(ranks)
+            if state is not None:  # what another role could not write keeps this one's earlier model, too
+                state.collect(state.nodes)
 
         for role, draft in models.items():
             if self._strategy.leads(role):
-                self._disk.report(partial(complete, draft, self._strategy.layout(role).ranks))
+                ready = partial(collect, draft, self._strategy.layout(role).ranks)
+                self._disk.report(partial(draft.finish, ready))
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """See `attempt`."""

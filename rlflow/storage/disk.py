@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
 from queue import Queue
 from types import TracebackType
 
@@ -11,42 +12,6 @@ import torch
 from torch import Tensor
 
 ON_THE_WAY = 2  # tensors that wait to be written, where the run waits for them anyway
-
-
-class Stream:
-    """Tensors from the run to a job that writes them, in their order.
-
-    Args:
-        held: How many may wait; 0 for any number.
-    """
-
-    def __init__(self, held: int) -> None:
-        self._queue: Queue[Tensor | None] = Queue(held)
-        self._closed = False
-
-    def put(self, tensor: Tensor) -> None:
-        """Give the next one; waits while too many do."""
-        self._queue.put(tensor)
-
-    def close(self) -> None:
-        """There are no more."""
-        self._queue.put(None)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while (tensor := self._next()) is not None:
-            yield tensor
-
-    def drain(self) -> None:
-        """Take what is left."""
-        while self._next() is not None:
-            pass
-
-    def _next(self) -> Tensor | None:
-        if self._closed:
-            return None
-        tensor = self._queue.get()
-        self._closed = tensor is None
-        return tensor
 
 
 class Disk:
@@ -59,32 +24,35 @@ class Disk:
 
     def __init__(self, asynchronous: bool = False) -> None:
         self.asynchronous = asynchronous
-        self._jobs: Queue[tuple[Callable[[BaseException | None], object], bool] | None] = Queue()
+        self._jobs: Queue[Callable[[BaseException | None], object] | None] = Queue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._copies: dict[str, Tensor] = {}
 
     def do(self, job: Callable[[], object]) -> None:
         """Let the thread do a job, unless one before failed."""
-        self._give((lambda error: job(), False))
+        self.report(lambda error: job() if error is None else None)
 
     def report(self, job: Callable[[BaseException | None], object]) -> None:
         """As `do`, in any case, with the error of a job before."""
-        self._give((job, True))
+        self._jobs.put(job)
+        if not self.asynchronous:
+            self.start()
 
-    def stream(self, job: Callable[[Iterable[Tensor]], object]) -> Stream:
-        """As `do`, with tensors that are then put into the stream, each a copy."""
-        stream = Stream(0 if self.asynchronous else ON_THE_WAY)
+    def stream(self, job: Callable[[Iterable[Tensor]], object]) -> Queue[Tensor | None]:
+        """As `do`, with tensors that are then put into the queue, each a copy, and None behind the last."""
+        queue: Queue[Tensor | None] = Queue(0 if self.asynchronous else ON_THE_WAY)
+        tensors = iter(queue.get, None)
 
         def take(error: BaseException | None) -> None:
             try:
                 if error is None:
-                    job(stream)
+                    job(tensors)
             finally:
-                stream.drain()  # so that who gives does not wait
+                deque(tensors, maxlen=0)  # what is left, so that who puts does not wait
 
         self.report(take)
-        return stream
+        return queue
 
     def copy(self, key: str, tensor: Tensor) -> Tensor:
         """The tensor as it is now, on the CPU.
@@ -137,16 +105,8 @@ class Disk:
         if error is None:
             self.wait()
 
-    def _give(self, job: tuple[Callable[[BaseException | None], object], bool]) -> None:
-        self._jobs.put(job)
-        if not self.asynchronous:
-            self.start()
-
     def _work(self) -> None:
-        while (given := self._jobs.get()) is not None:
-            job, in_any_case = given
-            if self._error is not None and not in_any_case:
-                continue
+        while (job := self._jobs.get()) is not None:
             try:
                 job(self._error)
             except BaseException as error:

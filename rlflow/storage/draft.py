@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,21 @@ class Record:
 
 
 class Draft:
-    """The folder while it is written.
+    """The folder while it is written, as one rank sees it.
 
     Args:
         target: As it will be called.
+        rank: This process's rank.
+        nodes: The machine's name of every rank of the job, by rank.
+        timeout_s: Seconds that other ranks may take longer than this rank.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, rank: int, nodes: Mapping[int, str], timeout_s: float) -> None:
         self.target = target
         self.path = target.with_name(f"{target.name}.draft")
+        self.rank = rank
+        self.nodes = nodes
+        self._timeout_s = timeout_s
 
     def open(self) -> None:
         """Make it anew; by one rank, before the others write.
@@ -95,15 +101,33 @@ class Draft:
             target.touch()
             raise
 
-    def collect(
-        self, ranks: Iterable[int], nodes: Mapping[int, str], timeout_s: float, part: str = WRITTEN
-    ) -> list[Record]:
+    def report(
+        self,
+        error: BaseException | None,
+        record: Callable[[], Record] | None = None,
+        written: Iterable[Path] = (),
+        part: str = WRITTEN,
+    ) -> None:
+        """Say what this rank wrote, or why it could not.
+
+        Args:
+            error: Why it could not; None where it could.
+            record: Makes the record; None for one without files.
+            written: Files that are removed if there is an error, since their room is needed to say so.
+            part: See `add`.
+        """
+        if error is None:
+            self.add(Record(self.rank) if record is None else record(), part)
+            return
+        for path in written:
+            path.unlink(missing_ok=True)
+        self.add(Record(self.rank, error=not_written(error, self.target, self.rank, self.nodes[self.rank])), part)
+
+    def collect(self, ranks: Iterable[int], part: str = WRITTEN) -> list[Record]:
         """What all of them wrote, once they have.
 
         Args:
             ranks: Who writes.
-            nodes: Of each rank, its machine's name.
-            timeout_s: Seconds to wait for those that are slower than this one.
             part: See `add`.
 
         Raises:
@@ -115,21 +139,38 @@ class Draft:
         while True:
             present = {entry.name for entry in os.scandir(self.path)}
             for rank in [rank for rank in missing if self._record(rank, part).name in present]:
-                found[rank] = self._read(rank, nodes[rank], part)
+                found[rank] = self._read(rank, part)
                 missing.remove(rank)
                 if (error := found[rank].error) is not None:
                     raise UserError(error)
             if not missing:
                 break
-            if time.monotonic() - began > timeout_s:
-                late = ", ".join(f"{rank} on {nodes[rank]}" for rank in sorted(missing))
+            if time.monotonic() - began > self._timeout_s:
+                late = ", ".join(f"{rank} on {self.nodes[rank]}" for rank in sorted(missing))
                 raise UserError(
-                    f"{self.target} is not complete: {timeout_s:g} s after the others, {WAITED_FOR[part]} by rank"
+                    f"{self.target} is not complete: {self._timeout_s:g} s after the others, {WAITED_FOR[part]} by rank"
                     f" {late}; look at that disk, or raise `strategy.init_args.timeout_s`"
                 )
             time.sleep(pause)
             pause = min(2 * pause, PAUSES[1])
         return [found[rank] for rank in sorted(found)]
+
+    def finish(self, prepare: Callable[[], None], error: BaseException | None) -> None:
+        """Complete it after a last preparation, or discard it if that fails.
+
+        Args:
+            prepare: Waits for what ranks write.
+            error: What this rank could not do before, and reports; None for nothing.
+        """
+        if error is not None:
+            self.discard()
+            return
+        try:
+            prepare()
+            self.complete()
+        except BaseException:
+            self.discard()
+            raise
 
     def complete(self) -> None:
         """Give it its name, when no rank writes or reads it; what was called so before is gone afterwards."""
@@ -154,11 +195,12 @@ class Draft:
     def _before(self) -> Path:
         return self.target.with_name(f"{self.target.name}.before")
 
-    def _read(self, rank: int, node: str, part: str) -> Record:
+    def _read(self, rank: int, part: str) -> Record:
         file = self._record(rank, part)
         try:
             if not (text := file.read_text()):
-                return Record(rank, error=not_written(OSError(errno.ENOSPC, "", self.path), self.target, rank, node))
+                full = OSError(errno.ENOSPC, "", self.path)
+                return Record(rank, error=not_written(full, self.target, rank, self.nodes[rank]))
             fields = json.loads(text)
             files = {name: (digest, size) for name, (digest, size) in fields["files"].items()}
             return Record(**{**fields, "files": files})

@@ -14,42 +14,47 @@ from rlflow.storage.draft import Draft, Record
 NODES = {0: "first", 1: "second"}
 
 
-def written(folder: Path) -> Draft:
+def of(folder: Path, rank: int = 0, timeout_s: float = 60) -> Draft:
+    """The draft, as this rank sees it."""
+    return Draft(checkpoint.folder_of(folder, 1), rank, NODES, timeout_s)
+
+
+def written(folder: Path, timeout_s: float = 60) -> Draft:
     """A checkpoint that two ranks have written, and the first has left."""
-    draft = checkpoint.draft_of(folder, 1)
+    draft = of(folder, 0, timeout_s)
     draft.open()
     for rank in NODES:
         draft.add(Record(rank))
     with Disk() as disk:
-        checkpoint.leave(draft, disk, NODES, 0)
+        checkpoint.leave(draft, disk)
     return draft
 
 
-def complete(draft: Draft, timeout_s: float) -> None:
+def complete(draft: Draft) -> None:
     with Disk() as disk:
         progress = checkpoint.Progress(1, 0, "rows")
-        checkpoint.complete(draft, disk, (), progress, NODES, timeout_s, checkpoint.Retention(2))
+        checkpoint.complete(draft, disk, (), progress, checkpoint.Retention(2))
 
 
 def test_it_waits_for_the_last_one(tmp_path: Path) -> None:
-    draft = written(tmp_path)
+    draft = written(tmp_path, 0.1)
     said = r"0.1 s after the others, its files were still read, to write models, by rank 1 on second; look at that disk"
     with pytest.raises(UserError, match=said):
-        complete(draft, 0.1)
+        complete(draft)
     assert not draft.target.exists()
     draft = written(tmp_path)
     with Disk() as disk:
-        checkpoint.leave(draft, disk, NODES, 1)
-    complete(draft, 60)
+        checkpoint.leave(of(tmp_path, 1), disk)
+    complete(draft)
     assert [path.name for path in draft.target.iterdir()] == ["state.json"]
 
 
 def test_what_one_could_not_make_of_it_ends_it(tmp_path: Path) -> None:
     draft, disk = written(tmp_path), Disk()
     disk.do(lambda: 1 / 0)
-    checkpoint.leave(draft, disk, NODES, 1)
+    checkpoint.leave(of(tmp_path, 1), disk)
     with pytest.raises(ZeroDivisionError):
         disk.wait()
     with pytest.raises(UserError, match="cannot be written by rank 1 on second: division by zero"):
-        complete(draft, 60)
+        complete(draft)
     assert list(tmp_path.iterdir()) == []

@@ -38,7 +38,7 @@ def test_tensors_are_as_they_were_when_they_were_given(asynchronous: bool, tmp_p
     for entry in ENTRIES:
         weight += 1
         stream.put(disk.copy(entry.key, weight))
-    stream.close()
+    stream.put(None)
     weight.zero_()
     released.set()
     disk.wait()
@@ -64,7 +64,7 @@ def test_who_gives_tensors_does_not_wait_for_a_file_that_cannot_be_written(tmp_p
     stream = disk.stream(partial(write_tensors, tmp_path / "missing/file", ENTRIES))
     for _ in ENTRIES:
         stream.put(torch.zeros(3))
-    stream.close()
+    stream.put(None)
     with pytest.raises(FileNotFoundError):
         disk.wait()
 

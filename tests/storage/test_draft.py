@@ -14,17 +14,17 @@ from rlflow.storage.draft import Draft, Record
 NODES = {0: "first", 1: "second", 2: "second"}
 
 
-def opened(folder: Path) -> Draft:
-    draft = Draft(folder / "model")
+def opened(folder: Path, timeout_s: float = 60) -> Draft:
+    draft = Draft(folder / "model", 0, NODES, timeout_s)
     draft.open()
     return draft
 
 
 def test_a_rank_that_writes_nothing_is_named_with_its_machine(tmp_path: Path) -> None:
-    draft = opened(tmp_path)
+    draft = opened(tmp_path, 0.1)
     draft.add(Record(1))
     with pytest.raises(UserError, match=r"after the others, nothing was written by rank 0 on first, 2 on second;"):
-        draft.collect(NODES, NODES, timeout_s=0.1)
+        draft.collect(NODES)
 
 
 def test_what_one_rank_could_not_write_is_said(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_what_one_rank_could_not_write_is_said(tmp_path: Path) -> None:
     for rank in NODES:
         draft.add(Record(rank, error="no room" if rank == 2 else None))
     with pytest.raises(UserError, match="no room"):
-        draft.collect(NODES, NODES, timeout_s=1)
+        draft.collect(NODES)
 
 
 def test_the_folder_before_is_there_until_the_new_one_is_complete(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_the_folder_before_is_there_until_the_new_one_is_complete(tmp_path: Path
     (draft.path / "new").write_text("new")
     draft.add(Record(0, draft.file_records({"new": ""}), {"role": 1}))
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["old"]
-    (record,) = draft.collect([0], NODES, timeout_s=1)
+    (record,) = draft.collect([0])
     # echo -n new | sha256sum
     assert record.files == {"new": ("11507a0e2f5e69d5dfa40a62a1bd7b6ee57e6bcd85c67c9b8431b36fff21c437", 3)}
     assert record.more == {"role": 1}
@@ -60,17 +60,16 @@ def test_what_a_run_renamed_that_was_killed_then_has_its_name_again(tmp_path: Pa
 
 
 def test_a_rank_that_could_not_write_is_not_kept_waiting_for_others(tmp_path: Path) -> None:
-    draft = opened(tmp_path)
+    draft = opened(tmp_path, 600)
     draft.add(Record(2, error="no room"))
     with pytest.raises(UserError, match="no room"):
-        draft.collect(NODES, NODES, timeout_s=600)
+        draft.collect(NODES)
 
 
 def test_a_rank_that_has_no_room_to_say_so_is_named_without_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = Draft(tmp_path / "folder")
-    draft.open()
+    draft = opened(tmp_path)
     with monkeypatch.context() as full:
 
         def write(path: Path, text: str) -> int:
@@ -80,8 +79,8 @@ def test_a_rank_that_has_no_room_to_say_so_is_named_without_a_wait(
         with pytest.raises(OSError, match="No space left"):
             draft.add(Record(1))
     draft.add(Record(0))
-    with pytest.raises(UserError, match="cannot be written by rank 1 on node-b: No space left on device"):
-        draft.collect([0, 1], {0: "node-a", 1: "node-b"}, timeout_s=60)
+    with pytest.raises(UserError, match="cannot be written by rank 1 on second: No space left on device"):
+        draft.collect([0, 1])
 
 
 @pytest.mark.parametrize("damage", [b"{", b"[1, 2]", b'{"rank": 1}', b"\xff\xfe"])
@@ -91,4 +90,4 @@ def test_a_record_that_the_disk_damaged_is_named(damage: bytes, tmp_path: Path) 
     (record,) = draft.path.iterdir()
     record.write_bytes(damage)
     with pytest.raises(OSError, match=rf"{record} is damaged \(.+\)$"):
-        draft.collect([1], NODES, timeout_s=60)
+        draft.collect([1])
