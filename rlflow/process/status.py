@@ -7,11 +7,14 @@ functions of this module: `report("what it does")`, `failed()`, `end()`.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
 import signal
 import socket
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -113,8 +116,8 @@ class Board:
     `board[1].doing` is what the rank with the local rank 1 does, such as `step 3, run rewards: ranks 0-1`.
 
     Args:
-        path: The file: `/proc/PID/fd/N`, memory without a name in a file system. Other processes of the same user can
-            open it as long as the process that made it exists, and it vanishes with the last user.
+        path: The file. On Linux it is `/proc/PID/fd/N`, memory without a name in a file system: other processes of the
+            same user can open it as long as the process that made it exists, and it vanishes with the last user.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,9 +128,15 @@ class Board:
     @classmethod
     def make(cls) -> Board:
         """Make an empty board that this process owns."""
-        number = os.memfd_create("rlflow-status")
+        if sys.platform == "linux":
+            number = os.memfd_create("rlflow-status")
+            path = Path(f"/proc/{os.getpid()}/fd/{number}")
+        else:
+            number, name = tempfile.mkstemp(prefix="rlflow-status-")
+            path = Path(name)
+            atexit.register(path.unlink, missing_ok=True)
         os.truncate(number, ctypes.sizeof(Status) * SLOTS)  # it takes what is written to, and no more
-        return cls(Path(f"/proc/{os.getpid()}/fd/{number}"))
+        return cls(path)
 
     def __getitem__(self, local_rank: int) -> Status:
         return self._statuses[local_rank]

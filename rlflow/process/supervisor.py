@@ -57,8 +57,8 @@ LEAVING_S = 5.0  # how long what the run started may outlive it
 def supervise() -> None:
     """Fork. The call returns in the child, which runs the command; the parent supervises it and never returns.
 
-    Called once by `rlflow fit` and `rlflow validate` before anything is loaded. A rank that rank 0 has started is not
-    forked again.
+    Called once by `rlflow fit` and `rlflow validate` before anything is loaded; on Linux only, elsewhere it does
+    nothing. A rank that rank 0 has started is not forked again.
 
     The parent exits with the child's code, or dies of the signal that killed the child. If the child ends before
     `status.end` was called, one line says so, and the exit code is 1 where it would be 0:
@@ -72,6 +72,8 @@ def supervise() -> None:
     if status.PARENT_VARIABLE in os.environ:  # of a rank that rank 0 started, which waits for it
         status.beat()
         die_with(int(os.environ[status.PARENT_VARIABLE]))
+        return
+    if sys.platform != "linux":
         return
     board = Board.make()
     status.use(board)
@@ -94,7 +96,9 @@ def supervise() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, whose process id is `parent`."""
+    """Have the kernel kill this process when its parent dies, whose process id is `parent`; on Linux only."""
+    if sys.platform != "linux":
+        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before
         os._exit(1)

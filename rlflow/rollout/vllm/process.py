@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlflow.errors import UserError, importable
+from rlflow.errors import UserError
 
 TESTED = ("0.32.0",)
 
@@ -47,8 +47,8 @@ def import_vllm(allow_untested: bool) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the threads of this process belong to training
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    with importable("vllm", "VLLMEngine"):
-        import vllm
+    import vllm
+
     if vllm.__version__.split("+")[0] not in TESTED and not allow_untested:
         raise UserError(
             f"vLLM {vllm.__version__} was not tested with this version of rlflow, {', '.join(TESTED)} was; "
