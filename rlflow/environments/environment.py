@@ -322,6 +322,8 @@ def _seats(cls: type, path: str, arguments: Mapping[str, Any], answers_messages:
     """An attribute of the class, or a class method of the arguments that it is made with."""
     given = getattr(cls, "seats", ())
     seats = given(**arguments) if callable(given) else given
+    if isinstance(seats, str) or len({*seats}) < len(seats):
+        raise UserError(f"`{path}.seats` is {seats!r:.60}; give names, each once, such as ('player', 'opponent')")
     if seats and not answers_messages:
         raise UserError(
             f"`{path}` has `seats` and no `initial_observation` and `step`, which say who speaks next; write them"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from rlflow.environments.bridge import message
@@ -46,6 +48,18 @@ def two_moves(game: Session) -> None:
     game.move("2", "player", 2)
 
 
+class Twice:
+    seats: Sequence[str] = ("player", "player")
+
+    def initial_observation(self) -> None: ...
+
+    def step(self) -> None: ...
+
+
+class Single(Twice):
+    seats = "player"
+
+
 class Mute:
     seats = ("player", "opponent")
 
@@ -58,6 +72,14 @@ class Mute:
         return word
 
 
-def test_seats_without_messages_are_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r"`.*Mute` has `seats` and no `initial_observation` and `step`"):
-        defined(Mute)
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        (Twice, r"`.*Twice.seats` is \('player', 'player'\); give names, each once, such as"),
+        (Mute, "`.*Mute` has `seats` and no `initial_observation` and `step`"),
+        (Single, "`.*Single.seats` is 'player'; give names, each once, such as"),
+    ],
+)
+def test_seats_that_cannot_be_are_refused_in_one_line(environment: type, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        defined(environment)
