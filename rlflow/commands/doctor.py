@@ -6,6 +6,7 @@ import argparse
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rlflow.doctor import checks
 from rlflow.doctor.checks import Finding
@@ -16,8 +17,7 @@ from rlflow.process.status import Answered
 
 def main(arguments: Sequence[str]) -> None:
     """Run `rlflow doctor`: print a line for each thing, and end with code 0 if all that runs need works, else 1."""
-    # Python's own parser: that of other commands may be what is missing
-    parser = argparse.ArgumentParser(prog="rlflow doctor", description=__doc__, allow_abbrev=False)
+    parser = _Parser(prog="rlflow doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="try nothing: no ranks, steps or engines")
     parser.add_argument(
         "--accelerator",
@@ -49,6 +49,13 @@ def main(arguments: Sequence[str]) -> None:
     here = f"{'GPUs' if gpu else 'the CPU'}, {nodes} machine(s)"
     print(f"{len(failing)} of {len(found)} need mending" if failing else f"all that runs need works ({here})")
     raise Answered(1 if failing else 0)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Python's own: the parser of other commands may be what is missing."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `rlflow doctor --help`")
 
 
 def _shown(title: str, findings: Iterable[Finding]) -> list[Finding]:

@@ -121,13 +121,17 @@ def packages(gpu: bool, folder: Path) -> Iterator[Finding]:
     named = [each for each in named if _extra(each) not in BUNDLES]
     versions = {each.name: installed(each.name) for each in named}
     modules = {name: MODULES.get(name, name.replace("-", "_")) for name, has in versions.items() if has is not None}
-    ran = tried(folder / "imports", ["-c", IMPORTER, *modules.values()], IMPORT_S)
-    says = dict(line.split(" ", 1) for line in ran.output.splitlines() if line.split(" ", 1)[0] in modules.values())
+    says, left = dict[str, str](), list(modules.values())
+    while left:  # again with the others, where one ends the process
+        ran = tried(folder / "imports", ["-c", IMPORTER, *left], IMPORT_S)
+        says |= dict(line.split(" ", 1) for line in ran.output.splitlines() if line.split(" ", 1)[0] in left)
+        if left := [name for name in left if name not in says]:
+            says[left.pop(0)] = f"the process {ran.why}"
     for each in named:
         has, extra = versions[each.name], _extra(each)
         what, mend = f"{each.name} {has or '-'} ({each.specifier})", f"pip install '{each.name}{each.specifier}'"
         if has is not None:
-            said = says.get(modules[each.name], f"the process {ran.why}")
+            said = says[modules[each.name]]
             what = what if said == "ok" else f"{what} cannot be imported: {said}"
             fits = each.specifier.contains(has, prereleases=True)
             yield checked(what, fits and said == "ok", mend, state="broken")
@@ -276,9 +280,11 @@ def _meeting(needed: bool) -> Iterator[Finding]:
     if port is None or rank != "0" or "TORCHELASTIC_RUN_ID" in os.environ:
         return
     try:
+        if not 0 < int(port) < 2**16:
+            raise ValueError("no port has this number")
         socket.create_server(("", int(port))).close()
         yield Finding(f"MASTER_PORT={port} is free")
-    except (OSError, OverflowError, ValueError) as error:
+    except (OSError, ValueError) as error:
         mend = "end what listens there (ss -ltnp), or give another"
         yield Finding(f"MASTER_PORT={port}: {error}", "broken", mend)
 

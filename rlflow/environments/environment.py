@@ -286,6 +286,11 @@ def defined(
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
         raise UserError(f"`arguments` do not fit `{path}`, which is made with them: {error}; mend them") from error
+    if hasattr(cls, "initial_observation") and (needed := _parameters(cls.initial_observation)[1]):
+        raise UserError(
+            f"`{path}.initial_observation` takes `{needed[0]}`, and it is called without anything; take columns of the"
+            " row in `reset`, which is called before"
+        )
     columns, required = _parameters(cls.reset) if hasattr(cls, "reset") else (None, ())
     return Definition(
         found,
@@ -297,7 +302,7 @@ def defined(
         required=required,
         rewards=hasattr(cls, "get_reward"),
         rewards_groups=hasattr(cls, "get_group_rewards"),
-        keeps_state=hasattr(cls, "state_dict"),
+        keeps_state=_keeps_state(cls, path),
         seats=_seats(cls, path, arguments, answers_messages),
         awaits=_awaits(cls, found),
     )
@@ -318,11 +323,22 @@ def _parameters(method: Callable[..., Any]) -> tuple[tuple[str, ...] | None, tup
     return None if anything else tuple(p.name for p in named), needed
 
 
+def _keeps_state(cls: type, path: str) -> bool:
+    found = [name for name in ("state_dict", "load_state_dict") if hasattr(cls, name)]
+    if len(found) == 1:
+        raise UserError(
+            f"`{path}` has `{found[0]}` alone; a conversation is continued by both `state_dict` and `load_state_dict`,"
+            " so write the other one, or neither"
+        )
+    return bool(found)
+
+
 def _seats(cls: type, path: str, arguments: Mapping[str, Any], answers_messages: bool) -> tuple[str, ...]:
     """An attribute of the class, or a class method of the arguments that it is made with."""
     given = getattr(cls, "seats", ())
     seats = given(**arguments) if callable(given) else given
-    if isinstance(seats, str) or len({*seats}) < len(seats):
+    names = not isinstance(seats, str) and all(isinstance(seat, str) and seat for seat in seats)
+    if not names or len({*seats}) < len(seats):
         raise UserError(f"`{path}.seats` is {seats!r:.60}; give names, each once, such as ('player', 'opponent')")
     if seats and not answers_messages:
         raise UserError(
@@ -405,7 +421,7 @@ def tools_of(environment: type | None, functions: Sequence[str | Callable[..., A
         path, name = _path(function), function.__name__
         _check_system(function)
         if name in tools:
-            raise UserError(f"two tools have the name `{name}`, `{tools[name].path}` and `{path}`; rename one of them")
+            raise UserError(f"two tools have the name `{name}`, `{tools[name].path}` and `{path}`; rename or drop one")
         tools[name] = Tool(name, _schema(function, path), method=False, path=path)
     return tools
 
@@ -437,8 +453,14 @@ def _schema(function: Callable[..., Any], path: str) -> Mapping[str, Any]:
 
     try:
         schema: Mapping[str, Any] = get_json_schema(function)
+        by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        unnamed = [each for each in inspect.signature(function).parameters.values() if each.kind not in by_name]
         found = {name: _no_json(hint) for name, hint in get_type_hints(function).items() if name != "return"}
-        problem = next((f"`{name}` is of type {x}, which JSON does not have" for name, x in found.items() if x), "")
+        problem = (
+            f"{unnamed[0]} is given without a name, or by any"
+            if unnamed
+            else next((f"`{name}` is of type {x}, which JSON does not have" for name, x in found.items() if x), "")
+        )
     except (DocstringParsingException, TypeHintParsingException, NameError) as error:
         problem = one_line(error)
     if problem:

@@ -202,6 +202,8 @@ class CausalLM(ModelHandle):
         Returns:
             `[B, T, k]` log-probabilities, with gradients within training, and `[B, T, k]` int64 tokens; 0 where padded.
         """
+        if k < 1:
+            raise UserError(f"`topk` was asked for {k} tokens; ask for 1 or more")
         logprobs, tokens = self._of_tokens(rows, k)
         return logprobs, tokens
 

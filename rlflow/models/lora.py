@@ -55,12 +55,16 @@ class LoRA:
 
 
 def require_peft() -> None:
-    """Refuse adapters where peft is missing.
+    """Refuse adapters where peft is missing, or cannot be imported: later it would fail after weights are loaded.
 
     Raises:
-        UserError: It is.
+        UserError: It is so.
     """
     require("peft", "`lora`", "lora")
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"`lora` needs peft, which cannot be imported ({one_line(error)}); install it anew") from error
 
 
 def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:

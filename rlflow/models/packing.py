@@ -106,6 +106,7 @@ class ModelInput:
         if size == 1:
             return [self]
         assert self.cu_seqlens is not None, "only a packed line is divided"
+        assert not self.columns, "what is read with the tokens is not divided"
         total = self.input_ids.numel()
         length = -(-total // size)
         padding = torch.arange(length * size - total)

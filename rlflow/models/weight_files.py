@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -87,8 +88,6 @@ class WeightFiles:
             raise UserError(not_finite(self._path, name))
 
     def _files(self) -> Iterator[Path]:
-        from transformers.utils.hub import get_checkpoint_shard_files
-
         single = self._file(shard_name(0, 1))
         if single is not None:
             yield single
@@ -100,8 +99,14 @@ class WeightFiles:
                 " with transformers and write it anew by `save_pretrained`, or use a strategy that loads models whole"
             )
         with self._readable(index):
-            files, _ = get_checkpoint_shard_files(str(self._path), str(index))  # type: ignore[no-untyped-call]
-        yield from map(Path, files)
+            named = json.loads(index.read_text())["weight_map"]
+        for name in sorted(set(named.values())):
+            file = self._file(name)
+            if file is None:
+                raise UserError(
+                    f"`model` {str(self._path)!r} lacks {name!r}, which its {INDEX} names; copy the model once more"
+                )
+            yield file
 
     def _file(self, name: str) -> Path | None:
         """A file of the model, wherever transformers keeps it; None if there is none."""
@@ -146,16 +151,33 @@ def finish(model: Any, files: WeightFiles) -> None:
         model.initialize_weights()
 
 
+COMPARED = 1 << 20  # elements at once
+
+
 def _tie(model: Any, files: WeightFiles) -> None:
     """Transformers ties weights that are equal where files hold both, and cannot compare them on the device `meta`."""
     for target, source in list(model.all_tied_weights_keys.items()):
         if model.get_parameter(target) is model.get_parameter(source):
             continue
-        if torch.equal(files.whole(target), files.whole(source)):
+        if _equal(files, target, source):
             path, _, key = target.rpartition(".")
             setattr(model.get_submodule(path), key, model.get_parameter(source))
         else:
             del model.all_tied_weights_keys[target]
+
+
+def _equal(files: WeightFiles, first: str, second: str) -> bool:
+    shape = files.shape(first)
+    if shape != files.shape(second):
+        return False
+    for start in range(0, shape.numel(), COMPARED):
+        length = min(COMPARED, shape.numel() - start)
+        parts = [TensorRange(start, torch.empty(length, dtype=torch.float64)) for _ in range(2)]
+        for name, part in zip((first, second), parts, strict=True):
+            files.read(name, part)
+        if not torch.equal(parts[0].values, parts[1].values):
+            return False
+    return True
 
 
 def not_finite(path: Path, name: str) -> str:

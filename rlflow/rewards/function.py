@@ -105,6 +105,7 @@ class CallableReward(SampleReward):
     def _read_signature(self, function: Any) -> None:
         parameters = inspect.signature(function).parameters.values()
         named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        self._positional = [each.name for each in named if each.kind is each.POSITIONAL_ONLY]
         self._parameters = [each.name for each in named]
         self._required = [each.name for each in named if each.default is each.empty]
         self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
@@ -140,7 +141,7 @@ class CallableReward(SampleReward):
                 given[name] = row[name]
             elif name in OF_A_SAMPLE:
                 given[name] = self._of_sample(name, responses, i)
-        return partial(self._call, **given)
+        return partial(self._call, *(given.pop(name) for name in self._positional if name in given), **given)
 
     def _of_sample(self, name: str, responses: RewardInput, i: int) -> Any:
         if name in ("response", "completion"):

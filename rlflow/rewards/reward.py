@@ -322,6 +322,12 @@ def scored(reward: Reward, responses: RewardInput) -> Scores:
             f"{reward} has a part `{taken}`, and another number is logged under this name; give the part a name other"
             f" than {', '.join(TAKEN)}"
         )
+    for i, how in scores.failed.items():
+        if i not in range(len(responses)) or how not in get_args(Failed):
+            raise UserError(
+                f"{reward} says {how!r:.60} of sample {i!r:.60}; give places below {len(responses)}, and"
+                f" {' or '.join(get_args(Failed))} of each"
+            )
     if scores.dropped and not reward.drops:
         raise UserError(
             f"{reward} drops sample {scores.dropped[0]}, and its property `drops` is False; let it return True"

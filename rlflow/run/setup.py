@@ -68,7 +68,8 @@ def join(run: Run, resolved_config: str | None) -> None:
     run.rank_engines = RankEngines({}, {})
     if run.generates:
         on_cpu = strategy.root_device.type == "cpu"
-        run.rank_engines = engines_of_rank(run.engines, placed, transport, on_cpu, TIMEOUT_S)
+        timeout_s = strategy.timeout.total_seconds() if strategy.timeout else TIMEOUT_S
+        run.rank_engines = engines_of_rank(run.engines, placed, transport, on_cpu, timeout_s)
     dtype = torch.float64 if strategy.dtype == torch.float64 else torch.float32  # of rewards and rollout logprobs
     encode = run.train.encode
     run.context = NodeContext(

@@ -85,9 +85,13 @@ class Hardware:
     sharing: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        sharing = {f"sharing[{ranks}]": factor for ranks, factor in self.sharing.items()}
+        for name, value in {**vars(self), **sharing}.items():
             if name.endswith("_efficiency") and not 0 < value <= 1:
                 raise UserError(f"`{name}` of the hardware is {value!r}; it is a share, so give at most 1")
+            may_be_zero = name.endswith(("_seconds", "_overhead", "_latency"))
+            if name != "sharing" and (value < 0 or (value == 0 and not may_be_zero)):
+                raise UserError(f"`{name}` of the hardware is {value!r}; give a number above 0")
 
     def computing_on(self, ranks: int) -> Hardware:
         """The same with what each GPU computes as slow as it is when `ranks` do, `gpus_per_node` on each node."""

@@ -32,6 +32,7 @@ from rlflow.trainer import Trainer
 from rlflow.values.layout import Layout
 
 Scaling = Literal["weak", "strong"]
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ class Simulation:
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise UserError(f"`--nodes` is {self.nodes}; give 1 or more")
+        if self.picture is not None and self.picture.suffix not in PICTURES:
+            raise UserError(f"`--draw` is {str(self.picture)!r}; end it in one of {', '.join(PICTURES)}")
 
     @cached_property
     def predicted(self) -> PredictedStep:

@@ -42,6 +42,14 @@ class Hidden(Game):
         pass
 
 
+class Told:
+    def initial_observation(self, secret: str) -> str:
+        return secret
+
+    def step(self, message):
+        return {"episode_done": True}
+
+
 def guess(word: str) -> str:
     \"\"\"Guess the word.
 
@@ -78,6 +86,11 @@ CASES: list[Case] = [
         "a column that `reset` takes and no row has",
         answered_by("Hidden"),
         "rows.jsonl, line 1: `my_games.Hidden.reset` takes `secret`, which the row does not have (it has ",
+    ),
+    (
+        "a first observation that takes columns",
+        answered_by("Told"),
+        "`my_games.Told.initial_observation` takes `secret`, and it is called without anything; take columns of the",
     ),
     (
         "a template that writes earlier turns anew",

@@ -271,6 +271,16 @@ class Dated:
         return str(day)
 
 
+class Unbound:
+    def guess(self, *words: str) -> str:
+        """Guess.
+
+        Args:
+            words: Any.
+        """
+        return str(words)
+
+
 class Undefined:
     def guess(self, word: Word) -> str:  # type: ignore[name-defined]  # noqa: F821
         """Guess.

@@ -60,6 +60,10 @@ class Single(Twice):
     seats = "player"
 
 
+class Numbered(Twice):
+    seats = (0, 1)  # type: ignore[assignment]
+
+
 class Mute:
     seats = ("player", "opponent")
 
@@ -78,6 +82,7 @@ class Mute:
         (Twice, r"`.*Twice.seats` is \('player', 'player'\); give names, each once, such as"),
         (Mute, "`.*Mute` has `seats` and no `initial_observation` and `step`"),
         (Single, "`.*Single.seats` is 'player'; give names, each once, such as"),
+        (Numbered, r"`.*Numbered.seats` is \(0, 1\); give names, each once, such as"),
     ],
 )
 def test_seats_that_cannot_be_are_refused_in_one_line(environment: type, line: str) -> None:

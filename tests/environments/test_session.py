@@ -250,6 +250,7 @@ def test_an_environment_that_never_returns_ends_by_its_limit() -> None:
         ("games.Untold", (), r"tool `Untold.guess` has no schema \(.* it has no docstring!\); write a docstring"),
         ("games.Untyped", (), r"tool `Untyped.guess` has no schema \(Argument word is missing a type hint"),
         ("games.Dated", (), r"tool `Dated.guess` has no schema \(`day` is of type date, which JSON does not have\)"),
+        ("games.Unbound", (), r"tool `Unbound.guess` has no schema \(\*words: .* is given without a name, or by any\)"),
         ("games.Undefined", (), r"tool `Undefined.guess` has no schema \(name 'Word' is not defined\); write"),
         ("games.WordGames", (), "`environment` is 'games.WordGames', but games has no WordGames. Did you mean"),
         ("game.WordGame", (), "there is no module game."),

@@ -305,6 +305,7 @@ def test_what_cannot_be_asked_is_refused_in_one_line(
     student, teacher = handle(ForwardPlan()), loaded(tiny, ForwardPlan(), trainable=False)
     asks: list[tuple[str, Callable[[], object]]] = [
         (r"tokens \[6, 30\] for responses \[6, 30\]", lambda: student.logprobs_of(rows, rows.response_ids)),
+        ("`topk` was asked for 0 tokens", lambda: student.topk(rows, 0)),
         ("which is trained: no gradient would go to it", lambda: student.kl(rows, student)),
         ("given 2 other prompts for 6 rows", lambda: student.kl(rows, teacher, Ragged.from_lists([[1], [2]]))),
         ("row 0 has an empty prompt", lambda: student.kl(rows, teacher, Ragged.from_lists([[]] * 6))),

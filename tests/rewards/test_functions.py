@@ -48,6 +48,12 @@ class TestWhatAFunctionIsGiven:
     def test_columns_by_name(self) -> None:
         assert of(exact, RewardInput(["42 ", "41"], [{"answer": "42"}] * 2)) == [1.0, 0.0]
 
+    def test_columns_by_place_where_a_parameter_has_no_name_outside(self) -> None:
+        def by_place(response: str, answer: str, /) -> float:
+            return exact(response, answer)
+
+        assert of(by_place, RewardInput(["42 ", "41"], [{"answer": "42"}] * 2)) == [1.0, 0.0]
+
     def test_the_prompt_as_the_dataset_has_it(self) -> None:
         seen: list[Any] = []
 

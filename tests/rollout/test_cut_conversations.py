@@ -158,3 +158,12 @@ def test_an_environment_that_cannot_be_continued_fails(engine: RolloutEngine) ->
 def test_a_state_that_json_has_not_is_refused(engine: RolloutEngine) -> None:
     with pytest.raises(UserError, match=r"Unserializable.state_dict` gave what JSON has not .*\(the row is"):
         run(engine, InProcess, defined(answering.Unserializable), replace(RULES, budget=4), [None] * len(ROWS))
+
+
+def test_half_of_what_continues_an_environment_is_refused() -> None:
+    class Half(answering.Counting):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    with pytest.raises(UserError, match=r"Half` has `state_dict` alone; a conversation is continued by both"):
+        defined(Half)

@@ -142,6 +142,8 @@ REFUSED: list[tuple[str, list[str] | Callable[[Path], list[str]], str]] = [
         ["--hardware", "no.yaml"],
         "`--hardware` is 'no.yaml', no preset and no YAML file that is there",
     ),
+    ("no picture", ["--draw", "step.txt"], "`--draw` is 'step.txt'; end it in one of .png"),
+    ("no bandwidth", own("like: h100\nmemory_bandwidth: -1"), "`memory_bandwidth` of the hardware is -1"),
     (
         "a misspelt key",
         own("like: h100\nmemry: 1.0"),

@@ -42,7 +42,7 @@ def import_vllm(allow_untested: bool) -> Any:
     """Import vLLM with its environment variables set so that it runs in this process, and return the module.
 
     Raises:
-        UserError: vLLM cannot be imported, or is not a version in `TESTED` and `allow_untested` is False.
+        UserError: vLLM is not a version in `TESTED`, and `allow_untested` is False.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine belongs to this process
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the threads of this process belong to training
