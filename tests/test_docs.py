@@ -134,7 +134,7 @@ def test_the_recipe_for_users_of_verl_is_read_as_it_says(tmp_path: Path) -> None
     (tmp_path / "my.yaml").write_text(blocks("coming_from.md", "yaml")[0], encoding="utf-8")
     found = read_fit(["--config", str(tmp_path / "my.yaml")])
     assert (found.module.group_size, found.module.actor.samples_per_update) == (5, 256 * 5)
-    assert found.trainer.settings.machines.world_size == 8
+    assert found.trainer.settings.world_size == 8
 
 
 def test_the_workflow_and_its_variation_train_from_a_users_own_folder(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from rlflow.strategies.strategy import TrainingStrategy
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-# The parts of a `Checkpoint`, by which ranks know their state. What all ranks have alike is written as rank 0 has it.
-# Of what some ranks change, an entry is written as the first rank has it that changed it since the run began; if none
-# did, as the first that has it. Of the rest each rank writes its own.
+# The parts of a `Checkpoint`, by which ranks know their state. What all ranks have alike rank 0 writes. Of what some
+# ranks change, the first rank that changed an entry since the run began writes it; if none did, the first that has it.
+# Of the rest each rank writes its own.
 ALIKE = ("steps", "gaps", "callbacks", "validation", "monitored")
 CHANGED = ("module", "chosen", "updates")
 OF_RANK = ("metrics", "samples", "remembered", "random")
@@ -106,12 +106,13 @@ class Checkpoint:
     data: str
     config: Mapping[str, Any] | None
     gather: Callable[[Any], list[Any]]
-    _before: dict[str, str] = field(default_factory=dict, init=False)  # digests of entries as the run began
+    # Digests as the run began, of entries and of the module's tensors.
+    _before: tuple[dict[str, str], dict[str, str]] = field(default=({}, {}), init=False)
 
     def begin(self) -> None:
         """The first step of this run begins: what changes from now on was changed by the run."""
         state, tensors = self._changed()
-        self._before = _digests(_entries(state)) | _digests_of_tensors(tensors)
+        self._before = _digests(_entries(state)), _digests_of_tensors(tensors)
 
     def take(self) -> Snapshot:
         """What this rank has now; asks no other rank."""
@@ -128,18 +129,20 @@ class Checkpoint:
             UserError: Ranks changed a tensor of the module's state to different ones.
         """
         entries, rank = _entries(here.progress.state), self.strategy.global_rank
-        of_ranks = self.gather([_digests(entries), _digests_of_tensors(here.tensors)])
-        changed_by = self._changed_by([digests for digests, _ in of_ranks])
-        every = self.gather({name: entries[name] for name, ranks in changed_by.items() if ranks[0] == rank})
+        digests = _digests(entries), _digests_of_tensors(here.tensors)
+        of_ranks = self.gather([_marked(now, before) for now, before in zip(digests, self._before, strict=True)])
+        writers = _changed_by([of_entries for of_entries, _ in of_ranks])
+        every = self.gather({name: entries[name] for name, ranks in writers.items() if ranks[0] == rank})
         state = {**here.progress.state, **{part: {} for part in CHANGED if part in here.progress.state}}
         for name, value in (entry for of_rank in every for entry in of_rank.items()):
             part, _, of_part = name.partition("/")
             state[part][of_part] = value
         tensors = {}
-        digests = [of_tensors for _, of_tensors in of_ranks]
-        for name, (first, *others) in self._changed_by(digests).items():
+        of_tensors = [of_rank for _, of_rank in of_ranks]
+        for name, (first, *others) in _changed_by(of_tensors).items():
             for other in others:
-                if digests[other][name] != digests[first][name]:
+                (digest_of_other, changed), (expected, _) = of_tensors[other][name], of_tensors[first][name]
+                if changed and digest_of_other != expected:
                     raise UserError(
                         f"`{name}` of the module's state is one tensor on rank {first} and another on rank {other}, and"
                         " a checkpoint has one; change it from what all ranks know, as `all_rows` and `mean` give it"
@@ -184,17 +187,21 @@ class Checkpoint:
         state["module"] = {name: x if name in copies else copy.deepcopy(x) for name, x in module.items()}
         return state, tensors
 
-    def _changed_by(self, of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
-        """By name, the ranks that changed an entry since the run began; if none did, those that have it.
 
-        Args:
-            of_ranks: By rank, the digest of each of its entries, by name.
-        """
-        ranks = {}
-        for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
-            having = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
-            ranks[name] = [rank for rank in having if of_ranks[rank][name] != self._before.get(name)] or having
-        return ranks
+Digest = tuple[str, bool]  # of an entry, and whether this rank changed it since the run began
+
+
+def _marked(now: Mapping[str, str], before: Mapping[str, str]) -> dict[str, Digest]:
+    return {name: (digest, digest != before.get(name)) for name, digest in now.items()}
+
+
+def _changed_by(of_ranks: Sequence[Mapping[str, Digest]]) -> dict[str, list[int]]:
+    """By name, the ranks that changed an entry since the run began; if none did, those that have it."""
+    ranks = {}
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        having = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
+        ranks[name] = [rank for rank in having if of_ranks[rank][name][1]] or having
+    return ranks
 
 
 def _entries(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class NodeContext:
             UserError: The node may not use these rows, or gives one row twice in a call, or generates twice with
                 `trainer.partial_rollout`; or a prompt has more than `longest_prompt` tokens.
         """
-        now = self._now()
+        now = self._outside_training("generate")
         own = now.space.paths(now.space.held(now.layout, self.transport.rank))
         parents = parents_of(rows, now.node, own)
         if isinstance(rows, Rollout):
@@ -216,7 +216,7 @@ class NodeContext:
         Raises:
             UserError: As `generate`; or an environment failed, and its `on_failure` is `raise`.
         """
-        now = self._now()
+        now = self._outside_training("generate")
         require_beginning(rows, now.node, environment, cut_off=now.part is not None)
         own = now.space.paths(now.space.held(now.layout, self.transport.rank))
         parents = parents_of(rows, now.node, own)

@@ -88,7 +88,7 @@ class Controller:
 
     @property
     def updates(self) -> UpdateWatch:
-        """Gradient norms of the roles that this rank trains, for a checkpoint."""
+        """Gradient norms by role, for a checkpoint; after a resume also those of other ranks' roles, as they were."""
         return self._nodes.training.watch
 
     @property

@@ -161,7 +161,7 @@ class Step:
 
 
 def no_groups(run: Run, spaces: Sequence[str], values: Sequence[str]) -> Groups:
-    """Groups of these rows and values without any: the form in which one step hands groups on to another."""
+    """Groups with these names and no rows: the form in which one step hands groups on to another."""
     layouts, graph = run.value_layouts, run.graph
     return Groups(
         run.rank,

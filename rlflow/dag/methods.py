@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from types import FunctionType, NoneType
 from typing import Any, get_args, get_type_hints
@@ -57,11 +60,31 @@ def read_methods(module: object) -> tuple[dict[str, Node], list[str], list[Probl
         if node.id != BATCH:  # reported by the reading; its readers mean the dataset's rows
             nodes[node.id] = node
         problems += [Problem(node.file, node.line, text) for text in reading.wrong]
+    for cls in reversed(type(module).__mro__):
+        problems += _defined_twice(cls, declared)
     return nodes, removed, problems
 
 
 def _is_marked(value: Any) -> bool:
     return isinstance(getattr(value, MARK, None), Mark)
+
+
+def _defined_twice(cls: type, names: dict[str, Mark]) -> Iterator[Problem]:
+    """Nodes whose name stands twice in one class body, where Python silently keeps the last."""
+    if names.keys().isdisjoint(vars(cls)):
+        return
+    with contextlib.suppress(OSError, TypeError, SyntaxError):  # a class typed at a prompt has no source to read
+        source, start = inspect.getsourcelines(cls)
+        body = ast.parse(textwrap.dedent("".join(source))).body[0]
+        first: dict[str, int] = {}
+        for statement in getattr(body, "body", ()):
+            if isinstance(statement, ast.FunctionDef) and statement.name in names:
+                line = start + statement.lineno - 1
+                if statement.name in first:
+                    text = f"`{statement.name}` is defined before, in line {first[statement.name]} of the same class"
+                    text += ", and only this last definition counts. Rename or delete one"
+                    yield Problem(inspect.getfile(cls), line, text)
+                first[statement.name] = line
 
 
 class _Reading:

@@ -421,7 +421,7 @@ def tools_of(environment: type | None, functions: Sequence[str | Callable[..., A
         path, name = _path(function), function.__name__
         _check_system(function)
         if name in tools:
-            raise UserError(f"two tools have the name `{name}`, `{tools[name].path}` and `{path}`; rename or drop one")
+            raise UserError(f"two tools have the name `{name}`, `{tools[name].path}` and `{path}`; rename one of them")
         tools[name] = Tool(name, _schema(function, path), method=False, path=path)
     return tools
 

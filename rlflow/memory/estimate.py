@@ -241,6 +241,9 @@ def does_not_fit(memory: Memory) -> str:
         if generates
         else "raise the stage, lower token_budget, or set gradient_checkpointing"
     )
+    if generates and len(memory.engines) > 1:
+        first, second, *_ = memory.engines
+        remedy += f"; or let policies use one engine in turns (`engines.{second}: {{share: {first}}}`)"
     return (
         f"rank {rank} is out of memory by {in_bytes(need - capacity)} of {in_bytes(capacity)} while"
         f" {phase}; `{largest}` holds {in_bytes(of[largest])}: {remedy}"

@@ -286,13 +286,13 @@ class CausalLM(ModelHandle):
             raise UserError(f"`kl` was given {len(given)} other prompts for {len(rows.lengths)} rows; give one a row")
 
     def _of_tokens(self, rows: Tokens, top: int, ids: Tensor | None = None) -> tuple[Tensor, ...]:
-        def forward_pass(own: Tokens, asked: Tensor | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
+        def score(own: Tokens, asked: Tensor | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
             if asked is not None:
                 places = response_mask(own).flatten().nonzero().flatten()  # on the host: no device is waited for
                 asked = rows_at(asked.flatten(0, 1), places)
             return self._forward_pass(own, self.temperature, partial(of_tokens, top), beside=asked)
 
-        logprobs, *found = self._by_micro_batch(rows, forward_pass, ids)
+        logprobs, *found = self._by_micro_batch(rows, score, ids)
         self.watch(rows, logprobs)
         return tuple(found)
 

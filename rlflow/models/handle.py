@@ -264,20 +264,20 @@ class ModelHandle(ABC):
     def _by_micro_batch(
         self,
         rows: Tokens,
-        forward_pass: Callable[[Tokens, Any], tuple[ModelInput, tuple[Tensor, ...]]],
+        score: Callable[[Tokens, Any], tuple[ModelInput, tuple[Tensor, ...]]],
         beside: Tensor | Ragged | None = None,
     ) -> tuple[Tensor, ...]:
         """As `_scores`: in one pass within `training`, else by micro-batch, without gradients.
 
         Args:
             rows: What is scored.
-            forward_pass: Calls `_forward_pass` with some rows, and with what lies beside them.
+            score: Calls `_forward_pass` with some rows, and with what lies beside them.
             beside: More that is read of each row: `[B, ...]`, or other prompts, see `ForwardPlan.split`.
         """
         home = rows.response_ids.device
 
         def scores(own: Tokens, beside: Tensor | Ragged | None) -> tuple[Tensor, ...]:
-            read, values = forward_pass(own, beside)
+            read, values = score(own, beside)
             return tuple(read.unpack(value).to(home) for value in values)
 
         if self.in_training:

@@ -210,7 +210,7 @@ def beat() -> None:
     The heartbeat stops while the process is stopped, or while code in C holds the interpreter lock.
     """
     status = mine()
-    if status.process == os.getpid():
+    if status.process == os.getpid() or os.getpid() != _owner:
         return
     status.beat, status.process = time.monotonic(), os.getpid()
 

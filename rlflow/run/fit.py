@@ -159,7 +159,7 @@ class Fit:
     Attributes:
         run: The run on this rank, with models and engines loaded.
         controller: Runs the steps.
-        parts: The parts of the run that checkpoints are taken of.
+        parts: What checkpoints hold of the run.
         saving: Writes checkpoints and models.
         recording: Passes metrics and samples to loggers and to the terminal.
         callbacks: Callbacks of the user.

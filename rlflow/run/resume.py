@@ -112,8 +112,7 @@ def _require_same(run: Run, folder: Path, progress: Progress) -> None:
     if chosen is not None and chosen["per_draw"] != now:
         raise UserError(
             f"`data.prompts_per_step` is {now}, and the run of {folder} chose prompts for steps of"
-            f" {chosen['per_draw']}; continue"
-            " with the same, or start a new run from its model"
+            f" {chosen['per_draw']}; continue with the same, or start a new run from its model"
         )
     staleness, done = run.plan.max_staleness, progress.step
     for step in range(done, min(done + staleness, run.steps)):

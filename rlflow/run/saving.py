@@ -262,4 +262,4 @@ class Saving:
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """See `attempt`."""
-        self._nodes = attempt(self._transport, self._folder.path, action)
+        self._nodes |= attempt(self._transport, self._folder.path, action)

@@ -23,6 +23,7 @@ from rlflow.strategies.distributed import (
     TIMEOUT_S,
     DistributedStrategy,
     RoleGroups,
+    consecutive,
     replace_parameters,
 )
 from rlflow.strategies.role import FIRST, Role
@@ -63,9 +64,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         live_elements: Most elements of weights that stay gathered at stage 3, give or take one parameter, so that they
             need not be gathered again. None for the size of the largest layer: memory does not grow with the layers.
         partition_within: Number of ranks of one node that hold a second, divided copy of the weights at stage 3, where
-            a role has more ranks than that; it divides the role's ranks of each node. Backward passes, and all forward
-            passes but the first after an update, then gather within the node. The copy costs each rank the model's
-            weights divided by this number. None for no second copy.
+            a role has more ranks than that. Backward passes, and all forward passes but the first after an update, then
+            gather within the node. The copy costs each rank the model's weights divided by this number. None for no
+            second copy.
         timeout_s: Seconds after which a collective that a rank does not join fails.
     """
 
@@ -145,6 +146,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         """
         import deepspeed
 
+        self._refuse_across_nodes(name)
         groups = self._join(name)
         settings = {"data_parallel_group": groups.all, "mpu": groups, "zero_param_parallel_group": groups.within}
         divider = deepspeed.zero.Init(config_dict_or_path=self._config(name, model, None), **settings)
@@ -350,6 +352,17 @@ class DeepSpeedStrategy(DistributedStrategy):
             optimizer = self._engine(name).optimizer
             for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 yield from zip(weights, masters, strict=True)
+
+    def _refuse_across_nodes(self, name: str) -> None:
+        """Raise a `UserError` where `partition_within` consecutive ranks of the role lie on more than one node."""
+        within, ranks, per_node = self.partition_within, self.layout(name).ranks, self.processes.num_processes
+        parts = consecutive(ranks, within) if within is not None and within < len(ranks) else []
+        if any(len({rank // per_node for rank in part}) > 1 for part in parts):
+            raise UserError(
+                f"`partition_within` is {within}, and `{name}` lives on {len(ranks)} ranks, {per_node} to a node, which"
+                f" cannot be taken {within} at a time within nodes; give a number that divides its ranks of each node,"
+                " or null"
+            )
 
 
 def _own_part(parameter: Any, padded: Tensor) -> TensorRange:

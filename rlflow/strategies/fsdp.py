@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlflow.errors import UserError
+from rlflow.models.handle import ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.storage.tensors import TensorRange
 from rlflow.strategies.distributed import TIMEOUT_S, DistributedStrategy, replace_parameters
@@ -37,7 +38,7 @@ class FSDPStrategy(DistributedStrategy):
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
         float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
         within: Number of consecutive ranks of a role that divide its weights among them, such as those of a machine;
-            the next ranks hold another copy. None, or more than there are, for all ranks of the role.
+            the next ranks hold another copy. None for all ranks of the role.
         timeout_s: Seconds after which a collective that a rank does not join fails.
     """
 
@@ -60,6 +61,13 @@ class FSDPStrategy(DistributedStrategy):
             raise UserError(f"`within` is {within}; give 1 or more ranks, or null for all ranks of a role.")
         self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s, within)
 
+    def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
+        """See `DistributedStrategy.check_roles`; also refuses a `within` that exceeds the ranks of every role."""
+        super().check_roles(handles, layouts)
+        most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
+        if self._within is not None and self._within > most:
+            raise UserError(f"`within` is {self._within}, and roles live on {most} ranks; give {most} or less")
+
     def divided_over(self, layout: Layout) -> int:
         """See `TrainingStrategy.divided_over`."""
         return self._gathers_within(layout)
@@ -80,6 +88,7 @@ class FSDPStrategy(DistributedStrategy):
         # Torch's FSDP and DTensor are imported where they are used: they take half a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        _refuse_scalars(name, model)
         for parameter in model.parameters():
             if parameter.requires_grad or model.held_as_trained:
                 parameter.data = parameter.data.float()
@@ -142,6 +151,15 @@ def _units(model: PackedModel) -> Iterator[nn.Module]:
     if output is not None and output.weight is not embedding.weight:  # tied, they are one parameter of the rest
         yield from (embedding, output)
     yield model
+
+
+def _refuse_scalars(name: str, model: PackedModel) -> None:
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UserError(
+                f"`{name}` has the weight {model.hf_name(key)!r}, a single number, which FSDP cannot divide; use"
+                " `strategy: deepspeed`"
+            )
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     Use it as `fabric.launch(function)`. A rank that dies ends the others within 5 seconds: one line on the terminal
     names it and what it was doing, unless it has reported a `UserError` itself, and the exit code is its own (1 if that
-    is 0, or a signal killed it):
+    is 0, or a signal killed it). Of a killed rank 0 only `rlflow fit` and `validate` say so, by their parent process:
 
         rank 1 on gpu-17 was killed by SIGKILL (step 3, run rewards: ranks 0-1); ended the other ranks; continue with
         `--trainer.ckpt_path last`, after step 2

@@ -223,8 +223,14 @@ class Keeps(RLModule):
         self.count, self.mean = state["count"], state["moments"]["mean"]
 
 
-def taken(change: Callable[[list[Keeps], list[Stored]], None]) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """What each of three ranks is to write, after `change` has changed their parts; ranks are threads here."""
+def taken(
+    change: Callable[[list[Keeps], list[Stored]], None],
+    before: Callable[[list[Keeps], list[Stored]], None] = lambda modules, updates: None,
+) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """What each of three ranks is to write, after `change` has changed their parts; ranks are threads here.
+
+    `before` changes the parts before the run begins.
+    """
     modules, updates = [Keeps() for _ in range(RANKS)], [Stored() for _ in range(RANKS)]
     said, met = [None] * RANKS, Barrier(RANKS)
 
@@ -236,6 +242,7 @@ def taken(change: Callable[[list[Keeps], list[Stored]], None]) -> list[tuple[dic
         return found
 
     ranks = [checkpoint_of(modules[rank], rank, updates[rank], partial(gather, rank)) for rank in range(RANKS)]
+    before(modules, updates)
     for parts in ranks:
         parts.begin()
     change(modules, updates)
@@ -302,3 +309,13 @@ def test_an_entry_is_that_of_the_rank_that_has_or_changed_it() -> None:
         "updates": {"critic": {"norms": [2.0]}, "actor": {"norms": [1.0]}},
     }
     assert [state for state, _ in taken(change)] == [expected] * RANKS
+
+
+def test_what_differs_between_ranks_from_the_start_is_written_as_the_first_has_it() -> None:
+    def before(modules: list[Keeps], updates: list[Stored]) -> None:
+        for rank, module in enumerate(modules):  # as the order of a set does
+            module.count, module.mean = rank, torch.full((3,), float(rank))
+
+    every = taken(lambda modules, updates: None, before)
+    assert [state["module"]["count"] for state, _ in every] == [0] * RANKS
+    assert [list(tensors) for _, tensors in every] == [["moments/mean"], [], []]

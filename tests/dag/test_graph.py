@@ -398,6 +398,19 @@ def test_an_attribute_that_hides_a_node_is_told() -> None:
     ]
 
 
+class Twice(SFT):
+    @node
+    def a(self, batch: Batch) -> PerSample: ...
+
+    @node
+    def a(self, batch: Batch) -> PerToken: ...  # noqa: F811
+
+
+def test_two_nodes_of_one_name_in_one_class_are_told() -> None:
+    (problem,) = problems(Twice())
+    assert problem.startswith("`a` is defined before, in line ")
+
+
 def test_a_class_typed_at_a_prompt_is_read_without_its_source() -> None:
     names: dict[str, Any] = {"__name__": "typed", "node": node, "Batch": Batch, "PerToken": PerToken}
     exec(

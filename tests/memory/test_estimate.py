@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlflow.memory.estimate import Memory, memory_lines
+from rlflow.memory.estimate import Memory, does_not_fit, memory_lines
 from rlflow.memory.role import LoadedRole, loaded_role
 from rlflow.memory.workload import Engine, loaded_engine
 from rlflow.models.causal_lm import CausalLM
@@ -205,6 +205,13 @@ def test_engines_that_are_never_awake_at_once_are_not_added() -> None:
     assert memory.awake == 15 + 20 + 2  # the actor's, and what the others keep: more than the opponent's 30 + 2
     assert replace(memory, together=(("actor", "opponent"),)).awake == 15 + 30 + 2
     assert busy().awake == 0
+
+
+def test_of_several_engines_that_do_not_fit_the_line_says_that_they_may_share_one() -> None:
+    memory = busy(actor=engine(10e9, 15e9, "weights and cache"), opponent=engine(8e9, 10e9, "weights"))
+    line = does_not_fit(replace(memory, capacity=42e9))
+    assert "out of memory by" in line
+    assert line.endswith("let policies use one engine in turns (`engines.opponent: {share: actor}`)")
 
 
 def test_the_table_adds_up_and_says_what_is_short() -> None:

@@ -167,7 +167,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
 def _without_a_file(folder: Path) -> str:
     file = min(folder.glob("model-*.safetensors"))
     file.unlink()
-    return f"{file.name} is missing, cut short or broken .*; copy the model once more"
+    return f"lacks '{file.name}', which its model.safetensors.index.json names; copy the model once more"
 
 
 def _with_a_file_cut_short(folder: Path) -> str:

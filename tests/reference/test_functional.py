@@ -144,7 +144,8 @@ def test_returns() -> None:
 
 
 def test_whitening() -> None:
-    assert_equal_rows(functional.whiten(REWARDS, MASK), worth.whitened(rows(REWARDS)))
+    moments = functional.merge_moments(functional.row_moments(REWARDS, MASK))
+    assert_equal_rows(functional.standardize(REWARDS, MASK, moments), worth.whitened(rows(REWARDS)))
 
 
 @pytest.mark.parametrize(

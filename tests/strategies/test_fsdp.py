@@ -106,8 +106,9 @@ def test_ranks_that_are_no_multiple_of_those_that_divide_are_refused() -> None:
     layouts = {"critic": Layout((1,), 1), "actor": Layout((0, 1, 2), 3), "rollout": Layout((3, 4, 5), 3)}
     with pytest.raises(UserError, match=r"`within` is 2, and `actor` lives on 3 ranks"):
         FSDPStrategy(within=2).check_roles(roles, layouts)
-    for within in (3, 4):
-        FSDPStrategy(within=within).check_roles(roles, layouts)
+    with pytest.raises(UserError, match=r"`within` is 4, and roles live on 3 ranks; give 3 or less"):
+        FSDPStrategy(within=4).check_roles(roles, layouts)
+    FSDPStrategy(within=3).check_roles(roles, layouts)
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy(), DeepSpeedStrategy(1)])

@@ -102,3 +102,13 @@ def test_ranks_that_are_no_multiple_are_refused_before_processes_start_and_those
     strategy.check_roles(roles, {"actor": Layout((0, 1, 2, 3), 4), "rollout": Layout((4, 5, 6), 3)})
     with pytest.raises(UserError, match=r"^`partition_within` is 2, and `actor` lives on 3 ranks"):
         strategy.check_roles(roles, {"actor": Layout((0, 1, 2), 3)})
+
+
+def test_ranks_that_cannot_be_taken_within_nodes_are_refused() -> None:
+    strategy = DeepSpeedStrategy(3, partition_within=2)
+    strategy._layouts = {"actor": Layout((2, 3, 4, 5), 4)}
+    strategy.processes.parallel_devices = [torch.device("cpu")] * 8
+    strategy._refuse_across_nodes("actor")  # one node
+    strategy.processes.parallel_devices = [torch.device("cpu")] * 3
+    with pytest.raises(UserError, match=r"^`partition_within` is 2, and `actor` lives on 4 ranks, 3 to a node"):
+        strategy._refuse_across_nodes("actor")
