@@ -314,7 +314,7 @@ def test_the_variation_keeps_the_graph_of_what_it_varies(tmp_path: Path) -> None
 
 
 def test_the_page_on_lines_has_what_is_counted_now() -> None:
-    page = (DOCS / "lines.md").read_text(encoding="utf-8")
+    page = (DOCS / "maintainers" / "lines.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| [\w+. ]+ \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE)
     counted = [counting.count(name) for name in counting.VARIATIONS]
     now = [(lines.algorithm, lines.registration, lines.functional, lines.total) for lines in counted]
@@ -373,7 +373,7 @@ def test_every_hook_is_on_the_page_of_callbacks() -> None:
 
 
 def test_every_test_that_verification_names_exists() -> None:
-    page = (DOCS / "verification.md").read_text(encoding="utf-8")
+    page = (DOCS / "maintainers" / "verification.md").read_text(encoding="utf-8")
     missing, file = [], ""
     for named_file, name in re.findall(r"`([\w/]+\.py)?(?:::(test_\w+))?`", page):
         file = named_file or file  # `::test_...` is in the file named before it
