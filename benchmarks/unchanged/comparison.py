@@ -38,7 +38,7 @@ def compared(base: Values, present: Values, allowed: Collection[str]) -> tuple[i
         before, now = base.get(place, {}), present.get(place, {})
         for name in [*before, *(name for name in now if name not in before)]:
             lacks = name not in before or name not in now
-            if name.startswith(LEFT_OUT) or name.endswith("_seconds") or (lacks and name in allowed):
+            if name.startswith(LEFT_OUT) or name.endswith(("_seconds", "_wait")) or (lacks and name in allowed):
                 continue
             number += 1
             both = [shown(side[name]) if name in side else ABSENT for side in (before, now)]
