@@ -149,7 +149,7 @@ def test_help_imports_neither_engine_nor_deepspeed_nor_wandb() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_help_of_a_run_imports_neither_transformers_nor_dtensors_nor_fabric_s_processes() -> None:
+def test_help_of_a_run_imports_no_transformers_dtensor_or_fabric_ddp() -> None:
     script = (
         "import sys, contextlib, io\n"
         "from rlflow.cli import main\n"

@@ -194,7 +194,7 @@ def test_the_surrogate_of_topr_weighs_bad_responses_by_their_ratio(tmp_path: Pat
     torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64)[:, None].expand(3, 2))
 
 
-def test_the_curriculum_leaves_out_what_was_always_solved_and_begins_with_the_hardest(tmp_path: Path) -> None:
+def test_the_curriculum_omits_what_is_always_solved_and_begins_with_the_hardest(tmp_path: Path) -> None:
     (block,) = [block for block in blocks("algorithm.md", "python") if "class Curriculum" in block]
     module = imported(block, "shown_curriculum", tmp_path).Curriculum(CausalLM("tiny"), ExactMatch())
     assert len(counting.code_lines(block)) < 20

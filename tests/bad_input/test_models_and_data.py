@@ -163,7 +163,7 @@ def test_a_wrong_model_or_dataset_is_refused_in_one_line_before_a_model_is_loade
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_a_family_that_cannot_be_trained_is_refused_in_one_line_though_its_weights_are_not_there(
+def test_an_unsupported_family_is_refused_in_one_line_without_its_weights(
     folder: Path, capfd: pytest.CaptureFixture[str], config: PretrainedConfig, rollout: str, line: str
 ) -> None:
     config.save_pretrained(folder / "family")
@@ -184,7 +184,7 @@ def test_a_family_that_cannot_be_trained_is_refused_in_one_line_though_its_weigh
     ],
     ids=["missing", "another", "torn", "a wrong part"],
 )
-def test_a_model_without_its_tokenizer_is_refused_with_its_folder_before_data_is_encoded(
+def test_a_model_without_its_tokenizer_is_refused_with_its_folder(
     folder: Path, refused: Refused, tokenizer: str | None, line: str
 ) -> None:
     file = write_tiny_model(folder / "mine", layers=1) / "tokenizer.json"

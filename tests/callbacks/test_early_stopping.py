@@ -52,7 +52,7 @@ def test_a_metric_of_training_is_looked_at_after_each_step() -> None:
     assert trainer.should_stop
 
 
-def test_a_metric_that_the_run_does_not_log_is_the_users_error_with_the_names_it_logs() -> None:
+def test_a_metric_that_is_not_logged_is_refused_with_the_names_that_are() -> None:
     callback = EarlyStopping("val/acuracy", patience=1)
     with pytest.raises(UserError, match=r'`val/acuracy`.*Did you mean "val/accuracy"\?.*val/accuracy, val/reward'):
         callback.on_validation_end(Trainer(), RLModule(), 0, {"val/reward": 0.0, "val/accuracy": 0.0})

@@ -30,7 +30,7 @@ def test_of_two_configs_the_later_wins_and_keeps_what_it_does_not_name(folder: P
     assert (trainer.settings.max_steps, trainer.settings.run_dir) == (7, "runs/own")
 
 
-def test_a_module_that_goes_to_another_folder_when_it_is_imported_takes_nothing_along(folder: Path) -> None:
+def test_a_module_that_changes_folder_on_import_does_not_move_the_command(folder: Path) -> None:
     (folder / "other").mkdir()
     (folder / "moving.py").write_text(
         "import os\nfrom rlflow.algorithms import GRPO\nos.chdir('other')\nclass Own(GRPO): pass\n"

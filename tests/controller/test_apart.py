@@ -297,7 +297,7 @@ class RaggedPPO(PPO):
     stop_token_ids: tuple[int, ...] = tuple(range(40, 60))
 
 
-def test_ppo_with_its_critic_and_reference_on_other_ranks_trains_what_one_rank_trains(
+def test_ppo_with_critic_and_reference_on_other_ranks_trains_as_on_one(
     policy: Path, tmp_path: Path, ranks1: RankPool, ranks4: RankPool
 ) -> None:
     def given(folder: str, **settings: Any) -> Fit:

@@ -91,7 +91,7 @@ def _fit_and_leave_no_worker(held: Fit) -> Result:
     return result
 
 
-def test_the_same_conversations_are_held_on_two_ranks_in_workers_and_with_one_engine_for_both(
+def test_two_ranks_workers_and_a_shared_engine_hold_the_same_conversations(
     alone: Result, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     on_two = ranks2.run(fit, run(talking(policy), tmp_path / "two", FSDP))

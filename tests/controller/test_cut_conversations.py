@@ -164,7 +164,7 @@ def on_two(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankP
     return ranks2.run(fit, given(policy, tmp_path_factory.mktemp("two"), ZERO2, callbacks=[StopAfter(STEPS)]))
 
 
-def test_two_ranks_in_workers_too_and_with_one_engine_for_both_have_the_same_conversations(
+def test_two_ranks_workers_and_a_shared_engine_have_the_same_conversations(
     alone: tuple[Result, list[dict[str, Tensor]]], on_two: list[Result], policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     assert tokens_of(*on_two) == tokens_of(alone[0])
@@ -221,9 +221,7 @@ def test_an_environment_without_a_state_begins_anew_when_a_run_is_resumed(
     assert all(min(row["versions"]) >= 2 or len(set(row["versions"])) == 1 for row in results[0].record[-1].values())
 
 
-def test_masks_of_what_is_finished_and_rewards_of_whole_groups_are_as_of_conversations_in_one_piece(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_masks_and_group_rewards_of_cut_conversations_are_those_of_whole_ones(policy: Path, tmp_path: Path) -> None:
     run = given(policy, tmp_path, of="tests.controller.answering.Compared", max_steps=3)
     run.module.mask_truncated = True
     rows = {path: row for step in fit(run).record for path, row in step.items()}

@@ -276,9 +276,7 @@ class Notes(TransformersEngine):
         super().sleep(keep_weights)
 
 
-def test_a_step_takes_as_many_draws_as_are_allowed_and_the_engine_sleeps_after_the_last(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_a_step_makes_all_allowed_draws_and_the_engine_sleeps_after_the_last(policy: Path, tmp_path: Path) -> None:
     module, engine = picky(policy, KeepsFew), Notes()
     module.max_draws = 6
     (step,) = fit(Fit(module, sums(10, NEEDED), tmp_path, engine=engine)).steps

@@ -20,7 +20,7 @@ from tests.controller.runs import ZERO2, Fit, Lies, failing_fit, fit, grpo, sums
 from tests.ranks import RankPool
 
 
-def test_an_engine_that_lies_about_its_weights_is_caught_in_the_step_that_it_generates_in(
+def test_an_engine_that_lies_about_its_weights_is_caught_within_the_step(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     run = Fit(grpo(policy), sums(12, prompts_per_step=3), tmp_path, ZERO2, Lies(), {"max_steps": 4})
@@ -74,7 +74,7 @@ def _figures(gap: float, uncertain: float = 400.0, spread: float = 1.0) -> dict[
     return {GAP: gap * uncertain / 1000, UNCERTAIN_GAP: gap, **sums}
 
 
-def test_a_gap_that_is_several_times_that_of_the_steps_before_ends_the_run_though_it_is_below_the_limit() -> None:
+def test_a_gap_several_times_the_previous_ones_ends_the_run_below_the_limit() -> None:
     alarm = LogprobGap(None, torch.bfloat16)
     for gap in (0.002, 0.0024, 0.001, 0.0022):
         alarm.check(_figures(gap))
@@ -84,7 +84,7 @@ def test_a_gap_that_is_several_times_that_of_the_steps_before_ends_the_run_thoug
     alarm.check(_figures(0.009, uncertain=9))  # of few tokens it varies
 
 
-def test_a_gap_is_compared_with_those_before_a_resume_where_dtype_and_engine_are_the_same() -> None:
+def test_a_gap_is_compared_across_a_resume_if_dtype_and_engine_are_the_same() -> None:
     before, same = LogprobGap(None, torch.bfloat16, engine="A"), LogprobGap(None, torch.bfloat16, engine="A")
     for gap in (0.002, 0.0024, 0.001, 0.0022):
         before.check(_figures(gap))

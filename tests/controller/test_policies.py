@@ -152,7 +152,7 @@ class Twice(SelfPlay):
         return joined
 
 
-def test_a_second_call_on_the_same_rows_is_new_and_what_a_node_returns_is_numbered_anew(
+def test_a_second_call_on_the_same_rows_is_new_and_returned_rows_are_renumbered(
     policy: Path, other: Path, tmp_path: Path
 ) -> None:
     found = fit(Fit(Twice(policy, other), sums(12, PROMPTS), tmp_path / "run"))

@@ -86,7 +86,7 @@ def test_prompts_that_were_always_solved_are_left_out_of_later_epochs(policy: Pa
     assert rows_of(record[4:6]) == rows_of(record[6:]) == ODD
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch_that_was_chosen_on_any_number_of_ranks(
+def test_a_run_resumes_within_a_chosen_epoch_from_any_number_of_ranks(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     whole = fit(run(policy, tmp_path / "whole"))

@@ -130,9 +130,7 @@ class OnlyRead(RLModule):
         return again.lengths
 
 
-def test_weights_that_did_not_come_after_a_training_are_noticed_where_no_row_of_them_is_scored(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_stale_weights_after_a_training_are_noticed_though_no_row_is_scored(policy: Path, tmp_path: Path) -> None:
     result = failing_fit(Fit(OnlyRead(str(policy)), sums(12, NEEDED), tmp_path, engine=Lies()))
     assert "the rollout engine holds other weights than the trainer" in result.error
     fit(Fit(OnlyRead(str(policy)), sums(12, NEEDED), tmp_path / "healthy"))

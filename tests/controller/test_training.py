@@ -52,7 +52,7 @@ def test_a_step_in_which_no_token_counts_changes_nothing(
 
 
 @pytest.mark.parametrize("strategy", [ZERO2, ZERO3])
-def test_an_update_that_one_rank_makes_nan_is_skipped_by_all_and_the_third_in_a_row_ends_the_run(
+def test_one_rank_s_nan_update_is_skipped_by_all_and_three_in_a_row_end_the_run(
     strategy: object, policy: Path, start: dict[str, Tensor], tmp_path: Path, ranks2: RankPool
 ) -> None:
     module = NotFinite(str(policy), range(5))

@@ -50,7 +50,7 @@ def test_prompts_come_beside_samples_once_these_are_made() -> None:
     )
 
 
-def test_rows_are_loaded_on_the_ranks_of_their_first_reader_and_balanced_by_an_exchange() -> None:
+def test_rows_load_on_ranks_of_their_first_reader_and_an_exchange_balances_them() -> None:
     assert two_ranks(SFT()).tasks == (
         Load("batch", GROUPS),
         Exchange("batch", "batch", GROUPS, BALANCED),

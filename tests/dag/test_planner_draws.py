@@ -130,7 +130,7 @@ class FilteredByLogprobs(Filtered):
     def useful(self, rewards: PerSample, old_logprobs: PerToken) -> PerSample: ...
 
 
-def test_a_value_is_exchanged_at_each_draw_for_readers_in_it_and_once_more_for_later_ones() -> None:
+def test_a_value_is_exchanged_in_each_draw_and_once_more_for_later_readers() -> None:
     tasks = two_ranks(FilteredByLogprobs()).tasks
     (fill,) = [task for task in tasks if isinstance(task, Fill)]
     moved = Exchange("rollout", "rollout", GROUPS, BALANCED)

@@ -50,7 +50,7 @@ def steps_of(tasks: Sequence[Task]) -> list[str]:
     return [text for text in words if text.split()[0] in ("sync", "run", "sleep", "train", "fill")]
 
 
-def test_each_policy_gets_its_weights_before_it_generates_and_one_engine_is_awake_at_a_time() -> None:
+def test_policies_are_synced_before_they_generate_with_one_engine_awake() -> None:
     assert steps_of(plan(Graph.read(SelfPlay(), POLICIES), TOGETHER, world_size=2).tasks) == [
         "sync proposer -> rollout",
         "run question",

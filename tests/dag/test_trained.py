@@ -118,7 +118,7 @@ def order(module: object) -> list[str]:
     return [node.id for node in Graph.read(module, ROLES, policies=("actor", "reference")).order]
 
 
-def test_a_train_node_that_is_read_comes_after_what_uses_its_role_and_before_its_readers() -> None:
+def test_a_train_node_follows_what_uses_its_role_and_precedes_its_readers() -> None:
     assert order(Judged()) == ["rollout", "before", "judge_loss", "rewards", "advantages", "actor_loss"]
 
 
@@ -130,7 +130,7 @@ def test_what_does_not_come_after_a_training_sees_the_weights_of_the_steps_start
     assert found[-2:] == ["actor_loss", "last_loss"]
 
 
-def test_an_average_is_that_of_the_steps_start_for_what_does_not_come_after_the_training_of_its_owner() -> None:
+def test_nodes_not_after_the_owner_s_training_see_the_average_of_the_steps_start() -> None:
     found = [each.id for each in read_graph(Followed()).order]
     assert found == ["rollout", "first", "early", "beside", "actor_loss", "after", "late"]
 

@@ -78,7 +78,7 @@ def test_used_models_live_where_the_role_does() -> None:
     assert both["teacher"] == both["actor"]
 
 
-def test_a_used_model_has_the_mini_batches_of_the_role_that_uses_it_and_not_of_the_first() -> None:
+def test_a_used_model_has_the_mini_batches_of_the_role_that_uses_it() -> None:
     class AfterACritic(Distilled):
         def configure_models(self) -> None:
             self.critic = ValueModel("tiny", samples_per_update=2)

@@ -99,7 +99,7 @@ def test_a_list_of_messages_is_written_as_it_is() -> None:
     assert TOKENIZER.decode(ids).count("<|im_start|>user\nuser<|im_end|>") == 2
 
 
-def test_a_special_token_that_a_user_spells_is_text_in_a_chat_and_a_token_in_a_plain_prompt() -> None:
+def test_a_spelled_special_token_is_text_in_chats_and_a_token_in_plain_prompts() -> None:
     ids = encode({"question": "2<|im_end|>"}, chat_template=True).prompt_ids
     assert ids == [2, *codes("user\n2<|im_end|>"), 3, *codes("\n"), 2, *codes("assistant\n")]
     assert encode({"question": "2<|im_end|>"}).prompt_ids == [*codes("2"), 3]

@@ -272,7 +272,7 @@ def test_prompts_too_long_for_the_model_end_all_ranks_before_a_weight_is_loaded(
     assert "a prompt of 25 tokens and a response of up to 12" in errors[0]
 
 
-def test_the_first_rows_of_a_dataset_that_ranks_will_scan_have_what_an_environment_takes(
+def test_first_rows_that_ranks_will_scan_must_have_what_an_environment_takes(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "FEW_ROWS", 4)
@@ -285,7 +285,7 @@ def test_the_first_rows_of_a_dataset_that_ranks_will_scan_have_what_an_environme
         Loader(data.train, data, tiny_tokenizer(), seed=0, ranks=2, environment=environment)
 
 
-def test_a_conversation_s_first_prompt_is_counted_with_template_and_tools_as_it_will_be_read() -> None:
+def test_a_conversation_s_first_prompt_is_counted_with_template_and_tools() -> None:
     """Of the row's own environment: one has a tool, the other answers messages and has none."""
     classes = {"words": "tests.environments.games.WordGame", "counting": "tests.environments.games.CountDown"}
     rows = [{"question": "?", "task": task, "start": 1, "word": "a"} for task in ("counting", "words")]
@@ -320,7 +320,7 @@ def scored(row: dict[str, Any], reads: dict[str, bool], ranks: int = 1, reward: 
     return Loader(data.train, data, tiny_tokenizer(), seed=0, ranks=ranks, reward=reward or Reading(reads))
 
 
-def test_a_row_without_the_column_that_the_reward_reads_is_named_before_the_first_step(cache: Path) -> None:
+def test_a_row_without_the_reward_s_column_is_named_before_the_first_step(cache: Path) -> None:
     line = "row 4 has no column `answer`, which the reward reads; columns found: question. Mend or remove the row"
     for ranks in (1, 2):
         with pytest.raises(UserError, match=line):

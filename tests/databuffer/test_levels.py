@@ -115,7 +115,7 @@ def _paths(space: RowSpace, which: torch.Tensor) -> list[list[int]]:
     return found
 
 
-def test_dropped_samples_take_rows_below_them_along_and_above_them_where_none_is_left() -> None:
+def test_dropped_samples_take_rows_below_and_emptied_rows_above_along() -> None:
     spaces = _marked()
     rollout = spaces["rollout"]
     rollout.drop(torch.tensor([[0, 1], [1, 0]]))

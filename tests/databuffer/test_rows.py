@@ -180,7 +180,7 @@ def _below(name: str, shards: list[list[list[int]]], above: tuple[str, ...]) -> 
     return RowSpace.of_shards(name, HOME, both, above=above)
 
 
-def test_rows_of_three_levels_lie_in_the_order_of_their_paths_and_are_dealt_by_whole_trees() -> None:
+def test_rows_of_three_levels_lie_in_path_order_and_are_dealt_by_whole_trees() -> None:
     space = _below("answer", TREE, ("batch", "question"))
     assert space.levels == ("batch", "question", "answer")
     assert space.path.tolist() == [[4, 0, 0], [4, 0, 1], [7, 0, 0], [7, 0, 1], [7, 1, 0], [9, 0, 0]]

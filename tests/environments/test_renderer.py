@@ -73,7 +73,7 @@ def test_a_conversation_is_what_the_family_s_template_writes() -> None:
     assert tokens == ids(whole)
 
 
-def test_the_same_family_s_template_alone_is_refused_with_the_first_token_that_differs() -> None:
+def test_the_family_s_template_alone_is_refused_with_the_first_differing_token() -> None:
     """An empty thought stands before the last turn alone."""
     with pytest.raises(UserError, match=r"from token 31 on, '<think>.*' becomes '☃answer☃<.*set `data.renderer`"):
         TemplateBridge(QWEN3)

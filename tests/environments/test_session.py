@@ -63,7 +63,7 @@ def test_an_environment_of_trl_s_form_answers_tool_calls(host: Host, game: str) 
 
 
 @pytest.mark.parametrize("game", ["games.Letters", "games.LaterLetters"])
-def test_an_environment_of_trl_s_documentation_keeps_its_reward_and_raises_at_the_end(host: Host, game: str) -> None:
+def test_an_environment_of_trl_s_docs_keeps_its_reward_and_raises_at_the_end(host: Host, game: str) -> None:
     session = Session(defined(game), host)
     began = session.begin(PROMPT, {"word": "mouse"})
     assert began[-1]["content"] == "Guess my word.\nYou have 3 guesses."

@@ -81,7 +81,7 @@ def test_an_engine_changes_no_class_that_training_uses(name: str, family: Family
     engine.close()
 
 
-def test_the_sizes_of_heads_that_vllm_s_attention_on_the_cpu_takes_are_those_that_it_says() -> None:
+def test_cpu_heads_are_the_sizes_that_vllm_s_cpu_attention_supports() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert list(CPU_HEADS) == CPUAttentionBackend.get_supported_head_sizes()

@@ -225,7 +225,7 @@ def rewarded(policy: Path, folder: Path, calls: Sequence[int], name: str = "zero
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_reward_that_fails_on_all_samples_leaves_weights_and_optimizer_as_they_were(
+def test_a_reward_that_fails_on_all_samples_changes_no_weights_or_optimizer(
     name: str, policy: Path, tmp_path: Path, ranks2: RankPool, counted: Callable[..., None]
 ) -> None:
     kept = {"save_every_n_steps": 1, "save_last": 3, "max_steps": 3}
@@ -252,7 +252,7 @@ def test_an_update_that_is_skipped_in_every_epoch_counts_once(policy: Path, tmp_
         assert ["actor/loss" in step for step in result.steps] == [False, False, True]
 
 
-def test_the_third_update_in_a_row_whose_samples_are_all_dropped_ends_the_run_and_what_it_read_is_stored(
+def test_three_updates_in_a_row_without_samples_end_the_run_and_store_the_input(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     results = ranks2.run(failing_fit, rewarded(policy, tmp_path, (1, 2, 3), max_steps=5), timeout_s=200)

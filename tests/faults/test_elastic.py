@@ -52,9 +52,7 @@ def finishes(folder: Path, steps: int, saves_every: int, killed: str, ranks: Ran
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_with_the_same_weights(
-    tmp_path: Path, ranks2: RankPool
-) -> None:
+def test_a_killed_rank_is_restarted_and_the_run_ends_with_the_same_weights(tmp_path: Path, ranks2: RankPool) -> None:
     deaths, _ = finishes(tmp_path, 6, 2, dies(0, 10**9, at=3, until=1), ranks2)
     assert deaths == 1
     assert not (tmp_path / "parts-1").exists()  # the folder that it went on in

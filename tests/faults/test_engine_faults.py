@@ -57,7 +57,7 @@ def fall(engine: EngineSubprocess, number: int) -> int:
 
 
 @pytest.mark.parametrize("engine", EACH, indirect=True)
-def test_an_engine_that_is_killed_is_started_again_with_its_weights_and_answers_as_before(
+def test_a_killed_engine_is_restarted_with_its_weights_and_answers_as_before(
     engine: EngineSubprocess, model: Any, seen: Callable[[str], None]
 ) -> None:
     for version in range(2):

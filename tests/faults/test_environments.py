@@ -56,7 +56,7 @@ def engine(model: Path) -> Iterator[RolloutEngine]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "none" else pytest.mark.slow) for kind in KINDS]
 )
-def test_an_environment_that_misbehaves_costs_its_conversation_or_ends_the_run_in_a_line(
+def test_a_misbehaving_environment_costs_its_conversation_or_ends_the_run(
     kind: str,
     engine: RolloutEngine,
     tokenizer: Any,

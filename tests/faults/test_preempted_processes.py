@@ -51,7 +51,7 @@ def interrupted(
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_process_that_the_user_started_ends_two_ranks_with_one_line_and_code_3(tmp_path: Path) -> None:
+def test_a_signal_to_the_user_s_process_ends_two_ranks_with_one_line_and_code_3(tmp_path: Path) -> None:
     folder = preempted.make(tmp_path, **TWO_RANKS)
     ended = interrupted(folder, lambda run: run.process.terminate(), seconds=0.5)
     assert (ended.code, ended.errors) == (3, f"rlflow: {SAVED.format('SIGTERM')}\n")

@@ -90,9 +90,7 @@ REFUSED = {"seed": 1, "module.init_args.actor.lora.rank": 2}
 
 
 @pytest.mark.slow
-def test_a_changed_setting_is_reported_in_a_line_and_one_that_cannot_be_taken_is_refused(
-    tmp_path: Path, seen: Callable[[str], None]
-) -> None:
+def test_a_changed_setting_is_reported_in_a_line_or_refused(tmp_path: Path, seen: Callable[[str], None]) -> None:
     own_folder.make(tmp_path)
     saves = {"trainer.save_every_n_steps": 1}
     own_folder.write(tmp_path / "first.yaml", saves | {"trainer.max_steps": 1})

@@ -89,7 +89,7 @@ def test_a_rank_that_sleeps_while_others_wait_is_named(
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_ranks_that_torchrun_started_the_supervisor_of_the_one_that_is_missing_names_it(
+def test_under_torchrun_a_missing_rank_is_named_by_its_own_supervisor(
     rank: int, how: str, tmp_path: Path, measured: Callable[[str, float], None]
 ) -> None:
     end, after = ended(tmp_path, how, rank, "rollout", *TORCHRUN)

@@ -43,7 +43,7 @@ def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2(known: dict[str, Any
     assert_close(expected_gradient("k3+"), known["kl_gradient"]["true_gradient"], rtol=0, atol=1e-7)
 
 
-def test_k3_ratio_is_the_default_and_on_policy_has_the_value_of_k3_and_the_gradient_of_k2(
+def test_k3_ratio_is_the_default_and_on_policy_has_k3_s_value_and_k2_s_gradient(
     known: dict[str, Any],
 ) -> None:
     logprobs, ref = torch.tensor([-1.0, -0.3]), torch.tensor([-2.0, -0.2])
@@ -51,7 +51,7 @@ def test_k3_ratio_is_the_default_and_on_policy_has_the_value_of_k3_and_the_gradi
     assert_close(expected_gradient("k3-ratio"), known["kl_gradient"]["true_gradient"], rtol=0, atol=1e-7)
 
 
-def test_k3_ratio_alone_has_the_gradient_of_kl_for_tokens_that_another_policy_sampled() -> None:
+def test_k3_ratio_alone_has_the_gradient_of_kl_for_off_policy_tokens() -> None:
     old, ref = (torch.tensor([x, 0.0], dtype=torch.float64).log_softmax(0) for x in (0.2, -0.5))
 
     def gradient(of: str) -> float:

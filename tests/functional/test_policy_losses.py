@@ -147,7 +147,7 @@ def test_gspo_weighs_each_token_by_its_own_advantage() -> None:
     assert_close(new.grad, torch.tensor([[0.0, 6.0, 0.0]]))
 
 
-def test_gmpo_clips_tokens_by_their_own_advantage_and_weighs_the_sequence_by_their_mean() -> None:
+def test_gmpo_clips_by_token_advantages_and_weighs_by_their_mean() -> None:
     log_ratios, advantages = torch.tensor([[0.8, -0.9, 0.1, 7.0]]), torch.tensor([[2.0, -1.0, 0.5, 9.0]])
     loss = gmpo_loss(log_ratios, torch.zeros(1, 4), advantages, torch.tensor([[1, 1, 1, 0]]), 0.3, 0.4)
     assert_close(loss, torch.tensor([-0.5 * math.exp((0.4 - 0.3 + 0.1) / 3)]))

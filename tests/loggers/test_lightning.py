@@ -179,9 +179,7 @@ def scalars(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("made", ["ours", "Lightning's"])
-def test_a_resumed_run_continues_in_its_folder_of_tensorboard_and_replaces_repeated_steps(
-    tmp_path: Path, made: str
-) -> None:
+def test_a_resumed_run_keeps_its_tensorboard_folder_and_replaces_repeated_steps(tmp_path: Path, made: str) -> None:
     def logger() -> LightningLogger:
         return TensorBoardLogger() if made == "ours" else LightningLogger(LightningTensorBoardLogger(tmp_path))
 

@@ -21,7 +21,7 @@ def test_the_loss_of_a_sequence_is_that_of_its_fractions_and_mean_probabilities(
     torch.testing.assert_close(load_balancing_loss(logits, used, torch.tensor([2, 2])), torch.tensor([1.25, 1.0]))
 
 
-def test_the_loss_of_one_layer_and_one_sequence_is_transformers_s_over_the_experts_of_a_token() -> None:
+def test_the_loss_of_one_layer_is_transformers_s_divided_by_experts_per_token() -> None:
     logits = torch.randn(13, 1, 8, generator=torch.Generator().manual_seed(0))
     used = logits.topk(3).indices
     expected = load_balancing_loss_func((logits[:, 0],), num_experts=8, top_k=3) / 3
@@ -41,7 +41,7 @@ def test_the_loss_is_the_mean_over_layers_and_of_each_sequence_alone() -> None:
         torch.testing.assert_close(found, sum(of_layers) / 2, rtol=0, atol=1e-15)
 
 
-def test_a_token_that_goes_to_the_same_experts_in_another_order_is_not_routed_otherwise() -> None:
+def test_the_same_experts_in_another_order_are_not_another_routing() -> None:
     routing = Routing(torch.tensor([[[1, 0]], [[2, 1]], [[3, 0]]]))
     routing._own[0] = torch.tensor([[0, 1], [1, 2], [0, 2]])
     assert int(routing.otherwise()) == 1

@@ -20,7 +20,7 @@ def test_other_plain_architectures_score_as_their_own_forward(tmp_path: Path, na
     model.check(model, CPU)  # raises where they differ
 
 
-def test_a_model_that_would_be_scored_wrongly_is_refused_though_its_output_layer_is_new(tmp_path: Path) -> None:
+def test_a_wrongly_scored_model_is_refused_though_its_output_layer_is_new(tmp_path: Path) -> None:
     folder = write(tmp_path, "Bloom")  # attention of its own, with a mask over the whole line
     model = ScalarModel.load(folder, torch.float32, CPU)
     with pytest.raises(UserError, match=r"Bloom.*differ by"):

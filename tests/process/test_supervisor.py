@@ -75,7 +75,7 @@ def test_what_comes_to_its_end_ends_with_code_0_and_without_a_word(scripts: dict
     assert ending(scripts["comes to its end"]) == (0, "")
 
 
-def test_a_parent_that_was_started_with_its_children_s_signal_ignored_waits_no_longer() -> None:
+def test_a_parent_that_was_started_with_sigchld_ignored_waits_no_longer() -> None:
     with subprocess.Popen(
         [sys.executable, str(SCRIPT), "comes to its end"],
         env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])},

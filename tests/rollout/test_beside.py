@@ -129,7 +129,7 @@ def test_weights_that_are_kept_asleep_generate_without_a_sync(engine: RolloutEng
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", ["empty cache"]), ("cpu", [])])
-def test_training_frees_its_cache_before_an_engine_in_another_process_takes_memory_of_a_gpu(
+def test_the_gpu_cache_is_freed_before_an_engine_in_its_own_process_wakes(
     device: str, expected: list[str], engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -218,7 +218,7 @@ def test_no_descriptor_is_left_open(engine: RolloutEngine, model: Any) -> None:
     assert processes[0].num_fds() == before[0]
 
 
-def test_what_the_engine_refuses_at_its_setup_is_told_in_its_words_and_the_process_ends(tied: Path) -> None:
+def test_a_refusal_at_setup_keeps_the_engine_s_words_and_ends_its_process(tied: Path) -> None:
     beside = _beside(VLLMEngine())
     with pytest.raises(UserError, match=r"^vLLM does not run in torch\.float64"):
         setup(beside, tied, torch.float64)
@@ -256,7 +256,7 @@ def test_a_process_that_hangs_is_ended_and_told_of(broken: RolloutEngine) -> Non
     assert not process.runs
 
 
-def test_a_script_need_not_guard_its_main_and_its_engine_prints_where_it_prints_and_is_gone_when_it_is_killed(
+def test_an_unguarded_script_s_engine_prints_to_its_output_and_dies_with_it(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

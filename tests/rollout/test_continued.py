@@ -141,7 +141,7 @@ def test_each_token_is_in_the_loss_mask_of_one_row(plain: RolloutEngine) -> None
         assert len(found) == len(expected)
 
 
-def test_a_second_call_trains_what_the_first_did_not_and_has_seeds_and_numbers_of_its_own(
+def test_a_second_call_trains_the_rest_with_its_own_seeds_and_numbers(
     plain: RolloutEngine,
 ) -> None:
     trunk = responses(plain, longest=6)

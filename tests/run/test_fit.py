@@ -89,7 +89,7 @@ class Moves(Callback):
         os.chdir(self.to)
 
 
-def test_a_relative_folder_is_the_one_where_the_run_began_wherever_code_goes_meanwhile(
+def test_relative_folders_are_those_of_the_run_s_start_though_code_calls_chdir(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -122,9 +122,7 @@ def test_early_stopping_on_a_training_metric_ends_the_run_with_a_last_validation
     assert notes.called == ["start", "validation 0", "step 1", "validation 1", "end"]
 
 
-def test_early_stopping_on_validation_ends_the_run_before_its_first_step_if_the_model_is_good(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_early_stopping_on_validation_ends_a_good_model_s_run_before_step_1(policy: Path, tmp_path: Path) -> None:
     stop = EarlyStopping("val/reward", stopping_threshold=-1.0)
     run = Fit(grpo(policy), sums(8, 2, held_out=3), tmp_path, settings={"max_steps": 5, "callbacks": [stop]})
     assert fit(run).summary["steps"] == 0

@@ -304,7 +304,7 @@ def test_a_disk_that_filled_up_is_seen_at_a_save_and_the_last_good_files_stay(
 
 
 @pytest.mark.parametrize(("name", "kind"), [("Adafactor", "row_var"), ("NAdam", "mu_product")])
-def test_an_optimizer_that_keeps_other_shapes_is_refused_where_checkpoints_are_written(
+def test_an_optimizer_that_keeps_other_shapes_is_refused_in_a_run_that_saves(
     name: str, kind: str, model: Path, tmp_path: Path
 ) -> None:
     module = grpo(model, optimizer=Optimizer(f"torch.optim.{name}", lr=1e-3))

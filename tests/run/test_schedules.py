@@ -69,7 +69,7 @@ def test_an_update_on_all_rows_is_one_whatever_their_number() -> None:
     assert counts(SamplesOfSamples(CausalLM("tiny", epochs=2))) == 20
 
 
-def test_updates_on_a_number_of_rows_that_only_the_run_knows_are_refused_where_a_schedule_counts_them() -> None:
+def test_a_schedule_is_refused_where_only_the_run_knows_its_number_of_updates() -> None:
     module = SamplesOfSamples(CausalLM("tiny", samples_per_update=5, optimizer=LINEAR))
     assert counts(module) is None
     line = (
@@ -110,7 +110,7 @@ def test_the_rate_falls_with_updates_or_with_steps(by: Any, rates: list[int], tm
     assert Recorded.rates == pytest.approx([rate * 1e-3 for rate in rates])
 
 
-def test_fewer_updates_than_a_schedule_counts_end_the_run_at_the_first_step_that_is_trained(tmp_path: Path) -> None:
+def test_fewer_updates_than_scheduled_end_the_run_at_its_first_trained_step(tmp_path: Path) -> None:
     optimizer = Optimizer("sgd", lr=1e-3, schedule="linear")
     module = Samples(CausalLM("tiny", samples_per_update=4, start_step=1, optimizer=optimizer), group_size=3, n=1)
     # 4 prompts, 1 sample of each in mini-batches of 4, where 12 samples are counted

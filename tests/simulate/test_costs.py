@@ -162,7 +162,7 @@ def test_a_file_says_what_differs_from_a_preset(tmp_path: Path) -> None:
     assert read_hardware(str(tmp_path / "mine.yaml")) == replace(read_hardware("h100"), memory=96e9)
 
 
-def test_peers_compute_their_parts_of_a_sequence_and_tell_each_other_in_four_all_to_alls_a_layer() -> None:
+def test_peers_divide_a_sequence_s_compute_with_four_all_to_alls_a_layer() -> None:
     whole = score_seconds(replace(ZERO3, stage=0), 400, 100, PLAIN)
     divided = score_seconds(replace(ZERO3, stage=0, layout=PAIRS), 400, 100, PLAIN)
     # 200 tokens of 2 x 2 query and output heads' and 2 key and value heads' 5 numbers of 2 bytes, half of them away:
@@ -171,7 +171,7 @@ def test_peers_compute_their_parts_of_a_sequence_and_tell_each_other_in_four_all
     assert divided == pytest.approx(whole / 2 + told)
 
 
-def test_peers_hold_their_parts_of_activations_and_a_row_above_the_budget_stands_alone() -> None:
+def test_peers_divide_activations_and_a_row_above_the_budget_stands_alone() -> None:
     assert replace(ZERO3, layout=PAIRS).activations == ZERO3.activations / 2
     assert replace(ZERO3, longest=1000).activations == 2 * ZERO3.activations  # the budget is 500
 

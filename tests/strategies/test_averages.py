@@ -75,7 +75,7 @@ def alone_with(weights: dict[str, Tensor], model: Path, precision: str) -> Tenso
         [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16")],
     ),
 )
-def test_three_steps_are_the_average_worked_out_by_hand_and_go_on_from_a_checkpoint_to_the_bit(
+def test_three_steps_match_an_average_by_hand_and_resume_to_the_bit(
     stage: Stage, precision: str, model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     outcomes = ranks2.run(averaged_steps, model, stage, precision, tmp_path, {})

@@ -21,7 +21,7 @@ def reference(tiny: Path) -> Reference:
 
 @pytest.mark.parametrize("overlap_comm", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradient_and_norm_are_the_reference_s_whether_or_not_they_are_reduced_beside_the_backward_pass(
+def test_gradient_and_norm_match_the_reference_with_and_without_overlap(
     stage: Stage, overlap_comm: bool, tiny: Path, ranks2: RankPool, reference: Reference
 ) -> None:
     for overlaps, outcome in ranks2.run(overlapping_update, tiny, stage, overlap_comm, SGD):

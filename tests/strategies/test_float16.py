@@ -68,7 +68,7 @@ def overflow_and_update(folder: Path, stage: Stage) -> Seen:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_small_gradients_are_those_of_float32_and_an_overflow_of_one_rank_is_skipped_by_all(
+def test_small_gradients_match_the_reference_and_all_skip_one_rank_s_overflow(
     stage: Stage, tiny: Path, ranks2: RankPool
 ) -> None:
     of_float64 = plain_update(tiny, lambda p: torch.optim.SGD(p, lr=0.1), 0.5, updates=1)

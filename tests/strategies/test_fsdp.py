@@ -52,7 +52,7 @@ def in_copies(folder: Path, within: int) -> Outcome:
 
 
 @pytest.mark.parametrize("within", [1, 2])
-def test_where_some_ranks_divide_and_others_have_copies_gradients_are_those_of_the_whole_batch(
+def test_gradients_are_the_whole_batch_s_where_ranks_divide_and_copy_weights(
     within: int, tiny: Path, ranks4: RankPool
 ) -> None:
     gradients, norms, weights = plain_update(tiny, lambda p: torch.optim.SGD(p, lr=0.1), 0.5, updates=2)
@@ -113,7 +113,7 @@ def test_ranks_that_are_no_multiple_of_those_that_divide_are_refused() -> None:
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy(), DeepSpeedStrategy(1)])
 @pytest.mark.parametrize("name", ["torch.optim.Adafactor", "torch.optim.Muon"])
-def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_ranks_divide_them(
+def test_an_optimizer_of_whole_matrices_is_refused_where_ranks_divide_them(
     name: str, strategy: TrainingStrategy
 ) -> None:
     roles = {"actor": CausalLM("tiny", optimizer=Optimizer(name, lr=1e-6))}

@@ -27,7 +27,7 @@ def names(store: Store, late: int) -> list[str]:
 
 
 @pytest.mark.parametrize("late", range(RANKS))
-def test_each_attempt_agrees_on_a_name_of_its_own_in_a_store_that_earlier_ones_have_used(late: int) -> None:
+def test_each_attempt_agrees_on_a_new_name_in_a_store_that_was_used_before(late: int) -> None:
     store = HashStore()
     found = [names(store, late) for _ in range(3)]
     assert [len(set(of)) for of in found] == [1, 1, 1]

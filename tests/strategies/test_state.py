@@ -108,7 +108,7 @@ def goes_from_three_ranks(
         [(3, 0, "ranks1"), (3, 2, "ranks2"), (3, 3, "ranks4"), (3, "fsdp", "ranks2"), ("fsdp", 3, "ranks4")],
     ),
 )
-def test_a_checkpoint_of_three_ranks_is_restored_by_one_two_and_four_and_by_another_strategy(
+def test_a_three_rank_checkpoint_restores_on_1_2_or_4_ranks_and_across_strategies(
     before: Stage,
     after: Stage,
     ranks: str,
