@@ -26,9 +26,9 @@ from rlflow.strategies.strategy import TrainingStrategy
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-# The parts of a `Checkpoint`, by which ranks know their state. What all ranks have alike rank 0 writes. Of what some
-# ranks change, the first rank that changed an entry since the run began writes it; if none did, the first that has it.
-# Of the rest each rank writes its own.
+# The parts of a `Checkpoint`, grouped by the ranks that know their state. Rank 0 writes what all ranks have alike. What
+# only some ranks change is written by the first rank that changed the entry since the run began, or, if none did, by
+# the first rank that has it. Each rank writes its own state of the rest.
 ALIKE = ("steps", "gaps", "callbacks", "validation", "monitored")
 CHANGED = ("module", "chosen", "updates")
 OF_RANK = ("metrics", "samples", "remembered", "random")
@@ -41,9 +41,9 @@ class Snapshot:
     Weights and optimizers are no part of it; they are written from where they lie.
 
     Attributes:
-        progress: Where the run stands, for `state.json`, which rank 0 writes.
+        progress: Progress of the run, for `state.json`, which rank 0 writes.
         tensors: Tensors of the module's state, by the keys that lead to them, for this rank's `module-state-*`.
-        of_rank: What this rank alone has, JSON-able, for its `logged-*`.
+        of_rank: State that only this rank has, JSON-able, for its `logged-*`.
         groups: Rows and values of later steps, by the names of their files.
     """
 
@@ -72,9 +72,9 @@ class Checkpoint:
         callbacks: The user's callbacks.
         validation: Validation before the first step, for the summary.
         monitored: The metric that decides which checkpoints stay.
-        metrics: What this rank logged of steps in progress.
+        metrics: Metrics that this rank logged for steps in progress.
         samples: Samples of steps in progress, for the loggers.
-        remembered: What nodes gave to memories of prompts in steps in progress.
+        remembered: Values that nodes gave to memories of prompts in steps in progress.
         random: The process's random generators, which a user's code may draw from. What rlflow draws is a function of
             (seed, step, draw).
         carried_over: Gives groups of rows that later steps need: left over, unfinished, generated ahead; by the names
@@ -82,7 +82,7 @@ class Checkpoint:
         take_over: Gives them back, after the state of `steps`; called by all ranks.
         seed: Seed of the run.
         data: Digest of the training rows.
-        config: As resolved, without secrets; None for a run without one.
+        config: The resolved config, without secrets; None for a run without one.
         gather: Gathers what is JSON-able of every rank; a collective of all.
     """
 
@@ -156,7 +156,7 @@ class Checkpoint:
 
         Args:
             folder: Folder of the checkpoint.
-            progress: What its `state.json` has.
+            progress: Contents of its `state.json`.
 
         Returns:
             A line for each callback that has lost its state, or begins without one.

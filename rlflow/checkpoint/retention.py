@@ -35,8 +35,8 @@ class Retention:
         """The checkpoints that stay, in the order of their steps.
 
         Args:
-            values: The metric's value by checkpoint, in the order of steps; None if it was not measured. Of two equal
-                values that of the later step is better.
+            values: The metric's value by checkpoint, in the order of steps; None if it was not measured. If two values
+                are equal, that of the later step is better.
         """
         folders = list(values)
         if self.top_k == ALL:

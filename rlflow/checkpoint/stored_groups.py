@@ -36,8 +36,8 @@ from rlflow.values.ragged import Ragged
 
 SURPLUS = "surplus"
 UNFINISHED = "unfinished"  # groups with responses that were cut off
-LENGTHS = "lengths"  # of a ragged column, after its name
-NAMES = "names"  # of the parts of a column, likewise
+LENGTHS = "lengths"  # of a ragged column, after the column's name
+NAMES = "names"  # of the parts of a column, after the column's name
 
 
 def step_name(step: int) -> str:
@@ -50,7 +50,7 @@ def write_groups(folder: Path, name: str, groups: Groups, world_size: int) -> li
 
     Args:
         folder: The checkpoint's folder.
-        name: What file names begin with: `surplus`.
+        name: Beginning of the file names: `surplus`.
         groups: The groups, as this rank holds them.
         world_size: Number of ranks, for the names of files.
 
@@ -106,7 +106,7 @@ def read_groups(folder: Path, name: str, like: Groups, device: torch.device) -> 
 
     Args:
         folder: The checkpoint's folder.
-        name: What file names begin with: `surplus`.
+        name: Beginning of the file names: `surplus`.
         like: The spaces and values of this run, without rows.
         device: The device for tensors that were not on the CPU when they were written.
 

@@ -220,7 +220,7 @@ def new_rows(
 
     Args:
         node: The node that made the rows.
-        value: What it returned.
+        value: Value that it returned.
         above: The rows that it saw.
         layout: How these lie on its ranks.
         rank: This rank.
@@ -293,7 +293,7 @@ def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, tran
 
     Args:
         node: The node that made the value.
-        value: What it returned.
+        value: Value that it returned.
         space: The rows of the value.
         layout: How they lie on the node's ranks.
         transport: Collectives between the ranks.

@@ -61,29 +61,29 @@ class Run(RunPlan):
 
     Attributes:
         module: The algorithm.
-        data: Its prompts, the columns resolved.
+        data: Prompts of the run, the columns resolved.
         settings: Settings of the trainer.
         strategy: How training is spread.
         paths: Model folder or hub name of each role that a node uses.
         policies: Model folder or hub name of each policy that generates, in the graph or to validate.
         configs: The transformers configuration of each of these.
         tokenizer: Tokenizer of the lead.
-        stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
-            the module.
+        stop_token_ids: Tokens that end a response: the end tokens of the tokenizer, of the model's generation config
+            and of the module.
         train: Loader of the training rows.
         validation: Loader of the held-out rows; None without.
         generates: Whether a rollout engine is needed, for the graph or to validate.
         scores_validation: Whether validation generates responses and scores them.
-        loss_node: Whose loss is measured on held-out rows: the lead's train node that reads `batch` alone; None where
-            there is none, or the module has a `validation_step`.
+        loss_node: Node whose loss is measured on held-out rows: the lead's train node that reads `batch` alone; None
+            where there is none, or the module has a `validation_step`.
         replays: Whether nodes of an earlier run are run again: responses are generated whole, as that run left them,
             and no update is left out.
-        transport: To the other ranks. This and what follows is set by `rlflow.run.setup.join`, on a rank that has met
-            the others.
+        transport: Transport to the other ranks. This and what follows is set by `rlflow.run.setup.join`, on a rank that
+            has met the others.
         samples: Samples of steps in progress, which loggers will have.
         rank_engines: Engines of this rank, by policy.
-        context: What the module is attached to.
-        config: As resolved, without secrets; None for a run without one.
+        context: Context that the module is attached to.
+        config: The resolved config, without secrets; None for a run without one.
     """
 
     module: RLModule
@@ -133,7 +133,7 @@ class Run(RunPlan):
 
     @property
     def loaders(self) -> tuple[Loader, Loader | None]:
-        """Of the training rows, and of those held out."""
+        """Loaders of the training rows and of the held-out rows."""
         return self.train, self.validation
 
     @property
@@ -143,7 +143,7 @@ class Run(RunPlan):
 
     @cached_property
     def steps(self) -> int:
-        """Of the run.
+        """Number of steps of the run.
 
         Raises:
             UserError: There are fewer rows than one step takes.
@@ -161,7 +161,7 @@ class Run(RunPlan):
 
     @property
     def stateful(self) -> tuple[str, ...]:
-        """The roles of which a checkpoint has a state: those that are trained, and averages of them after these."""
+        """Roles whose state a checkpoint has: those that are trained, then averages of them."""
         found = handles(self.module)
         return (*self.graph.trained_roles(), *(role for role in self.paths if isinstance(found[role], Averaged)))
 
@@ -175,9 +175,9 @@ class Run(RunPlan):
 
     @property
     def longest_prompt(self) -> int:
-        """In tokens, of all rows that are kept; where environments write prompts, the longest that the data allows.
+        """Tokens of the longest prompt of all rows to draw from; where environments write prompts, the data's limit.
 
-        Whether nodes write some is not known before they run: `data.max_prompt_length` holds for those too, at each.
+        Whether nodes write prompts is not known before they run: `data.max_prompt_length` holds for each of those too.
         """
         if environments(self.module):
             return self.data.max_prompt_length

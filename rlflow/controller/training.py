@@ -263,7 +263,7 @@ class UpdateWatch:
         Args:
             role: The role that is trained.
             norm: Norm of its whole gradient before clipping, the same on all ranks.
-            largest: What `largest` returned before the update.
+            largest: Value that `largest` returned before the update.
             scale: Loss scale of a float16 role, whose overflows do not count while the scale can fall; else None.
             metrics: Metrics of the step.
 

@@ -21,7 +21,7 @@ class GroupValue:
     Attributes:
         annotation: Type of the value.
         space: Name of its rows.
-        layout: Where it was made.
+        layout: Layout in which it was made.
         rows: Rows of this rank; None where it made none.
     """
 

@@ -25,7 +25,8 @@ class ParsedTurn:
     where the bridge tells calls from text.
 
     Attributes:
-        text: Its text without special tokens; where the bridge tells them apart, without thoughts and calls of tools.
+        text: Text of the turn without special tokens; if the bridge can distinguish them, without thoughts and calls of
+            tools.
         calls: Calls of tools, in their order.
         whole: All of its text, without special tokens.
     """
@@ -74,7 +75,7 @@ class Bridge(ABC):
         """What follows the tokens of a turn: its end if it was cut, the messages, and the beginning of the next turn.
 
         Args:
-            new: What the environment says.
+            new: Messages of the environment.
             spoken: Ids of the policy's turn.
             before: Ids of all that stood before the turn, the prompt among it.
 
@@ -242,7 +243,7 @@ class MarkedTokenizer:
 
     Args:
         tokenizer: Tokenizer of the model; all that is not of texts is its.
-        special: Its special tokens.
+        special: Special tokens of the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialTokens) -> None:

@@ -44,7 +44,7 @@ class Session:
 
     Args:
         definition: Definition of the environment.
-        host: Where its code runs; it keeps this environment alone until `close`.
+        host: Host in which its code runs; it serves this environment alone until `close`.
         row: Row of the dataset, which errors name, on ranks too that make no calls; None where `begin` is given it
             first.
         max_tool_calls: Calls after these are refused, and a turn of them alone ends it; None for any number.
@@ -306,15 +306,16 @@ class Session:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment says to a turn of the policy.
+    """Answer of an environment to a turn of the policy.
 
     Attributes:
-        messages: What the policy reads next.
+        messages: Messages that the policy reads next.
         reward: Reward of this turn.
         done: Whether the conversation is over.
-        calls: How many tools were called.
-        failed: How many of these calls gave no value: they could not be read, or the tool raised.
-        over: Where it is, why: the environment said so, the policy called no tool, or went on calling after its last.
+        calls: Number of tools that were called.
+        failed: Number of these calls that gave no value: they could not be read, or the tool raised.
+        over: Reason why it is over, if it is: the environment said so, the policy called no tool, or went on calling
+            after its last.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -327,13 +328,13 @@ class Reply:
 
 @dataclass(frozen=True)
 class Move:
-    """What a game says.
+    """State of a game after a move.
 
     Attributes:
-        seat: Who speaks next; empty where it is over.
-        messages: What that one reads: of what was said since it spoke last, what it may know.
+        seat: Seat that speaks next; empty where the game is over.
+        messages: Messages that this seat reads: of what was said since it spoke last, what it may know.
         rewards: Rewards by seat.
-        done: Whether it is over.
+        done: Whether the game is over.
     """
 
     seat: str = ""
