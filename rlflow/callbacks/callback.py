@@ -1,4 +1,4 @@
-"""What a callback is."""
+"""The base class of callbacks, and the trainer as they see it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ OF_RANK = ("metrics", "samples", "remembered", "random")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank remembers after some steps. Nothing of it changes, so it can be saved in the middle of the next.
+    """State of one rank after some steps. Nothing of it changes, so it can be saved in the middle of the next step.
 
     Weights and optimizers are no part of it; they are written from where they lie.
 
@@ -115,7 +115,7 @@ class Checkpoint:
         self._before = _digests(_entries(state)), _digests_of_tensors(tensors)
 
     def take(self) -> Snapshot:
-        """What this rank has now; asks no other rank."""
+        """This rank's state as it is now; asks no other rank."""
         changed, tensors = self._changed()
         state = changed | self._states(ALIKE)
         progress = Progress(state["steps"]["step"], self.seed, self.data, self.config, state)
@@ -196,7 +196,7 @@ def _marked(now: Mapping[str, str], before: Mapping[str, str]) -> dict[str, Dige
 
 
 def _changed_by(of_ranks: Sequence[Mapping[str, Digest]]) -> dict[str, list[int]]:
-    """By name, the ranks that changed an entry since the run began; if none did, those that have it."""
+    """The ranks that changed an entry since the run began, by name of the entry; if none did, those that have it."""
     ranks = {}
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
         having = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
@@ -228,7 +228,7 @@ class RandomStates:
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
-        """As they are now."""
+        """The states of the generators now."""
         version, words, gauss = random.getstate()
         kind, keys, place, has_gauss, cached = numpy.random.get_state(legacy=True)
         on_gpu = self._device.type == "cuda"

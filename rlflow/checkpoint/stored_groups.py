@@ -125,7 +125,7 @@ def read_groups(folder: Path, name: str, like: Groups, device: torch.device) -> 
 
 
 def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Groups, device: torch.device) -> Groups:
-    """As `read_groups`, where the content of `<name>.json` has been read already: `stored`, from `described`."""
+    """Like `read_groups`, where the content of `<name>.json` has been read already: `stored`, from `described`."""
     dealt = {name: _dealt(space) for name, space in stored["spaces"].items()}
     same = all(list(dealt[name]) == like.layouts(name) for name in like.spaces)
     spaces = {

@@ -1,4 +1,4 @@
-"""From YAML files and the command line to objects, by the signatures of their constructors."""
+"""Builds objects from YAML files and the command line, by the signatures of their constructors."""
 
 from __future__ import annotations
 

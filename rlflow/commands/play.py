@@ -51,7 +51,7 @@ def play(
         row: Row of the training data, from 0.
         replies: File of what the policy says: turns, a line each, or .jsonl; else standard input.
         tokens: Show tokens, and who wrote which.
-        environment: Name of the module's environment, where it has several.
+        environment: Name of an environment of the module, where it has several.
 
     Raises:
         UserError: The config has no environment, or none that can be played so; there is no such row; the environment

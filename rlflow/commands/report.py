@@ -126,7 +126,7 @@ class Span:
     end: float
 
     def within(self, start: float, end: float) -> float:
-        """Its seconds between two times."""
+        """Seconds of the span that lie between two times."""
         return max(0.0, min(self.end, end) - max(self.start, start))
 
 
@@ -138,16 +138,16 @@ class Timeline:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """All that left a span."""
+        """The ranks that left a span."""
         return sorted({span.rank for span in self.spans})
 
     @cached_property
     def tasks(self) -> list[Span]:
-        """Without waits in them, and without those that only repeat others."""
+        """The spans of tasks: without the waits within them, and without those that only repeat others."""
         return [span for span in self.spans if is_task(span)]
 
     def window(self, steps: Sequence[int]) -> tuple[float, float]:
-        """From the beginning of the first task of these steps to the end of the last."""
+        """The time from the beginning of the first task of these steps to the end of the last."""
         of = [span for span in self.tasks if span.step in steps]
         return min(span.start for span in of), max(span.end for span in of)
 

@@ -187,7 +187,7 @@ class ConversationRunner:
     def _begun(
         self, environment: Environment, rows: Sequence[tuple[int, dict[str, Any]]], path: RowPath, part: Part | None
     ) -> dict[int, Conversation]:
-        """By row, the conversations of groups that an earlier draw cut off, those of them that are over included."""
+        """The conversations of groups that an earlier draw cut off, by row, with those of them that are over."""
         if part is None or part.begun is None:
             return {}
         there: Rollout = to_device(part.begun, torch.device("cpu"))
@@ -237,7 +237,7 @@ class ConversationRunner:
         session = Session(definition, host, row, environment.max_tool_calls, key, place, made)
 
         def seed_of_turn(turn: int) -> int:
-            """What follows of an open turn is sampled with other noise than its beginning."""
+            """Seed of a turn. What is sampled of an open turn now gets other noise than its beginning had."""
             return seed_of("", turn, call.draw if turn == open_turn else draw)
 
         if begun is not None:

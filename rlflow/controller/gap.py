@@ -27,7 +27,7 @@ GAP = "sync/logprob_gap"  # of the one policy; of several each by its name, `syn
 LARGEST_GAP = "sync/logprob_gap_max"
 UNCERTAIN_GAP = "sync/logprob_gap_uncertain"
 SPREAD = "sync/logprob_spread"
-# Sums over the tokens compared, from which the two figures above are computed and which no logger sees: their number,
+# Sums over the tokens compared, from which the last two figures are computed and which no logger sees: their number,
 # 1 - probability, and both sides' logprobs and squares.
 SUMS = tuple(f"sync/{name}" for name in ("tokens", "uncertain", "trainer", "trainer_square", "engine", "engine_square"))
 
@@ -152,7 +152,7 @@ class LogprobGap:
         self._compare(reduced[self._named(UNCERTAIN_GAP)], uncertain)
 
     def _compare(self, gap: float, uncertain: float) -> None:
-        """With the steps before: of few tokens the gap varies more."""
+        """Compare a gap with those of the steps before; a gap over few tokens varies more."""
         if self._healthy:
             usual = statistics.median(gap for gap, _ in self._healthy)
             before = sum(tokens for _, tokens in self._healthy)

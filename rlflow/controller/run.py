@@ -119,7 +119,7 @@ class Run(RunPlan):
 
     @cached_property
     def value_layouts(self) -> dict[str, Layout]:
-        """Where each value is made."""
+        """The layout in which each value is made."""
         return self.plan.layouts()
 
     def in_step(self, space: RowSpace, step: int) -> RowSpace:
@@ -128,7 +128,7 @@ class Run(RunPlan):
 
     @property
     def validating(self) -> RolloutEngine | None:
-        """What generates on this rank with the policy that validation is of, if anything does."""
+        """This rank's engine of the policy that validation is of; None where there is none."""
         return None if self.follows is None else self.rank_engines.by_policy.get(self.follows)
 
     @property
@@ -154,7 +154,7 @@ class Run(RunPlan):
 
     @property
     def generating(self) -> Layout:
-        """Where validation generates, and where most of a step's samples are made: on all ranks if nothing is."""
+        """Where validation generates and most of a step's samples are made; on all ranks if nothing is generated."""
         names = [engine_of(policy) for policy in (self.follows, *self.policies) if policy is not None]
         ranks = tuple(sorted({rank for layout in self.layouts.values() for rank in layout.ranks}))
         return next((self.layouts[name] for name in names if name in self.layouts), Layout(ranks, len(ranks)))
@@ -166,11 +166,11 @@ class Run(RunPlan):
         return (*self.graph.trained_roles(), *(role for role in self.paths if isinstance(found[role], Averaged)))
 
     def engine_layouts(self) -> dict[str, Layout]:
-        """Where each policy generates."""
+        """The layout in which each policy generates."""
         return {policy: self.layouts[engine_of(policy)] for policy in self.policies}
 
     def syncs(self) -> dict[str, SyncWeights]:
-        """What brings weights to the engines of each policy."""
+        """The tasks that bring weights to the engines of each policy."""
         return {policy: sync_of(policy, self.graph, self.layouts) for policy in self.policies}
 
     @property

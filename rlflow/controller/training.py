@@ -240,7 +240,7 @@ class UpdateWatch:
     _norms: dict[str, deque[float]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """By role, what its next update is compared with; JSON-able."""
+        """What the next update of each role is compared with, by role; JSON-able."""
         roles = sorted({*self._norms, *self._skipped})
         return {role: {"norms": [*self._norms.get(role, ())], "skipped": self._skipped[role]} for role in roles}
 

@@ -150,7 +150,7 @@ class Graph:
         return Counter(name for other in before for name in self.changed_by(other))
 
     def policies(self) -> tuple[str, ...]:
-        """What nodes generate with, each once, in the order of execution."""
+        """The policies that nodes generate with, each once, in the order of execution."""
         return tuple(dict.fromkeys(policy for node in self.order for policy in node.generates))
 
     def type_of(self, value: str) -> Any:
@@ -259,7 +259,7 @@ def _without_cycles(nodes: Mapping[str, Node], needs: dict[str, list[str]], why:
 
 
 def _descendants(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
-    """What comes after a node, itself included."""
+    """All nodes that come after a node, itself included."""
     found = {name}
     while more := {other for other, of in needs.items() if other not in found and not found.isdisjoint(of)}:
         found |= more

@@ -112,7 +112,7 @@ class Input:
 
     @classmethod
     def of(cls, name: str, required: bool, annotation: Any, field: str = "") -> Input:
-        """What a parameter of this type reads."""
+        """The input that a parameter of this type reads."""
         plain, each = without_each(annotation)
         return cls(name, required, plain, field, each, after=Trained in choices(annotation))
 
@@ -159,7 +159,7 @@ class Node:
 
     @property
     def each(self) -> tuple[str, ...]:
-        """Those of them that it reads of all rows below its own."""
+        """The names of the values of which it reads all rows below its own."""
         return tuple(dict.fromkeys(value.name for value in self.inputs if value.each))
 
     @property
@@ -169,7 +169,7 @@ class Node:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """All that comes before it: what it reads, and the train nodes that it comes after."""
+        """The names of all nodes that come before it: of what it reads, and of the train nodes that it comes after."""
         return (*self.reads, *self.after)
 
     @property
@@ -198,7 +198,7 @@ class Node:
         return place(self.file, self.line)
 
     def problem(self, text: str) -> Problem:
-        """What is wrong with it, `text` being what follows its name."""
+        """A problem of this node; `text` is what follows the node's name in the message."""
         return Problem(self.file, self.line, f"`{self.id}` {text}")
 
 
@@ -214,7 +214,7 @@ class NodeConfig:
         generates: Policies as in `@node`.
         uses: Model handles as in `@node`.
         inputs: The values that parameters get, or fields of values (`rollout.group`), where these have other names.
-        settings: Arguments of parameters that get no values.
+        settings: Arguments that are not values of the graph, by parameter.
         returns: How the value is cut by rows, where the function is annotated `Tensor` or not at all.
     """
 
@@ -263,7 +263,7 @@ def _part(value: Any, name: str) -> Any:
 
 
 def engine_of(policy: str) -> str:
-    """What `placement` calls the ranks where a policy generates."""
+    """The name in `placement` of the ranks where a policy generates."""
     return f"{policy}.{ROLLOUT}"
 
 

@@ -528,7 +528,7 @@ def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
 
 
 def _frees(order: Sequence[Node], graph: Graph) -> dict[str, tuple[str, ...]]:
-    """By node, the values that no later node reads, its own among them; a filter's value is read by its `Fill`."""
+    """The values that no later node reads, by node, its own among them; a filter's value is read by its `Fill`."""
     freed: dict[str, tuple[str, ...]] = {}
     for place, node in enumerate(order):
         last = [name for name in node.reads if not _reads(order[place + 1 :], name)]

@@ -128,7 +128,7 @@ class Loader:
         self._counted = counted
 
     def _count(self, keeps: bool = True) -> Counted:
-        """All rows, which this rank counts alone."""
+        """Count all rows, on this rank alone."""
         rows = len(self._source)
         counted = count(self._source, self.encode, range(rows), self._reward)
         if self._key is None or not keeps:
@@ -240,7 +240,7 @@ class Epoch:
 
     @property
     def digest(self) -> bytes:
-        """By which ranks compare what they chose."""
+        """Digest of the rows, by which ranks compare what they chose."""
         return hashlib.sha256(self.rows.numpy().tobytes()).digest()
 
 

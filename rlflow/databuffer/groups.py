@@ -88,7 +88,7 @@ class Groups:
         return cls(first.rank, spaces, values)
 
     def layouts(self, space: str) -> list[Layout]:
-        """Where rows of a space lie: where they were made, and where values of them were."""
+        """The layouts in which rows of a space lie: where they were made, and where values of them were."""
         of_values = (value.layout for value in self.values.values() if value.space == space)
         return list(dict.fromkeys([self.spaces[space].home[0], *of_values]))
 

@@ -1,4 +1,4 @@
-"""Which rows go from whom to whom when the rows of one layout are read in another."""
+"""Which rows go from which rank to which when the rows of one layout are read in another."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Route:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Who takes part: the ranks of both layouts, ascending."""
+        """The ranks that take part: those of both layouts, ascending."""
         return tuple(sorted({*self.source.ranks, *self.target.ranks}))
 
     @property

@@ -142,7 +142,7 @@ class RowSpace:
 
     @property
     def arrays(self) -> dict[str, Tensor]:
-        """What belongs to rows, by name."""
+        """The tensors that belong to rows, by name."""
         return {"path": self.path, "dropped": self.dropped} | {name: getattr(self, name) for name in NUMBERS}
 
     def drop(self, paths: Tensor) -> None:
@@ -276,7 +276,7 @@ class RowSpace:
 
     @property
     def predicted(self) -> Predicted:
-        """What moving rows was predicted to save and to take, of all layouts dealt so far where they could stay."""
+        """What moving rows was predicted to save and to take, over all layouts dealt so far where rows could stay."""
         return sum((predicted for _, predicted in self._dealt.values()), Predicted())
 
     def mini_batches(self, samples_per_update: int | None) -> list[Tensor]:

@@ -163,7 +163,7 @@ class Transport:
         return message
 
     def broadcast_json(self, value: Any, source: int, ranks: tuple[int, ...]) -> Any:
-        """What rank `source` gives, which is JSON-able; what other ranks give is not read."""
+        """Broadcast what rank `source` gives, which is JSON-able; what other ranks give is not read."""
         message = to_message(json.dumps(value).encode()) if self.rank == source else None
         return json.loads(from_message(self.broadcast_bytes(message, source, ranks)))
 
@@ -201,7 +201,7 @@ def from_message(message: Tensor) -> bytes:
 
 
 class Clock:
-    """How long a rank waited: of the host, or of its device's stream.
+    """Measures how long a rank waited: in the host's time, or in that of its device's stream.
 
     On the CPU whoever waits for a collective stands still. On a GPU `Work.wait` returns immediately, having asked the
     stream to wait; so the stream's own time is taken, between two events on it, and read when the host waits for the
@@ -218,7 +218,7 @@ class Clock:
 
     @contextmanager
     def waiting(self, done: Callable[[float, float], None]) -> Iterator[None]:
-        """What is within it is a wait; `done` gets its begin and end in seconds of `time.perf_counter`, by `settle`."""
+        """Measure the block as a wait; `done` gets its begin and end in seconds of `time.perf_counter`, by `settle`."""
         begin = time.perf_counter()
         if self._event is None:
             yield

@@ -21,7 +21,7 @@ def bridge_of(
     renderer: RendererName | None = None,
     tool_calls: str | None = None,
 ) -> Bridge:
-    """What writes and reads the turns of an environment.
+    """The bridge that writes and reads the turns of an environment.
 
     Args:
         definition: Definition of the environment.

@@ -18,7 +18,7 @@ OnFailure = Literal["raise", "zero", "mask"]
 
 
 class Environment:
-    """What answers a policy, turn by turn.
+    """An environment that answers a policy, turn by turn.
 
     An environment is a class of one of two forms. In TRL's, its public methods with docstrings and types are tools that
     the policy may call; it is over when a turn calls none. In Tinker's `MessageEnv`, `initial_observation` and `step`
@@ -236,7 +236,7 @@ class Definition:
         return [tool.schema for tool in self.tools.values()]
 
     def given(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What `reset` gets of a row of the dataset.
+        """The columns of a row of the dataset that `reset` takes.
 
         Raises:
             UserError: The row lacks a column that it needs.
@@ -372,7 +372,7 @@ NOT_TOOLS = frozenset(
 
 @dataclass(frozen=True)
 class Tool:
-    """What a policy may call.
+    """A tool that a policy may call.
 
     Attributes:
         name: Name by which the policy calls it.

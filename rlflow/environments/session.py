@@ -116,7 +116,7 @@ class Session:
 
     @naming_row
     def answer(self, parsed: ParsedTurn, turn: int) -> Reply:
-        """What the environment says to a turn of the policy.
+        """The environment's answer to a turn of the policy.
 
         Raises:
             WorkerError: The environment failed, or gave what is no message or no finite reward.
@@ -237,7 +237,7 @@ class Session:
         return float(value)
 
     def _messages(self, given: Any, where: str) -> list[Message]:
-        """What answers a turn, as messages."""
+        """The messages that answer a turn."""
         try:
             return checked(given, where)
         except UserError as error:
@@ -344,7 +344,7 @@ class Move:
 
 
 def _tool_message(call: ToolCall, content: str) -> Message:
-    """What a tool answers a call."""
+    """A tool's answer to a call, as a message."""
     named = {"tool_call_id": call.id} if call.id else {}
     return message("tool", content, name=call.name, **named)
 
@@ -370,7 +370,7 @@ def written(each: Message) -> Message:
 
 
 def _append(messages: list[Message], said: str) -> None:
-    """To the user's last message; as one of its own where there is none."""
+    """Append a text to the user's last message, or as a message of its own where there is none."""
     last = next((place for place in reversed(range(len(messages))) if messages[place]["role"] == "user"), None)
     if last is None:
         messages.append(message("user", said))
