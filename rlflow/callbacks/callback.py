@@ -62,7 +62,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Under which a checkpoint keeps the state; override it where a run has several callbacks of one class."""
+        """The name of the state in a checkpoint; override it where a run has several callbacks of one class."""
         return type(self).__qualname__
 
     def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:

@@ -1,4 +1,4 @@
-"""A run's callbacks as one: each hook of all of them, and their states by name."""
+"""Calls each hook of all callbacks of a run, and collects their states by name."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Checkpoint:
         chosen: The rows of epochs that the module chose; None where it does not choose.
         updates: Gradient norms of each role, which its later updates are compared with.
         steps: Steps and draws that are done.
-        gaps: Logprob gaps of each policy, which those of later steps are compared with.
+        gaps: Logprob gaps of each policy, which the gaps of later steps are compared with.
         callbacks: The user's callbacks.
         validation: Validation before the first step, for the summary.
         monitored: The metric that decides which checkpoints stay.
@@ -123,7 +123,7 @@ class Checkpoint:
         return Snapshot(progress, tensors, of_rank, self.carried_over())
 
     def agreed(self, here: Snapshot) -> Snapshot:
-        """This rank's snapshot, with what all ranks together know and the tensors that it is to write; by all ranks.
+        """This rank's snapshot, with what all ranks together know and the tensors that it is to write. A collective.
 
         Raises:
             UserError: Ranks changed a tensor of the module's state to different ones.

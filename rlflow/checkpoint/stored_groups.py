@@ -221,7 +221,7 @@ def _dealt(space: dict[str, Any]) -> dict[Layout, Partition]:
 def _space_from_json(
     like: RowSpace, stored: dict[str, Any], dealt: dict[Layout, Partition] | None, layouts: list[Layout]
 ) -> RowSpace:
-    """The stored rows as a space: where `dealt` says they lie, or if it is None, dealt to `layouts` anew by group."""
+    """The stored rows as a space: where `dealt` says they lie; if it is None, dealt to `layouts` again by group."""
     arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ("path", *NUMBERS)}
     arrays["path"] = arrays["path"].view(-1, like.path.shape[1])  # of no rows it has no width
     arrays["dropped"] = torch.tensor(stored["dropped"], dtype=torch.bool)

@@ -137,7 +137,7 @@ def write_share(
 
 
 def _write_snapshot(folder: Path, snapshot: Snapshot, rank: int, world_size: int) -> Iterator[str]:
-    """Write what one rank remembers, without `state.json`; gives the name of each file that it has written."""
+    """Write the state of one rank, without `state.json`; gives the name of each file that it has written."""
     name = f"{of_rank(OF_RANK, rank, world_size)}.json"
     (folder / name).write_text(json.dumps(snapshot.of_rank))
     yield name

@@ -128,7 +128,7 @@ def _row(data: PromptData, row: int) -> dict[str, Any]:
 
 
 def _show_end(screen: Screen, view: Conversation, whose: str) -> None:
-    """Show what a conversation came to; of a game, what a seat's did."""
+    """Show the outcome of a conversation; in a game, that of a seat."""
     for message in view.messages:
         if "unread" in message:
             screen.block(f"environment {message['role']}", "which no turn reads", written(message))

@@ -125,7 +125,7 @@ def fields_of(hint: Any, keys: Mapping[str, Any]) -> dict[str, Argument] | None:
 
 
 def plain_dataclass(hint: Any, keys: Mapping[str, Any]) -> type | None:
-    """The dataclass of a type, which may be a union; of several the first that has all these keys; None without one."""
+    """The dataclass of a type, which may be a union: the first that has all these keys; None if there is none."""
     found = [each for each in _classes(hint) if is_plain_dataclass(each)]
     fitting = (each for each in found if keys.keys() <= arguments_of(each).keys())
     return next(fitting, found[0] if found else None)

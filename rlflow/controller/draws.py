@@ -84,7 +84,7 @@ class Draws:
         layout = task.layout
         self._choose(step.draw, layout)
         batch, ids = self._loader.batch(step.draw, layout.shard(self._transport.rank), layout.shards)
-        lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # of pairs nothing is per token
+        lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # pairs have no values per token
         space = step.gather(BATCH, layout, ids[:, None], lengths, batch.tokens)
         on_device = to_device(batch, self._run.strategy.root_device)
         step.buffer.put(BATCH, on_device, self._run.graph.type_of(BATCH), space, layout)

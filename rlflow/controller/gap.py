@@ -23,7 +23,7 @@ from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
-GAP = "sync/logprob_gap"  # of the one policy; of several each by its name, `sync/logprob_gap/solver`
+GAP = "sync/logprob_gap"  # the one policy's; with several, each by its name: `sync/logprob_gap/solver`
 LARGEST_GAP = "sync/logprob_gap_max"
 UNCERTAIN_GAP = "sync/logprob_gap_uncertain"
 SPREAD = "sync/logprob_spread"
@@ -194,7 +194,7 @@ def default_gap_limit(dtype: torch.dtype) -> float:
 
 
 class Probe:
-    """After a sync the engine writes a few short responses, and the trainer says what it thinks of them.
+    """After a sync, lets the engine write a few short responses, and compares its logprobs with the trainer's.
 
     Args:
         run: The run on this rank.

@@ -141,7 +141,7 @@ class NodeInputs:
         folder.mkdir(parents=True, exist_ok=True)
         signature_of(folder, name, self.run.rank, ranks).unlink(missing_ok=True)
         written = write_rows(folder, name, groups, ranks)
-        draft = folder / f"{name}.json.{self.run.rank}"  # of several ranks that write the same, one counts
+        draft = folder / f"{name}.json.{self.run.rank}"  # several ranks may write the same; the last counts
         content = {**described(groups, ranks), **more}
         draft.write_text(json.dumps({"sha256": digest_of(content), **content}))
         os.replace(draft, folder / f"{name}.json")

@@ -158,7 +158,7 @@ class Nodes:
         return result, running.calls
 
     def _read(self, node: Node, layout: Layout, step: Step) -> tuple[dict[str, Any], RowSpace, Tensor | None]:
-        """What `node` reads on this rank, by parameter; the rows that it sees; and which of them a reward dropped.
+        """The values that `node` reads on this rank, by parameter; the rows that it sees; and which a reward dropped.
 
         The last is `[B]` bool on the CPU, of this rank's rows; None if none were dropped. Dropped rows are masked.
         """

@@ -1,4 +1,4 @@
-"""A run, as one rank knows it: the algorithm, its plan, its models and data, and the other ranks."""
+"""A run as seen from one rank: the algorithm, its plan, its models and data, and the other ranks."""
 
 from __future__ import annotations
 

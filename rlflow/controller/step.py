@@ -60,7 +60,7 @@ class Step:
         tokens: Tensor,
         versions: Tensor | None = None,
     ) -> RowSpace:
-        """Let the ranks of `layout` know all rows that they just made; a collective of theirs.
+        """Share all rows that the ranks of `layout` just made among these ranks; a collective of theirs.
 
         Args:
             name: Name of the rows.

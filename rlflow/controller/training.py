@@ -333,7 +333,7 @@ def _has_mask(value: Any) -> bool:
 
 
 def _mask(scored: Any, dropped: Tensor | None, per_sample: bool) -> Tensor:
-    """What the loss counts: tokens `[B, T]`, or samples `[B]` with a token; of pairs, each that was not dropped.
+    """What the loss counts: tokens `[B, T]`, or samples `[B]` with a token; for pairs, each that was not dropped.
 
     The `loss_mask` of dropped rows is empty: a train node gets it so.
     """

@@ -62,7 +62,7 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
     Returns:
         `val/reward`, `val/length`, `val/truncated` and `val/accuracy`, the share of responses with a reward of at
         least 1; `val/errors`, the samples that the reward failed on, which count 0; the same under `val_greedy/`; with
-        several samples `val/pass@k` for each power of two up to their number; of conversations `val/turns`,
+        several samples `val/pass@k` for each power of two up to their number; for conversations `val/turns`,
         `val/tool_calls` and `val/tool_errors`; and of games `val/reward_<seat>`.
     """
     module, transport, layout, loader = run.module, run.transport, run.generating, run.validation

@@ -81,7 +81,7 @@ class WeightSync:
         return reports
 
     def sleep(self) -> None:
-        """Let this rank's engine give back its memory, and with it the weights, unless it keeps them."""
+        """Let this rank's engine free its memory, and with it the weights, unless it keeps them."""
         if self.engine is not None:
             self.engine.sleep(keep_weights=self.keeps)
             self._asleep = True

@@ -1,4 +1,4 @@
-"""Which fields of a value a node reads, said by the type of its parameter; only these travel to it."""
+"""Which fields of a value a node reads, given by the type of its parameter; only these travel to it."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class Graph:
     def roles(self) -> KeysView[str]:
         """The roles that nodes score with, use or train, in the order of declaration: alike on every rank.
 
-        And averages that nodes generate with, whose weights are nowhere but with those that they follow.
+        And averages that nodes generate with, whose weights exist only where the models that they follow are.
         """
         used = [role for node in self.nodes.values() for role in (node.role, *node.uses)]
         used += [policy for node in self.nodes.values() for policy in node.generates if policy in self.averages]

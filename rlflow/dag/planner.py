@@ -49,7 +49,7 @@ from rlflow.values.layout import Layout
 
 @dataclass(frozen=True)
 class Plan:
-    """The tasks of one step, in the global order; if steps overlap, of a step generated and a step trained meanwhile.
+    """The tasks of one step, in the global order; if steps overlap, of a step generated and a step trained together.
 
     Attributes:
         tasks: The tasks; one of lag n works on the step n before that of the tasks without lag.

@@ -25,8 +25,8 @@ ENDLESS = 2**62  # tokens: a script has room for what it says
 class Played(Source):
     """A conversation with an environment for each row of a dataset, in which a function says what the policy says.
 
-    Its rows have the column `messages` besides, the whole conversation: for `response: messages`. They are played when
-    they are first read, and end as conversations of a policy do.
+    Its rows have an additional column `messages`, the whole conversation: for `response: messages`. They are played
+    when they are first read, and end as conversations of a policy do.
 
     Args:
         rows: The dataset, in any form that `PromptData` takes.

@@ -36,7 +36,7 @@ class DataBuffer:
     Attributes:
         bytes_sent: Payload to other ranks.
         bytes_received: Payload from other ranks that was read.
-        waited_s: Seconds that this rank stood still for exchanges.
+        waited_s: Seconds that this rank waited for exchanges.
         peak_held_bytes: The most of `held_bytes` so far.
     """
 

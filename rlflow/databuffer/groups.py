@@ -47,7 +47,7 @@ class Groups:
 
     Attributes:
         rank: This rank.
-        spaces: Row spaces by name; one that lies in the layouts of its values besides that in which it was made.
+        spaces: Row spaces by name; each lies in the layouts of its values, in addition to that in which it was made.
         values: Values by name.
     """
 

@@ -29,10 +29,10 @@ class Watch(Protocol):
     """Learns what a rank waits for; times are of `time.perf_counter`, seconds."""
 
     def wait(self, name: str, start: float, end: float) -> None:
-        """This rank stood still for `name`."""
+        """This rank waited for `name`."""
 
     def flight(self, name: str, start: float, end: float) -> None:
-        """`name` was on its way, whatever this rank did meanwhile."""
+        """`name` was in transfer, whatever this rank did meanwhile."""
 
     def turn(self, of: str, conversation: int, start: float, end: float, **arguments: Any) -> None:
         """The conversation of this number waited for a turn of its policy, or for its environment."""

@@ -103,7 +103,7 @@ def checked(given: Any, where: str) -> list[Message]:
     A content may be a list of parts, `{"type": "text", "text": ...}`; only text is read.
 
     Raises:
-        UserError: It is neither, or has a role or a part that no template knows.
+        UserError: It is neither, or has a role or a part that no template can write.
     """
     if given is None:
         return []
@@ -144,7 +144,7 @@ MARKS = re.compile(f"{MARK}({MARK}?)")  # one stands in a spelling, two stand fo
 
 
 class SpecialTokens:
-    """Tells special tokens that a template writes from those that are spelled in messages, which become text.
+    """Distinguishes special tokens that a template writes from those that are spelled in messages, which become text.
 
     Else an environment, or a user, who says `<|im_end|>` would end its turn there, and could speak in another role.
     Messages are marked before a template writes them, and its text is tokenised as `ids` says.

@@ -164,7 +164,7 @@ class Environment:
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether calls in the rank's own process are made side by side: something of it is a coroutine."""
+        """Whether calls in the rank's own process are made concurrently: a method or tool is a coroutine."""
         return self.workers is None and any(each.awaits for each in self.definitions.values())
 
     @property
@@ -185,7 +185,7 @@ def _named(definition: Definition) -> str:
 
 
 def _arguments(classes: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The arguments of each of several classes."""
+    """The arguments of each class, where there are several."""
     for name, given in arguments.items():
         if name not in classes:
             raise UserError(

@@ -92,7 +92,7 @@ class Session:
 
     @naming_row
     def begin(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> list[Message]:
-        """The messages of the first turn; of a game, those with which each seat begins.
+        """The messages of the first turn; in a game, those with which each seat begins.
 
         Args:
             prompt: Messages of the dataset's row.
@@ -154,7 +154,7 @@ class Session:
 
     @naming_row
     def move(self, text: str, seat: str, turn: int) -> Move:
-        """What the game says to what a seat said in its turn of this number.
+        """The game's answer to what a seat said in its turn of this number.
 
         Raises:
             WorkerError: The environment failed, or gave what is no message or no finite reward.
