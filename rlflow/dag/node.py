@@ -159,7 +159,7 @@ class Node:
 
     @property
     def each(self) -> tuple[str, ...]:
-        """The names of the values of which it reads all rows below its own."""
+        """The names of the values that it reads as `Each`: of all rows below its own."""
         return tuple(dict.fromkeys(value.name for value in self.inputs if value.each))
 
     @property

@@ -32,7 +32,7 @@ class ReasoningGym(Source):
     Args:
         task: Name of the task, such as `chain_sum`.
         size: Number of problems drawn from the generator; a question that repeats is used once.
-        seed: Seed of the draws, and of which of them are for validation.
+        seed: Seed of the draws, and of the choice of those for validation.
         split: Which problems these are.
         validation_size: Number of problems reserved for validation, a random choice of all.
         config: Settings of the task, such as `{max_terms: 2}`.
