@@ -1,4 +1,4 @@
-"""What a callback is."""
+"""The base class of callbacks, and the trainer as they see it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Under which a checkpoint keeps the state; override it where a run has several callbacks of one class."""
+        """The name of the state in a checkpoint; override it where a run has several callbacks of one class."""
         return type(self).__qualname__
 
     def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
@@ -95,12 +95,12 @@ class Callback:
         """The run is ending with `error`, which is raised after this."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback, JSON-able; called on every rank, and rank 0's is kept."""
+        """State of this callback for the checkpoint, JSON-able. Called on every rank; rank 0's state is stored."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave; not called where the checkpoint has nothing under `state_key`."""
 
     def _generate_state_key(self, **arguments: Any) -> str:
-        """The class with what tells callbacks of it apart, for `state_key`."""
+        """The class, with the arguments that distinguish callbacks of it, for `state_key`."""
         return f"{type(self).__qualname__}{arguments!r}"

@@ -24,7 +24,7 @@ class EarlyStopping(Callback):
         mode: Whether larger (`max`) or smaller (`min`) is better.
         stopping_threshold: Stop as soon as the metric is at least this good; None for no such rule.
         patience: Stop after this many looks in a row without a better value; None for no such rule.
-        min_delta: By how much a value must beat the best one to count as better.
+        min_delta: Difference by which a value must beat the best one to count as better.
 
     Raises:
         UserError: The run does not log `monitor`, or neither rule is set.

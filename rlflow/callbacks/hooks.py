@@ -1,4 +1,4 @@
-"""A run's callbacks as one: each hook of all of them, and their states by name."""
+"""Calls each hook of all callbacks of a run, and collects their states by name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Callbacks:
     """Calls the hooks of all callbacks, in their order.
 
     Args:
-        given: By the user.
-        trainer: That the hooks are given.
-        module: Likewise.
+        given: The user's callbacks.
+        trainer: Trainer that the hooks receive.
+        module: Module that the hooks receive.
     """
 
     def __init__(self, given: Sequence[Callback], trainer: RunningTrainer, module: RLModule) -> None:
@@ -81,7 +81,7 @@ class Callbacks:
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Refuse callbacks that cannot be called, or whose states could not be told apart.
+    """Refuse callbacks that cannot be called, or whose states could not be distinguished.
 
     Raises:
         UserError: A hook takes other arguments; or two callbacks that keep a state have one `state_key`.

@@ -26,9 +26,9 @@ from rlflow.strategies.strategy import TrainingStrategy
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-# The parts of a `Checkpoint`, by which ranks know their state. What all ranks have alike rank 0 writes. Of what some
-# ranks change, the first rank that changed an entry since the run began writes it; if none did, the first that has it.
-# Of the rest each rank writes its own.
+# The parts of a `Checkpoint`, grouped by the ranks that know their state. Rank 0 writes what all ranks have alike. What
+# only some ranks change is written by the first rank that changed the entry since the run began, or, if none did, by
+# the first rank that has it. Each rank writes its own state of the rest.
 ALIKE = ("steps", "gaps", "callbacks", "validation", "monitored")
 CHANGED = ("module", "chosen", "updates")
 OF_RANK = ("metrics", "samples", "remembered", "random")
@@ -36,14 +36,14 @@ OF_RANK = ("metrics", "samples", "remembered", "random")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank remembers after some steps. Nothing of it changes, so it can be saved in the middle of the next.
+    """State of one rank after some steps. Nothing of it changes, so it can be saved in the middle of the next step.
 
     Weights and optimizers are no part of it; they are written from where they lie.
 
     Attributes:
-        progress: Where the run stands, for `state.json`, which rank 0 writes.
+        progress: Progress of the run, for `state.json`, which rank 0 writes.
         tensors: Tensors of the module's state, by the keys that lead to them, for this rank's `module-state-*`.
-        of_rank: What this rank alone has, JSON-able, for its `logged-*`.
+        of_rank: State that only this rank has, JSON-able, for its `logged-*`.
         groups: Rows and values of later steps, by the names of their files.
     """
 
@@ -68,13 +68,13 @@ class Checkpoint:
         chosen: The rows of epochs that the module chose; None where it does not choose.
         updates: Gradient norms of each role, which its later updates are compared with.
         steps: Steps and draws that are done.
-        gaps: Logprob gaps of each policy, which those of later steps are compared with.
+        gaps: Logprob gaps of each policy, which the gaps of later steps are compared with.
         callbacks: The user's callbacks.
         validation: Validation before the first step, for the summary.
         monitored: The metric that decides which checkpoints stay.
-        metrics: What this rank logged of steps in progress.
+        metrics: Metrics that this rank logged for steps in progress.
         samples: Samples of steps in progress, for the loggers.
-        remembered: What nodes gave to memories of prompts in steps in progress.
+        remembered: Values that nodes gave to memories of prompts in steps in progress.
         random: The process's random generators, which a user's code may draw from. What rlflow draws is a function of
             (seed, step, draw).
         carried_over: Gives groups of rows that later steps need: left over, unfinished, generated ahead; by the names
@@ -82,7 +82,7 @@ class Checkpoint:
         take_over: Gives them back, after the state of `steps`; called by all ranks.
         seed: Seed of the run.
         data: Digest of the training rows.
-        config: As resolved, without secrets; None for a run without one.
+        config: The resolved config, without secrets; None for a run without one.
         gather: Gathers what is JSON-able of every rank; a collective of all.
     """
 
@@ -115,7 +115,7 @@ class Checkpoint:
         self._before = _digests(_entries(state)), _digests_of_tensors(tensors)
 
     def take(self) -> Snapshot:
-        """What this rank has now; asks no other rank."""
+        """This rank's state as it is now; asks no other rank."""
         changed, tensors = self._changed()
         state = changed | self._states(ALIKE)
         progress = Progress(state["steps"]["step"], self.seed, self.data, self.config, state)
@@ -123,7 +123,7 @@ class Checkpoint:
         return Snapshot(progress, tensors, of_rank, self.carried_over())
 
     def agreed(self, here: Snapshot) -> Snapshot:
-        """This rank's snapshot, with what all ranks together know and the tensors that it is to write; by all ranks.
+        """This rank's snapshot, with what all ranks together know and the tensors that it is to write. A collective.
 
         Raises:
             UserError: Ranks changed a tensor of the module's state to different ones.
@@ -156,7 +156,7 @@ class Checkpoint:
 
         Args:
             folder: Folder of the checkpoint.
-            progress: What its `state.json` has.
+            progress: Contents of its `state.json`.
 
         Returns:
             A line for each callback that has lost its state, or begins without one.
@@ -196,7 +196,7 @@ def _marked(now: Mapping[str, str], before: Mapping[str, str]) -> dict[str, Dige
 
 
 def _changed_by(of_ranks: Sequence[Mapping[str, Digest]]) -> dict[str, list[int]]:
-    """By name, the ranks that changed an entry since the run began; if none did, those that have it."""
+    """The ranks that changed an entry since the run began, by name of the entry; if none did, those that have it."""
     ranks = {}
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
         having = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
@@ -228,7 +228,7 @@ class RandomStates:
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
-        """As they are now."""
+        """The states of the generators now."""
         version, words, gauss = random.getstate()
         kind, keys, place, has_gauss, cached = numpy.random.get_state(legacy=True)
         on_gpu = self._device.type == "cuda"

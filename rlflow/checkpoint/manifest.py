@@ -30,8 +30,8 @@ class Progress:
         step: Steps that are done.
         seed: Seed of the run.
         data: Digest of the training rows.
-        config: As resolved, without secrets; None for a run without one.
-        state: What is JSON-able of the state of each part, see `rlflow.checkpoint.contents.Checkpoint`.
+        config: The resolved config, without secrets; None for a run without one.
+        state: JSON-able state of each part, see `rlflow.checkpoint.contents.Checkpoint`.
     """
 
     step: int
@@ -46,7 +46,7 @@ def write_manifest(folder: Path, progress: Progress, files: Mapping[str, tuple[s
 
     Args:
         folder: Folder of the checkpoint.
-        progress: Where the run stands.
+        progress: Progress of the run.
         files: SHA-256 and bytes of each file by name, and the rank that wrote it.
     """
     listed = {name: {"size": size, "sha256": digest, "rank": rank} for name, (digest, size, rank) in files.items()}
@@ -65,9 +65,9 @@ def newest_first(run_dir: Path) -> list[Path]:
 
 
 def lacks(folder: Path) -> str | None:
-    """What of a checkpoint is not there, not as long as it was, or not what was written; None for nothing.
+    """What is missing from a checkpoint, has another size, or is not what was written; None for nothing.
 
-    Of its files sizes are compared, and see `changed_files`.
+    Compares the sizes of its files; `changed_files` compares their contents.
     """
     if not (folder / STATE).is_file():
         return f"no {STATE}"
@@ -96,11 +96,11 @@ def find(
     """The checkpoint that `trainer.ckpt_path` names: `last` of the run's own folder that is whole, or a given folder.
 
     Args:
-        path: As it was written.
-        run_dir: Of the run.
-        damage: What a checkpoint has in place of what was written, if anything.
-        report: Given a line for each that is damaged, and passed over for an older one.
-        listed: The checkpoints of a run.
+        path: `trainer.ckpt_path` as the user wrote it.
+        run_dir: Folder of the run.
+        damage: Returns what a checkpoint has in place of what was written; None for nothing.
+        report: Receives a line for each checkpoint that is damaged and passed over for an older one.
+        listed: Lists the checkpoints of a run, newest first.
 
     Returns:
         Its folder; None where `auto` finds none, which is otherwise `last`.
@@ -143,11 +143,11 @@ def monitored_value(folder: Path, monitor: str | None) -> float | None:
 
 
 def read_progress(folder: Path, seed: int, data: str) -> Progress:
-    """Where the checkpointed run stood.
+    """Read the progress of a run at its checkpoint.
 
     Args:
-        folder: Of the checkpoint.
-        seed: Of the run that is to continue it.
+        folder: Folder of the checkpoint.
+        seed: Seed of the run that is to continue it.
         data: Digest of that run's training rows.
 
     Raises:
@@ -169,12 +169,12 @@ def read_progress(folder: Path, seed: int, data: str) -> Progress:
 
 
 def changed_files(folder: Path, rank: int, world_size: int) -> list[str]:
-    """This rank's share of a checkpoint's files is read: those whose content is not what was written.
+    """Read this rank's share of a checkpoint's files, and return those whose content is not what was written.
 
     Args:
-        folder: Of the checkpoint.
-        rank: This one.
-        world_size: The ranks that divide the files among them, by size; each file is read by one.
+        folder: Folder of the checkpoint.
+        rank: This process's rank.
+        world_size: Number of ranks that divide the files among them, by size; each file is read by one rank.
     """
     files: dict[str, dict[str, Any]] = _read(folder).get("files", {})
     to_read = [0] * world_size  # bytes by rank
@@ -188,12 +188,12 @@ def changed_files(folder: Path, rank: int, world_size: int) -> list[str]:
 
 
 def damage(folder: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """What a checkpoint has in place of what was written, as far as this rank reads it; None for nothing.
+    """What a checkpoint has in place of what was written, in the files that this rank reads; None for nothing.
 
     Args:
-        folder: Of the checkpoint.
-        rank: This one.
-        world_size: The ranks that divide the files among them.
+        folder: Folder of the checkpoint.
+        rank: This process's rank.
+        world_size: Number of ranks that divide the files among them.
     """
     try:
         if (what := lacks(folder)) is not None:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint: of the state of roles every rank the ranges of tensors that it holds; and the rest of it."""
+"""Reads a checkpoint: each rank reads the ranges of the roles' tensors that it holds, and the rest of the state."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Retention:
 
     Args:
         last: How many of the newest checkpoints stay.
-        top_k: How many of the best by `monitor` stay besides; they may be among the newest. -1 for all checkpoints.
+        top_k: How many of the best by `monitor` stay in addition; they may be among the newest. -1 for all checkpoints.
         monitor: The metric that says which are best.
         mode: Whether a smaller (`min`) or a larger (`max`) value is better.
     """
@@ -35,8 +35,8 @@ class Retention:
         """The checkpoints that stay, in the order of their steps.
 
         Args:
-            values: The metric's value by checkpoint, in the order of steps; None if it was not measured. Of two equal
-                values that of the later step is better.
+            values: The metric's value by checkpoint, in the order of steps; None if it was not measured. If two values
+                are equal, that of the later step is better.
         """
         folders = list(values)
         if self.top_k == ALL:
@@ -48,5 +48,5 @@ class Retention:
         return [folder for folder in folders if folder in last or folder in best]
 
     def most(self, saves: int) -> int:
-        """The most checkpoints on the disk at a time in a run of `saves` saves, with the one being written."""
+        """The most checkpoints on the disk at the same time in a run of `saves` saves, with the one being written."""
         return saves if self.top_k == ALL else min(self.last + self.top_k + 1, saves)

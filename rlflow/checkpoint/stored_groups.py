@@ -36,8 +36,8 @@ from rlflow.values.ragged import Ragged
 
 SURPLUS = "surplus"
 UNFINISHED = "unfinished"  # groups with responses that were cut off
-LENGTHS = "lengths"  # of a ragged column, after its name
-NAMES = "names"  # of the parts of a column, likewise
+LENGTHS = "lengths"  # of a ragged column, after the column's name
+NAMES = "names"  # of the parts of a column, after the column's name
 
 
 def step_name(step: int) -> str:
@@ -50,7 +50,7 @@ def write_groups(folder: Path, name: str, groups: Groups, world_size: int) -> li
 
     Args:
         folder: The checkpoint's folder.
-        name: What file names begin with: `surplus`.
+        name: Beginning of the file names: `surplus`.
         groups: The groups, as this rank holds them.
         world_size: Number of ranks, for the names of files.
 
@@ -106,7 +106,7 @@ def read_groups(folder: Path, name: str, like: Groups, device: torch.device) -> 
 
     Args:
         folder: The checkpoint's folder.
-        name: What file names begin with: `surplus`.
+        name: Beginning of the file names: `surplus`.
         like: The spaces and values of this run, without rows.
         device: The device for tensors that were not on the CPU when they were written.
 
@@ -125,7 +125,7 @@ def read_groups(folder: Path, name: str, like: Groups, device: torch.device) -> 
 
 
 def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Groups, device: torch.device) -> Groups:
-    """As `read_groups`, where the content of `<name>.json` has been read already: `stored`, from `described`."""
+    """Like `read_groups`, where the content of `<name>.json` has been read already: `stored`, from `described`."""
     dealt = {name: _dealt(space) for name, space in stored["spaces"].items()}
     same = all(list(dealt[name]) == like.layouts(name) for name in like.spaces)
     spaces = {
@@ -221,7 +221,7 @@ def _dealt(space: dict[str, Any]) -> dict[Layout, Partition]:
 def _space_from_json(
     like: RowSpace, stored: dict[str, Any], dealt: dict[Layout, Partition] | None, layouts: list[Layout]
 ) -> RowSpace:
-    """The stored rows as a space: where `dealt` says they lie, or if it is None, dealt to `layouts` anew by group."""
+    """The stored rows as a space: where `dealt` says they lie; if it is None, dealt to `layouts` again by group."""
     arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ("path", *NUMBERS)}
     arrays["path"] = arrays["path"].view(-1, like.path.shape[1])  # of no rows it has no width
     arrays["dropped"] = torch.tensor(stored["dropped"], dtype=torch.bool)

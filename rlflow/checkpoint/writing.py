@@ -1,6 +1,6 @@
-"""Writes a checkpoint: every rank the tensors that it holds, in a thread while the run goes on or while it waits.
+"""Writes a checkpoint: each rank writes the tensors that it holds, in a thread during the run or while the run waits.
 
-A save is four calls, of which the `Disk` of each rank does the writing:
+A save is four calls; the `Disk` of each rank does the writing:
 
     draft.open()                        one rank: the folder `step-00000020.draft`
     write_share(draft, disk, ...)       all ranks: their files, then a record of sizes and digests
@@ -37,9 +37,9 @@ def role_share(strategy: TrainingStrategy, role: str, disk: Disk) -> tuple[dict[
     """What one rank records of a role, and the function that writes the rank's file of it.
 
     Args:
-        strategy: Holds the role.
+        strategy: Strategy that holds the role.
         role: Name of the role.
-        disk: Writes the file; its tensors are copied now where the run goes on meanwhile.
+        disk: Disk that writes the file. It copies the tensors now if the run continues meanwhile.
 
     Returns:
         The record for `index_of`, JSON-able: `ranges` by parameter, (start, length); on the role's leading rank also
@@ -106,12 +106,12 @@ def write_share(
         disk: The disk that writes. Unless it is asynchronous, weights must not change until it has written them.
         strategy: The strategy that holds this rank's roles.
         roles: All trained roles, also those on other ranks.
-        snapshot: What this rank remembers besides; None for the roles alone.
+        snapshot: The rest of what this rank stores; None for the roles alone.
     """
     rank, world_size = draft.rank, len(draft.nodes)
     digests: dict[str, str] = {}
     failed: list[BaseException] = []
-    try:  # small, and of objects that the run goes on to change
+    try:  # small, and of objects that change while the run continues
         for name in [] if snapshot is None else _write_snapshot(draft.path, snapshot, rank, world_size):
             digests[name] = ""
     except (OSError, SafetensorError) as error:
@@ -137,7 +137,7 @@ def write_share(
 
 
 def _write_snapshot(folder: Path, snapshot: Snapshot, rank: int, world_size: int) -> Iterator[str]:
-    """Write what one rank remembers, without `state.json`; gives the name of each file that it has written."""
+    """Write the state of one rank, without `state.json`; gives the name of each file that it has written."""
     name = f"{of_rank(OF_RANK, rank, world_size)}.json"
     (folder / name).write_text(json.dumps(snapshot.of_rank))
     yield name

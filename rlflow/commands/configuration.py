@@ -1,4 +1,4 @@
-"""From YAML files and the command line to objects, by the signatures of their constructors."""
+"""Builds objects from YAML files and the command line, by the signatures of their constructors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the simulator is imported where it is asked for
     from rlflow.simulate.simulation import Simulation
 
 MODELS, NODES = "models", "nodes"
-# Of Trainer, keys of their own in a config.
+# Arguments of Trainer that are top-level keys in a config.
 TOP_LEVEL = ("seed", "strategy", "rollout", "engines", "placement", "logger", "callbacks")
 
 
@@ -42,10 +42,10 @@ class Configured:
     Attributes:
         module: The algorithm.
         data: Rows to train and validate on.
-        trainer: With all settings of the run.
+        trainer: Trainer with all settings of the run.
         config: As `config.yaml` of the run has it: all defaults, classes written as `class_path` and `init_args`.
         keys: Keys as the user wrote them, for errors.
-        simulation: What predicts the run, if that was asked for.
+        simulation: Simulation that predicts the run, if that was asked for.
     """
 
     module: RLModule
@@ -110,10 +110,10 @@ def _add_arguments(parser: OneLineParser, cls: type, start: str, arguments: Mapp
     """Add a constructor's arguments; jsonargparse would import what its module imports for type checkers alone.
 
     Args:
-        parser: Of a command.
-        cls: Whose docstrings describe the arguments.
-        start: Of each key, such as `trainer.`.
-        arguments: Some of the constructor's.
+        parser: Parser of a command.
+        cls: Class whose docstrings describe the arguments.
+        start: Beginning of each key, such as `trainer.`.
+        arguments: Arguments of the constructor, all or some of them, by name.
     """
     described = {
         each.arg_name: each.description for base in cls.__mro__[::-1] for each in parse(base.__doc__ or "").params
@@ -128,7 +128,7 @@ def configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configu
     """The objects of a command line, and its options with all defaults.
 
     Args:
-        parser: Of `config_parser`, with the command's own options.
+        parser: Parser from `config_parser`, with the command's own options.
         arguments: Configs and options.
 
     Raises:
@@ -168,7 +168,7 @@ def configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configu
 
 
 def _replace_nodes(given: Sequence[dict[str, Any]]) -> None:
-    """Of a node that a later config writes with another `call` leave nothing but its place."""
+    """Clear what earlier configs write of a node that a later one writes with a `call`; the node's place stays."""
     earlier: dict[str, list[dict[str, Any]]] = {}
     for layer in given:
         nodes = layer.get(NODES)

@@ -23,7 +23,7 @@ def export(model: Path, to: Path, form: Form = "merged", trust_remote_code: bool
         model: An adapter's folder, such as the `model` of a run with `lora`.
         to: A new folder.
         form: `merged` for a whole model in Hugging Face form, in its base's dtype; `adapter` for one in peft's form.
-        trust_remote_code: Run the code that lies beside the base's weights; read it first.
+        trust_remote_code: Run the code that is stored next to the base's weights; read it first.
 
     Raises:
         UserError: There is nothing to export, or something lies where it would go.

@@ -33,7 +33,7 @@ def graph(configured: Configured, /, rank: int = 0, draw: Path | None = None) ->
 
     Args:
         configured: The algorithm, and its ranks.
-        rank: Whose plan is printed.
+        rank: Rank whose plan is printed.
         draw: Write the graph in Mermaid: PATH.md or .mmd.
     """
     if draw is not None and draw.suffix not in (".md", ".mmd"):

@@ -52,10 +52,11 @@ def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int
     """Add a function's parameters to a parser, with what its docstring says of them.
 
     Args:
-        parser: Of the command.
-        command: Its positional-only parameters are given in their order, the others as options; a `bool` is a flag,
-            which may have a value. So `def samples(run_dir: Path, /, step: int | None = None, last: bool = False)` is
-            called by `rlflow samples RUN_DIR --step 3` and by `rlflow samples RUN_DIR --last`.
+        parser: Parser of the command.
+        command: The command. Its positional-only parameters are given in their order, the others as options; a `bool`
+            is a flag, which may have a value. So
+            `def samples(run_dir: Path, /, step: int | None = None, last: bool = False)` is called by
+            `rlflow samples RUN_DIR --step 3` and by `rlflow samples RUN_DIR --last`.
         skip: How many of its first parameters are no arguments of the command line.
     """
     described = {each.arg_name: each.description for each in parse(command.__doc__ or "").params}

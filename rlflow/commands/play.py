@@ -48,10 +48,10 @@ def play(
 
     Args:
         configured: The algorithm with the environment, and the data.
-        row: Of the training data, from 0.
-        replies: A file of what the policy says: turns, a line each, or .jsonl; else standard input.
+        row: Row of the training data, from 0.
+        replies: File of what the policy says: turns, a line each, or .jsonl; else standard input.
         tokens: Show tokens, and who wrote which.
-        environment: Of the module, where it has several.
+        environment: Name of an environment of the module, where it has several.
 
     Raises:
         UserError: The config has no environment, or none that can be played so; there is no such row; the environment
@@ -128,7 +128,7 @@ def _row(data: PromptData, row: int) -> dict[str, Any]:
 
 
 def _show_end(screen: Screen, view: Conversation, whose: str) -> None:
-    """Show what a conversation came to; of a game, what a seat's did."""
+    """Show the outcome of a conversation; in a game, that of a seat."""
     for message in view.messages:
         if "unread" in message:
             screen.block(f"environment {message['role']}", "which no turn reads", written(message))
@@ -155,11 +155,11 @@ OnTokens = Callable[[str, Sequence[int]], None]  # who wrote tokens, and which
 class Player(RolloutEngine):
     """Takes turns as an engine does, one after another: what is said becomes tokens as those of a policy.
 
-    Of a game it takes those of all seats.
+    In a game it takes the turns of all seats.
 
     Args:
-        replies: What is said, a turn each.
-        tokenizer: Of the model.
+        replies: Texts of the turns, one each.
+        tokenizer: Tokenizer of the model.
         end: The token that ends a turn.
         on_tokens: Called with each part of the conversation, when it is there to be read.
     """

@@ -18,7 +18,7 @@ from rlflow.run.folder import RunFolder
 from rlflow.run.replay import Replay
 
 LEFT_OUT = ("placement", "logger", "callbacks", "config", "predict")
-# Of any strategy, what SingleProcess computes with as well.
+# Settings of any strategy that SingleProcess computes with as well.
 OF_STRATEGY = ("precision", "token_budget", "packing", "float32_head")
 ALONE: dict[str, Any] = {"devices": 1, "num_nodes": 1, "max_staleness": 0, "partial_rollout": None, "ckpt_path": None}
 ALONE |= {"keep_inputs": [], "keep_inputs_of": [], "fast_dev_run": False}
@@ -29,13 +29,13 @@ def replay(run_dir: Path, /, *, step: int, node: str | None = None, pdb: bool = 
     """Run nodes of a run's step once more, in one process.
 
     Args:
-        run_dir: The folder of a run that kept inputs, see `trainer.keep_inputs`.
-        step: Of the run, from 1.
-        node: Its name; else all that were kept, in order.
+        run_dir: The folder of a run that stored inputs, see `trainer.keep_inputs`.
+        step: Step of the run, from 1.
+        node: Name of the node; else all nodes whose inputs were stored, in order.
         pdb: Stop in the debugger where each node begins or raises.
 
     Raises:
-        UserError: The run has no config, or one that is damaged, or kept nothing of that step.
+        UserError: The run has no config, or one that is damaged, or stored nothing of that step.
     """
     if step < 1:
         raise UserError(f"`--step` is {step}; steps count from 1")
@@ -92,11 +92,11 @@ def config_of(file: Path) -> dict[str, Any]:
 
 
 def alone(config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The config of a run on one process, which computes what that run does.
+    """The config of a run in one process, which computes what that run does.
 
     Args:
-        config: As the run resolved it.
-        run_dir: For what a run writes.
+        config: Config as the run resolved it.
+        run_dir: Folder for what a run writes.
     """
     given = config["strategy"].get("init_args", {})
     return {

@@ -57,9 +57,9 @@ def screen(timeline: Timeline, steps: Sequence[int], last: int) -> Iterator[str]
     """The report's lines.
 
     Args:
-        timeline: Of these steps at least.
-        steps: That are shown.
-        last: Step of the run.
+        timeline: Timeline of these steps at least.
+        steps: Steps that are shown.
+        last: Last step of the run.
     """
     start, end = timeline.window(steps)
     of_steps = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
@@ -110,12 +110,12 @@ class Span:
     """What a rank did from `start` to `end`, seconds from the run's first span.
 
     Attributes:
-        rank: Who.
+        rank: Rank that did it.
         name: A node's id, or what else was done.
-        category: Of the trace.
-        step: Of the run, from 1.
-        start: When it began.
-        end: When it ended.
+        category: Category in the trace.
+        step: Step of the run, from 1.
+        start: Time when it began.
+        end: Time when it ended.
     """
 
     rank: int
@@ -126,7 +126,7 @@ class Span:
     end: float
 
     def within(self, start: float, end: float) -> float:
-        """Its seconds between two times."""
+        """Seconds of the span that lie between two times."""
         return max(0.0, min(self.end, end) - max(self.start, start))
 
 
@@ -138,21 +138,21 @@ class Timeline:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """All that left a span."""
+        """The ranks that left a span."""
         return sorted({span.rank for span in self.spans})
 
     @cached_property
     def tasks(self) -> list[Span]:
-        """Without waits in them, and without those that only repeat others."""
+        """The spans of tasks: without the waits within them, and without those that only repeat others."""
         return [span for span in self.spans if is_task(span)]
 
     def window(self, steps: Sequence[int]) -> tuple[float, float]:
-        """From the beginning of the first task of these steps to the end of the last."""
+        """The time from the beginning of the first task of these steps to the end of the last."""
         of = [span for span in self.tasks if span.step in steps]
         return min(span.start for span in of), max(span.end for span in of)
 
     def shares(self, rank: int, start: float, end: float) -> tuple[float, float, float]:
-        """Of the time between: worked, waited, nothing to do."""
+        """Shares of the time from `start` to `end` in which a rank worked, waited, and had nothing to do."""
         tasks = sum(span.within(start, end) for span in self.tasks if span.rank == rank)
         waited = sum(span.within(start, end) for span in self.spans if span.rank == rank and span.category in WAITS)
         whole = (end - start) or 1.0

@@ -1,4 +1,4 @@
-"""`rlflow samples`: the samples that a run kept, to be read in a terminal."""
+"""`rlflow samples`: the samples that a run stored, to be read in a terminal."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def samples(
     ended: Ended | None = None,
     reward_below: float | None = None,
 ) -> None:
-    """Print the samples that a run kept: prompts and responses, or conversations turn by turn.
+    """Print the samples that a run stored: prompts and responses, or conversations turn by turn.
 
-    One after another: a run's may be more than memory.
+    They are read one after another, as a run may have more of them than fit in memory.
 
     Args:
         run_dir: The folder of a run, whether it ended or not.
-        step: Those of this step alone, from 1.
-        last: Those of the last step alone.
-        row: Those of this row of the dataset alone, from 0.
-        ended: Those that ended so.
-        reward_below: Those with a smaller reward.
+        step: Print samples of this step alone, from 1.
+        last: Print samples of the last step alone.
+        row: Print samples of this row of the dataset alone, from 0.
+        ended: Print samples that ended this way alone.
+        reward_below: Print samples with a smaller reward alone.
 
     Raises:
         UserError: There are none, or none of the step, or their file is damaged.

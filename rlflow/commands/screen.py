@@ -33,9 +33,9 @@ class Screen:
         """Write what somebody says, indented below a line that names them.
 
         Args:
-            speaker: By whose first word the colour is chosen.
-            more: Beside the name.
-            text: Of any number of lines.
+            speaker: Name of the speaker; its first word chooses the colour.
+            more: Text next to the name.
+            text: What is said, any number of lines.
         """
         colour = COLOURS.get(speaker.partition(" ")[0], "")
         head = Text(INDENT + readable(speaker), f"bold {colour}".strip())

@@ -30,11 +30,11 @@ def simulate(
 
     Args:
         configured: The run.
-        machines: To be simulated; here, `--nodes N` is the same.
-        hardware: Of them: h100, h200, a100, or a YAML file.
+        machines: Machines to simulate; for this command `--nodes N` is the same.
+        hardware: Hardware of the machines: h100, h200, a100, or a YAML file.
         scaling: Whether the step's prompts grow with the ranks (weak) or not (strong).
-        prompt_tokens: On average; else half of the longest.
-        response_tokens: On average; else half of the longest.
+        prompt_tokens: Tokens of a prompt on average; else half of the longest.
+        response_tokens: Tokens of a response on average; else half of the longest.
         draw: Write a picture to PATH.png, .svg or .pdf.
     """
     return Simulation(

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def traces_of(folder: Path) -> Path:
-    """Where the traces of a run lie.
+    """The folder of a run's traces.
 
     Raises:
         UserError: There are none.

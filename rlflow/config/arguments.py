@@ -19,7 +19,7 @@ class Argument:
     """One argument of a constructor, or one key of a config.
 
     Attributes:
-        hint: Its type, such as `int | None`; a `Group` for a key with keys below it.
+        hint: Type, such as `int | None`; a `Group` for a key with keys below it.
         required: Whether it has no default.
         default: The default; None if it is required.
     """
@@ -34,7 +34,7 @@ class Group:
     """The keys below one key of a config: a section such as `trainer`, or the whole config with its sections.
 
     Attributes:
-        arguments: By key, `{"max_steps": Argument(int | None), ...}`.
+        arguments: Arguments by key, `{"max_steps": Argument(int | None), ...}`.
     """
 
     arguments: Mapping[str, Argument]
@@ -48,7 +48,7 @@ def arguments_of(cls: type) -> dict[str, Argument]:
         {"lr": Argument(float, required=True), "steps": Argument(int | None)}
 
     Args:
-        cls: The class. Of an argument that several constructors name, the subclass's counts.
+        cls: The class. If several constructors name an argument, the subclass's counts.
     """
     found: dict[str, Argument] = {}
     for owner in cls.__mro__:
@@ -125,7 +125,7 @@ def fields_of(hint: Any, keys: Mapping[str, Any]) -> dict[str, Argument] | None:
 
 
 def plain_dataclass(hint: Any, keys: Mapping[str, Any]) -> type | None:
-    """The dataclass of a type, which may be a union; of several the first that has all these keys; None without one."""
+    """The dataclass of a type, which may be a union: the first that has all these keys; None if there is none."""
     found = [each for each in _classes(hint) if is_plain_dataclass(each)]
     fitting = (each for each in found if keys.keys() <= arguments_of(each).keys())
     return next(fitting, found[0] if found else None)

@@ -19,8 +19,8 @@ def built(value: Any, hint: Any, keys: tuple[str, ...], written: Written) -> Any
 
     Args:
         value: The value, as jsonargparse parsed it.
-        hint: Its type.
-        keys: Its place in the config with classes written whole: `("strategy", "init_args", "timeout_s")`.
+        hint: Type of the value.
+        keys: Place of the value in the config with classes written whole: `("strategy", "init_args", "timeout_s")`.
         written: Returns the key for such a place as the user wrote it: `strategy.timeout_s`.
 
     Raises:
@@ -49,10 +49,10 @@ def instance(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ..
 
     Args:
         cls: The class.
-        items: Its arguments, as jsonargparse parsed them.
+        items: Arguments of the class, as jsonargparse parsed them.
         keys: Place of the object in the config.
         within: Place of its arguments: `keys`, or `keys` and `init_args`.
-        written: As for `built`.
+        written: Returns the key as the user wrote it, as for `built`.
 
     Raises:
         UserError: The constructor, or that of a part, refused its arguments, or a library is missing.

@@ -39,11 +39,11 @@ class Mistake:
     """One thing that is wrong.
 
     Example:
-        Of `trainer: {max_steps: many}` the keys are `("trainer", "max_steps")`, the value is `"many"`, and what is
+        In `trainer: {max_steps: many}` the keys are `("trainer", "max_steps")`, the value is `"many"`, and what is
         found is "is {value}; give an integer or null".
 
     Attributes:
-        keys: Its place in the tree in which classes are written whole.
+        keys: Place in the tree in which classes are written whole.
         found: What is wrong there; `{value}` stands for the value.
         value: The value there; None if it is missing.
         of_type: Whether the value is not of its type. Such mistakes are reported before jsonargparse parses the config;

@@ -22,7 +22,7 @@ class WrittenKeys:
         `strategy.class_path` is `strategy` where the config has `strategy: fsdp`.
 
     Args:
-        layers: The trees of the configs and options, the last of which wins.
+        layers: The trees of the configs and options; the last one wins.
         tree: All of them as one, in which some classes are written by `class_path` and `init_args`.
     """
 

@@ -123,7 +123,7 @@ def _whole(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(given: Mapping[str, Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:
-    """The arguments of another class that this one takes too, with a fitting type; within a dataclass, its fields."""
+    """The arguments of another class that this class takes too, with a fitting type; within a dataclass, its fields."""
     found = {}
     for key, value in given.items():
         if key not in arguments:

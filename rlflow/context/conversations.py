@@ -40,7 +40,7 @@ from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending, Rollout
 
 BEFORE = -1  # the turn whose seed is the environment's: it draws before the policy's first
-ROUND_S = 5.0  # after which ranks that share an engine are told that no environment has answered yet
+ROUND_S = 5.0  # after which ranks that share an engine are informed that no environment has answered yet
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class ConverseCall:
         draw: Number of the draw of prompts, from 0; it goes into the seeds.
         node: Name of the node that calls.
         policy: Policy that the returned rows are of.
-        versions: By policy that takes turns, the version of the weights that its engine must hold.
+        versions: Version of the weights that a policy's engine must hold, by policy that takes turns.
         layout: Layout of the node's rows; ranks that share an engine run the same conversations.
-        players: By seat, the policy that plays it in place of `policy`, and the temperature of that policy.
+        players: Policy that plays a seat in place of `policy`, and the temperature of that policy, by seat.
         rows_of: Ids of prompts `[N]` to their places in the dataset `[N]`.
         part: With `trainer.partial_rollout`, how far conversations get in this call; None for whole ones.
     """
@@ -124,8 +124,8 @@ class ConversationRunner:
         """Run `n` conversations from each prompt; called by all ranks that share an engine, with the same rows.
 
         Args:
-            engines: By policy that takes turns, its engine on this rank, which holds the weights of its version.
-            environment: What answers the policy.
+            engines: This rank's engines by policy that takes turns; each holds the weights of its policy's version.
+            environment: Environment that answers the policy.
             rows: `B` rows of the dataset.
             parents: Paths of these rows.
             n: Conversations from each row.
@@ -187,7 +187,7 @@ class ConversationRunner:
     def _begun(
         self, environment: Environment, rows: Sequence[tuple[int, dict[str, Any]]], path: RowPath, part: Part | None
     ) -> dict[int, Conversation]:
-        """By row, the conversations of groups that an earlier draw cut off, those of them that are over included."""
+        """The conversations of groups that an earlier draw cut off, by row, with those of them that are over."""
         if part is None or part.begun is None:
             return {}
         there: Rollout = to_device(part.begun, torch.device("cpu"))
@@ -208,10 +208,10 @@ class ConversationRunner:
         call: ConverseCall,
         begun: Conversation | None,
     ) -> ConversationSteps[list[Conversation]]:
-        """One conversation from its beginning, or from where it was cut off; of a game the views of the policy's seats.
+        """One conversation from its beginning, or from where it was cut off; in a game the views of the policy's seats.
 
         Args:
-            environment: What answers the policy.
+            environment: Environment that answers the policy.
             of_dataset: The row's place in the dataset, and the row.
             seed_of: `(seat, turn, draw)` to the seed of that turn, for a conversation that began at that draw.
             rules: How long the conversation may get.
@@ -237,7 +237,7 @@ class ConversationRunner:
         session = Session(definition, host, row, environment.max_tool_calls, key, place, made)
 
         def seed_of_turn(turn: int) -> int:
-            """What follows of an open turn is sampled with other noise than its beginning."""
+            """Seed of a turn. What is sampled of an open turn now gets other noise than its beginning had."""
             return seed_of("", turn, call.draw if turn == open_turn else draw)
 
         if begun is not None:
@@ -356,7 +356,7 @@ class EnvironmentHosts:
         self._processes: list[Host] = []
 
     def take(self, environment: Environment, conversation: int) -> Host:
-        """A host for a conversation: the one that was kept for it, else a free one, else a new one.
+        """A host for a conversation: the one that waits for it, else a free one, else a new one.
 
         If a new one has a process, that starts with the first call.
 
@@ -388,7 +388,7 @@ class EnvironmentHosts:
         self._waiting[conversation] = host
 
     def waits(self, conversation: int) -> bool:
-        """Whether a host with this conversation's environment was kept, and not taken since."""
+        """Whether a host with this conversation's environment waits, and has not been taken since."""
         return conversation in self._waiting
 
     def cancel(self) -> None:
@@ -396,7 +396,7 @@ class EnvironmentHosts:
         self._coroutines.close()
 
     def pause(self) -> None:
-        """End the loop of coroutines, unless an environment is kept for later, which may have tasks on it."""
+        """End the loop of coroutines, unless an environment waits for a later call: it may have tasks on the loop."""
         if not self._waiting:
             self._coroutines.close()
 

@@ -90,7 +90,7 @@ def require_beginning(rows: Any, node: Node, environment: Environment, cut_off: 
     Args:
         rows: The first argument of `converse`.
         node: The node that converses.
-        environment: What answers.
+        environment: Environment that answers.
         cut_off: Whether the run cuts responses off, to continue them with the next prompts.
     """
     if not isinstance(rows, Batch):
@@ -127,7 +127,7 @@ def require_own_rows(
         rows: The first argument of `generate`.
         node: The node that generates.
         policy: The policy that it generates with.
-        writers: By node that generates, its policies.
+        writers: Policies of each node that generates, by node.
         cut_off: Whether the run cuts responses off, to continue them with the next prompts.
     """
     if len(rows.segments.values):

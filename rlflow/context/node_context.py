@@ -50,7 +50,7 @@ class Running:
         space: The rows that the node sees, on all ranks.
         layout: How these rows lie on the ranks that run the node.
         draw: Number of the draw of prompts that the node runs on, from 0; sampling seeds depend on it.
-        versions: By policy, the version of the weights that its engine must hold; empty in train nodes and validation.
+        versions: Version of the weights that each policy's engine must hold; empty in train nodes and validation.
         metrics: This rank's metrics of the step, to which `log` adds.
         part: How far responses get in this call, with `trainer.partial_rollout`; None for whole responses.
         calls: The calls of `generate` and `converse` that the node has made.
@@ -99,12 +99,12 @@ class NodeContext:
         written: Rows of the dataset and a template to token ids of prompts.
         on_scores: Called with the step (from 0), samples and their scores, for `samples.jsonl`.
         rows_of: Ids of prompts `[N]` to their places in the dataset `[N]`.
-        writers: By node that generates, its policies.
+        writers: Policies of each node that generates, by node.
         longest_prompt: Tokens of the longest prompt that a node may generate from; None for any.
         conversations: Runs conversations; None without a tokenizer.
         prompt_column: Column of the prompt that rewards read, see `RewardInput`.
         trainer_state: A step (from 0) to the progress of the run, for rewards.
-        memories: What nodes gave to the module's `PromptMemory` objects.
+        memories: Record of what nodes gave to the module's `PromptMemory` objects.
         running: The node that all calls are for; None between nodes.
     """
 
@@ -207,14 +207,14 @@ class NodeContext:
     ) -> Rollout:
         """Hold `n` conversations with an environment from each prompt of a `Batch`; log turns, tool calls and times.
 
-        Of `sampling`, `max_tokens` is for a whole conversation, what the environment writes included. `players` says
-        who speaks for a seat of a game in the policy's place, and at which temperature: `{"black": ("rival", 1.0)}`.
+        `max_tokens` of `sampling` is for a whole conversation, what the environment writes included. `players` says who
+        speaks for a seat of a game in the policy's place, and at which temperature: `{"black": ("rival", 1.0)}`.
 
         Returns:
             `B * n` rows, one for each conversation; in a game `n` for each prompt and each seat of the policy.
 
         Raises:
-            UserError: As `generate`; or an environment failed, and its `on_failure` is `raise`.
+            UserError: The same as for `generate`; or an environment failed, and its `on_failure` is `raise`.
         """
         now = self._outside_training("generate")
         require_beginning(rows, now.node, environment, cut_off=now.part is not None)
@@ -395,7 +395,7 @@ class NodeContext:
     def of_each_shard(self, x: Tensor) -> Tensor:
         """`[shards, ...]`, one tensor for each shard of the node's rows; a collective of the node's ranks.
 
-        `x` has the same shape on all ranks. Of ranks that hold the same rows, the tensor of the first is returned.
+        `x` has the same shape on all ranks. Where ranks hold the same rows, the tensor of the first is returned.
         """
         now = self._outside_training("a number over all rows")
         return torch.stack(self.transport.all_gather(x, now.layout.ranks)[:: now.layout.copies])
@@ -489,7 +489,7 @@ class MemoryUpdates:
     """What this rank's nodes gave to `PromptMemory` objects, by step, until ranks exchange it at the end of the step.
 
     Args:
-        transport: To the other ranks.
+        transport: Transport to the other ranks.
     """
 
     def __init__(self, transport: Transport) -> None:

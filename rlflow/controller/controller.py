@@ -220,7 +220,7 @@ class Controller:
         return self._steps[step]
 
     def _begin(self, step: int, draw: int) -> None:
-        """Make room for a step's rows, the first of which are those of `draw`."""
+        """Make room for a step's rows; the first of them are those of `draw`."""
         self._steps[step] = Step(self._run, step, draw, self._metrics.of(step))
 
     def _in_progress(self) -> range:

@@ -26,7 +26,7 @@ from rlflow.values.columns import to_device
 from rlflow.values.host_copy import on_host
 from rlflow.values.layout import Layout
 
-NOT_BOOL = 2  # beside 0 and 1, what a filter may answer
+NOT_BOOL = 2  # in place of 0 and 1, for a filter that did not answer with bools
 
 
 class Draws:
@@ -84,7 +84,7 @@ class Draws:
         layout = task.layout
         self._choose(step.draw, layout)
         batch, ids = self._loader.batch(step.draw, layout.shard(self._transport.rank), layout.shards)
-        lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # of pairs nothing is per token
+        lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # pairs have no values per token
         space = step.gather(BATCH, layout, ids[:, None], lengths, batch.tokens)
         on_device = to_device(batch, self._run.strategy.root_device)
         step.buffer.put(BATCH, on_device, self._run.graph.type_of(BATCH), space, layout)
@@ -96,8 +96,8 @@ class Draws:
         """Leave the step the groups whose responses have all ended, and hold back the others for the next draw.
 
         Args:
-            task: What is held back.
-            step: Has the samples of this draw, and of those before that were unfinished.
+            task: Task that says what is held back.
+            step: Step that has the samples of this draw, and of those before that were unfinished.
         """
         layout, rank = self._run.value_layouts[task.node_id], self._transport.rank
         drawn, space = step.groups(self._samples), step.spaces[task.node_id]
@@ -111,15 +111,15 @@ class Draws:
         step.put(drawn.only(ended))
 
     def fill(self, task: Fill, step: Step, run: Callable[[Task, int], None]) -> None:
-        """Draw until the step has its groups; then its rows and values are in place, as if drawn together.
+        """Draw until the step has its groups. Its rows and values are then in place as if they were drawn together.
 
         Args:
-            task: What is repeated with each draw.
-            step: Holds the rows and values of a draw, and gets those of the step.
+            task: Task that says what is repeated with each draw.
+            step: Step that holds the rows and values of a draw, and gets those of the step.
             run: Runs one task.
 
         Raises:
-            UserError: The filter did not answer with one bool a row, equal within a group; or it kept too few groups.
+            UserError: The filter did not answer with one bool a row, equal within a group; or it left too few groups.
         """
         needed, most = self._run.data.prompts_per_step, self._run.module.max_draws
         parts = [] if self.surplus is None else [self.surplus]
@@ -223,15 +223,15 @@ class Draws:
 
 
 def kept_groups(filter_id: str, answers: Tensor, groups: Tensor) -> Tensor:
-    """The groups whose rows are kept, ascending.
+    """The groups that the filter leaves in the step, ascending.
 
     Args:
-        filter_id: For the error.
-        answers: `[N]` bool.
+        filter_id: Name of the filter, for the error.
+        answers: `[N]` bool, the filter's answer for each row.
         groups: `[N]`, the group of each row.
 
     Raises:
-        UserError: Some rows of a group are kept and others are not.
+        UserError: The filter keeps some rows of a group and not others.
     """
     ids, member, sizes = groups.unique(return_inverse=True, return_counts=True)
     kept = torch.zeros_like(sizes).index_add_(0, member, answers.long())

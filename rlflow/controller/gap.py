@@ -23,12 +23,12 @@ from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
-GAP = "sync/logprob_gap"  # of the one policy; of several each by its name, `sync/logprob_gap/solver`
+GAP = "sync/logprob_gap"  # the one policy's; with several, each by its name: `sync/logprob_gap/solver`
 LARGEST_GAP = "sync/logprob_gap_max"
 UNCERTAIN_GAP = "sync/logprob_gap_uncertain"
 SPREAD = "sync/logprob_spread"
-# Sums over the tokens compared, of which the two are made and which no logger sees: their number, 1 - probability, and
-# both sides' logprobs and squares.
+# Sums over the tokens compared, from which the last two figures are computed and which no logger sees: their number,
+# 1 - probability, and both sides' logprobs and squares.
 SUMS = tuple(f"sync/{name}" for name in ("tokens", "uncertain", "trainer", "trainer_square", "engine", "engine_square"))
 
 STEPS = 16  # whose gaps are remembered
@@ -41,7 +41,7 @@ TOKENS = 8  # of each of them, at most
 
 
 class LogprobGap:
-    """Compares what the engine said of its tokens with what the trainer says, at equal weights.
+    """Compares the engine's logprobs of its tokens with the trainer's, at equal weights.
 
     It watches the followed role's forward passes from the rollout until that role's first update, and takes the first
     over each of this rank's rows; of these, rows that other weights generated do not count.
@@ -53,12 +53,12 @@ class LogprobGap:
     so that neither entropy nor the certain tokens of a trained policy show in it.
 
     Args:
-        limit: Largest mean |logprob - rollout logprob| over all tokens of a step; above it the run stops. None for that
-            of `dtype`, and for the other two figures to be watched too.
-        dtype: Of the trainer's numbers.
-        policy: Its name, where there are several.
+        limit: Largest mean |logprob - rollout logprob| over all tokens of a step; above it the run stops. None takes
+            the limit of `dtype`, and watches the other two figures too.
+        dtype: Dtype of the trainer's numbers.
+        policy: Name of the policy, where there are several.
         made_by: The nodes whose rows this policy alone generates; None for all rows.
-        engine: The name of its class; a gap is compared only with those of the same.
+        engine: Name of the engine's class; a gap is compared only with those of the same class.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class LogprobGap:
             self._healthy.extend((gap, uncertain) for gap, uncertain in state["steps"])
 
     def open(self, version: int, metrics: StepMetrics) -> None:
-        """From here on the trainer's weights are those of `version`, which the engine generates with.
+        """Begin to compare: from now on the trainer has the weights of `version`, which the engine generates with.
 
         Args:
-            version: Of the weights.
-            metrics: Of the step whose rows are compared.
+            version: Version of the weights.
+            metrics: Metrics of the step whose rows are compared.
         """
         self._version, self._metrics, self._compared = version, metrics, False
 
@@ -152,7 +152,7 @@ class LogprobGap:
         self._compare(reduced[self._named(UNCERTAIN_GAP)], uncertain)
 
     def _compare(self, gap: float, uncertain: float) -> None:
-        """With the steps before: of few tokens the gap varies more."""
+        """Compare a gap with those of the steps before; a gap over few tokens varies more."""
         if self._healthy:
             usual = statistics.median(gap for gap, _ in self._healthy)
             before = sum(tokens for _, tokens in self._healthy)
@@ -194,12 +194,12 @@ def default_gap_limit(dtype: torch.dtype) -> float:
 
 
 class Probe:
-    """After a sync the engine writes a few short responses, and the trainer says what it thinks of them.
+    """After a sync, lets the engine write a few short responses, and compares its logprobs with the trainer's.
 
     Args:
         run: The run on this rank.
         task: The sync of the policy; its ranks call `run` together.
-        gap: Records how far the two are apart.
+        gap: Records how much the two differ.
     """
 
     def __init__(self, run: Run, task: SyncWeights, gap: LogprobGap) -> None:

@@ -1,6 +1,6 @@
 """Stores what nodes read and returned in a step, so that `rlflow replay` can run them again.
 
-step-00000007/advantages.json                          rows, what the node is, and why its inputs are kept
+step-00000007/advantages.json                          rows, what the node is, and why its inputs are stored
 step-00000007/advantages-00000-of-00002.safetensors    rank 0's rows, in the form of `rlflow.checkpoint.stored_groups`
 step-00000007/advantages-00000-of-00002.written.json   SHA-256 of the files that rank 0 wrote, by name
 step-00000007/advantages.state.json, .safetensors      the module's own state before the call
@@ -127,7 +127,7 @@ class NodeInputs:
             save_file(
                 {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, f"{path}.safetensors"
             )
-            # Of ranks that raised each writes a state of its own over that of another.
+            # Each rank that raised writes a state of its own over that of another.
             written += [] if failed else [f"{path.name}.json", f"{path.name}.safetensors"]
         self._sign(step, node.id, written)
 
@@ -141,7 +141,7 @@ class NodeInputs:
         folder.mkdir(parents=True, exist_ok=True)
         signature_of(folder, name, self.run.rank, ranks).unlink(missing_ok=True)
         written = write_rows(folder, name, groups, ranks)
-        draft = folder / f"{name}.json.{self.run.rank}"  # of several ranks that write the same, one counts
+        draft = folder / f"{name}.json.{self.run.rank}"  # several ranks may write the same; the last counts
         content = {**described(groups, ranks), **more}
         draft.write_text(json.dumps({"sha256": digest_of(content), **content}))
         os.replace(draft, folder / f"{name}.json")
@@ -188,7 +188,7 @@ class StoredInputs:
         folder: Folder of the step.
         node: Name of the node.
         draw: Number of the draw of prompts that the node ran on, from 0.
-        failed: By rank, what the node raised there; ranks where it did not raise are left out.
+        failed: Error that the node raised, by rank; ranks where it did not raise are left out.
         ranks: Ranks that ran the node.
         there: Ranks whose rows are stored; fewer than `ranks` where the node raised on some ranks alone, say.
         described: How the rows of these ranks lie, as `<node>.json` has it.

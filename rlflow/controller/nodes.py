@@ -158,7 +158,7 @@ class Nodes:
         return result, running.calls
 
     def _read(self, node: Node, layout: Layout, step: Step) -> tuple[dict[str, Any], RowSpace, Tensor | None]:
-        """What `node` reads on this rank, by parameter; the rows that it sees; and which of them a reward dropped.
+        """The values that `node` reads on this rank, by parameter; the rows that it sees; and which a reward dropped.
 
         The last is `[B]` bool on the CPU, of this rank's rows; None if none were dropped. Dropped rows are masked.
         """
@@ -220,7 +220,7 @@ def new_rows(
 
     Args:
         node: The node that made the rows.
-        value: What it returned.
+        value: Value that it returned.
         above: The rows that it saw.
         layout: How these lie on its ranks.
         rank: This rank.
@@ -293,7 +293,7 @@ def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, tran
 
     Args:
         node: The node that made the value.
-        value: What it returned.
+        value: Value that it returned.
         space: The rows of the value.
         layout: How they lie on the node's ranks.
         transport: Collectives between the ranks.

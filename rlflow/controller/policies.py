@@ -114,13 +114,13 @@ class Policies(dict[str, Policy]):
         super().__init__({task.policy: _policy(run, task) for task in tasks})
 
     def versions_of(self, step: int, changed: Mapping[str, int]) -> dict[str, int]:
-        """By policy, the version that generates rows of `step`: the weights after the last step trained by then.
+        """The version of each policy that generates rows of `step`: the weights after the last step trained by then.
 
         For one train node and `max_staleness` 2 these are 0 0 0 1 2 3 in the steps 0 to 5.
 
         Args:
             step: Number of the step, from 0.
-            changed: By policy, how often this step changes its weights before it generates.
+            changed: How often this step changes a policy's weights before it generates, by policy.
         """
         return {name: self._version(name, step, changed.get(name, 0)) for name in self}
 
@@ -156,7 +156,7 @@ class Policies(dict[str, Policy]):
             gap.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """By policy, the logprob gaps of earlier steps; JSON-able and the same on every rank."""
+        """The logprob gaps of earlier steps, by policy; JSON-able and the same on every rank."""
         return {policy.name: policy.gap.state_dict() for policy in self.values() if policy.gap is not None}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""A run, as one rank knows it: the algorithm, its plan, its models and data, and the other ranks."""
+"""A run as seen from one rank: the algorithm, its plan, its models and data, and the other ranks."""
 
 from __future__ import annotations
 
@@ -61,29 +61,29 @@ class Run(RunPlan):
 
     Attributes:
         module: The algorithm.
-        data: Its prompts, the columns resolved.
+        data: Prompts of the run, the columns resolved.
         settings: Settings of the trainer.
         strategy: How training is spread.
         paths: Model folder or hub name of each role that a node uses.
         policies: Model folder or hub name of each policy that generates, in the graph or to validate.
         configs: The transformers configuration of each of these.
         tokenizer: Tokenizer of the lead.
-        stop_token_ids: What ends a response: the end tokens of the tokenizer, of the model's generation config and of
-            the module.
+        stop_token_ids: Tokens that end a response: the end tokens of the tokenizer, of the model's generation config
+            and of the module.
         train: Loader of the training rows.
         validation: Loader of the held-out rows; None without.
         generates: Whether a rollout engine is needed, for the graph or to validate.
         scores_validation: Whether validation generates responses and scores them.
-        loss_node: Whose loss is measured on held-out rows: the lead's train node that reads `batch` alone; None where
-            there is none, or the module has a `validation_step`.
+        loss_node: Node whose loss is measured on held-out rows: the lead's train node that reads `batch` alone; None
+            where there is none, or the module has a `validation_step`.
         replays: Whether nodes of an earlier run are run again: responses are generated whole, as that run left them,
             and no update is left out.
-        transport: To the other ranks. This and what follows is set by `rlflow.run.setup.join`, on a rank that has met
-            the others.
+        transport: Transport to the other ranks. This and what follows is set by `rlflow.run.setup.join`, on a rank that
+            has met the others.
         samples: Samples of steps in progress, which loggers will have.
         rank_engines: Engines of this rank, by policy.
-        context: What the module is attached to.
-        config: As resolved, without secrets; None for a run without one.
+        context: Context that the module is attached to.
+        config: The resolved config, without secrets; None for a run without one.
     """
 
     module: RLModule
@@ -119,7 +119,7 @@ class Run(RunPlan):
 
     @cached_property
     def value_layouts(self) -> dict[str, Layout]:
-        """Where each value is made."""
+        """The layout in which each value is made."""
         return self.plan.layouts()
 
     def in_step(self, space: RowSpace, step: int) -> RowSpace:
@@ -128,12 +128,12 @@ class Run(RunPlan):
 
     @property
     def validating(self) -> RolloutEngine | None:
-        """What generates on this rank with the policy that validation is of, if anything does."""
+        """This rank's engine of the policy that validation is of; None where there is none."""
         return None if self.follows is None else self.rank_engines.by_policy.get(self.follows)
 
     @property
     def loaders(self) -> tuple[Loader, Loader | None]:
-        """Of the training rows, and of those held out."""
+        """Loaders of the training rows and of the held-out rows."""
         return self.train, self.validation
 
     @property
@@ -143,7 +143,7 @@ class Run(RunPlan):
 
     @cached_property
     def steps(self) -> int:
-        """Of the run.
+        """Number of steps of the run.
 
         Raises:
             UserError: There are fewer rows than one step takes.
@@ -154,30 +154,30 @@ class Run(RunPlan):
 
     @property
     def generating(self) -> Layout:
-        """Where validation generates, and where most of a step's samples are made: on all ranks if nothing is."""
+        """Where validation generates and most of a step's samples are made; on all ranks if nothing is generated."""
         names = [engine_of(policy) for policy in (self.follows, *self.policies) if policy is not None]
         ranks = tuple(sorted({rank for layout in self.layouts.values() for rank in layout.ranks}))
         return next((self.layouts[name] for name in names if name in self.layouts), Layout(ranks, len(ranks)))
 
     @property
     def stateful(self) -> tuple[str, ...]:
-        """The roles of which a checkpoint has a state: those that are trained, and averages of them after these."""
+        """Roles whose state a checkpoint has: those that are trained, then averages of them."""
         found = handles(self.module)
         return (*self.graph.trained_roles(), *(role for role in self.paths if isinstance(found[role], Averaged)))
 
     def engine_layouts(self) -> dict[str, Layout]:
-        """Where each policy generates."""
+        """The layout in which each policy generates."""
         return {policy: self.layouts[engine_of(policy)] for policy in self.policies}
 
     def syncs(self) -> dict[str, SyncWeights]:
-        """What brings weights to the engines of each policy."""
+        """The tasks that bring weights to the engines of each policy."""
         return {policy: sync_of(policy, self.graph, self.layouts) for policy in self.policies}
 
     @property
     def longest_prompt(self) -> int:
-        """In tokens, of all rows that are kept; where environments write prompts, the longest that the data allows.
+        """Tokens of the longest prompt of all rows to draw from; where environments write prompts, the data's limit.
 
-        Whether nodes write some is not known before they run: `data.max_prompt_length` holds for those too, at each.
+        Whether nodes write prompts is not known before they run: `data.max_prompt_length` holds for each of those too.
         """
         if environments(self.module):
             return self.data.max_prompt_length

@@ -19,11 +19,11 @@ SAMPLES_PER_STEP = 4
 
 
 class Samples:
-    """Kept by the first rank that generates, and brought to rank 0, whose loggers write them.
+    """Samples for the loggers. The first rank that generates collects them; rank 0 receives them and logs them.
 
     Args:
-        transport: To the other ranks; has formed the group of `group`.
-        speaker: The rank that keeps samples.
+        transport: Transport to the other ranks; has formed the group of `group`.
+        speaker: The rank that collects samples.
         decode: Token ids to text.
         decode_with_special: The same with special tokens, for what a policy reads.
         rows_of: Places in the dataset of prompts, by their ids.
@@ -73,7 +73,7 @@ class Samples:
             )
 
     def take(self, step: int) -> list[dict[str, Any]]:
-        """What was kept of a step, on rank 0; all ranks call it."""
+        """The samples that were collected for a step, on rank 0; all ranks call it."""
         samples = self._steps.pop(step, [])
         if self._speaker == 0 or self._transport.rank not in self.group:
             return samples

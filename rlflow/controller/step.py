@@ -33,11 +33,11 @@ class Step:
         run: The run on this rank.
         number: Number of the step, from 0.
         draw: Number of the last draw of prompts that it was made of, from 0.
-        metrics: What this rank logs of it.
+        metrics: Metrics that this rank logs for the step.
 
     Attributes:
-        buffer: Its values.
-        spaces: Its rows by name, those that this rank has to do with.
+        buffer: Values of the step.
+        spaces: Rows of the step by name, those that this rank has to do with.
         cut_off: `[B]` bool, which of the responses that this rank has just sampled are unfinished, see
             `trainer.partial_rollout`; None where none is cut off.
     """
@@ -60,11 +60,11 @@ class Step:
         tokens: Tensor,
         versions: Tensor | None = None,
     ) -> RowSpace:
-        """Let the ranks of `layout` know all rows that they just made; a collective of theirs.
+        """Share all rows that the ranks of `layout` just made among these ranks; a collective of theirs.
 
         Args:
             name: Name of the rows.
-            layout: Where they were made.
+            layout: Layout in which they were made.
             path: `[B, depth]`, paths of this rank's rows.
             lengths: `[B]`, response tokens of each.
             tokens: `[B]`, what a model reads of each.
@@ -99,7 +99,7 @@ class Step:
             self.spaces[name] = space
 
     def exchange(self, task: Exchange) -> None:
-        """Start to bring a value to a layout, or beside rows above or below it."""
+        """Start to bring a value to a layout, by its own rows or by rows above or below them that it is read with."""
         graph = self._run.graph
         space = self.spaces[graph.space_of(task.value)]
         made_here = self._run.rank in task.source.ranks

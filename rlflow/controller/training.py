@@ -240,7 +240,7 @@ class UpdateWatch:
     _norms: dict[str, deque[float]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """By role, what its next update is compared with; JSON-able."""
+        """What the next update of each role is compared with, by role; JSON-able."""
         roles = sorted({*self._norms, *self._skipped})
         return {role: {"norms": [*self._norms.get(role, ())], "skipped": self._skipped[role]} for role in roles}
 
@@ -263,7 +263,7 @@ class UpdateWatch:
         Args:
             role: The role that is trained.
             norm: Norm of its whole gradient before clipping, the same on all ranks.
-            largest: What `largest` returned before the update.
+            largest: Value that `largest` returned before the update.
             scale: Loss scale of a float16 role, whose overflows do not count while the scale can fall; else None.
             metrics: Metrics of the step.
 
@@ -333,7 +333,7 @@ def _has_mask(value: Any) -> bool:
 
 
 def _mask(scored: Any, dropped: Tensor | None, per_sample: bool) -> Tensor:
-    """What the loss counts: tokens `[B, T]`, or samples `[B]` with a token; of pairs, each that was not dropped.
+    """What the loss counts: tokens `[B, T]`, or samples `[B]` with a token; for pairs, each that was not dropped.
 
     The `loss_mask` of dropped rows is empty: a train node gets it so.
     """

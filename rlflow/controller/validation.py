@@ -56,13 +56,13 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
     """`val_samples` responses to each held-out prompt at the policy's temperature, and one at temperature 0.
 
     Ranks that do not generate only learn the result. Where the module has an environment, responses are conversations,
-    and what it gave is part of their reward. Of a game of several seats, rewards are those of the first: over all seats
+    and what it gave is part of their reward. In a game of several seats, rewards are those of the first: over all seats
     they cancel out where one wins what the other loses.
 
     Returns:
         `val/reward`, `val/length`, `val/truncated` and `val/accuracy`, the share of responses with a reward of at
         least 1; `val/errors`, the samples that the reward failed on, which count 0; the same under `val_greedy/`; with
-        several samples `val/pass@k` for each power of two up to their number; of conversations `val/turns`,
+        several samples `val/pass@k` for each power of two up to their number; for conversations `val/turns`,
         `val/tool_calls` and `val/tool_errors`; and of games `val/reward_<seat>`.
     """
     module, transport, layout, loader = run.module, run.transport, run.generating, run.validation
@@ -158,9 +158,9 @@ def measure_loss(module: RLModule, node: Node, batch: Batch, metrics: StepMetric
 
     Args:
         module: The algorithm.
-        node: Its train node, which reads `batch` alone.
+        node: Train node of the module, which reads `batch` alone.
         batch: This rank's rows.
-        metrics: That the numbers go to.
+        metrics: Metrics that the numbers go to.
         counts: Whether this rank's rows count; of peers with the same rows one's do.
     """
     assert node.role is not None

@@ -1,4 +1,4 @@
-"""Weight sync: a policy's weights on their way into its engines, across ranks where these are apart from training."""
+"""Weight sync: a policy's weights on their way into its engines, which may run on other ranks than training."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class WeightSync:
     first rank of the role sends each bucket on to them by broadcast. Every engine reads back all that it was given.
 
     Attributes:
-        task: Whose weights go where.
-        strategy: Holds the role, on its ranks.
-        engine: Of this rank; None without.
-        transport: To the other ranks; has formed the group of `sending_group`.
-        bucket_bytes: Weights gathered, and sent, at once.
+        task: Task that says whose weights go where.
+        strategy: Strategy that holds the role, on its ranks.
+        engine: Engine of this rank; None without.
+        transport: Transport to the other ranks; has formed the group of `sending_group`.
+        bucket_bytes: Bytes of weights that are gathered, and sent, together.
         files: Reads the weights of a frozen policy; None where steps change them.
         keeps: Whether the engine keeps the weights while it sleeps: those of files, in an engine of the policy's own.
-        version: Of the weights in the engines, known alike on all ranks of the task.
+        version: Version of the weights in the engines, the same on all ranks of the task.
     """
 
     task: SyncWeights
@@ -50,10 +50,10 @@ class WeightSync:
     _asleep: bool = field(default=False, init=False)
 
     def run(self, version: int) -> SyncReport | None:
-        """Bring the engines to the weights that the trainer has now; what this rank's engine says, if it has one.
+        """Bring the engines to the weights that the trainer has now; return the report of this rank's engine, if any.
 
         Args:
-            version: Of these weights.
+            version: Version of these weights.
 
         Raises:
             WeightSyncError: The engine does not hold what was sent.
@@ -81,7 +81,7 @@ class WeightSync:
         return reports
 
     def sleep(self) -> None:
-        """Let this rank's engine give back its memory, and with it the weights, unless it keeps them."""
+        """Let this rank's engine free its memory, and with it the weights, unless it keeps them."""
         if self.engine is not None:
             self.engine.sleep(keep_weights=self.keeps)
             self._asleep = True

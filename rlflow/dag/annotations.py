@@ -41,7 +41,7 @@ def choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def without_each(annotation: Any) -> tuple[Any, bool]:
-    """The type of which a parameter's is `Each`, or the parameter's own; and whether it is `Each`."""
+    """Split `Each` off a parameter's type: return the type without it, and whether it was there."""
     found = choices(annotation)
     if Each not in [get_origin(choice) or choice for choice in found]:
         return annotation, False
@@ -50,7 +50,7 @@ def without_each(annotation: Any) -> tuple[Any, bool]:
 
 
 def without_grown(annotation: Any) -> tuple[Any, bool]:
-    """The type of which a node's return type is `Grown`, or that type; and whether it is `Grown`."""
+    """Split `Grown` off a node's return type: return the type without it, and whether it was there."""
     marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     if OwnRows not in marks:
         return annotation, False

@@ -1,4 +1,4 @@
-"""Which fields of a value a node reads, said by the type of its parameter; only these travel to it."""
+"""Which fields of a value a node reads, given by the type of its parameter; only these travel to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FieldsRead:
         value: The value's name.
         asked: The types that its parameters ask for, as a user writes them.
         named: The fields that these types name, in the value's order; "" for a value that has no fields.
-        added: What the framework itself reads beside these: the fields for each reason.
+        added: Fields that the framework itself reads in addition to these, by reason.
     """
 
     node: str
@@ -69,11 +69,12 @@ def fields_read(module: object, node: Node, value: str, made: Any, watched: Coll
     """What `node` and the framework around it read of `value`.
 
     Args:
-        module: Whose node it is.
+        module: Module that the node belongs to.
         node: A node that reads the value.
-        value: Its name.
-        made: The value's type.
-        watched: Models whose engines are: what they say of samples is compared with the logprobs that these came with.
+        value: Name of the value.
+        made: Type of the value.
+        watched: Models whose engines are watched: the logprobs that they compute for samples are compared with those
+            that the samples came with.
     """
     every = columns(made)
     inputs = [each for each in node.inputs if each.name == value]
@@ -130,7 +131,7 @@ def _behind(member: str, made: Any, every: Sequence[Column]) -> Iterator[str]:
 def _framework(
     module: object, node: Node, made: Any, every: Sequence[Column], watched: Collection[str]
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """What is read beside the node, and why."""
+    """What the framework reads in addition to the node, and why."""
     handle = getattr(module, node.role, None) if node.role is not None else None
     if node.kind == "rollout":
         yield "samples carry it on", [column.name for column in every]

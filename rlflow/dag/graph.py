@@ -28,11 +28,11 @@ class Graph:
     """The nodes of an algorithm: an edge leads from a node to every node that has a parameter of its name.
 
     Attributes:
-        nodes: By name, in the order of declaration: base classes first; an override keeps its place.
+        nodes: Nodes by name, in the order of declaration: base classes first; an override keeps its place.
         order: The order of execution: by depth, then declaration, train nodes last; a filter and its ancestors first.
-        averages: By handle that is a moving average: the handle that it follows.
+        averages: The handle that a moving average follows, by the average's handle.
         batch_type: The type of the dataset's rows: `Batch`, or `Pairs`.
-        fields: By node and value that it reads: which fields of the value, and why.
+        fields: Fields of a value that a node reads, and why, by node and value.
     """
 
     nodes: Mapping[str, Node]
@@ -55,8 +55,8 @@ class Graph:
         Args:
             module: An instance of a class with methods marked `@node`, or with calls in place of some or all of them.
             roles: The names of its model handles.
-            policies: Which of the handles are language models, which can generate; None for all.
-            averages: By handle that is a moving average: the handle that it follows.
+            policies: Names of the handles that are language models, which can generate; None for all.
+            averages: The handle that a moving average follows, by the average's handle.
             drops: Whether samples that the module's reward fails on are dropped.
 
         Raises:
@@ -150,7 +150,7 @@ class Graph:
         return Counter(name for other in before for name in self.changed_by(other))
 
     def policies(self) -> tuple[str, ...]:
-        """What nodes generate with, each once, in the order of execution."""
+        """The policies that nodes generate with, each once, in the order of execution."""
         return tuple(dict.fromkeys(policy for node in self.order for policy in node.generates))
 
     def type_of(self, value: str) -> Any:
@@ -171,14 +171,14 @@ class Graph:
         return levels(space, self.nodes)
 
     def marked_by(self, node: Node) -> tuple[str, ...]:
-        """The rows, some of which a node's scoring may drop; none where nothing follows from its scores."""
+        """The rows from which a node's scoring may drop some; none where nothing follows from its scores."""
         followed = any(node.space in other.follows for other in self.order)
         return (node.space,) if followed and scores_rows(node) else ()
 
     def roles(self) -> KeysView[str]:
         """The roles that nodes score with, use or train, in the order of declaration: alike on every rank.
 
-        And averages that nodes generate with, whose weights are nowhere but with those that they follow.
+        And averages that nodes generate with, whose weights exist only where the models that they follow are.
         """
         used = [role for node in self.nodes.values() for role in (node.role, *node.uses)]
         used += [policy for node in self.nodes.values() for policy in node.generates if policy in self.averages]
@@ -218,8 +218,8 @@ def in_order(
     come after it, so that these see the weights of the step's start.
 
     Args:
-        nodes: By name, in the order of declaration.
-        averages: By role that is a moving average: the role that it follows.
+        nodes: Nodes by name, in the order of declaration.
+        averages: The role that a moving average follows, by the average's role.
     """
     needs = {node.id: [name for name in node.needs if name in nodes] for node in nodes.values()}
     problems = _without_cycles(nodes, needs, "Break the cycle")
@@ -259,7 +259,7 @@ def _without_cycles(nodes: Mapping[str, Node], needs: dict[str, list[str]], why:
 
 
 def _descendants(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
-    """What comes after a node, itself included."""
+    """All nodes that come after a node, itself included."""
     found = {name}
     while more := {other for other, of in needs.items() if other not in found and not found.isdisjoint(of)}:
         found |= more
@@ -342,7 +342,7 @@ def _apart(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[
 
 
 def _not_below(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[str, Node]) -> Iterator[Problem]:
-    """What is read as `Each`, and of which no row is below those that the node sees."""
+    """Problems of values that are read as `Each` and have no row below those that the node sees."""
     for name in node.each:
         space = _space_of(name, placed)
         if name in placed and not placed[name].has_rows:

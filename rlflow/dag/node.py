@@ -69,8 +69,8 @@ def node(
         type: `train` for a loss that trains its role; `filter` for what says which groups of rows the step keeps.
         generates: The policy that the node generates with, or several: names of language models on `self`, trained or
             frozen. What it returns are rows of their own, below those that it reads.
-        uses: One or more frozen model handles on `self` that the node calls beside that of its role; they live on the
-            role's ranks. All ranks of the role call them alike.
+        uses: One or more frozen model handles on `self` that the node calls in addition to that of its role; they live
+            on the role's ranks. All ranks of the role call them alike.
 
     Raises:
         UserError: A role was passed without its name, as in `@node("actor")`.
@@ -98,7 +98,7 @@ class Input:
         name: The value's name.
         required: False where the parameter has a default.
         annotation: The parameter's type; `Any` where none is written.
-        field: Of the value, where a node of a config reads just that; empty for the whole.
+        field: Field of the value, where a node of a config reads just that; empty for the whole.
         each: Whether the parameter is `Each` of that type: of all rows below the node's.
         after: Whether it is `Trained`: the node comes after the train node of that name, and gets no value.
     """
@@ -112,7 +112,7 @@ class Input:
 
     @classmethod
     def of(cls, name: str, required: bool, annotation: Any, field: str = "") -> Input:
-        """What a parameter of this type reads."""
+        """The input that a parameter of this type reads."""
         plain, each = without_each(annotation)
         return cls(name, required, plain, field, each, after=Trained in choices(annotation))
 
@@ -126,11 +126,11 @@ class Node:
         inputs: The values it is called with, by keyword; optional ones that no node makes are left out.
         role: The model handle it uses, None for plain tensor work and for what generates.
         kind: Follows from the mark.
-        returns: Its return type; `Any` where that could not be read.
+        returns: Return type; `Any` where that could not be read.
         file: Where the method is written, or the config's entry.
         line: The line of its first decorator, or of `def`; of an entry its first.
         generates: The policies that it generates with.
-        uses: The frozen model handles that it calls beside that of its role.
+        uses: The frozen model handles that it calls in addition to that of its role.
         grows: Whether it makes rows without generating: its return type is `Grown`.
         space: The rows of its value: `batch`, the prompts', or the id of the node that made them.
         inside: The rows in which it sees the values that it reads.
@@ -159,7 +159,7 @@ class Node:
 
     @property
     def each(self) -> tuple[str, ...]:
-        """Those of them that it reads of all rows below its own."""
+        """The names of the values that it reads as `Each`: of all rows below its own."""
         return tuple(dict.fromkeys(value.name for value in self.inputs if value.each))
 
     @property
@@ -169,7 +169,7 @@ class Node:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """All that comes before it: what it reads, and the train nodes that it comes after."""
+        """The names of all nodes that come before it: of what it reads, and of the train nodes that it comes after."""
         return (*self.reads, *self.after)
 
     @property
@@ -198,7 +198,7 @@ class Node:
         return place(self.file, self.line)
 
     def problem(self, text: str) -> Problem:
-        """What is wrong with it, `text` being what follows its name."""
+        """A problem of this node; `text` is what follows the node's name in the message."""
         return Problem(self.file, self.line, f"`{self.id}` {text}")
 
 
@@ -209,12 +209,12 @@ class NodeConfig:
     Attributes:
         call: What makes the value: the dotted path of a function, a method of a model (`actor.logprobs`) or of the
             module (`generate`).
-        role: As in `@node`, which the function may carry instead; of a model's method the model by itself.
-        type: As in `@node`.
-        generates: As in `@node`.
-        uses: As in `@node`.
+        role: Role as in `@node`, which the function may carry instead; for a model's method, the model by default.
+        type: Type as in `@node`.
+        generates: Policies as in `@node`.
+        uses: Model handles as in `@node`.
         inputs: The values that parameters get, or fields of values (`rollout.group`), where these have other names.
-        settings: What parameters get that are no values.
+        settings: Arguments that are not values of the graph, by parameter.
         returns: How the value is cut by rows, where the function is annotated `Tensor` or not at all.
     """
 
@@ -233,11 +233,11 @@ class Call:
     """Stands on a module where a class has a method marked `@node`, and is called like one, with values by name.
 
     Attributes:
-        function: What is called.
-        mark: What `@node` would say.
-        reads: By parameter: the value that it gets, or `value.field`.
-        settings: What other parameters get.
-        renamed: The parameters of which the config says what they get.
+        function: Function that is called.
+        mark: Mark that `@node` would make.
+        reads: The value that a parameter gets, or `value.field`, by parameter.
+        settings: Arguments of other parameters, by parameter.
+        renamed: The parameters for which the config says what they get.
         returns: How the value is cut, where the config says it.
     """
 
@@ -263,7 +263,7 @@ def _part(value: Any, name: str) -> Any:
 
 
 def engine_of(policy: str) -> str:
-    """What `placement` calls the ranks where a policy generates."""
+    """The name in `placement` of the ranks where a policy generates."""
     return f"{policy}.{ROLLOUT}"
 
 

@@ -49,7 +49,7 @@ from rlflow.values.layout import Layout
 
 @dataclass(frozen=True)
 class Plan:
-    """The tasks of one step, in the global order; if steps overlap, of a step generated and a step trained meanwhile.
+    """The tasks of one step, in the global order; if steps overlap, of a step generated and a step trained together.
 
     Attributes:
         tasks: The tasks; one of lag n works on the step n before that of the tasks without lag.
@@ -136,7 +136,7 @@ def plan(
         world_size: The number of ranks.
         max_staleness: How many steps generation runs ahead; 0 for steps that do not overlap.
         cuts_off: Whether long responses are cut off and continued in the next draw of prompts.
-        shared: By policy that takes turns in the engine of another policy: that other policy.
+        shared: Policies that take turns in the engine of another policy, each with that other policy.
 
     Raises:
         UserError: Policies of one node are on different ranks, nothing can run ahead, or responses cannot be cut off.
@@ -145,7 +145,7 @@ def plan(
     placed = node_layouts(graph, layouts, world)
     begins = _continued_node(graph) if cuts_off else None
     if begins is not None:
-        placed[BATCH] = placed[begins.id]  # so that prompts lie where their responses are kept
+        placed[BATCH] = placed[begins.id]  # so that prompts lie where their responses are stored
     ahead, behind = _ahead_of_training(graph, placed) if max_staleness else (graph.order, ())
     if begins is not None:
         ahead = (begins, *(node for node in ahead if node != begins))
@@ -218,10 +218,10 @@ def _without_role(
     """Where a node runs that has no role: in whole groups if it must see them, else where most of what it reads is.
 
     Args:
-        node: It.
-        graph: Of the module.
-        placed: The layouts of the values that are planned so far, in the order in which they are.
-        fixed: Those of the nodes that have a role or generate.
+        node: The node.
+        graph: Graph of the module.
+        placed: The layouts of the values that are planned so far, in their order.
+        fixed: Layouts of the nodes that have a role or generate.
         otherwise: The ranks of a node that reads nothing but the batch.
     """
     made = [name for name in placed if name in node.reads]
@@ -231,7 +231,7 @@ def _without_role(
         ranks = placed[(at_home or made)[-1]].ranks if made else otherwise
         return Layout(ranks, len(ranks))
     there = {**fixed, **placed}
-    most = max(reversed(beside), key=lambda layout: _held(node, layout, graph, there))  # of equals the last made
+    most = max(reversed(beside), key=lambda layout: _held(node, layout, graph, there))  # if equal, the last made
     # Ranks that share an engine need not work twice.
     return Layout(most.ranks, len(most.ranks)) if most.dealing == "groups" else most
 
@@ -247,10 +247,10 @@ def _held(node: Node, layout: Layout, graph: Graph, there: Mapping[str, Layout])
     """How many columns by token, and how many by row, of what a node reads are in a layout: made or read there.
 
     Args:
-        node: It.
-        layout: Where.
-        graph: Of the module.
-        there: By node, where it runs, as far as that is known.
+        node: The node.
+        layout: The layout.
+        graph: Graph of the module.
+        there: Layout in which each node runs, by node, as far as it is known.
     """
     tokens = rows = 0
     for name in node.reads:
@@ -343,8 +343,8 @@ class _NodeTasks:
 
     Attributes:
         graph: Graph of the module.
-        placed: By value, the layout in which it is made.
-        frees: By node, the values that no later node reads.
+        placed: The layout in which a value is made, by value.
+        frees: The values that no later node reads, by the node after which they are freed.
     """
 
     graph: Graph
@@ -492,7 +492,7 @@ def _told(tasks: Sequence[Task], graph: Graph) -> Iterator[Task]:
     knowing: dict[str, set[int]] = {}
     teller: dict[str, int] = {}
     for place, task in enumerate(tasks):
-        for rows in () if task.lag else _rows_of(task, graph):  # what lags was told in its own slot
+        for rows in () if task.lag else _rows_of(task, graph):  # what lags was sent in its own slot
             if rows in knowing and not knowing[rows].issuperset(task.ranks):
                 users = tasks[:lagging] if place < lagging else tasks
                 hearers = {rank for user in users if rows in _rows_of(user, graph) for rank in user.ranks}
@@ -528,7 +528,7 @@ def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
 
 
 def _frees(order: Sequence[Node], graph: Graph) -> dict[str, tuple[str, ...]]:
-    """By node, the values that no later node reads, its own among them; a filter's value is read by its `Fill`."""
+    """The values that no later node reads, by node, its own among them; a filter's value is read by its `Fill`."""
     freed: dict[str, tuple[str, ...]] = {}
     for place, node in enumerate(order):
         last = [name for name in node.reads if not _reads(order[place + 1 :], name)]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Choose = Callable[[int, Tensor], Tensor]
 FIRST_ROWS = 8
-FEW_ROWS = 2048  # that every rank counts at once and keeps in memory, and nobody on disk
+FEW_ROWS = 2048  # that every rank counts immediately and keeps in memory, and nobody stores on disk
 REMEMBERED = 1000  # draws whose rows are known: responses that are cut off, and groups left over, are of earlier ones
 
 
@@ -51,18 +51,18 @@ class Loader:
     unless the module chooses, see `choose_by`. So a run continues anywhere. A step is one draw, or as many as it takes
     to fill it. With 10 rows and 4 prompts a step an epoch has 2 draws, and shard 1 of 2 of draw 3 has ids 14 and 15.
 
-    All rows are scanned once, before any is dealt out: at construction where there are few or a run before has kept
+    All rows are scanned once, before any is dealt out: at construction where there are few or a previous run has stored
     their tokens, else by `scan_together`; after that a rank reads its own rows, which are not tokenised again.
 
     Args:
         source: The rows.
         data: How they are read, its columns resolved.
-        tokenizer: Of the model.
-        seed: Of the order.
-        limit: Only the first so many rows that are kept.
-        ranks: That will scan together; 1 scans at construction.
-        environment: With which conversations of the dataset were held; None without.
-        reward: That scores responses to these rows, if one does; it must be able to score all of them.
+        tokenizer: Tokenizer of the model.
+        seed: Seed of the order.
+        limit: Number of rows to draw from: the first so many that are not dropped.
+        ranks: Number of ranks that will scan together; 1 scans at construction.
+        environment: Environment with which conversations of the dataset were held; None without.
+        reward: Reward that scores responses to these rows, if one does; it must be able to score all of them.
 
     Raises:
         UserError: The dataset is empty, a row cannot be read or scored, or it is too long and `data.overlong` is
@@ -128,7 +128,7 @@ class Loader:
         self._counted = counted
 
     def _count(self, keeps: bool = True) -> Counted:
-        """All rows, which this rank counts alone."""
+        """Count all rows, on this rank alone."""
         rows = len(self._source)
         counted = count(self._source, self.encode, range(rows), self._reward)
         if self._key is None or not keeps:
@@ -139,7 +139,7 @@ class Loader:
 
     @property
     def size(self) -> int:
-        """Rows that are kept, up to the limit."""
+        """Number of rows to draw from, up to the limit."""
         return len(self._kept)
 
     @property
@@ -201,7 +201,7 @@ class Loader:
         return self._order(epoch)[first : first + self._data.prompts_per_step]
 
     def all(self, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
-        """This shard of all kept rows in the order of the source, and their ids `[B]` int64, as for validation."""
+        """This shard of all rows to draw from, in the source's order, and their ids `[B]` int64, as for validation."""
         mine = share(self.size, shard, shards)
         return self._read(self._kept[mine.start : mine.stop]), torch.arange(mine.start, mine.stop)
 
@@ -210,7 +210,7 @@ class Loader:
         return self._kept[ids]
 
     def _shuffled(self, epoch: int) -> Tensor:
-        """The kept rows `[size]` in the order of this epoch."""
+        """The rows to draw from `[size]` in the order of this epoch."""
         if not self._data.shuffle:
             return self._kept
         generator = torch.Generator().manual_seed(hashed(f"{self._seed}/{epoch}/order", size=7))
@@ -229,8 +229,8 @@ class Epoch:
     """The rows of one epoch.
 
     Attributes:
-        number: From 0.
-        first_draw: Of the run.
+        number: Number of the epoch, from 0.
+        first_draw: First draw of the epoch, as the run counts draws.
         rows: `[N]` int64, places in the dataset, in the order in which they are drawn.
     """
 
@@ -240,7 +240,7 @@ class Epoch:
 
     @property
     def digest(self) -> bytes:
-        """By which ranks compare what they chose."""
+        """Digest of the rows, by which ranks compare what they chose."""
         return hashlib.sha256(self.rows.numpy().tobytes()).digest()
 
 
@@ -321,15 +321,16 @@ _Draw = tuple[int, int, int]  # draw, shard, shards
 class Prefetch:
     """A loader, one draw ahead of its reader. What it gives is the loader's own, whatever the timing.
 
-    One thread reads, and all that is read is read by it, so a source is never asked for two rows at once. It starts at
-    the first draw: a rank that loads nothing has none. No draw of an epoch is read before a module has chosen its rows.
+    One thread does all reading, so a source never has to read two rows at the same time. It starts at the first draw:
+    a rank that loads nothing has none. No draw of an epoch is read before a module has chosen its rows.
 
         with Prefetch(loader, draws=100) as prompts:
             batch, ids = prompts.batch(0, shard=0, shards=2)
 
     Args:
-        loader: What is read.
-        draws: The run's draws, past which nothing is read; None where nobody knows, and at most one is read in vain.
+        loader: Loader that is read.
+        draws: Number of the run's draws, past which nothing is read; None where nobody knows, and at most one is read
+            in vain.
     """
 
     def __init__(self, loader: Loader, draws: int | None) -> None:
@@ -342,7 +343,7 @@ class Prefetch:
         """What `Loader.batch` gives; then the next draw is begun.
 
         Raises:
-            UserError: As `Loader.batch`, of this draw: faults of the next one are reported when it is asked for.
+            UserError: The same as from `Loader.batch`, for this draw; faults of the next one are raised with that draw.
         """
         expected, coming = self._next or (None, None)
         self._next = None
@@ -369,12 +370,12 @@ def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps:
     what differs is reported afterwards.
 
     Args:
-        loaders: As many on every rank; None where there is none.
-        transport: To the other ranks.
-        keeps: Whether this rank keeps rows for the others and for later runs; one does of each machine.
+        loaders: Loaders, as many on every rank; None where there is none.
+        transport: Transport to the other ranks.
+        keeps: Whether this rank stores rows for the others and for later runs; one does of each machine.
 
     Raises:
-        UserError: As the constructor, on all ranks alike.
+        UserError: The same as from the constructor, on all ranks alike.
     """
     states = [(True, None) if loader is None else (loader.is_scanned, loader._key) for loader in loaders]
     of_ranks = [json.loads(each) for each in transport.gather_bytes(json.dumps(states).encode())]

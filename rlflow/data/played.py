@@ -25,16 +25,16 @@ ENDLESS = 2**62  # tokens: a script has room for what it says
 class Played(Source):
     """A conversation with an environment for each row of a dataset, in which a function says what the policy says.
 
-    Its rows have the column `messages` besides, the whole conversation: for `response: messages`. They are played when
-    they are first read, and end as conversations of a policy do.
+    Its rows have an additional column `messages`, the whole conversation: for `response: messages`. They are played
+    when they are first read, and end as conversations of a policy do.
 
     Args:
         rows: The dataset, in any form that `PromptData` takes.
-        environment: What answers; in training the module has one of the same tools.
+        environment: Environment that answers; in training the module has one of the same tools.
         script: `script(messages, row, draws)`, or its dotted path: what the policy says next, its calls of tools as the
             model is to write them, given all messages so far, the row, and a `random.Random` of the seed and the row.
         prompt: Column of the first message, a text or a list of messages.
-        seed: Of what the script draws.
+        seed: Seed of what the script draws.
         tool_calls: The form in which the script calls tools, in which the model calls them in the run.
     """
 
@@ -119,7 +119,7 @@ class _TextBridge(Bridge):
     """For turns whose "tokens" are the characters of a text: a dataset has no tokenizer.
 
     Attributes:
-        messages: Of its one conversation so far.
+        messages: Messages of its one conversation so far.
     """
 
     ends = ()

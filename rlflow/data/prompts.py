@@ -38,7 +38,7 @@ class PromptData:
         prompt: Column of the prompt, a text or a list of messages; None for `prompt`, else `question`. Dots step into a
             column, as in `metadata.expression`.
         response: Column of the response to learn, a text; None for `response`, else `completion` or `messages`, where
-            an algorithm learns from responses, and for none where responses are sampled. Of pairs, the response that
+            an algorithm learns from responses, and for none where responses are sampled. For pairs, the response that
             was chosen; None for `chosen`. With the chat template also a list of messages whose turns of role
             `assistant` are learned: what follows the prompt, or a whole conversation, which begins with another role;
             `prompt` is then not read.
@@ -47,9 +47,9 @@ class PromptData:
         chat_template: Write prompts in the tokenizer's chat template, a text as the user's message; None where the
             first row has a list of messages.
         system_prompt: System message before each prompt; needs the chat template.
-        renderer: What writes conversations with environments in place of the chat template: the name of a renderer of
-            the package `renderers`, such as `qwen3`; a mapping of its `name` and settings; or `auto`, by its table of
-            models. Needs `pip install 'rlflow-llm[renderers]'`.
+        renderer: Renderer that writes conversations with environments in place of the chat template: the name of a
+            renderer of the package `renderers`, such as `qwen3`; a mapping of its `name` and settings; or `auto`, by
+            its table of models. Needs `pip install 'rlflow-llm[renderers]'`.
         tool_calls: The form in which the model calls tools: `hermes`, `qwen3_coder`, `llama3` or `mistral`; None for
             that of its chat template.
         max_prompt_length: Longest prompt, in tokens: of the dataset, to which conversations add the tools; and of those
@@ -109,7 +109,7 @@ class PromptData:
         """The same with the columns that are not set, as the first row of `train` and the algorithm decide them.
 
         Args:
-            learned: What the algorithm learns from that is the dataset's; None where responses are sampled.
+            learned: What the algorithm learns from in the dataset; None where responses are sampled.
 
         Raises:
             UserError: There is no row, it lacks these columns, or a system prompt is set and no chat template.
@@ -126,7 +126,7 @@ class PromptData:
             found.response = self.response or _first(row, RESPONSES, "response", place)
         response = None if found.response is None else column_of(row, found.response, place)
         if self.prompt is None:
-            # Of whole conversations it is not read, but where they are held.
+            # It is not read for whole conversations, except where they are held.
             absent = PROMPTS[0] if _is_whole(response) else None
             found.prompt = _first(row, PROMPTS, "prompt", place, absent)
         if self.chat_template is None:
@@ -145,11 +145,11 @@ class Example:
     """One row in tokens; a response ends with the end-of-sequence token, and is empty without its column.
 
     Attributes:
-        row: Of the dataset, its columns by name.
+        row: Row of the dataset, its columns by name.
         prompt_ids: Token ids of the prompt, in the chat template if there is one.
-        response_ids: Of the response to learn; of pairs, of the chosen one.
-        rejected_ids: Of the rejected response of a pair, else empty.
-        written: Of a response that is a conversation, which of its tokens the policy wrote; None where it wrote all.
+        response_ids: Token ids of the response to learn; for pairs, of the chosen one.
+        rejected_ids: Token ids of the rejected response of a pair, else empty.
+        written: Which tokens of a response that is a conversation the policy wrote; None where it wrote all.
     """
 
     row: dict[str, Any]
@@ -162,13 +162,14 @@ class Example:
 class Encoder:
     """Reads rows of a source as token ids.
 
-    Prompt and response are encoded apart, so a prompt has the same tokens whether its response is learned or sampled.
+    Prompt and response are encoded separately, so a prompt has the same tokens whether its response is learned or
+    sampled.
 
     Args:
         data: The columns and the template.
-        tokenizer: Of the model.
-        environment: With which conversations of the dataset were held, or will be from its prompts; the policy reads of
-            its tools. None without.
+        tokenizer: Tokenizer of the model.
+        environment: Environment with which conversations of the dataset were held, or will be from its prompts; the
+            policy reads of its tools. None without.
 
     Attributes:
         bridge: The bridge of an environment, which writes and reads its turns; made once.
@@ -279,7 +280,7 @@ class Encoder:
         return ids
 
     def _prompt_ids(self, prompts: list[str], places: list[str]) -> list[list[int]]:
-        """Of texts that a chat template wrote, with its own special tokens; else with those of the tokenizer."""
+        """Token ids of prompts: with the special tokens that a chat template wrote, else with the tokenizer's own."""
         chat = self._data.chat_template
         found: list[list[int]] = self._tokenizer(prompts, add_special_tokens=not chat)["input_ids"]
         ids = [
@@ -397,7 +398,7 @@ def _first(row: dict[str, Any], columns: Sequence[str], what: str, place: str, a
 
 
 def _is_whole(response: Any) -> bool:
-    """Whether a response is a whole conversation, the prompt in it: messages of which the policy has not the first."""
+    """Whether a response is a whole conversation, the prompt in it: messages whose first is not the policy's."""
     return isinstance(response, list) and not (
         bool(response) and is_message(response[0]) and response[0]["role"] == "assistant"
     )
@@ -415,7 +416,7 @@ def text_in(value: Any, column: str, place: str) -> str:
 
 
 def is_message(message: Any) -> bool:
-    """Whether it has a role and a content, which is null beside calls of tools alone."""
+    """Whether it has a role and a content; the content may be null only if there are calls of tools."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
         return False
     content = message["content"]

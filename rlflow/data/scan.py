@@ -1,6 +1,6 @@
 """One look at all rows before the first step: their tokens, which stay for the steps; what is too long; a digest.
 
-Each rank looks at a share of the rows. Numbers and token ids are kept on disk for the other ranks and for later runs.
+Each rank looks at a share of the rows. Numbers and token ids are stored on disk for the other ranks and later runs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rlflow.rewards.reward import Reward, read_column
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK = 1024  # rows that are encoded together, and so held in memory at once as lists
-TRAVELLING = 2**20  # tokens of each rank that are sent at once
+CHUNK = 1024  # rows that are encoded together, and so held in memory together as lists
+TRAVELLING = 2**20  # tokens of each rank that are sent together
 CACHE_VARIABLE = "RLFLOW_CACHE"
 VERSION = "5"  # of the file, the numbers of a row, and of how rows are encoded
 HEAD = 32  # bytes of the digest that a file begins with
@@ -48,11 +48,11 @@ class Scan:
         kept: `[K]` int64, rows of the source to draw from, ascending.
         rows: Rows of the source.
         examples: Places of the first few rows that are too long.
-        longest_prompt: In tokens, of the rows that are kept.
-        longest_response: In tokens, of all rows; 0 without a response column.
-        longest_row: In tokens, prompt and response together, of the rows that are kept.
-        digest: Of the kept rows, tokens and columns; equal where ranks, or a run and its continuation, see the same
-            data.
+        longest_prompt: Tokens of the longest prompt, of the rows to draw from.
+        longest_response: Tokens of the longest response, of all rows; 0 without a response column.
+        longest_row: Tokens of the longest row, prompt and response together, of the rows to draw from.
+        digest: Digest of the rows to draw from, tokens and columns; equal where ranks, or a run and its continuation,
+            see the same data.
     """
 
     source: str
@@ -79,8 +79,8 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
 
     Args:
         source: The rows.
-        data: What is too long.
-        numbers: Of every row, see `Counted`.
+        data: Settings that say what is too long.
+        numbers: Numbers of every row, see `Counted`.
 
     Raises:
         UserError: There is no row to keep, or a row is too long and `data.overlong` is `error`.
@@ -122,8 +122,8 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
 class Counted:
     """Rows as they were encoded.
 
-    Of a row with the prompt `[7, 8]` and the response `[9, 2]`, whose first token alone the policy wrote, `ids` has
-    `7, 8, 9, ~2`, and `numbers` begins with `2, 2, 0`.
+    A row with the prompt `[7, 8]` and the response `[9, 2]`, whose first token alone the policy wrote, has the `ids`
+    `7, 8, 9, ~2`; its `numbers` begin with `2, 2, 0`.
 
     Attributes:
         numbers: `[R, 6]` int32: of each row the tokens of its prompt, of its response and of its rejected response;
@@ -203,12 +203,12 @@ def count_together(
 
     Args:
         source: The rows.
-        encode: Their tokens.
+        encode: Encoder of their tokens.
         mine: Rows that this rank counts; the ranks' follow one another.
-        transport: To the other ranks.
-        key: Of the rows, see `key_of`.
-        keeps: Whether this rank keeps all rows on disk.
-        reward: That scores responses to these rows, if one does.
+        transport: Transport to the other ranks.
+        key: Key of the rows, see `key_of`.
+        keeps: Whether this rank stores all rows on disk.
+        reward: Reward that scores responses to these rows, if one does.
 
     Returns:
         All rows; without ids where nobody keeps them, and rows are tokenised again as they are drawn.
@@ -231,7 +231,7 @@ def count_together(
         keep_counted(key, numbers, pieces)
     for _ in pieces:  # what it left out
         pass
-    transport.all_gather(torch.zeros(1))  # now all are kept
+    transport.all_gather(torch.zeros(1))  # now all are stored
     return read_counted(key, len(source)) or Counted(numbers, None)
 
 
@@ -246,7 +246,7 @@ def _pieces_of_all(mine: Counted, transport: Transport) -> Iterator[tuple[int, T
 
 
 def cache_folder() -> Path | None:
-    """Where rows' tokens are kept: in `$RLFLOW_CACHE`, else in the user's cache; None where that variable is empty."""
+    """Folder of stored tokens of rows: `$RLFLOW_CACHE`, else in the user's cache; None where that variable is empty."""
     named = os.environ.get(CACHE_VARIABLE)
     if named == "":
         return None
@@ -278,7 +278,7 @@ def key_of(
 
 
 def read_counted(key: str, rows: int) -> Counted | None:
-    """What is kept under `key`; None where nothing is, where it is damaged, or where it is of another number of rows.
+    """What is stored under `key`; None if nothing is, if it is damaged, or if it is of another number of rows.
 
     The token ids lie in memory only where they are read.
     """
@@ -301,14 +301,14 @@ def read_counted(key: str, rows: int) -> Counted | None:
 
 
 def keep_counted(key: str, numbers: Tensor, pieces: Iterable[tuple[int, Tensor]]) -> None:
-    """Keep rows for later runs; where that cannot be, a line on the terminal says so.
+    """Store rows for later runs; where that cannot be, a line on the terminal says so.
 
     The file has a SHA-256, the numbers and the token ids. Whoever reads it sees all of it or nothing, however many
-    write at once.
+    write at the same time.
 
     Args:
-        key: Of the rows, see `key_of`.
-        numbers: Of all rows, see `Counted`.
+        key: Key of the rows, see `key_of`.
+        numbers: Numbers of all rows, see `Counted`.
         pieces: The token ids in pieces, with their places.
     """
     folder = cache_folder()
@@ -353,10 +353,10 @@ def checked(row: dict[str, Any], encode: Encoder, reward: Reward | None, place: 
     """Refuse a row that the reward could not score or the environment not begin with.
 
     Args:
-        row: Of the dataset.
-        encode: Knows the environment, see `Encoder.begins`.
-        reward: That says what it reads, see `Reward.reads` and `Reward.check`; None where none scores.
-        place: Of the row, for errors.
+        row: Row of the dataset.
+        encode: Encoder that knows the environment, see `Encoder.begins`.
+        reward: Reward that says what it reads, see `Reward.reads` and `Reward.check`; None where none scores.
+        place: Place of the row, for errors.
 
     Returns:
         Tokens with which a conversation begins on this row; 0 if none does.

@@ -48,7 +48,7 @@ class Source(ABC):
     a share of them, to check them; then each rank reads only the rows of its steps, in a thread ahead of the step.
 
     Attributes:
-        name: What error messages call the dataset.
+        name: Name of the dataset in error messages.
     """
 
     name: str = "the dataset"
@@ -377,8 +377,8 @@ def is_data_module(data: object) -> TypeGuard[LightningDataModule]:
 def datasets_of(module: LightningDataModule) -> tuple[Any, Any]:
     """The training and the validation dataset of a `LightningDataModule`; None for the second if it has none.
 
-    Calls `prepare_data` on the first rank of each machine (`LOCAL_RANK` 0), then `setup("fit")` on all. Of its loaders
-    only the `dataset` is used, not their batches, order or `collate_fn`.
+    Calls `prepare_data` on the first rank of each machine (`LOCAL_RANK` 0), then `setup("fit")` on all. Uses only the
+    `dataset` of its loaders, not their batches, order or `collate_fn`.
 
     Raises:
         UserError: The module has no `train_dataloader`, or a loader has no dataset or a sampler that leaves rows out.

@@ -15,7 +15,7 @@ from rlflow.dotted_path import column_of, object_at
 from rlflow.errors import UserError, one_line, require
 from rlflow.rewards.answers import scorer_of
 
-MOST_ANSWERS_DRAWN = 100  # of other problems, until one is wrong for this one
+MOST_ANSWERS_DRAWN = 100  # answers of other problems, until one is wrong for this one
 
 DrawRow = Callable[[random.Random], dict[str, Any]]
 
@@ -31,10 +31,10 @@ class ReasoningGym(Source):
 
     Args:
         task: Name of the task, such as `chain_sum`.
-        size: Problems drawn from the generator; of a repeated question one is kept.
-        seed: Of the draws, and of which of them are for validation.
+        size: Number of problems drawn from the generator; a question that repeats is used once.
+        seed: Seed of the draws, and of the choice of those for validation.
         split: Which problems these are.
-        validation_size: Problems set apart for validation, a random choice of all.
+        validation_size: Number of problems reserved for validation, a random choice of all.
         config: Settings of the task, such as `{max_terms: 2}`.
     """
 
@@ -128,8 +128,8 @@ class ReasoningGymHints(ReasoningGym):
     Which ones is drawn by the seed. See `ReasoningGym` for the other arguments.
 
     Args:
-        column: Of the prompt without a hint; dots step into it, as in `data.prompt`.
-        hint: What is written in its place, a template as of `RLModule.prompts`.
+        column: Column of the prompt without a hint; dots step into it, as in `data.prompt`.
+        hint: Text that is written in its place, a template as in `RLModule.prompts`.
     """
 
     column: str = "question"
@@ -150,7 +150,7 @@ class RandomRows(Source):
     Args:
         draw: `draw(draws)` or its dotted path: a row, its columns by name, drawn from a `random.Random`.
         size: How many rows.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     def __init__(self, draw: str | DrawRow, size: int, seed: int = 0) -> None:

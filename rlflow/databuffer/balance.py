@@ -22,10 +22,10 @@ class Balance:
     Args:
         mode: `auto` moves rows where the time saved is predicted to exceed the time of moving them; `off` leaves them
             where they were made, unless the number of shards changes.
-        tokens_per_s: What one rank trains on, in short rows. The default is near a 7B model's on a large GPU; for a
-            smaller model imbalance costs less, and rows move a little too readily.
-        bytes_per_s: What one rank receives.
-        bytes_per_token: Of all values of a row together: ids, masks, and the log-probabilities of three policies.
+        tokens_per_s: Tokens that one rank trains on in a second, in short rows. The default is near a 7B model's on a
+            large GPU; for a smaller model imbalance costs less, and rows move a little too readily.
+        bytes_per_s: Bytes that one rank receives in a second.
+        bytes_per_token: Bytes of all values of a row together: ids, masks, and the log-probabilities of three policies.
         quadratic: Attention's share: a row of t tokens costs t + quadratic * t^2. 0 counts tokens alone; for a plain
             transformer 1 / (12 * its width) counts floating-point operations, as attention then costs as much as all
             else at 12 * width tokens.
@@ -94,8 +94,8 @@ class Predicted:
     """What moving rows saves and takes, in seconds of one step.
 
     Attributes:
-        gain_s: Of waiting for the slowest shard of each mini-batch, less than 0 where the move makes it slower.
-        cost_s: Of receiving rows that would not travel otherwise, on the rank that receives most.
+        gain_s: Time not spent waiting for the slowest shard of each mini-batch; less than 0 where the move is slower.
+        cost_s: Time of receiving rows that would not travel otherwise, on the rank that receives most.
     """
 
     gain_s: float = 0.0
@@ -179,8 +179,8 @@ def even_parts(costs: list[int], number: int) -> list[list[int]]:
     many cheap rows take the same room, and so fewer parts are needed than `deal` would make.
 
     Args:
-        costs: Of each row, at least 0; ties go by the row's number.
-        number: How many parts.
+        costs: Cost of each row, at least 0; ties go by the row's number.
+        number: Number of parts.
 
     Returns:
         The rows of each part, ascending.

@@ -1,4 +1,4 @@
-"""The values of a step, kept by name where they were made and brought to the layouts that read them."""
+"""The values of a step, stored by name where they were made and brought to the layouts that read them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class DataBuffer:
     issue the exchanges between them in the same order; those that read then get the value, when they like.
 
     Args:
-        transport: Of this rank.
+        transport: Transport of this rank.
 
     Attributes:
         bytes_sent: Payload to other ranks.
         bytes_received: Payload from other ranks that was read.
-        waited_s: Seconds that this rank stood still for exchanges.
+        waited_s: Seconds that this rank waited for exchanges.
         peak_held_bytes: The most of `held_bytes` so far.
     """
 
@@ -54,14 +54,14 @@ class DataBuffer:
         space: RowSpace,
         layout: Layout,
     ) -> None:
-        """Keep a value, in place of an older one of this name; its rows get the paths that `space` says.
+        """Store a value, in place of an older one of this name; its rows get the paths that `space` says.
 
         Args:
-            name: Of the value.
+            name: Name of the value.
             value: Rows in the order of `space.held(layout, rank)`; None on ranks outside `layout`.
-            annotation: The value's type.
-            space: Its rows.
-            layout: Where they lie.
+            annotation: Type of the value.
+            space: Rows of the value.
+            layout: Layout in which they lie.
 
         Raises:
             UserError: The value is not of its annotated type, has not as many rows as it should, or is narrower than
@@ -84,10 +84,10 @@ class DataBuffer:
         """Start to bring a value to the ranks of `target`; called by the ranks of both layouts.
 
         Args:
-            name: Of the value.
-            target: Where it is read.
-            space: The rows in which it is read, where they are other ones: below it, or above it as `Each`.
-            columns: Those of its fields that are read there, the same on all ranks; None for all but those that are
+            name: Name of the value.
+            target: Layout in which it is read.
+            space: The rows in which it is read, where these are not its own: below them, or above them as `Each`.
+            columns: Fields of the value that are read there, the same on all ranks; None for all but those that are
                 marked `Home`. Others are absent, except where a rank reads just the rows that it holds.
         """
         made = self._values[name]
@@ -114,9 +114,9 @@ class DataBuffer:
         object for all readers of the layout.
 
         Args:
-            name: Of the value.
-            layout: Where it is read.
-            space: The rows in which it is read, where they are other ones: below it, or above it as `Each`.
+            name: Name of the value.
+            layout: Layout in which it is read.
+            space: The rows in which it is read, where these are not its own: below them, or above them as `Each`.
         """
         made = self._values[name]
         reader = made.space if space is None else space  # one without rows is false

@@ -39,11 +39,11 @@ class ValueExchange:
 
     Args:
         transport: The collectives of this rank.
-        route: Which rows go from which rank to which.
+        route: Route that says which rows go from which rank to which.
         lengths: `[N]`, the response tokens of all rows: where `PerToken` columns are cut.
         held: `[B]`, positions of the rows that this rank holds, among the `N`.
-        annotation: The value's type.
-        value: What this rank made; None if it made nothing. It must not be changed until `wait` has returned.
+        annotation: Type of the value.
+        value: Value that this rank made; None if it made none. It must not be changed until `wait` has returned.
         only: The columns that are read in the target, the same on all ranks; None for all but those that are marked
             `Home`. Others become `Absent`.
         path: The paths of all rows `[N]`; None if the value has no such column.

@@ -21,7 +21,7 @@ class GroupValue:
     Attributes:
         annotation: Type of the value.
         space: Name of its rows.
-        layout: Where it was made.
+        layout: Layout in which it was made.
         rows: Rows of this rank; None where it made none.
     """
 
@@ -47,7 +47,7 @@ class Groups:
 
     Attributes:
         rank: This rank.
-        spaces: Row spaces by name; one that lies in the layouts of its values besides that in which it was made.
+        spaces: Row spaces by name; each lies in the layouts of its values, in addition to that in which it was made.
         values: Values by name.
     """
 
@@ -88,7 +88,7 @@ class Groups:
         return cls(first.rank, spaces, values)
 
     def layouts(self, space: str) -> list[Layout]:
-        """Where rows of a space lie: where they were made, and where values of them were."""
+        """The layouts in which rows of a space lie: where they were made, and where values of them were."""
         of_values = (value.layout for value in self.values.values() if value.space == space)
         return list(dict.fromkeys([self.spaces[space].home[0], *of_values]))
 

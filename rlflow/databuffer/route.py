@@ -1,4 +1,4 @@
-"""Which rows go from whom to whom when the rows of one layout are read in another."""
+"""Which rows go from which rank to which when the rows of one layout are read in another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Partition:
     """Which rows each shard holds.
 
     Attributes:
-        shards: For each shard the positions of its rows (indices into the arrays of their `RowSpace`), in the order
+        shards: Positions of each shard's rows (indices into the arrays of their `RowSpace`), in the order
             in which the shard holds them. Every row is in exactly one shard.
     """
 
@@ -40,16 +40,16 @@ class Route:
     """The ways of a row space's rows from `source` to `target`, seen from one rank; the same for every value of theirs.
 
     A rank that holds a row and reads it has it from itself. Other rows come from the first peer that holds them, each
-    once, in the order in which they are read. A row that is read several times (a prompt, beside its samples) comes
-    once and is repeated. Work and memory are those of one rank.
+    once, in the order in which they are read. A row that is read several times (a prompt, with each of its samples)
+    comes once and is repeated. Work and memory are those of one rank.
 
     Attributes:
         rank: A rank of either layout.
-        source: Where the rows were made.
-        target: Where they are read.
+        source: Layout in which the rows were made.
+        target: Layout in which they are read.
         made: The rows in `source`.
-        read: Those beside which they are read, in `target`.
-        position: For each row that `read` deals, which row of `made` is read beside it; None for itself.
+        read: The rows with which they are read, in `target`.
+        position: For each row that `read` deals, the row of `made` that is read with it; None for itself.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class Route:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Who takes part: the ranks of both layouts, ascending."""
+        """The ranks that take part: those of both layouts, ascending."""
         return tuple(sorted({*self.source.ranks, *self.target.ranks}))
 
     @property

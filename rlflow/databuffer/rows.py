@@ -43,10 +43,10 @@ class RowSpace:
         path: `[N, depth]`, distinct over the whole run: the id of a row's prompt, then the number of each child below.
         lengths: `[N]`, response tokens: where `PerToken` columns are cut.
         tokens: `[N]`, prompt and response tokens: what a row costs in a forward pass.
-        versions: `[N]`, of the policy that generated the row; -1 where none did.
-        dropped: `[N]` bool, which rows a reward failed on whose `on_error` is `drop`; set when they are scored.
+        versions: `[N]`, version of the policy that generated the row; -1 where none did.
+        dropped: `[N]` bool, whether a reward whose `on_error` is `drop` failed on the row; set when rows are scored.
         lies: How the rows lie in layouts: first the one in which they were made, then others where it cannot be worked
-            out, as of rows that a filter kept.
+            out, such as for rows that a filter left.
         above: Names of the rows above, that of the prompts first.
         seed: Seed of the run; with `step` it decides which rows share a mini-batch.
         step: Step of the run, from 0.
@@ -80,10 +80,10 @@ class RowSpace:
         versions: Tensor | None = None,
         above: tuple[str, ...] = ROOT,
     ) -> RowSpace:
-        """Tell the ranks of `layout` of the rows that its shards hold. A collective of these ranks.
+        """Share the rows of the shards of `layout` with all of its ranks. A collective of these ranks.
 
-        The arrays are those of this rank's shard, in its order, as of a space. Of several peers only the publisher's
-        count.
+        The arrays are those of a space, for the rows of this rank's shard in its order. Where several peers hold the
+        same rows, only the publisher's arrays count.
         """
         versions = torch.full_like(lengths, -1) if versions is None else versions
         every = (*path.unbind(dim=1), lengths, tokens, versions)
@@ -98,7 +98,7 @@ class RowSpace:
 
         Args:
             name: Name of the rows.
-            layout: Where they were made.
+            layout: Layout in which they were made.
             shards: For each shard of `layout` `[depth + 3, n]` int64: the paths of its rows, then their lengths, tokens
                 and versions.
             above: Names of the rows above.
@@ -137,12 +137,12 @@ class RowSpace:
         return self.path[:, 0]
 
     def paths(self, rows: Tensor | None = None) -> RowPath:
-        """Of the rows at these positions, or of all."""
+        """Paths of the rows at these positions, or of all rows."""
         return RowPath(self.path if rows is None else self.path[rows], self.levels)
 
     @property
     def arrays(self) -> dict[str, Tensor]:
-        """What belongs to rows, by name."""
+        """The tensors that belong to rows, by name."""
         return {"path": self.path, "dropped": self.dropped} | {name: getattr(self, name) for name in NUMBERS}
 
     def drop(self, paths: Tensor) -> None:
@@ -194,9 +194,9 @@ class RowSpace:
 
         Args:
             rank: A rank of either layout.
-            source: Where they were made.
-            target: Where they are read.
-            reader: The rows beside which they are read: these themselves; rows below them, each with its ancestor; or
+            source: Layout in which they were made.
+            target: Layout in which they are read.
+            reader: The rows with which they are read: these themselves; rows below them, each with its ancestor; or
                 rows above them, each with all of its descendants.
         """
         key = (rank, source, target, reader)
@@ -225,17 +225,17 @@ class RowSpace:
         """The entries `[N, ...]` of all rows, in the order of the paths, on all `members`; a collective of theirs.
 
         Args:
-            layout: Where the entries are; all its ranks are members.
-            here: `[B, ...]`, this rank's; B is 0 where it is not in the layout.
-            transport: To them.
-            members: Ranks that want to know.
+            layout: Layout in which the entries are; all its ranks are members.
+            here: Entries of this rank, `[B, ...]`; B is 0 where it is not in the layout.
+            transport: Transport to the members.
+            members: Ranks that get the entries.
         """
         of_members = transport.all_gather_ragged(here.flatten(), members)
         of_ranks = [of_members[members.index(rank)] for rank in layout.ranks]
         return self.in_order(layout, [entries.view(-1, *here.shape[1:]) for entries in of_ranks])
 
     def of_roots(self, roots: Tensor, layouts: Iterable[Layout]) -> RowSpace:
-        """The rows below these prompts, where they lie now in `layouts`, the first of which is that of their home."""
+        """The rows below these prompts, where they lie now in `layouts`; the first of these is that of their home."""
         kept = torch.isin(self.roots, roots)
         position = kept.cumsum(0) - 1  # [N], in the new space
         dealt = {
@@ -250,7 +250,7 @@ class RowSpace:
 
         Args:
             parts: Rows of one name.
-            layouts: Where they lie, the first of which is that of their home.
+            layouts: Layouts in which they lie; the first is that of their home.
         """
         path = torch.cat([part.path for part in parts])
         order = lexicographic(path)
@@ -270,13 +270,13 @@ class RowSpace:
         return parts[-1].renewed(arrays, dealt)
 
     def renewed(self, arrays: Mapping[str, Tensor], lies: Mapping[Layout, Partition]) -> RowSpace:
-        """Other rows of this name and step, of which it is known how they lie in some layouts: first in their home."""
+        """Other rows of this name and step, given how they lie in some layouts: first in their home."""
         changed: dict[str, Any] = {**arrays, "lies": lies}
         return replace(self, **changed)
 
     @property
     def predicted(self) -> Predicted:
-        """What moving rows was predicted to save and to take, of all layouts dealt so far where they could stay."""
+        """What moving rows was predicted to save and to take, over all layouts dealt so far where rows could stay."""
         return sum((predicted for _, predicted in self._dealt.values()), Predicted())
 
     def mini_batches(self, samples_per_update: int | None) -> list[Tensor]:
@@ -344,7 +344,7 @@ class RowSpace:
 
 
 def _distinct(path: Tensor, name: str) -> Tensor:
-    """The paths `[N, depth]`, in order, of which no two are the same."""
+    """The paths `[N, depth]`, in order; no two may be the same."""
     same = (path[1:] == path[:-1]).all(dim=1)
     assert not bool(same.any()), f"two rows of `{name}` have the path {path[:-1][same][0].tolist()}"
     return path
@@ -376,7 +376,7 @@ def ancestors(above: Tensor, below: Tensor) -> Tensor:
 
 
 def beside_parents(parents: Tensor, read: Partition) -> Partition:
-    """Where rows lie that are read beside those they descend from: by the order of these, then their own.
+    """Where rows lie that are read with those they descend from: by the order of these, then their own.
 
     Args:
         parents: `[M]`, the position of each row's ancestor.

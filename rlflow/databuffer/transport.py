@@ -29,17 +29,17 @@ class Watch(Protocol):
     """Learns what a rank waits for; times are of `time.perf_counter`, seconds."""
 
     def wait(self, name: str, start: float, end: float) -> None:
-        """This rank stood still for `name`."""
+        """This rank waited for `name`."""
 
     def flight(self, name: str, start: float, end: float) -> None:
-        """`name` was on its way, whatever this rank did meanwhile."""
+        """`name` was in transfer, whatever this rank did meanwhile."""
 
     def turn(self, of: str, conversation: int, start: float, end: float, **arguments: Any) -> None:
         """The conversation of this number waited for a turn of its policy, or for its environment."""
 
 
 def _waits(collective: Callable[P, T]) -> Callable[P, T]:
-    """Tells the transport's watch how long a collective took, most of which is waiting for other ranks."""
+    """Reports to the transport's watch how long a collective took, most of it waiting for other ranks."""
 
     @functools.wraps(collective)
     def watched(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -61,15 +61,15 @@ class Transport:
     Every rank of a collective makes the same calls in the same order.
 
     Args:
-        device: Where messages are held while they travel: `cpu` for gloo, the rank's GPU for NCCL.
-        timeout: After which a collective that a rank does not join fails; None for torch's own.
+        device: Device on which messages are held while they travel: `cpu` for gloo, the rank's GPU for NCCL.
+        timeout: Time after which a collective that a rank does not join fails; None for torch's own.
 
     Attributes:
-        rank: This process, from 0.
-        world_size: How many there are.
-        timeout: As given.
-        metadata_bytes: What this rank received in gathers; payload is counted by who sends it.
-        watch: Told of waits, if anybody is.
+        rank: Rank of this process, from 0.
+        world_size: Number of ranks.
+        timeout: Timeout as given.
+        metadata_bytes: Bytes that this rank received in gathers; payload is counted by who sends it.
+        watch: Receives the times of waits, if it is set.
         clock: Takes the times of waits.
     """
 
@@ -95,8 +95,8 @@ class Transport:
         """The tensors of `ranks`, in their order; of the same shape and dtype everywhere.
 
         Args:
-            tensor: Of this rank.
-            ranks: Who takes part, ascending: one of the groups formed; all where None.
+            tensor: Tensor of this rank.
+            ranks: Ranks that take part, ascending: one of the groups formed; all where None.
         """
         ranks = tuple(range(self.world_size)) if ranks is None else ranks
         if len(ranks) == 1:
@@ -146,9 +146,9 @@ class Transport:
         """The uint8 `message` of rank `source`, of any length, on `device`.
 
         Args:
-            message: Of `source`; None on the others.
-            source: Who sends.
-            ranks: Who takes part, ascending: one of the groups formed.
+            message: Message of `source`; None on the others.
+            source: Rank that sends.
+            ranks: Ranks that take part, ascending: one of the groups formed.
         """
         if len(ranks) == 1:
             assert message is not None
@@ -163,7 +163,7 @@ class Transport:
         return message
 
     def broadcast_json(self, value: Any, source: int, ranks: tuple[int, ...]) -> Any:
-        """What rank `source` gives, which is JSON-able; what other ranks give is not read."""
+        """Broadcast what rank `source` gives, which is JSON-able; what other ranks give is not read."""
         message = to_message(json.dumps(value).encode()) if self.rank == source else None
         return json.loads(from_message(self.broadcast_bytes(message, source, ranks)))
 
@@ -176,7 +176,7 @@ class Transport:
             send: `[sum(send_sizes)]`, on `device`; not to be written to until the work is done.
             send_sizes: Elements for each of `ranks`, in their order.
             receive_sizes: Elements from each of them.
-            ranks: Who takes part, ascending: all ranks, or one of the groups formed.
+            ranks: Ranks that take part, ascending: all ranks, or one of the groups formed.
 
         Returns:
             What arrives, `[sum(receive_sizes)]`, to be read after the work's `wait`; and the work.
@@ -201,7 +201,7 @@ def from_message(message: Tensor) -> bytes:
 
 
 class Clock:
-    """How long a rank waited: of the host, or of its device's stream.
+    """Measures how long a rank waited: in the host's time, or in that of its device's stream.
 
     On the CPU whoever waits for a collective stands still. On a GPU `Work.wait` returns immediately, having asked the
     stream to wait; so the stream's own time is taken, between two events on it, and read when the host waits for the
@@ -218,7 +218,7 @@ class Clock:
 
     @contextmanager
     def waiting(self, done: Callable[[float, float], None]) -> Iterator[None]:
-        """What is within it is a wait; `done` gets its begin and end in seconds of `time.perf_counter`, by `settle`."""
+        """Measure the block as a wait; `done` gets its begin and end in seconds of `time.perf_counter`, by `settle`."""
         begin = time.perf_counter()
         if self._event is None:
             yield
@@ -250,7 +250,7 @@ def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.Pro
     have to be alike on all of them. Groups that their members make alone (`use_local_synchronization`) are named after
     how many groups each member has, and hang where those counts differ. The price is a call of every rank for each
     group, and an object on its members, which connect when they first use it: nothing is split from the group of all
-    ranks, which is bound to no device. On the CPU alone gloo connects at once, see `connect_when_used`.
+    ranks, which is bound to no device. On the CPU alone gloo connects immediately, see `connect_when_used`.
 
     Args:
         ranks: Ascending.
@@ -271,8 +271,8 @@ def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.Pro
 def connect_when_used() -> None:
     """Let gloo's groups connect two ranks when these first exchange something; called before any group is formed.
 
-    Else every rank connects to every other at once, beside NCCL too, where gloo carries small things now and then: of
-    1,024 ranks each would open 1,023 sockets, about as many files as a process may have.
+    Otherwise every rank connects to every other immediately, with NCCL too, where gloo carries small things now and
+    then: of 1,024 ranks each would open 1,023 sockets, about as many files as a process may have.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 

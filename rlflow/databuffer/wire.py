@@ -1,4 +1,4 @@
-"""A column as rows of bytes, and rows of bytes as a column again: no padding, no pickle, every dtype kept.
+"""A column as rows of bytes, and rows of bytes as a column again: no padding, no pickle, every dtype preserved.
 
 Rows that lie one after another are moved as one piece, and a column whose bytes lie in order already is a view of them.
 """
@@ -31,10 +31,10 @@ class Form:
     """What one must know of a column to read its bytes.
 
     Attributes:
-        dtype: Of its tensor.
+        dtype: Dtype of its tensor.
         entry: The shape of one entry: what follows `[B]`, `[B, T]`, or the one dimension of ragged values.
         device: The kind of device that holds it.
-        names: Of the parts of a `PARTS` column, in the order in which they lie in an entry.
+        names: Names of the parts of a `PARTS` column, in the order in which they lie in an entry.
     """
 
     dtype: torch.dtype
@@ -108,10 +108,10 @@ def to_bytes(cut: Cut, data: Data, lengths: Tensor, rows: Tensor, device: torch.
 
     Args:
         cut: How the column is cut.
-        data: Its `B` rows.
+        data: Data of the column, `B` rows.
         lengths: `[B]` int64, entries of each row of a `TOKEN` column.
         rows: `[n]` int64, indices of the rows, in the order asked for; they may repeat.
-        device: Where the bytes are wanted.
+        device: Device on which the bytes are wanted.
     """
     if cut is Cut.JSON:
         texts = [json.dumps(data[row]).encode() for row in rows.tolist()]
@@ -135,7 +135,7 @@ def from_bytes(cut: Cut, form: Form, rows: RowBytes, order: Tensor) -> Data:
 
     Args:
         cut: How the column is cut.
-        form: What its bytes mean.
+        form: Form of the column, which says what its bytes mean.
         rows: The bytes; the column may be a view of their buffer.
         order: `[n]` int64, which of `rows` each row of the column is; they may repeat.
     """
@@ -174,7 +174,7 @@ def copied(pieces: Sequence[Piece], out: Tensor) -> Tensor:
     """`out`, filled with pieces of buffers on its device, one after another.
 
     Args:
-        pieces: Of as many bytes together as `out`; none where it is empty, as on a rank that only receives.
+        pieces: Pieces of as many bytes together as `out`; none where it is empty, as on a rank that only receives.
         out: `[bytes]` uint8.
     """
     if not pieces:
@@ -203,9 +203,9 @@ def _joined(rows: RowBytes, shape: tuple[int, ...], form: Form, room: int | None
     """The rows as a tensor of this shape: a view of their buffer where they lie in it one after another.
 
     Args:
-        rows: In their order.
-        shape: Of the tensor.
-        form: Of its column.
+        rows: The rows in their order.
+        shape: Shape of the tensor.
+        form: Form of its column.
         room: Bytes of each row of the tensor; a shorter one is filled up with zeros. None where rows fill it.
     """
     if math.prod(shape) == 0:

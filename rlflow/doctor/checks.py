@@ -79,7 +79,7 @@ class Finding:
         broken   MASTER_ADDR=node7: [Errno -2] Name or service not known; give the first machine's name or address
 
     Attributes:
-        what: What was checked, with what was found: `5.2 GB of memory free, 2 cores`.
+        what: What was checked, and what was found: `5.2 GB of memory free, 2 cores`.
         state: `missing` if it is not there, `broken` if it is there and does not work.
         mend: How to mend it, in a few words; empty if it is ok.
         needed: Whether runs on this machine need it.
@@ -328,10 +328,10 @@ class Tried:
     """The result of a child process.
 
     Attributes:
-        code: Its exit code, negative for a signal; None if it was ended because its time was over.
-        output: Its standard output.
-        errors: Its standard error.
-        seconds: How long it ran.
+        code: Exit code, negative for a signal; None if it was ended because its time was over.
+        output: Standard output.
+        errors: Standard error.
+        seconds: Seconds that it ran.
     """
 
     code: int | None
@@ -353,10 +353,10 @@ def tried(
 ) -> Tried:
     """Run this Python in a child process, to its end or until its time is over.
 
-    The child is in a session of its own, all of which is ended with it, and gets no variables of a launcher.
+    The child runs in a session of its own, which is ended with it, and gets no variables of a launcher.
 
     Args:
-        folder: Its working folder, made if needed; `output.txt` and `errors.txt` are written there.
+        folder: Working folder of the child, made if needed; `output.txt` and `errors.txt` are written there.
         arguments: Arguments of Python, such as `["-c", "import torch"]`.
         seconds: Limit of its time.
         environment: Variables to add to this process's.

@@ -1,4 +1,4 @@
-"""What answers a policy: environments, tools, and how turns become tokens."""
+"""Environments that answer a policy, their tools, and how turns become tokens."""
 
 from rlflow.environments.gyms import SkyRLGym, TextArena, TextGym
 from rlflow.environments.python_tool import PythonTool, python

@@ -25,7 +25,8 @@ class ParsedTurn:
     where the bridge tells calls from text.
 
     Attributes:
-        text: Its text without special tokens; where the bridge tells them apart, without thoughts and calls of tools.
+        text: Text of the turn without special tokens; if the bridge can distinguish them, without thoughts and calls of
+            tools.
         calls: Calls of tools, in their order.
         whole: All of its text, without special tokens.
     """
@@ -74,7 +75,7 @@ class Bridge(ABC):
         """What follows the tokens of a turn: its end if it was cut, the messages, and the beginning of the next turn.
 
         Args:
-            new: What the environment says.
+            new: Messages of the environment.
             spoken: Ids of the policy's turn.
             before: Ids of all that stood before the turn, the prompt among it.
 
@@ -102,7 +103,7 @@ def checked(given: Any, where: str) -> list[Message]:
     A content may be a list of parts, `{"type": "text", "text": ...}`; only text is read.
 
     Raises:
-        UserError: It is neither, or has a role or a part that no template knows.
+        UserError: It is neither, or has a role or a part that no template can write.
     """
     if given is None:
         return []
@@ -143,7 +144,7 @@ MARKS = re.compile(f"{MARK}({MARK}?)")  # one stands in a spelling, two stand fo
 
 
 class SpecialTokens:
-    """Tells special tokens that a template writes from those that are spelled in messages, which become text.
+    """Distinguishes special tokens that a template writes from those that are spelled in messages, which become text.
 
     Else an environment, or a user, who says `<|im_end|>` would end its turn there, and could speak in another role.
     Messages are marked before a template writes them, and its text is tokenised as `ids` says.
@@ -242,7 +243,7 @@ class MarkedTokenizer:
 
     Args:
         tokenizer: Tokenizer of the model; all that is not of texts is its.
-        special: Its special tokens.
+        special: Special tokens of the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialTokens) -> None:

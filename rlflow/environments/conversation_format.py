@@ -21,7 +21,7 @@ def bridge_of(
     renderer: RendererName | None = None,
     tool_calls: str | None = None,
 ) -> Bridge:
-    """What writes and reads the turns of an environment.
+    """The bridge that writes and reads the turns of an environment.
 
     Args:
         definition: Definition of the environment.
@@ -50,7 +50,7 @@ def traced(
             model is to write them, and between them what answers.
         bridge: Writes turns.
         ids_of: Function from a turn's text to its token ids.
-        place: What errors call the messages.
+        place: Name of the messages in errors.
         given: How many of the first are the prompt, turns of `assistant` among them too.
 
     Raises:

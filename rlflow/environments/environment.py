@@ -18,7 +18,7 @@ OnFailure = Literal["raise", "zero", "mask"]
 
 
 class Environment:
-    """What answers a policy, turn by turn.
+    """An environment that answers a policy, turn by turn.
 
     An environment is a class of one of two forms. In TRL's, its public methods with docstrings and types are tools that
     the policy may call; it is over when a turn calls none. In Tinker's `MessageEnv`, `initial_observation` and `step`
@@ -41,19 +41,19 @@ class Environment:
     gives JSON, and `load_state_dict(state)`, called in place of `reset` on one made anew, it waits in checkpoints too.
 
     Args:
-        environment: Dotted path of the class, or the class; None where there are `tools` alone. Of several, by name:
-            each row is answered by the one that its column `by` names.
+        environment: Dotted path of the class, or the class; None where there are `tools` alone. For several, a mapping
+            by name: each row is answered by the one that its column `by` names.
         tools: Functions that the policy may call in addition to methods, or their dotted paths.
-        arguments: Arguments that the class is made with; of several, by the same names.
-        by: The column of the dataset that chooses of several.
+        arguments: Arguments that the class is made with; for several, by the same names.
+        by: The column of the dataset that chooses one of several.
         max_turns: Turns of the policy, at most.
         max_tool_calls: Calls after these are refused. The policy reads what the last one gave and may answer; a turn
             that calls again ends the conversation. None for any number.
         max_turn_length: Tokens of a turn of the policy, at most; None for as many as the response has left.
-        seconds: What a call of the environment may take. It then runs in a process of its own that can be killed; None
-            for in the rank's own process, with no limit.
-        workers: How many such processes a rank has, and so how many of its conversations go on at once.
-        memory_mb: What each of them may take of memory; needs `seconds`.
+        seconds: Seconds that a call of the environment may take. It then runs in a process of its own that can be
+            killed; None for in the rank's own process, with no limit.
+        workers: Number of such processes that a rank has, and so of its conversations in progress together.
+        memory_mb: Memory that each of them may take, in MB; needs `seconds`.
         on_failure: What becomes of a conversation whose environment raises, takes too long or dies: `raise` ends the
             run, `zero` gives it 0 in place of what the environment gave, `mask` leaves it out of the loss too. A tool
             that raises is no failure: the policy reads why.
@@ -135,8 +135,8 @@ class Environment:
         """The seats for which a policy speaks, in their order; one without a name where there are none.
 
         Args:
-            policy: Speaks for all seats that others do not.
-            players: Who speaks for a seat, by its name.
+            policy: Policy that speaks for all seats that others do not.
+            players: Policy that speaks for a seat, by the seat's name.
 
         Raises:
             UserError: There is no such seat, or none is left; or several environments have other seats.
@@ -164,7 +164,7 @@ class Environment:
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether calls in the rank's own process are made side by side: something of it is a coroutine."""
+        """Whether calls in the rank's own process are made concurrently: a method or tool is a coroutine."""
         return self.workers is None and any(each.awaits for each in self.definitions.values())
 
     @property
@@ -185,7 +185,7 @@ def _named(definition: Definition) -> str:
 
 
 def _arguments(classes: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The arguments of each of several classes."""
+    """The arguments of each class, where there are several."""
     for name, given in arguments.items():
         if name not in classes:
             raise UserError(
@@ -213,7 +213,7 @@ class Definition:
         rewards_groups: Whether it has `get_group_rewards`.
         keeps_state: Whether it can be continued in another process, by `state_dict` and `load_state_dict`; tools alone
             can.
-        seats: The names of those who speak in it; empty where there is one, without a name.
+        seats: Names of those who speak in it; empty where there is one, without a name.
         awaits: Whether it has a method or a tool that is a coroutine.
     """
 
@@ -236,7 +236,7 @@ class Definition:
         return [tool.schema for tool in self.tools.values()]
 
     def given(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What `reset` gets of a row of the dataset.
+        """The columns of a row of the dataset that `reset` takes.
 
         Raises:
             UserError: The row lacks a column that it needs.
@@ -372,13 +372,13 @@ NOT_TOOLS = frozenset(
 
 @dataclass(frozen=True)
 class Tool:
-    """What a policy may call.
+    """A tool that a policy may call.
 
     Attributes:
         name: Name by which the policy calls it.
         schema: JSON schema of a function, as chat templates take it.
         method: Whether it is a method of the environment; else a function of its own.
-        path: Dotted path of a function, by which a worker imports it; of a method its class and name, for messages.
+        path: Dotted path of a function, by which a worker imports it; for a method its class and name, for messages.
     """
 
     name: str

@@ -205,7 +205,7 @@ class OwnDraws:
 
         draws = OwnDraws(seed=7)
         with draws.in_place():
-            random.random()  # always the same first number; the next block goes on with the second
+            random.random()  # always the same first number; the next block continues with the second
 
     Args:
         seed: Seed of both, not below 0; None for a copy of the process's present states.

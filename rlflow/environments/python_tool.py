@@ -14,9 +14,9 @@ class PythonTool:
     nothing is left of it for the next one. See `rlflow.worker.Sandbox`.
 
     Args:
-        seconds: What a program may take.
-        memory_mb: What each of its processes may take of memory.
-        output_kb: What the policy reads of its output, of the beginning.
+        seconds: Seconds that a program may take.
+        memory_mb: Memory that each of its processes may take, in MB.
+        output_kb: Kilobytes of its output that the policy reads, from the beginning.
 
     Raises:
         UserError: This system cannot isolate a program.

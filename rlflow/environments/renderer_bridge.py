@@ -77,7 +77,7 @@ class RendererBridge(Bridge):
     def after(self, new: Sequence[Message], spoken: Sequence[int], before: Sequence[int] = ()) -> list[int]:
         ids = self._bridged(before, spoken, new)
         if ids is None:
-            # What was sampled cannot be told apart, such as a turn that ended inside a thought. It stays; what follows
+            # What was sampled cannot be parsed, such as a turn that ended inside a thought. It stays; what follows
             # it is what would follow another turn that ended, or was cut, like it.
             ended = bool(spoken) and spoken[-1] in self.ends
             ids = self._bridged(self._prompt, [*self._word, *spoken[-1:]] if ended else self._word, new)

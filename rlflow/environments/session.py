@@ -44,7 +44,7 @@ class Session:
 
     Args:
         definition: Definition of the environment.
-        host: Where its code runs; it keeps this environment alone until `close`.
+        host: Host in which its code runs; it serves this environment alone until `close`.
         row: Row of the dataset, which errors name, on ranks too that make no calls; None where `begin` is given it
             first.
         max_tool_calls: Calls after these are refused, and a turn of them alone ends it; None for any number.
@@ -92,7 +92,7 @@ class Session:
 
     @naming_row
     def begin(self, prompt: Sequence[Message], row: Mapping[str, Any]) -> list[Message]:
-        """The messages of the first turn; of a game, those with which each seat begins.
+        """The messages of the first turn; in a game, those with which each seat begins.
 
         Args:
             prompt: Messages of the dataset's row.
@@ -116,7 +116,7 @@ class Session:
 
     @naming_row
     def answer(self, parsed: ParsedTurn, turn: int) -> Reply:
-        """What the environment says to a turn of the policy.
+        """The environment's answer to a turn of the policy.
 
         Raises:
             WorkerError: The environment failed, or gave what is no message or no finite reward.
@@ -154,7 +154,7 @@ class Session:
 
     @naming_row
     def move(self, text: str, seat: str, turn: int) -> Move:
-        """What the game says to what a seat said in its turn of this number.
+        """The game's answer to what a seat said in its turn of this number.
 
         Raises:
             WorkerError: The environment failed, or gave what is no message or no finite reward.
@@ -237,7 +237,7 @@ class Session:
         return float(value)
 
     def _messages(self, given: Any, where: str) -> list[Message]:
-        """What answers a turn, as messages."""
+        """The messages that answer a turn."""
         try:
             return checked(given, where)
         except UserError as error:
@@ -306,15 +306,16 @@ class Session:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment says to a turn of the policy.
+    """Answer of an environment to a turn of the policy.
 
     Attributes:
-        messages: What the policy reads next.
+        messages: Messages that the policy reads next.
         reward: Reward of this turn.
         done: Whether the conversation is over.
-        calls: How many tools were called.
-        failed: How many of these calls gave no value: they could not be read, or the tool raised.
-        over: Where it is, why: the environment said so, the policy called no tool, or went on calling after its last.
+        calls: Number of tools that were called.
+        failed: Number of these calls that gave no value: they could not be read, or the tool raised.
+        over: Reason why it is over, if it is: the environment said so, the policy called no tool, or went on calling
+            after its last.
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -327,13 +328,13 @@ class Reply:
 
 @dataclass(frozen=True)
 class Move:
-    """What a game says.
+    """State of a game after a move.
 
     Attributes:
-        seat: Who speaks next; empty where it is over.
-        messages: What that one reads: of what was said since it spoke last, what it may know.
+        seat: Seat that speaks next; empty where the game is over.
+        messages: Messages that this seat reads: of what was said since it spoke last, what it may know.
         rewards: Rewards by seat.
-        done: Whether it is over.
+        done: Whether the game is over.
     """
 
     seat: str = ""
@@ -343,7 +344,7 @@ class Move:
 
 
 def _tool_message(call: ToolCall, content: str) -> Message:
-    """What a tool answers a call."""
+    """A tool's answer to a call, as a message."""
     named = {"tool_call_id": call.id} if call.id else {}
     return message("tool", content, name=call.name, **named)
 
@@ -369,7 +370,7 @@ def written(each: Message) -> Message:
 
 
 def _append(messages: list[Message], said: str) -> None:
-    """To the user's last message; as one of its own where there is none."""
+    """Append a text to the user's last message, or as a message of its own where there is none."""
     last = next((place for place in reversed(range(len(messages))) if messages[place]["role"] == "user"), None)
     if last is None:
         messages.append(message("user", said))

@@ -181,7 +181,7 @@ def _from_xml(text: str | None, schemas: Schemas) -> ToolCall:
 
 
 def _kinds(schemas: Schemas, tool: str, parameter: str) -> set[str]:
-    """The JSON types of a parameter; a text where nothing is said of it."""
+    """The JSON types of a parameter; `string` where its schema names none."""
     for schema in schemas:
         function = schema["function"]
         if function["name"] == tool:
