@@ -100,7 +100,7 @@ def test_phases_are_as_large_as_they_were_measured(name: str) -> None:
         assert role.loading / 2**20 == pytest.approx(loading, rel=0.15)
 
 
-# By `benchmarks/large_models.py`, whose table is in docs/maintainers/benchmarks.md: MiB of set-up, a step, and a weight sync.
+# MiB of set-up, a step and a weight sync, by `benchmarks/large_models.py`; see docs/maintainers/benchmarks.md.
 DEEP = ModelSize(512, 1408, 36, 8, 8, 128, tied=True, bias=True)
 LAYER, DEEP_ALL = 3_211_264, DEEP.parameters
 OF_BENCHMARK = {
