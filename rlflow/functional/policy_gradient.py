@@ -1,4 +1,4 @@
-"""The loss of a policy gradient: PPO's, of which GRPO's is one.
+"""The loss of a policy gradient: PPO's; GRPO's is a case of it.
 
 With the policy `pi` in training, `old` at the start of the step and `rollout`, the engine's when it sampled, it is
 
@@ -451,7 +451,7 @@ def loss_weights(mask: Tensor, mode: Aggregation, max_length: int | None = None)
         max_length: See `aggregate`.
 
     Returns:
-        Of the shape of `mask`, float64, so that a float64 loss loses nothing; 0 where the mask is 0.
+        Weights in the shape of `mask`, float64, so that a float64 loss loses no precision; 0 where the mask is 0.
 
     Raises:
         UserError: The mode does not exist, or is `constant` without a positive `max_length`.

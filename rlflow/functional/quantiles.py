@@ -67,7 +67,7 @@ def _at(entries: Tensor, places: Tensor, total: Callable[[Tensor], Tensor]) -> T
 
 
 def _ordered(numbers: Tensor) -> Tensor:
-    """Int64 whose bytes, read as unsigned ones from the highest on, have the order of the float64 `numbers`."""
+    """Int64 that sort as the float64 `numbers` do when their bytes are compared as unsigned, highest byte first."""
     bits = numbers.view(torch.int64)
     return torch.where(bits < 0, ~bits, bits ^ _SIGN)
 

@@ -18,11 +18,12 @@ class Memory:
 
     Attributes:
         ranks: Those that hold as much.
-        roles: The models whose weights lie on it.
+        roles: The models that have weights on it.
         engines: What generates there, by policy.
         held: Values of the step.
         capacity: Capacity of the device, for this rank.
-        together: Policies whose engines are awake at once, for one node generates with them; others are awake alone.
+        together: Policies whose engines are awake at the same time, since one node generates with them; others are
+            awake alone.
     """
 
     ranks: tuple[int, ...]
@@ -45,24 +46,24 @@ class Memory:
 
     @property
     def asleep(self) -> float:
-        """Of all engines, while roles are trained."""
+        """Bytes of all engines while roles are trained."""
         return sum(engine.asleep(self.capacity) for engine in self.engines.values())
 
     @property
     def awake(self) -> float:
-        """Of all engines, while those that take most are awake and the others sleep."""
+        """Bytes of all engines while those that take most are awake and the others sleep."""
         woken = {name: of.awake(self.capacity) - of.asleep(self.capacity) for name, of in self.engines.items()}
         at_once = [*((name,) for name in self.engines), *self.together]
         return self.asleep + max((sum(woken[name] for name in names) for names in at_once), default=0.0)
 
     @property
     def generating(self) -> float:
-        """While as many engines are awake as ever are."""
+        """Bytes while as many engines are awake as ever are."""
         return self.kept + self.held + self.awake
 
     @property
     def logits(self) -> float:
-        """The chunk of `[tokens, vocabulary]`, or `[tokens, labels]`, that is held at once, with its gradient."""
+        """The chunk of `[tokens, vocabulary]`, or `[tokens, labels]`, in memory at one time, with its gradient."""
         return max((role.logits for role in self.roles.values()), default=0.0)
 
     @property
@@ -188,7 +189,7 @@ def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
             engine     weights 7.7 kB, cache 30.0 kB
 
     Args:
-        memory: Of the rank.
+        memory: Memory of the rank.
         every: Whether all ranks hold as much.
     """
     of = "a rank" if every else rank_ranges(memory.ranks)
@@ -218,7 +219,7 @@ def does_not_fit(memory: Memory) -> str:
     """Which rank lacks how many bytes, what takes most, and what to do about it: one line.
 
     Args:
-        memory: Of a rank that does not hold it.
+        memory: Memory of a rank on which it does not fit.
     """
     rank, capacity = memory.ranks[0], memory.capacity
     for name, engine in memory.engines.items():

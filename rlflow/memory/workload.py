@@ -37,8 +37,8 @@ class Lengths:
     Attributes:
         prompt: On average.
         response: On average.
-        longest_prompt: That the config allows.
-        longest_response: That the config allows.
+        longest_prompt: Longest prompt that the config allows.
+        longest_response: Longest response that the config allows.
     """
 
     prompt: float
@@ -48,24 +48,24 @@ class Lengths:
 
     @property
     def total(self) -> float:
-        """Of prompt and response, on average."""
+        """Tokens of a prompt and its response, on average."""
         return self.prompt + self.response
 
     @property
     def longest(self) -> int:
-        """Of the longest prompt and response."""
+        """Tokens of the longest prompt and response together."""
         return self.longest_prompt + self.longest_response
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What generates, and the bytes that it takes of a rank, whose device has `capacity` bytes.
+    """A rollout engine, and the bytes that it takes on a rank. The rank's device has `capacity` bytes.
 
     Attributes:
         ranks: Ranks of one engine.
         placed: On which ranks engines are.
         weights: Bytes of a rank's part of the engine's own copy of the policy's weights.
-        memory: What each takes of a rank's, beside its weights.
+        memory: What each takes of a rank's memory in addition to its weights.
     """
 
     ranks: int
@@ -74,16 +74,16 @@ class Engine:
     memory: EngineMemory
 
     def cache(self, capacity: float) -> float:
-        """Keys and values: as many as are set, or as fit beside the weights in the engine's share; below 0 if none."""
+        """Keys and values: as many as are set, or what the weights leave of the engine's share; below 0 if none fit."""
         given = self.memory.cache
         return self.memory.share * capacity - self.weights if given is None else given
 
     def awake(self, capacity: float) -> float:
-        """While it generates."""
+        """Bytes while it generates."""
         return self.weights + max(self.cache(capacity), 0.0)
 
     def asleep(self, capacity: float) -> float:
-        """What stays while it sleeps."""
+        """Bytes that stay while it sleeps."""
         stays = self.memory.asleep
         return 0.0 if stays == "nothing" else self.weights + (self.cache(capacity) if stays != "weights" else 0.0)
 
@@ -115,10 +115,11 @@ class Workload:
     moves_rows: bool
 
     def rows(self, space: str) -> int:
-        """Of a row space in the step, as far as a graph tells.
+        """The number of rows of a row space in the step, as far as the graph determines it.
 
-        `group_size` for each prompt where a train node needs them; else, as of responses that only a baseline is made
-        of, one for each row above; where rows are made without generating, as many as the most that they are made of.
+        `group_size` for each prompt where a train node needs them. Otherwise one for each row above, as for responses
+        that only a baseline is made from. Where rows are made without generating, as many as the largest row space that
+        they are made from.
         """
         if space == BATCH:
             return self.prompts
@@ -144,17 +145,17 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Of prompts and responses, in the rows that are trained on; a pair has two of each."""
+        """Tokens of prompts and responses in the rows that are trained on; a pair has two of each."""
         (train, *_) = (node for node in self.graph.order if node.kind == "train")
         return self.rows(train.space) * self.row_tokens(train)
 
     def row_tokens(self, node: Node) -> float:
-        """That a model reads of a row in `node`."""
+        """Tokens that a model reads of a row in `node`."""
         paired = any(self.graph.type_of(value) is Pairs for value in node.reads)
         return self.lengths.total * (2 if paired else 1)
 
     def value_bytes(self, value: str, padded: bool = False, fields: Collection[str] | None = None) -> float:
-        """Of a row of `value` on the wire, as packed rows or padded to the longest that the config allows.
+        """Bytes sent for a row of `value`, as packed rows or padded to the longest that the config allows.
 
         Args:
             value: Its name.
@@ -274,7 +275,7 @@ def loaded_engine(
     Args:
         engine: As configured.
         placed: Where engines are.
-        followed: The role whose weights it generates with.
+        followed: The role that it generates with.
         longest: Tokens of the longest row.
         samples: Responses of a step.
         on_cpu: Whether it runs on the CPU.
