@@ -156,7 +156,7 @@ class Metrics:
 
         Args:
             step: Step whose metrics are reduced, and then dropped.
-            transport: To the other ranks.
+            transport: Transport to the other ranks.
             worked: Seconds that this rank worked in the step, from which `straggler` is computed; None to leave it out.
             asks: A number from 0 that travels with them: the signal by which this rank was asked to end.
         """
@@ -203,7 +203,7 @@ class Metrics:
         Args:
             mine: What this rank logged.
             largest: `[names, 2]`, over all ranks.
-            transport: To the other ranks.
+            transport: Transport to the other ranks.
             worked: See `reduce`.
         """
         finite = largest.isfinite()

@@ -107,7 +107,7 @@ class ModelHandle(ABC):
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings, and an output layer of one label, instead of all weights.
         loss_aggregation: How its losses per token become one number; None for as the module's.
-        trust_remote_code: Run the code that lies beside its weights (`auto_map`) to load it; read that code first.
+        trust_remote_code: Run the code in the folder of its weights (`auto_map`) to load it; read that code first.
 
     Attributes:
         default_optimizer: Optimizer of a trainable model that is given none.
@@ -236,7 +236,7 @@ class ModelHandle(ABC):
 
     @property
     def model_inputs(self) -> tuple[str, ...]:
-        """The columns of its rows that it is trained with beside their tokens, see `MODEL_INPUTS`."""
+        """The columns of its rows that it is trained with in addition to their tokens, see `MODEL_INPUTS`."""
         return ()
 
     def take_routed(self) -> tuple[Tensor | None, Tensor | int, int]:
@@ -271,8 +271,8 @@ class ModelHandle(ABC):
 
         Args:
             rows: What is scored.
-            score: Calls `_forward_pass` with some rows, and with what lies beside them.
-            beside: More that is read of each row: `[B, ...]`, or other prompts, see `ForwardPlan.split`.
+            score: Calls `_forward_pass` with some rows, and with their part of `beside`.
+            beside: More that is read for each row: `[B, ...]`, or other prompts, see `ForwardPlan.split`.
         """
         home = rows.response_ids.device
 
@@ -313,7 +313,7 @@ class ModelHandle(ABC):
 
 
 def _at(beside: Tensor | Ragged | None, index: Tensor) -> Tensor | Ragged | None:
-    """What lies beside the rows at `index`."""
+    """The part of `beside` that belongs to the rows at `index`."""
     if beside is None:
         return None
     return beside.take(index) if isinstance(beside, Ragged) else rows_at(beside, index)

@@ -29,7 +29,7 @@ OUTPUT_LAYERS = ("lm_head", "score")  # that a model of the other kind leaves in
 
 
 class PackedModel(nn.Module):
-    """A transformers model whose output layer is replaced by one that a subclass needs.
+    """A transformers model with its output layer replaced by one that a subclass needs.
 
     Parameters keep their Hugging Face names behind the prefix `model.`. It is called with `ModelInput.arguments`, one
     by one, because DeepSpeed looks for tensors among the arguments and not inside them.
@@ -186,7 +186,7 @@ class PackedModel(nn.Module):
 
     @abstractmethod
     def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
-        """`[response]`, what the model's own forward says of one row, `prompt` tokens of which are its prompt."""
+        """`[response]`, the scores of one row by the model's own forward; the row's first `prompt` tokens are its prompt."""
 
     @property
     @abstractmethod
@@ -216,7 +216,7 @@ class PackedModel(nn.Module):
         ]
 
     def untrained_record(self) -> dict[str, Any]:
-        """What belongs to `trained`, and is not in it: JSON-able, to be compared when training goes on."""
+        """What belongs to `trained`, and is not in it: JSON-able, to be compared when training is resumed."""
         if self.lora is None:
             return {}
         targets = self.lora.targets if isinstance(self.lora.targets, str) else sorted(self.lora.targets)
@@ -343,7 +343,7 @@ def _from_pretrained(kind: Any, path: Path, trust_remote_code: bool, **settings:
 
 
 def _require_weights(path: Path, report: dict[str, Any], may_lack: set[str]) -> None:
-    """Refuse weights of other shapes or too few, for which transformers would go on with random numbers."""
+    """Refuse weights of other shapes or too few; transformers would fill these with random numbers."""
     if report["mismatched_keys"]:
         name, found, needed = min(report["mismatched_keys"])
         raise UserError(

@@ -17,7 +17,7 @@ _takes_arguments = False
 
 @contextmanager
 def place_kept() -> Iterator[None]:
-    """Leave the place as it was: the next run from here would find a job whose ranks somebody else starts, and wait."""
+    """Restore the environment variables: the next run of this process would take them for a job started by others, and wait."""
     before = {name: os.environ[name] for name in PLACE if name in os.environ}
     try:
         yield

@@ -92,7 +92,7 @@ class Status(ctypes.Structure):
 
     @property
     def silence(self) -> str:
-        """The line that a user reads about a rank whose interpreter does not run."""
+        """The line that a user reads about a rank with an interpreter that does not run."""
         return (
             f"{self.named} has not answered for {self.silent_s:.0f} s ({self.doing}): it is stopped, or code in C"
             " holds its interpreter"
@@ -148,7 +148,7 @@ class Board:
         return f"; continue with `--trainer.ckpt_path last`, after step {steps}" if steps else ""
 
     def begun(self) -> list[Status]:
-        """The statuses of ranks whose processes have begun."""
+        """The statuses of ranks with a process that has begun."""
         return [status for status in self._statuses if status.process]
 
     def missing(self) -> str | None:
@@ -156,8 +156,8 @@ class Board:
 
             rank 1 on gpu-17 did not join the other ranks within `timeout_s` (600 s): it is at step 3, run rewards: ...
 
-        It is a rank whose interpreter does not run, because it is stopped or code in C holds it; else one that does
-        something else while others wait. None if the missing rank is on another machine.
+        It is a rank with an interpreter that does not run, because the process is stopped or code in C holds it; else
+        one that does something else while others wait. None if the missing rank is on another machine.
         """
         here = [status for status in self.begun() if not status.ended]
         if silent := [status for status in here if status.silent_s > SILENT_S]:

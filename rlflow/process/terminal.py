@@ -24,7 +24,7 @@ def outlast() -> None:
 
 
 def lasting(number: int, closefd: bool = True) -> TextIO:
-    """The open file of a number for text, whose lines are dropped where they cannot be written.
+    """The open text file of a file descriptor; lines that cannot be written are dropped.
 
     Args:
         number: Number of the file, see `os.open`.

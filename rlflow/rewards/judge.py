@@ -38,7 +38,7 @@ class Judge(SampleReward):
         model: Name of the model on the server.
         criteria: Criteria of a rubric by name, each in words. The score of each is a part of the reward. None for one
             score of the whole.
-        weights: Weights of the criteria, whose weighted mean is the score; None for all alike.
+        weights: Weights of the criteria; their weighted mean is the score. None for all alike.
         scale: Best grade; the worst is 0.
         prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row stand in braces.
         temperature: Temperature of the judge.
@@ -100,7 +100,7 @@ class Rubric:
 
     Args:
         criteria: Criteria by name, each in words; None for one grade of the whole.
-        weights: Weights of the criteria, whose weighted mean is the score; None for all alike.
+        weights: Weights of the criteria; their weighted mean is the score. None for all alike.
         scale: Best grade; the worst is 0.
         prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row stand in braces.
     """

@@ -113,7 +113,7 @@ class Engines:
         return (owner, *(policy for policy, other in self.shared.items() if other == owner))
 
     def refuse_together(self, node: str, policies: Collection[str]) -> None:
-        """Refuse a node that generates with policies of which only one at a time is in the engine.
+        """Refuse a node that generates with policies that share an engine, where only one of them is at a time.
 
         Raises:
             UserError: Two of them share an engine in turns.
@@ -235,10 +235,10 @@ def engines_of_rank(
 
 
 def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: int, on_cpu: bool) -> Sequence[str]:
-    """The policies whose engines get processes of their own, on all their ranks; known alike everywhere.
+    """The policies with engines in processes of their own, on all their ranks; the same list on every rank.
 
-    Those that can only be built by all ranks at once and are placed on some of them, and those that cannot live in one
-    process with an engine named before them.
+    These are engines that can only be built by all ranks together and are placed on some of them, and engines that
+    cannot be in one process with an engine named before them.
 
     Args:
         engines: Engines of all policies, as configured.

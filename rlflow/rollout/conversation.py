@@ -47,7 +47,7 @@ class Conversation:
         ended: Why it is over; None as long as it is not.
         why: The same in words, for people.
         cut: Whether the last turn of the policy was cut at its longest length.
-        seat: Number of the seat whose view it is, among the environment's seats.
+        seat: Number of the seat that sees it so, among the environment's seats.
         calls: Number of calls of tools.
         failed: How many of these gave no value.
         turn_open: Whether the last turn was cut off and is to be continued.
@@ -133,7 +133,7 @@ class Rules:
         longest: Tokens after the prompt, at most: the policy's and the environment's together.
         longest_turn: Tokens of a turn of the policy, at most.
         budget: Tokens of the policy in one call, after which a conversation is cut off; None where none is.
-        on_failure: What becomes of a conversation whose environment failed, see `Environment`.
+        on_failure: What becomes of a conversation if its environment failed, see `Environment`.
     """
 
     policy: str
@@ -293,7 +293,7 @@ def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
 
 
 def _fail(conversation: Conversation, error: HostError, rules: Rules) -> None:
-    """End a conversation whose environment failed.
+    """End a conversation after its environment failed.
 
     Raises:
         UserError: `on_failure` is `raise`.
@@ -408,7 +408,7 @@ class _Table:
                 self._rewards[seat] = 0.0
 
     def over(self) -> dict[str, Conversation]:
-        """All, each with its end: that of the seat that could not go on, if one could not."""
+        """All conversations, each with its end: that of the seat that could not continue, if there is one."""
         views = self._seats.values()
         cut = ((each.ended, f"another seat ended it: {each.why}") for each in views if each.ended is not None)
         end = next(cut, (Ending.DONE, "the environment ended it"))
@@ -476,7 +476,7 @@ def to_rollout(
         conversations: `B` of them.
         path: Path of each.
         rows: The dataset's row of each.
-        version: Version of the policy, of tokens whose version a conversation does not say.
+        version: Version of the policy, for tokens without a version in their conversation.
         decode: Token ids to text, of what the policy said last.
         dtype: Dtype of log-probabilities and rewards.
         cut_off: Whether some may be continued.

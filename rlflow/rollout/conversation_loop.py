@@ -26,7 +26,7 @@ Wait = Callable[[], Any] | tuple[str, Turn]
 # `Completion`; where the call failed, a `HostError` is raised in it.
 ConversationSteps = Generator[Wait, Any, T]
 
-CONVERSATIONS, SPANS = 8, 64  # whose spans are noted, and how many of each: what a trace takes is bounded
+CONVERSATIONS, SPANS = 8, 64  # with spans in the trace, and how many spans of each: a trace's size is bounded
 
 
 class ConversationLoop(Generic[T]):
@@ -274,7 +274,7 @@ class EnvironmentCalls:
         begun = time.perf_counter()
         outcomes = self._shared(least, self._sharing) if self._sharing is not None else self._taken(least, None)
         self.waited += time.perf_counter() - begun if least else 0.0
-        outcomes.sort(key=lambda outcome: outcome[0])  # what came together goes on in one order
+        outcomes.sort(key=lambda outcome: outcome[0])  # what came together continues in one order
         self.open -= len(outcomes)
         for _, outcome in outcomes:
             if "problem" in outcome:
@@ -320,7 +320,7 @@ class EnvironmentCalls:
         return taken
 
     def _shared(self, least: int, sharing: SharedCalls) -> list[Outcome]:
-        """The same on all ranks, in rounds of which some may bring nothing."""
+        """The same outcomes on all ranks, in rounds; a round may bring none."""
         shared: list[Outcome] = []
         while True:
             taken = self._taken(least - len(shared), sharing.seconds) if sharing.calls else []
