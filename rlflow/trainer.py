@@ -92,7 +92,8 @@ class Trainer(RunningTrainer):
             module: The algorithm.
             train: Rows to train on, in any form that `PromptData` takes: a `datasets.Dataset`, a list of dicts, the
                 path of a file, and others; or a `PromptData`, which has all settings of how rows are read.
-            validation: Rows to validate on, in the same forms; None for no validation, and beside a `PromptData`.
+            validation: Rows to validate on, in the same forms; None for no validation, and together with a
+                `PromptData`.
 
         Raises:
             UserError: Something that the user can mend; before processes start where it can be known then.
@@ -104,7 +105,7 @@ class Trainer(RunningTrainer):
         """Validate the module's model; the metrics, and the number of problems.
 
         They are those of `fit` before its first step, and lie in `<run_dir>-validate/validation.json`. No optimizer is
-        built, and no model is loaded but the one that generates; all are for a module whose rows are scored.
+        built, and no model is loaded but the one that generates; if the module scores rows, all models are loaded.
 
         Args:
             module: The algorithm.
@@ -125,7 +126,7 @@ class Trainer(RunningTrainer):
         return self._launch(module, data, self.settings.for_validation(), run)
 
     def replay(self, module: RLModule, data: DataLike | PromptData, asked: Replay) -> list[Replayed]:
-        """Run nodes of a step of an earlier run once more, in this process, on what that run kept of them.
+        """Run nodes of a step of an earlier run once more, in this process, on the inputs that that run stored.
 
         Args:
             module: That run's.
@@ -133,7 +134,7 @@ class Trainer(RunningTrainer):
             asked: Which run, step and node.
 
         Raises:
-            UserError: Nothing was kept of it, or `devices` is not 1.
+            UserError: Nothing was stored of the step, or `devices` is not 1.
         """
         if (ranks := self.world_size) != 1:
             raise UserError(f"`trainer.devices` gives {ranks} ranks, and a step is replayed in one process; set 1")

@@ -186,7 +186,7 @@ class PackedModel(nn.Module):
 
     @abstractmethod
     def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
-        """`[response]`, the scores of one row by the model's own forward; the row's first `prompt` tokens are its prompt."""
+        """`[response]`, scores of one row by the model's own forward; its first `prompt` tokens are the prompt."""
 
     @property
     @abstractmethod

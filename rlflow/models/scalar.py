@@ -126,7 +126,7 @@ class ScalarModel(PackedModel):
 
 
 class ScalarHead(nn.Module):
-    """A model's output layer with one label, computed in float32 at least: bfloat16 rounds near values to the same number.
+    """A model's output layer with one label, computed in float32 at least: bfloat16 makes near values equal.
 
     It holds the layer's own weights and does its work within its own forward: there ZeRO-3 gathers them.
 

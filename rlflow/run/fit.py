@@ -269,7 +269,7 @@ class Fit:
         """Save a checkpoint, unless the last one is of this step, and raise `Preempted`; called by all ranks.
 
         Args:
-            snapshot: This rank's state after the last step whose updates were made; None before the first step.
+            snapshot: This rank's state after the last step with all its updates made; None before the first step.
             asked: Number of the signal that ends the run.
         """
         preemption.agree(asked)

@@ -36,7 +36,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An empty folder at `path`; what lay there before is kept as `<path>-1`, `-2`, ..."""
+        """An empty folder at `path`; what was there before is renamed to `<path>-1`, `-2`, ..."""
         if path.exists() and any(each.name != LOCK for each in path.iterdir()):
             number = 1
             while (kept := path.with_name(f"{path.name}-{number}")).exists():

@@ -128,7 +128,7 @@ def _described(layout: Layout) -> str:
 
 
 def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
-    """The role whose weights `role` is a view or an average of; itself if it has its own."""
+    """The role that `role` is a view or an average of; `role` itself if it has weights of its own."""
     handle = found[role]
     if not isinstance(handle, WithoutAdapters | Averaged):
         return role

@@ -95,7 +95,7 @@ def require_same_vocabulary(
     Args:
         paths: Folder or Hugging Face name of each role's model.
         follows: The role that is followed.
-        tokenizers: Of it, and of roles with another model.
+        tokenizers: Tokenizers of that role, and of roles with another model.
 
     Raises:
         UserError: One has another vocabulary.

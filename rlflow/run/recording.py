@@ -23,10 +23,10 @@ class Recording:
 
     Args:
         run: This rank; rank 0's loggers are called.
-        folder: Of the run.
+        folder: Folder of the run.
         console: Shows the steps.
-        loggers: Beside the run's own files.
-        resume: From where the run goes on.
+        loggers: Loggers in addition to the run's own files.
+        resume: Where the run resumes.
 
     Attributes:
         before: Validation before the first step of all.

@@ -59,7 +59,7 @@ class PredictedStep:
 
     @property
     def memory(self) -> Memory:
-        """Of the fullest ranks."""
+        """Memory of the fullest ranks."""
         return self.memories[0]
 
     def rate(self, design: Design) -> float:
@@ -200,7 +200,7 @@ class Simulation:
 
 
 def _of_size(module: RLModule, share: float, ranks: int) -> RLModule:
-    """A copy whose updates have so many times the samples."""
+    """A copy of the module; each update has so many times the samples."""
     scaled, found = copy.copy(module), handles(module)
     copies = {role: copy.copy(handle) for role, handle in found.items()}
     for role, handle in copies.items():
@@ -308,17 +308,17 @@ def _loaded_bytes(role: LoadedRole, hardware: Hardware) -> float:
 
 
 def _state_bytes(role: LoadedRole, hardware: Hardware) -> float:
-    """That a node reads of a checkpoint: float32 weights and moments, all or its ranks' parts."""
+    """Bytes that a node reads of a checkpoint: float32 weights and moments, all or its ranks' parts."""
     here = min(len(role.layout.ranks), hardware.gpus_per_node)
     return _numbers(role) * FLOAT32 * min(1.0, here / role.states_over)
 
 
 def _saved_bytes(role: LoadedRole, hardware: Hardware) -> float:
-    """That a node writes, all at once and equally much: the checkpoint, and the model in Hugging Face form."""
+    """Bytes that a node writes, as all do in parallel: the checkpoint, and the model in Hugging Face form."""
     nodes = math.ceil(len(role.layout.ranks) / hardware.gpus_per_node)
     return (_numbers(role) * FLOAT32 + role.size.parameters * role.width) / nodes
 
 
 def _numbers(role: LoadedRole) -> int:
-    """Of a checkpoint: weights, and the moments without the copy of a weight."""
+    """Numbers of a checkpoint: weights, and the moments without the copy of a weight."""
     return role.trained * (1 + role.moments // 2 * 2)

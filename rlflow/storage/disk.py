@@ -1,4 +1,4 @@
-"""Writing beside the run: jobs in a thread of their own, and tensors on their way to them."""
+"""Writing in the background: jobs in a thread of their own, and the tensors that are passed to them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Disk:
     """Does one job after another in a thread; after one that fails, no more until `wait`.
 
     Args:
-        asynchronous: The run goes on meanwhile, so what is to be written is copied first; the copies' memory is kept
-            for the next time. Jobs wait for `start`, since the run waits for the copies, and not for what is written.
+        asynchronous: The run continues meanwhile, so what is to be written is copied first; the copies' memory is
+            reused the next time. Jobs wait for `start`, since the run waits for the copies, and not for what is
+            written.
     """
 
     def __init__(self, asynchronous: bool = False) -> None:
@@ -58,7 +59,7 @@ class Disk:
         """The tensor as it is now, on the CPU.
 
         Args:
-            key: Of the memory that is used for it again at the next save.
+            key: Name of the memory of its copy, which is used again at the next save.
             tensor: On any device.
         """
         if not self.asynchronous:

@@ -72,7 +72,7 @@ class Draft:
         self.path.mkdir(parents=True)
 
     def file_records(self, digests: Mapping[str, str]) -> dict[str, tuple[str, int]]:
-        """Of files by name; those whose digest is empty are read for it, and waited for until they are on the disk."""
+        """Digest and size of files by name. A file with an empty digest is synced to the disk and read."""
         records = {}
         for name, digest in digests.items():
             file = self.path / name
@@ -85,7 +85,7 @@ class Draft:
         """Say what this rank wrote; nothing of it is written after. An empty file says that it had no room to.
 
         Args:
-            record: Of this rank.
+            record: Record of this rank.
             part: `WRITTEN`, or `LEFT` where the rank reads nothing of it any more; `collect` asks for one.
 
         Raises:

@@ -32,7 +32,7 @@ def require_space(folder: Path, needed: int, what: str, mend: str) -> None:
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all files in it; 0 where it is not there."""
+    """Bytes of all files in a folder; 0 where it does not exist."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -18,7 +18,7 @@ from rlflow.errors import UserError, one_line
 
 @dataclass(frozen=True)
 class RoleIndex:
-    """The content of `<role>.json`: which file has which part of which tensor of a role. Of two ranks:
+    """The content of `<role>.json`: which file has which part of which tensor of a role. For two ranks:
 
         files   ["actor-00000-of-00002.safetensors", "actor-00001-of-00002.safetensors"]
         kinds   ["weight", "exp_avg", "exp_avg_sq"]

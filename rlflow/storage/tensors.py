@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 
-BLOCK = 64 * 2**20  # bytes written at once
+BLOCK = 64 * 2**20  # bytes written at a time
 # The names of the format: https://github.com/huggingface/safetensors#format
 NAMES = {
     torch.float64: "F64",
@@ -38,8 +38,8 @@ class StoredTensor:
 
     Attributes:
         key: Its name.
-        shape: Its own.
-        dtype: Of its elements.
+        shape: Its shape.
+        dtype: Dtype of its elements.
     """
 
     key: str
@@ -53,7 +53,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -79,7 +79,7 @@ def write_tensors(
         path: The file.
         entries: All that it will hold.
         tensors: One for each entry, in their order, on any device; asked for one by one.
-        metadata: Of the file.
+        metadata: Metadata of the file.
 
     Returns:
         The file's SHA-256.
@@ -123,8 +123,8 @@ def all_finite(what: str, role: str, entries: Iterable[StoredTensor], tensors: I
     """The tensors, each looked at before it is handed on.
 
     Args:
-        what: They are saved as, for the message.
-        role: Whose weights they are.
+        what: What they are saved as, for the message.
+        role: Role that has the weights.
         entries: One of each; the key of what an optimizer keeps is `<weight>/<kind>`.
         tensors: In the same order, on any device.
 

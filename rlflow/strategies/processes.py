@@ -78,7 +78,7 @@ class ManyProcesses(DDPStrategy):
     def join(self) -> None:
         """Join the process group, which, unlike Fabric's, is bound to no device.
 
-        Bound to one, torch would split each further group from that of all ranks while it is formed, at once and by
+        Bound to one, torch would split each further group from that of all ranks while it is formed, immediately and by
         NCCL, thousands of them in a large job.
         """
         for announcer in ("lightning.fabric", "lightning.pytorch"):  # of every rank, on the terminal

@@ -49,7 +49,7 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def remember(tensor: Tensor, copy: Tensor) -> Tensor:
-    """`tensor`, of which the host has this copy."""
+    """`tensor`, with this copy of it remembered as the host's."""
     if tensor.device.type != "cpu" and not tensor.is_inference() and not copy.is_inference():
         setattr(tensor, _NAME, (copy, tensor._version, copy._version))
     return tensor
