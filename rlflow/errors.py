@@ -246,7 +246,7 @@ def no_file(path: str, wanted: str, *endings: str) -> str:
     """How an error continues after a path at which no file lies: what does, and what to give.
 
     Args:
-        path: As the user wrote it.
+        path: Path as the user wrote it.
         wanted: What to give.
         endings: Endings of such a file's name. If the path is a folder that has such a file, the error mentions it.
     """

@@ -46,8 +46,8 @@ class StepMetrics:
         (1 + 2) / (4 + 2) = 0.5, not the mean of 0.25 and 1.
 
     Attributes:
-        step: From 0.
-        logged: By kind and name.
+        step: Step, from 0.
+        logged: Entries by kind and name.
     """
 
     step: int

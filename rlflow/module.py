@@ -40,7 +40,8 @@ class RLModule:
     derived from them, such as a reference, is made in `configure_models`.
 
     A node's name is the value that it makes; its parameters are the values that it reads; `batch` is the rows of the
-    dataset. The first dimension of every tensor is the rows of this rank, and nothing here needs to know of ranks.
+    dataset. The first dimension of every tensor is the rows of this rank, and nothing in a module needs to know of
+    ranks.
 
     `log`, `mean`, `whiten`, `quantile`, `all_rows` and `dataset_rows` go over the rows of all ranks, and all ranks call
     them alike. Rows on which a reward with `on_error` `drop` failed do not count.
@@ -59,7 +60,7 @@ class RLModule:
             on samples of older weights, is then warned of it, once.
         config_models: Model handles by role that a config gives in addition to or in place of those of
             `configure_models`.
-        config_nodes: By name the nodes that a config adds or puts in the place of others; None removes one.
+        config_nodes: Nodes, by name, that a config adds or puts in the place of others; None removes one.
         given_models: Model handles by role as the constructor set them, before a run changed copies of them.
         run_models: The handles of the last run, derived ones among them.
         run_settings: What was set of these when it was configured, by role.
@@ -123,7 +124,7 @@ class RLModule:
         `trainer.max_steps`.
 
         Args:
-            epoch: From 0.
+            epoch: Epoch, from 0.
             prompts: `[N]` int64, places in the dataset, counted from 0, in the order that the seed gives the epoch.
 
         Returns:
@@ -281,7 +282,7 @@ class RLModule:
 
         Args:
             rollout: The samples, their texts and their dataset's rows among them.
-            name: Under which it is logged: `<name>/mean`, and each of its parts.
+            name: Name under which it is logged: `<name>/mean`, and each of its parts.
         """
         return self._scored(rollout, name)[0]
 
@@ -303,7 +304,7 @@ class RLModule:
 
         Args:
             rollout: The samples, their texts and their dataset's rows among them.
-            name: Under which it is logged: `<name>/mean`, and each of its parts.
+            name: Name under which it is logged: `<name>/mean`, and each of its parts.
 
         Raises:
             UserError: The reward gives a number alone. Reading a part that it lacks is one too, on all ranks alike.
@@ -368,7 +369,7 @@ class RLModule:
 
         Args:
             x: `[B]` or `[B, T]`.
-            q: From 0 to 1, or several.
+            q: Share from 0 to 1, or several.
             mask: Entries that count, in the shape of `x`; needed for `[B, T]`, where padding must not count.
 
         Returns:

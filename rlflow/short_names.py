@@ -126,7 +126,7 @@ def class_named(name: str, bases: Sequence[type]) -> type:
     """The class of a short name, or at a dotted path.
 
     Args:
-        name: As a user wrote it.
+        name: Name as a user wrote it.
         bases: The classes of which it has to be one, or a subclass of one.
 
     Raises:

@@ -55,9 +55,9 @@ class Trainer(RunningTrainer):
     Args:
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
-        engines: By policy, an engine other than `rollout`, or a `Share` of another policy's.
+        engines: Engines by policy: an engine other than `rollout`, or a `Share` of another policy's.
         logger: Where metrics are logged in addition to the run's own files; one or several of ours or of Lightning's.
-        callbacks: Called at steps, nodes and validations.
+        callbacks: Callbacks for steps, nodes and validations.
     """
 
     strategy: TrainingStrategy | str | None = None
@@ -92,8 +92,7 @@ class Trainer(RunningTrainer):
             module: The algorithm.
             train: Rows to train on, in any form that `PromptData` takes: a `datasets.Dataset`, a list of dicts, the
                 path of a file, and others; or a `PromptData`, which has all settings of how rows are read.
-            validation: Rows to validate on, in the same forms; None for no validation, and together with a
-                `PromptData`.
+            validation: Rows to validate on, in the same forms; None for no validation, or if `train` is a `PromptData`.
 
         Raises:
             UserError: Something that the user can mend; before processes start where it can be known then.
@@ -129,8 +128,8 @@ class Trainer(RunningTrainer):
         """Run nodes of a step of an earlier run once more, in this process, on the inputs that that run stored.
 
         Args:
-            module: That run's.
-            data: That run's.
+            module: Module of that run.
+            data: Data of that run.
             asked: Which run, step and node.
 
         Raises:

@@ -220,7 +220,7 @@ class Importance:
     """How the gap between the policy that sampled and the one that the trainer computes is corrected.
 
     Attributes:
-        level: Over what the ratio is taken: each `token`, the whole `sequence`, or its `geometric` mean.
+        level: What the ratio is taken over: each `token`, the whole `sequence`, or its `geometric` mean.
         mode: `truncate` cuts weights at `high`; `mask` drops tokens whose weight is not between `low` and `high`.
         low: The smallest weight that `mask` keeps; `truncate` has no lower end.
         high: The largest weight; `inf` leaves all as they are.
@@ -265,7 +265,7 @@ def importance_weights(
         old_logprobs: `[B, T]`, the trainer's at the start of the step.
         rollout_logprobs: `[B, T]`, the engine's when it sampled.
         mask: `[B, T]`, nonzero on sampled tokens.
-        settings: Over what the ratio is taken, and what happens to large weights.
+        settings: What the ratio is taken over, and what happens to large weights.
 
     Returns:
         `[B, T]` at every level, 0 where the mask is 0.
@@ -310,7 +310,8 @@ class KL:
         kind: Its estimator; None for k1 in a reward and k3-ratio in a loss, which have the gradient of KL (arXiv
             2512.21852), or for the algorithm's own.
         in_reward: Take the divergence off the rewards instead of adding it to the loss; None for as the algorithm does.
-        target: Adapt `coef` to hold the divergence per token here (arXiv 1909.08593), in the reward; None is off.
+        target: Adapt `coef` to hold the divergence per token at this value (arXiv 1909.08593), in the reward; None is
+            off.
         horizon: Samples over which `coef` adapts.
     """
 
@@ -478,7 +479,7 @@ def loss_sum(loss: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         loss: `[B, T]` or `[B]`.
-        weights: From `loss_weights`, shaped as `loss`.
+        weights: Weights from `loss_weights`, in the shape of `loss`.
     """
     assert loss.shape == weights.shape, f"a loss of shape {list(loss.shape)} beside weights {list(weights.shape)}"
     return (loss.where(weights > 0, 0.0) * weights).sum().to(loss.dtype)

@@ -26,7 +26,7 @@ def quantiles(entries: Tensor, q: float | Sequence[float], total: Callable[[Tens
 
     Args:
         entries: `[n]` of this part; it may be empty.
-        q: From 0 to 1, or several.
+        q: Share from 0 to 1, or several.
         total: The sum over all parts of a tensor that each part gives, the same on all; of one part the tensor itself.
 
     Returns:

@@ -90,7 +90,7 @@ class Console:
         self._live = _live_bar(terminal, total_steps, steps_done)
 
     def begin(self) -> None:
-        """Tell the time left from here on: the first step starts, and loading says nothing of the pace."""
+        """Estimate the time left from now on: the first step starts, and loading does not measure the pace."""
         steps_done, _ = self._ended.pop()
         self._ended.append((steps_done, self._clock()))
 

@@ -17,7 +17,7 @@ class Memory:
     """Bytes of a rank, and of the others that hold as much.
 
     Attributes:
-        ranks: Those that hold as much.
+        ranks: Ranks that hold as much.
         roles: The models that have weights on it.
         engines: What generates there, by policy.
         held: Values of the step.
@@ -79,7 +79,7 @@ class Memory:
 
     @property
     def training(self) -> float:
-        """While engines sleep, or wait: passes of one role at a time, or its optimizer's step."""
+        """Bytes while engines sleep, or wait: passes of one role at a time, or its optimizer's step."""
         activations = max((role.activations for role in self.trained), default=0.0)
         stepping = max((role.stepping for role in self.trained), default=0.0)
         backward = activations + self.reduced + self.logits + self.gathered
@@ -88,7 +88,7 @@ class Memory:
 
     @property
     def loading(self) -> float:
-        """While roles are loaded one after the other: what is loaded stays, and the next takes more."""
+        """Bytes while roles are loaded one after the other: what is loaded stays, and the next takes more."""
         lies = most = 0.0
         for role in self.roles.values():
             most = max(most, lies + role.loading)
@@ -96,7 +96,7 @@ class Memory:
         return most
 
     def saving(self, buffer: float) -> float:
-        """While roles are saved one after the other.
+        """Bytes while roles are saved one after the other.
 
         Args:
             buffer: Bytes of weights that are gathered at a time.
@@ -105,7 +105,7 @@ class Memory:
 
     @property
     def resuming(self) -> float:
-        """While a checkpoint is read, one role after the other."""
+        """Bytes while a checkpoint is read, one role after the other."""
         return self._resting + max((role.resuming - role.resting for role in self.roles.values()), default=0.0)
 
     @property

@@ -35,8 +35,8 @@ class Lengths:
     """Tokens of a row: on average, by which seconds are computed, and the most, by which memory is.
 
     Attributes:
-        prompt: On average.
-        response: On average.
+        prompt: Tokens of a prompt, on average.
+        response: Tokens of a response, on average.
         longest_prompt: Longest prompt that the config allows.
         longest_response: Longest response that the config allows.
     """
@@ -63,7 +63,7 @@ class Engine:
 
     Attributes:
         ranks: Ranks of one engine.
-        placed: On which ranks engines are.
+        placed: Ranks that engines are on.
         weights: Bytes of a rank's part of the engine's own copy of the policy's weights.
         memory: What each takes of a rank's memory in addition to its weights.
     """
@@ -96,7 +96,7 @@ class Workload:
         graph: Graph of the algorithm.
         plan: Plan of all ranks.
         ranks: How many.
-        roles: By name, in the order of loading: what ranks score with and train, and the policies that generate.
+        roles: Roles by name, in the order of loading: what ranks score with and train, and the policies that generate.
         engines: What generates, by the policy that each engine belongs to.
         prompts: Prompts of the step.
         group_size: Samples of each prompt.
@@ -160,7 +160,7 @@ class Workload:
         Args:
             value: Its name.
             padded: Whether rows are padded.
-            fields: Those that travel; None for all but those that are marked `Home`.
+            fields: Fields that are sent; None for all except those that are marked `Home`.
         """
         prompt = self.lengths.longest_prompt if padded else self.lengths.prompt
         response = self.lengths.longest_response if padded else self.lengths.response
@@ -273,7 +273,7 @@ def loaded_engine(
     """What generates, and what it takes.
 
     Args:
-        engine: As configured.
+        engine: Engine as configured.
         placed: Where engines are.
         followed: The role that it generates with.
         longest: Tokens of the longest row.

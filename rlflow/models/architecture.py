@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 ATTENTION = {"full_attention", "sliding_attention"}
-NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")  # also if it has its own code
+NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")  # also for a model's own code
 # Keys of a configuration that say who wrote it and how, what is fed to the model, and what is stored between tokens
 NOT_ARCHITECTURE = {
     "_name_or_path",

@@ -97,7 +97,7 @@ class CausalLM(ModelHandle):
                 model wrote, some rows of one, or what `Rollout.cut` leaves of them.
             n: Responses to each, or continuations; consecutive rows.
             temperature: Instead of the model's own; 0 takes the likeliest token.
-            max_new_tokens: By how many tokens a response grows at most. It is never longer than the module's
+            max_new_tokens: Most tokens that a response grows by. It is never longer than the module's
                 `max_response_length`, which is the default.
             stop: Tokens that end a response, in addition to those that always do.
 
@@ -198,7 +198,7 @@ class CausalLM(ModelHandle):
 
         Args:
             rows: See `logprobs_of`.
-            k: From 1 to the size of the vocabulary.
+            k: Number from 1 to the size of the vocabulary.
 
         Returns:
             `[B, T, k]` log-probabilities, with gradients within training, and `[B, T, k]` int64 tokens; 0 where padded.
@@ -347,7 +347,7 @@ class CausalLM(ModelHandle):
         weights are, and saved in checkpoints (mean teacher: Tarvainen and Valpola, arXiv 1703.01780).
 
         Args:
-            decay: From 0, this model's own weights of the step before, to below 1.
+            decay: Decay of the average: from 0, this model's own weights of the step before, to below 1.
 
         Raises:
             UserError: `decay` is outside, this model is frozen, or trains adapters.

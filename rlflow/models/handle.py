@@ -240,7 +240,7 @@ class ModelHandle(ABC):
         return ()
 
     def take_routed(self) -> tuple[Tensor | None, Tensor | int, int]:
-        """What the forward passes within the last `training` say of experts; asked once.
+        """What the forward passes within the last `training` recorded about experts; called once.
 
         Returns:
             The load-balancing loss, 0-dim, summed over their sequences and times its weight: divided by the sequences
@@ -253,11 +253,11 @@ class ModelHandle(ABC):
         """Change a model that was loaded as the handle's settings have it."""
 
     def _scores(self, rows: Tokens, *arguments: object) -> tuple[Tensor, ...]:
-        """What the model says of each response token of `rows`, `[B, T, ...]` each, 0 where padded.
+        """What the model computes for each response token of `rows`, `[B, T, ...]` each, 0 where padded.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
-            arguments: More of the output layer's forward.
+            arguments: More arguments of the output layer's forward.
         """
         return self._by_micro_batch(rows, lambda own, _: self._forward_pass(own, *arguments))
 
@@ -295,8 +295,8 @@ class ModelHandle(ABC):
         """One forward pass over all of `rows`: what it read of the line, and the values of the whole line, `[R, ...]`.
 
         Args:
-            rows: All of them.
-            arguments: More of the output layer's forward.
+            rows: All rows.
+            arguments: More arguments of the output layer's forward.
             beside: `[R, ...]`, see `ModelInput.beside`.
         """
         assert self._forward is not None, "attach comes first"

@@ -130,7 +130,7 @@ def expert_dtype(config: Any) -> torch.dtype:
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """Those of a model's layers, in order."""
+    """The routers of a model's layers, in order."""
     return [module for module in model.modules() if type(module).__name__ in WEIGHTS]
 
 

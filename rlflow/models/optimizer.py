@@ -14,7 +14,7 @@ from rlflow.errors import UserError
 
 # Far beyond what trains: more is a slip of the pen, and ends in weights that are infinite.
 MOST = {"lr": 1e3, "eps": 1e3, "weight_decay": 1e3, "warmup_steps": 1e9, "gradient_clipping": 1e9}
-LEAST_EPS = 1e-30  # the smallest eps that float32 distinguishes from 0
+LEAST_EPS = 1e-30  # float32 still distinguishes it from 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Optimizer:
             )
 
     def _moved(self, before: Tensor, gradients: list[Tensor]) -> Tensor:
-        """By how much a weight moves, with a step by each gradient."""
+        """The change of a weight after a step with each gradient."""
         weight = torch.nn.Parameter(before.clone())
         optimizer = self.kind([weight], **self.keywords)
         for gradient in gradients:

@@ -290,7 +290,7 @@ class PackedModel(nn.Module):
         *readout: Any,
         routing: Routing | None = None,
     ) -> tuple[Tensor, ...]:
-        """What the output layer says of each scored token of a `ModelInput`, `[R, ...]` each.
+        """What the output layer computes for each scored token of a `ModelInput`, `[R, ...]` each.
 
         Args:
             input_ids: See `ModelInput`, also for the next five.
@@ -299,7 +299,7 @@ class PackedModel(nn.Module):
             max_seqlen: See there.
             scored: See there.
             targets: See there.
-            readout: More of the output layer's forward.
+            readout: More arguments of the output layer's forward.
             routing: The experts of this pass; None for those that the routers choose.
         """
         states = self.decoder(

@@ -290,7 +290,7 @@ def packed_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -
 
 
 def padded_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -> list[Tensor]:
-    """As `packed_micro_batches`, with rows padded to the longest of their micro-batch; rows are sorted by length."""
+    """As `packed_micro_batches`, padding each row to the longest of its micro-batch; rows of like length meet."""
     longest_first = torch.argsort(token_counts, descending=True, stable=True).tolist()
     split: list[list[int]] = []
     room = 0

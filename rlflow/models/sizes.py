@@ -99,7 +99,7 @@ class ModelSize:
         return max(self.embedding, layer)
 
     def with_labels(self, labels: int) -> ModelSize:
-        """With an output layer of so many labels instead of the vocabulary's."""
+        """The size with an output layer of so many labels instead of the vocabulary's."""
         return replace(self, labels=labels, tied=False)
 
     @property

@@ -1,8 +1,8 @@
 """The status of each rank of a machine, in memory that the processes share, so that it outlives a rank that dies.
 
 A process that ends with code 0 may have run to its end, or a reward may have called `os._exit(0)` in it; one that still
-exists may be stopped, or hang. The supervisor and rank 0 read here which it is. A rank writes its own status by the
-functions of this module: `report("what it does")`, `failed()`, `end()`.
+exists may be stopped, or hang. The supervisor and rank 0 read from the status which it is. A rank writes its own status
+by the functions of this module: `report("what it does")`, `failed()`, `end()`.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def board() -> Board:
 
 
 def use(shared: Board) -> None:
-    """From here on, this process writes its status to this board, at the place of its local rank."""
+    """From now on, this process writes its status to this board, at the place of its local rank."""
     global _board, _mine, _owner  # of the process, as its exit code is
     _board, _mine, _owner = shared, shared[int(os.environ.get("LOCAL_RANK") or 0)], os.getpid()
     _mine.write(_first_rank(), AT_FIRST)

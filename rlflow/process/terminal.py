@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 
 def outlast() -> None:
-    """From here on, what cannot be written to standard output or error is dropped; one that is closed is opened."""
+    """From now on, drop what cannot be written to standard output or error; open one that is closed."""
     for number in (1, 2):
         try:
             os.fstat(number)

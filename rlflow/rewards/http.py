@@ -85,7 +85,7 @@ class Endpoint:
 
 
 class HTTPReward(Reward):
-    """What a server says of responses.
+    """The score that a server returns for responses.
 
     It is sent `{"texts": [...], "rows": [...]}` and answers `{"scores": [...]}`, a number for each text, or a mapping
     of names to numbers with the score as their sum.
@@ -137,7 +137,7 @@ class HTTPReward(Reward):
             return self.scores_of((partial(score_of, place) for place in range(len(texts))), responses)
 
     def _answer(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Any]:
-        """What the server says of each sample.
+        """The server's answer for each sample.
 
         Raises:
             ConnectionError: It gives no answer, or another one.

@@ -28,7 +28,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Judge(SampleReward):
-    """What a language model says of a response, from 0 to 1.
+    """The score that a language model gives a response, from 0 to 1.
 
     The model is asked by `POST {url}/chat/completions`, as OpenAI's, vLLM's and most others' servers take it. It grades
     on a scale of whole numbers, which models keep to better than fractions; the score is the share of the scale.

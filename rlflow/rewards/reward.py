@@ -103,7 +103,7 @@ class Scores:
     """The scores of `B` samples.
 
     Of four samples, by a sum of `exact` and half of `short`. It failed on the second, which is dropped, and `exact`
-    has nothing to say of the last:
+    does not apply to the last:
 
         total     [1.4, 0.0, 0.0, 0.3]
         parts     {"exact": [1.0, 0.0, 0.0, None], "short": [0.8, 0.0, 0.0, 0.6]}

@@ -45,7 +45,7 @@ class Share:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a config says of engines, before it is known which policies generate.
+    """A config's settings of engines, before it is known which policies generate.
 
     Attributes:
         rollout: Each policy's engine.
@@ -182,7 +182,7 @@ class RankEngines:
 
     Attributes:
         own: The engines themselves, by the policy that each belongs to; none where no engine is placed.
-        by_policy: What each policy that generates here is synced to and generates with.
+        by_policy: Engine that each policy that generates on this rank is synced to and generates with.
     """
 
     own: Mapping[str, RolloutEngine]
@@ -216,7 +216,7 @@ def engines_of_rank(
     Args:
         engines: Engines of all policies, as configured.
         layouts: Where each policy generates.
-        transport: To the other ranks; has formed the groups of the ranks that share an engine.
+        transport: Transport to the other ranks; has formed the groups of the ranks that share an engine.
         on_cpu: Whether they run on the CPU.
         timeout_s: Seconds that a wait for an engine's own process may take.
     """

@@ -36,7 +36,7 @@ class Conversation:
 
     Attributes:
         session: Session of its environment.
-        bridge: Writes its turns.
+        bridge: Bridge that writes its turns.
         prompt: Token ids of the first turn's prompt.
         messages: All messages, those of the prompt among them.
         tokens: Token ids after the prompt, of the policy and of the environment.
@@ -47,7 +47,7 @@ class Conversation:
         ended: Why it is over; None as long as it is not.
         why: The same in words, for people.
         cut: Whether the last turn of the policy was cut at its longest length.
-        seat: Number of the seat that sees it so, among the environment's seats.
+        seat: Number of the seat that has this view, among the environment's seats.
         calls: Number of calls of tools.
         failed: How many of these gave no value.
         turn_open: Whether the last turn was cut off and is to be continued.
@@ -158,9 +158,9 @@ def converse(
 
     Args:
         session: Session of its environment.
-        bridge: Writes its turns.
+        bridge: Bridge that writes its turns.
         prompt: Prompt of the dataset's row.
-        row: All of its columns.
+        row: Row of the dataset, with all columns.
         seed_of: The seed of each turn.
         rules: How it goes.
         begun: The conversation as far as it got; None where it begins.
@@ -327,9 +327,9 @@ def play_game(
 
     Args:
         game: Session of its environment.
-        bridge: Writes the turns of all seats.
+        bridge: Bridge that writes the turns of all seats.
         prompt: Prompt of the dataset's row.
-        row: All of its columns.
+        row: Row of the dataset, with all columns.
         seed_of: The seed of each turn, given the seat and its number among those of this seat.
         rules: How the conversation of each seat goes, and who speaks in it.
 
@@ -512,7 +512,7 @@ def from_rollout(rollout: Rollout, row: int, session: Session, bridge: Bridge) -
         rollout: What `to_rollout` gave, on the CPU.
         row: Row of the rollout.
         session: Session of the conversation's environment.
-        bridge: Writes its turns.
+        bridge: Bridge that writes its turns.
     """
     progress, length = rollout.progress[row], int(rollout.lengths[row])
     segments = rollout.segments.rows()[row].tolist()
@@ -538,7 +538,7 @@ def from_rollout(rollout: Rollout, row: int, session: Session, bridge: Bridge) -
 
 
 def _progress(conversation: Conversation) -> dict[str, Any]:
-    """What the other columns do not say of a conversation that may be continued.
+    """What the other columns do not hold of a conversation that may be continued.
 
     `draw` is how often prompts were drawn before it began, `rewards` are of its turns, and `state` is of its
     environment, null where it has none to give.

@@ -256,7 +256,7 @@ class RolloutEngine(ABC):
 
         Args:
             model_path: Folder or Hugging Face name.
-            place: This rank, and the run.
+            place: Place of this rank in the run, and the run's seed.
 
         Raises:
             UserError: The engine cannot run this model, dtype or number of ranks.

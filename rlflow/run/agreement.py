@@ -45,7 +45,7 @@ def facts(
         module: Module with the arguments that count, those of its rewards and environments too.
         config: Config as it was read; None for a run without one.
         plan: Plan as it is printed.
-        models: By role, a digest of each file.
+        models: Digest of each file, by role.
         numbers: More facts, by name.
     """
     digests = {f"code of {name}": digest for name, digest in _code().items()}

@@ -160,7 +160,7 @@ class Fit:
         run: The run on this rank, with models and engines loaded.
         controller: Runs the steps.
         parts: What checkpoints hold of the run.
-        saving: Writes checkpoints and models.
+        saving: Part that writes checkpoints and models.
         recording: Passes metrics and samples to loggers and to the terminal.
         callbacks: Callbacks of the user.
         state: The trainer as callbacks see it.

@@ -59,9 +59,9 @@ def layouts(
         module: The algorithm, with its models configured.
         graph: Graph of the module.
         world_size: Number of all ranks.
-        tensor_parallel_sizes: By policy that generates, the ranks that share one of its engines.
-        placement: By role, its ranks; `actor.rollout` for the engines of `actor`, `rollout` for those of policies that
-            are not named. A role that is not named lives on all ranks.
+        tensor_parallel_sizes: Number of ranks that share an engine, by policy that generates.
+        placement: Ranks by role; `actor.rollout` for the engines of `actor`, `rollout` for those of policies that are
+            not named. A role that is not named lives on all ranks.
 
     Raises:
         UserError: `placement` names an unknown role, or ranks that do not exist; ranks do not divide into engines or

@@ -87,7 +87,7 @@ def planned(
         settings: Settings of the trainer.
         engines: What generates, as configured.
         world_size: All ranks.
-        spread: From the layouts of the settings to those on `world_size` ranks.
+        spread: Function from the layouts of the settings to those on `world_size` ranks.
 
     Raises:
         UserError: It cannot be placed or planned so.
@@ -225,7 +225,7 @@ def _absolute(paths: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _model_config(module: RLModule, role: str, path: Path) -> PretrainedConfig:
-    """The configuration of a role's model, which can be trained or scored here."""
+    """The configuration of a role's model, checked to be one that can be trained or scored."""
     handle = handles(module)[role]
     with about(handle):
         config = load_config(path, handle.trust_remote_code)

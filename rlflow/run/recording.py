@@ -22,7 +22,7 @@ class Recording:
     """Starts the loggers, gives them metrics and samples, and finishes them when it is left, by an error too.
 
     Args:
-        run: This rank; rank 0's loggers are called.
+        run: The run on this rank; rank 0's loggers are called.
         folder: Folder of the run.
         console: Shows the steps.
         loggers: Loggers in addition to the run's own files.

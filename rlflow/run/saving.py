@@ -34,7 +34,7 @@ class Saving:
         resume: Where the run resumes.
 
     Attributes:
-        saved: After how many steps the last checkpoint in the run's folder was begun; None where there is none.
+        saved: Steps after which the last checkpoint in the run's folder was begun; None where there is none.
     """
 
     def __init__(self, run: Run, folder: RunFolder, resume: Resume) -> None:
@@ -233,7 +233,7 @@ class Saving:
         """Let the disk write this rank's shares of them.
 
         Args:
-            models: By role.
+            models: Models by role.
             done: Steps; None at the end of the run.
             state: A checkpoint of now that is being written, to take weights from; None to gather them.
         """

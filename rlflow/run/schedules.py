@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def updates_per_step(module: RLModule, graph: Graph, role: str, prompts: int) -> int | None:
-    """Optimizer steps of a trained role in one step of the run; None where nobody can count the rows before.
+    """Optimizer steps of a trained role in one step of the run; None where its rows cannot be counted before.
 
     Args:
         module: The algorithm.

@@ -55,8 +55,8 @@ class Hardware:
         sync_seconds: Seconds of a weight sync in addition to its bytes.
         exchange_row_seconds: Seconds of a rank for each row and column of a value that it packs and unpacks.
         step_seconds: Seconds of a step in addition to all of these: loading, counting, metrics.
-        sharing: By how much longer computing takes when so many GPUs of a node do, where processes share what they
-            compute on; between the given numbers in proportion.
+        sharing: Factor by which computing takes longer when so many GPUs of a node compute, where processes share what
+            they compute on; between the given numbers in proportion.
     """
 
     peak_flops: float
@@ -115,7 +115,7 @@ COMPUTED = (
 )
 
 
-LAPS = 5  # of each rate that is measured here, after one that is not counted
+LAPS = 5  # of each rate that is measured on this machine, after one that is not counted
 
 # NVIDIA's data sheets of the SXM modules, and of the DGX systems for the network: one adapter for each GPU, 400 Gb/s
 # (H100, H200) or 200 Gb/s (A100). NVLink's figure is both directions; a half is one.

@@ -76,12 +76,12 @@ class Simulation:
         graph: Graph of the module.
         data: Its prompts.
         trainer: Its strategy and engine.
-        nodes: To be simulated.
+        nodes: Number of nodes to simulate.
         name: Name of the hardware.
         hardware: Hardware of a node.
         scaling: Whether the step's prompts grow with the ranks.
-        prompt_tokens: On average; None for half of the longest.
-        response_tokens: On average; None for half of the longest.
+        prompt_tokens: Tokens of a prompt on average; None for half of the longest.
+        response_tokens: Tokens of a response on average; None for half of the longest.
         on_cpu: Whether the ranks run on CPUs.
         picture: File that timelines and growth are drawn into; None for none.
     """
@@ -107,18 +107,18 @@ class Simulation:
 
     @cached_property
     def predicted(self) -> PredictedStep:
-        """At the size asked for."""
+        """The predicted step at the size asked for."""
         return PredictedStep(self._workload(self.nodes), self.hardware)
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """Around the steps."""
+        """The phases around the steps."""
         found, bucket = self.predicted, self.trainer.settings.sync_bucket_bytes
         return run_phases(found.workload, found.memories, self.hardware, bucket)
 
     @cached_property
     def growth(self) -> dict[int, PredictedStep]:
-        """By ranks: at 1, 2, 4, ... nodes where the sizes divide, and at the size asked for."""
+        """Predicted steps by ranks: at 1, 2, 4, ... nodes where the sizes divide, and at the size asked for."""
         found = {}
         for power in range(self.nodes.bit_length()):
             try:
@@ -248,7 +248,7 @@ class Phase:
     Attributes:
         name: `loading`, `saving` or `resuming`.
         seconds: For which all ranks are at it.
-        nbytes: That the node which moves most moves from or to storage.
+        nbytes: Bytes that the busiest node moves from or to storage.
         memory: Memory of the fullest rank, at its fullest moment.
     """
 
@@ -302,7 +302,7 @@ def phase_lines(found: Sequence[Phase], capacity: float) -> Iterator[str]:
 
 
 def _loaded_bytes(role: LoadedRole, hardware: Hardware) -> float:
-    """That a node reads of a model's files: all, once for its ranks, or the parts of its ranks."""
+    """Bytes that a node reads of a model's files: all, once for its ranks, or the parts of its ranks."""
     here = min(len(role.layout.ranks), hardware.gpus_per_node)
     return role.size.parameters * role.width * min(1.0, here / role.weights_over)
 

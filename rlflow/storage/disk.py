@@ -60,7 +60,7 @@ class Disk:
 
         Args:
             key: Name of the memory of its copy, which is used again at the next save.
-            tensor: On any device.
+            tensor: Tensor on any device.
         """
         if not self.asynchronous:
             return tensor.detach().to("cpu", copy=True)
@@ -71,7 +71,7 @@ class Disk:
         return held.copy_(tensor.detach())
 
     def start(self) -> None:
-        """Let the thread begin with what it was given, and do what it is given from here on."""
+        """Let the thread begin with the jobs it was given, and do those it is given from now on."""
         if self._thread is None:
             # A daemon, so that a run that ends by an error does not wait for a disk that hangs.
             self._thread = threading.Thread(target=self._work, name="disk", daemon=True)

@@ -47,7 +47,7 @@ class Draft:
     """The folder while it is written, as one rank sees it.
 
     Args:
-        target: As it will be called.
+        target: Path that it will have.
         rank: This process's rank.
         nodes: The machine's name of every rank of the job, by rank.
         timeout_s: Seconds that other ranks may take longer than this rank.

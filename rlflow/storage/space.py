@@ -37,7 +37,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def in_bytes(nbytes: float) -> str:
-    """In the unit that is read easily."""
+    """A number of bytes as text, in the unit that is easy to read."""
     for unit, size in {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"

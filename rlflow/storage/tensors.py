@@ -126,7 +126,7 @@ def all_finite(what: str, role: str, entries: Iterable[StoredTensor], tensors: I
         what: What they are saved as, for the message.
         role: Role that has the weights.
         entries: One of each; the key of what an optimizer keeps is `<weight>/<kind>`.
-        tensors: In the same order, on any device.
+        tensors: Tensors in the same order, on any device.
 
     Raises:
         UserError: An entry of one is infinite or NaN.

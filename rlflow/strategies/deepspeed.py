@@ -55,7 +55,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more). It takes 12 bytes
             a weight off the GPUs, and each step sends the gradients and weights over PCIe, so it is off by default.
         offload_parameters: Keep weights in CPU memory, and send each layer to the GPU when it is used (CUDA; stage 3).
-            Off by default: it is for a model that does not fit by its weights alone, divided over the ranks.
+            Off by default: it is for a model with weights that do not fit, even alone and divided over the ranks.
         overlap_comm: Reduce gradients, and gather weights at stage 3, on a CUDA stream of their own while the backward
             pass runs. Off by default, as it was never compared on a GPU.
         bucket_elements: Most elements of a bucket: gradients that are reduced together, and at stage 3 weights that are

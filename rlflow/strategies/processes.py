@@ -50,7 +50,7 @@ class ManyProcesses(DDPStrategy):
 
     Args:
         timeout: Timeout of its collectives.
-        before_joining: Called in each rank before it joins, when its device is known.
+        before_joining: Function that each rank calls before it joins, when its device is known.
     """
 
     def __init__(self, timeout: timedelta, before_joining: Callable[[], None]) -> None:
@@ -116,7 +116,7 @@ def join_group(backend: str, rank: int, world_size: int, address: str, port: int
     differ from agent to agent.
 
     Args:
-        backend: As torch names it.
+        backend: Backend, by torch's name.
         rank: Rank of this process.
         world_size: Number of all ranks.
         address: Address of rank 0's machine.

@@ -102,7 +102,7 @@ class LossScale:
     ranks see the same gradient.
 
     Attributes:
-        factor: On the loss; gradients are divided by it before they are clipped.
+        factor: Factor on the loss; gradients are divided by it before they are clipped.
         clean: Updates since it last changed.
     """
 
@@ -110,7 +110,7 @@ class LossScale:
     clean: int = 0
 
     def update(self, finite: bool) -> None:
-        """After an update: its gradient was `finite`, or was not, so that it was skipped."""
+        """Adapt the factor after an update; if the gradient was not `finite`, the update was skipped."""
         if not finite:
             self.factor, self.clean = max(self.factor / 2, LEAST), 0
             return

@@ -155,7 +155,7 @@ class Pairs(Placed):
 
         Args:
             chosen: `B` samples.
-            rejected: As many, which answer the same prompts.
+            rejected: As many rejected responses, to the same prompts.
 
         Raises:
             UserError: There are more of one than of the other.

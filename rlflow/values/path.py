@@ -72,7 +72,7 @@ class RowPath:
         return self._group(max(1, self.depth - 1))
 
     def group_of(self, level: str) -> Tensor:
-        """`[B]` int64, alike where rows descend from one row of this level: of `batch` its id, else a number of here.
+        """`[B]` int64, equal where rows descend from one row of this level: for `batch` its id, else a local number.
 
         Raises:
             UserError: These rows have no such level.

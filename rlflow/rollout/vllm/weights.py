@@ -137,7 +137,7 @@ def _parts(module: Any, parameter: Tensor) -> list[tuple[int, int, int]]:
         sizes = module.output_sizes if isinstance(module, MergedColumnParallelLinear) else [module.output_size]
         here = [size // module.tp_size for size in sizes]
         return [(size, module.tp_rank * rows, rows) for size, rows in zip(sizes, here, strict=True)]
-    if parameter is getattr(module, SINKS, None):  # of the heads that are here
+    if parameter is getattr(module, SINKS, None):  # of the heads on this rank
         of_rank = len(parameter)
         return [(of_rank * get_tensor_model_parallel_world_size(), of_rank * get_tensor_model_parallel_rank(), of_rank)]
     rows = module.output_size if isinstance(module, LinearBase) else len(parameter)
