@@ -19,7 +19,7 @@ def object_at(path: str, said: str, known: Iterable[str] = ()) -> Any:
     """What lies at a path: of the longest part of it that is a module, the rest are attributes.
 
     Args:
-        path: Such as `my_env.WordGame`.
+        path: Dotted path, such as `my_env.WordGame`.
         said: How an error begins, the path in it: "`function` is 'my_rewards.brevity'".
         known: Modules that may be meant where there is none of that name; those in the config's folder are known.
 
@@ -44,7 +44,7 @@ def function_at(path: str, said: str) -> Callable[..., Any]:
     """The function at a path, which will be called with what a model writes, so none of Python's own.
 
     Args:
-        path: Such as `my_rewards.brevity`.
+        path: Dotted path, such as `my_rewards.brevity`.
         said: How an error begins, the path in it.
 
     Raises:

@@ -121,7 +121,7 @@ class UserError(ValueError):
 
 
 def named(text: str, of: object) -> str:
-    """A text about an object, in which its settings stand by their keys in the config where there is one."""
+    """A text about an object that names its settings by their keys in the config, where there is one."""
     return str(UserError(text, of=of))
 
 
@@ -138,7 +138,7 @@ def setting(of: object, name: str, otherwise: str) -> str:
 
 
 def place(of: object, where: ConfigPlace) -> None:
-    """Note where an object's arguments stand in a config, for errors about it; copies of it keep that."""
+    """Note where an object's arguments stand in a config, for errors about it; copies of it have the note too."""
     with suppress(AttributeError):  # it has slots
         object.__setattr__(of, _PLACE, where)
 

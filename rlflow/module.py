@@ -268,8 +268,9 @@ class RLModule:
 
         Args:
             rows: `B` rows of the dataset; a node that reads them asks for `Sourced` or `Written`.
-            template: Such as `{prompt} The answer is {answer}.`. `{prompt}` is the dataset's own prompt (of messages,
-                what the user says last), other names are columns, into which dots step; `{{` and `}}` are braces.
+            template: Template such as `{prompt} The answer is {answer}.`. `{prompt}` is the dataset's own prompt (of
+                messages, what the user says last), other names are columns, into which dots step; `{{` and `}}` are
+                braces.
 
         Raises:
             UserError: The template cannot be read, a row lacks one of its columns, or a prompt is longer than

@@ -117,7 +117,7 @@ class _GroupedSamples:
         rewards: `[B]` or `[B, K]` float64, less the smallest reward of the group: no advantage depends on that shift,
             and it makes a group of equal rewards all zeros, so that its advantages are exactly 0. 0 of dropped ones.
         in_group: `[B]` or `[B, 1]` float64, how many samples of each sample's group count, at least 1.
-        others: One less, at least 1.
+        others: `in_group` less one, at least 1.
     """
 
     def __init__(self, rewards: Tensor, group: Tensor) -> None:

@@ -74,7 +74,7 @@ def policy_objective(
         rollout_logprobs: `[B, T]` of the engine when it sampled.
         ref_logprobs: `[B, T]` of the reference; None where there is none.
         mask: `[B, T]`, True on tokens that count.
-        log: Is given `actor/entropy`, `actor/kl` and `actor/importance_dropped`, each with the mask.
+        log: Function that logs `actor/entropy`, `actor/kl` and `actor/importance_dropped`, each with the mask.
         importance: Correction for the gap between old and rollout; None is off.
         kl: Weight and estimator of the divergence from the reference; one that comes off the rewards is logged alone.
         entropy_coef: Weight of the entropy bonus.
@@ -306,9 +306,9 @@ class KL:
     """How the divergence from a reference restrains a policy.
 
     Attributes:
-        coef: Its weight; 0 leaves the reference out.
-        kind: Its estimator; None for k1 in a reward and k3-ratio in a loss, which have the gradient of KL (arXiv
-            2512.21852), or for the algorithm's own.
+        coef: Weight of the divergence; 0 leaves the reference out.
+        kind: Estimator of the divergence; None for k1 in a reward and k3-ratio in a loss, which have the gradient of KL
+            (arXiv 2512.21852), or for the algorithm's own.
         in_reward: Take the divergence off the rewards instead of adding it to the loss; None for as the algorithm does.
         target: Adapt `coef` to hold the divergence per token at this value (arXiv 1909.08593), in the reward; None is
             off.
@@ -347,11 +347,11 @@ class KL:
             raise UserError(f"`kl.horizon` is {self.horizon}; it is a number of samples above 0")
 
     def filled(self, in_reward: bool, in_loss: KLEstimator) -> KL:
-        """With what is None as an algorithm has it.
+        """A copy in which an algorithm's defaults replace what is None.
 
         Args:
-            in_reward: Where its divergence stands.
-            in_loss: Its estimator in a loss.
+            in_reward: Whether the algorithm's divergence is in the reward.
+            in_loss: The algorithm's estimator in a loss.
         """
         there = in_reward if self.in_reward is None else self.in_reward
         return replace(self, in_reward=there, kind=self.kind or ("k1" if there else in_loss))

@@ -47,10 +47,10 @@ class LightningLogger(Logger):
           - {class_path: wandb, init_args: {project: sums, mode: offline}}
 
     Args:
-        logger: Such as `lightning.pytorch.loggers.MLFlowLogger`.
+        logger: Logger of Lightning's, such as `lightning.pytorch.loggers.MLFlowLogger`.
 
     Attributes:
-        place: Its place among the run's loggers, by which its id is found again.
+        place: Place among the run's loggers; its id is found again by this place.
     """
 
     place = 0

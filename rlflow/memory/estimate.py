@@ -19,7 +19,7 @@ class Memory:
     Attributes:
         ranks: Ranks that hold as much.
         roles: The models that have weights on it.
-        engines: What generates there, by policy.
+        engines: Engines that generate there, by policy.
         held: Values of the step.
         capacity: Capacity of the device, for this rank.
         together: Policies whose engines are awake at the same time, since one node generates with them; others are

@@ -29,7 +29,7 @@ class LoadedRole:
 
     Attributes:
         size: Size of the model.
-        layout: Where it lives; ranks with the same rows divide each sequence.
+        layout: Layout of its ranks; ranks with the same rows divide each sequence.
         stage: What is divided: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
         divided_over: Ranks over which it is divided.
         width: Bytes of a weight in forward passes.
@@ -244,9 +244,9 @@ def loaded_role(
 
     Args:
         handle: The model.
-        size: Its size, with an output layer for the vocabulary.
-        strategy: Trains it.
-        layout: Where it lives.
+        size: Size of the model, with an output layer for the vocabulary.
+        strategy: Strategy that trains it.
+        layout: Layout of its ranks.
         samples: Samples of a step.
         longest: Tokens of the longest row.
         on_cpu: Whether it is trained on the CPU; then the optimizer's states are in the CPU's memory anyway.

@@ -32,7 +32,7 @@ ROW_BYTES = 256  # of a dataset's row as JSON; an assumption
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a row: on average, by which seconds are computed, and the most, by which memory is.
+    """Tokens of a row: on average, to compute seconds from, and the most, to compute memory from.
 
     Attributes:
         prompt: Tokens of a prompt, on average.
@@ -95,9 +95,9 @@ class Workload:
     Attributes:
         graph: Graph of the algorithm.
         plan: Plan of all ranks.
-        ranks: How many.
+        ranks: Number of ranks.
         roles: Roles by name, in the order of loading: what ranks score with and train, and the policies that generate.
-        engines: What generates, by the policy that each engine belongs to.
+        engines: Engines by the policy that each belongs to.
         prompts: Prompts of the step.
         group_size: Samples of each prompt.
         lengths: Lengths of a row.
@@ -158,7 +158,7 @@ class Workload:
         """Bytes sent for a row of `value`, as packed rows or padded to the longest that the config allows.
 
         Args:
-            value: Its name.
+            value: Name of the value.
             padded: Whether rows are padded.
             fields: Fields that are sent; None for all except those that are marked `Home`.
         """
@@ -210,7 +210,7 @@ def workload_of(
 
     Args:
         module: The algorithm, its models configured.
-        data: Its prompts.
+        data: Prompts of the algorithm.
         graph: Graph of the module.
         plan: Plan of all ranks.
         layouts: Where roles and engines live.

@@ -106,7 +106,7 @@ def _layers(kinds: list[str]) -> str:
 
 
 def architecture_difference(left: PretrainedConfig, right: PretrainedConfig) -> str | None:
-    """The first setting in which two models differ that decides their tensors or what is computed with them.
+    """The first setting that differs between two models and decides their tensors or what is computed with them.
 
     Args:
         left: A transformers configuration.

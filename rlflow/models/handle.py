@@ -156,7 +156,7 @@ class ModelHandle(ABC):
         Args:
             path: A folder in Hugging Face form, or a Hugging Face name.
             dtype: Dtype of the parameters.
-            device: Where they are.
+            device: Device of the parameters.
             empty: Read no weights: parameters are on the device `meta` and take no memory; `fill` reads them.
 
         Raises:

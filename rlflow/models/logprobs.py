@@ -191,12 +191,12 @@ def _gradients(
     """Gradients by the hidden states and, where it is needed, by the weight `given`; chunk by chunk as the forward.
 
     Args:
-        ctx: Has the softmax, and `rows`, the tokens of a chunk.
+        ctx: Context that has the softmax, and `rows`, the tokens of a chunk.
         hidden: `[N, H]`.
         given: `[V, H]`.
         dtype: Dtype of the logits.
-        logits_gradient: Makes of a chunk and its log-probabilities `[n, V]`, which it may overwrite, the gradient by
-            the logits divided by the temperature.
+        logits_gradient: Function from a chunk and its log-probabilities `[n, V]`, which it may overwrite, to the
+            gradient by the logits divided by the temperature.
     """
     softmax = ctx.softmax
     weight = given.to(softmax.products_in(hidden))

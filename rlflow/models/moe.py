@@ -140,7 +140,7 @@ def watch_routers(model: Any) -> None:
     It reaches each layer as an argument, so that a checkpointed layer computes the same again in the backward pass.
 
     Args:
-        model: Its `layers` have the routers.
+        model: Model with the routers in its `layers`.
     """
     current: dict[nn.Module, Routing | None] = {}
 

@@ -74,7 +74,7 @@ class PackedModel(nn.Module):
         Args:
             path: Folder or Hugging Face name.
             dtype: Dtype of the parameters.
-            device: Where they are.
+            device: Device of the parameters.
             gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
             empty: See `ModelHandle.load`.
             trust_remote_code: See `ModelHandle`.
@@ -121,7 +121,7 @@ class PackedModel(nn.Module):
         """Freeze the model but for new adapters, and for an output layer of its own kind.
 
         Args:
-            lora: Their settings.
+            lora: Settings of the adapters.
             base: The model's name, for those who load the adapters.
         """
         self.lora, self.base = lora, base

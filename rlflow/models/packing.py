@@ -146,10 +146,10 @@ class Peers:
     """The ranks that divide each line of a model among them, so that each holds the activations of its part.
 
     Attributes:
-        size: How many.
-        rank: The place of this one.
-        gather: Makes of this rank's values, `[r, ...]` each, those of the line, `[R, ...]`, on all peers; `counts` are
-            the lengths of all peers' values. The gradient of its own part goes back to each.
+        size: Number of ranks.
+        rank: Place of this rank among them.
+        gather: Function from this rank's values, `[r, ...]` each, to those of the line, `[R, ...]`, on all peers;
+            `counts` are the lengths of all peers' values. The gradient of its own part goes back to each.
     """
 
     size: int = 1

@@ -131,7 +131,7 @@ class ScalarHead(nn.Module):
     It holds the layer's own weights and does its work within its own forward: there ZeRO-3 gathers them.
 
     Args:
-        layer: What it replaces, with a weight `[1, H]`.
+        layer: Layer that it replaces, with a weight `[1, H]`.
     """
 
     def __init__(self, layer: nn.Linear) -> None:

@@ -18,16 +18,16 @@ class ModelSize:
     Attributes:
         hidden: Width.
         intermediate: Width inside the feed-forward layers, of a mixture of experts inside each expert.
-        layers: How many.
+        layers: Number of layers.
         heads: Query heads.
         kv_heads: Key and value heads.
-        vocabulary: Tokens.
+        vocabulary: Tokens of the vocabulary.
         tied: Whether input and output embedding are one.
         head_dim: Width of a head; None for `hidden / heads`.
         bias: Whether queries, keys and values have one.
         labels: Outputs of the output layer where they are not the vocabulary; such a layer is never tied.
         experts: Experts in each layer of a mixture of experts; 0 where there is none.
-        experts_per_token: How many of these a token goes to.
+        experts_per_token: Number of these that a token goes to.
         qk_norm: Whether the queries and keys of a head are normed.
         sinks: Whether there are attention sinks, and biases of attention's output, of experts and routers: GPT-OSS.
     """

@@ -43,7 +43,7 @@ class Weight:
         """The parameter itself, or a new tensor with its adapter merged in: added in float32 at least, then rounded.
 
         Args:
-            whole: Makes a full tensor of a parameter, where ranks divide it.
+            whole: Function that makes a full tensor of a parameter, where ranks divide it.
         """
         weight, *factors = map(whole, self.parameters)
         if not factors:

@@ -225,7 +225,7 @@ class Reward(ABC):
         return Scores(total, parts, self._failed(i for i, score in enumerate(scores) if score is None))
 
     def settled(self, scores: Scores, responses: RewardInput) -> Scores:
-        """The scores, in which a sample that the reward does not apply to is one that it failed on.
+        """The scores, where a sample that the reward does not apply to counts as one that it failed on.
 
         Raises:
             UserError: There is one, and the policy is `raise`.

@@ -282,7 +282,7 @@ def _reply(conversation: Conversation, parsed: ParsedTurn) -> dict[str, Any]:
 
 
 def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
-    """Why a conversation is over; a turn that was cut before it called a tool might have gone on to."""
+    """Why a conversation is over; a turn that was cut before it called a tool might still have called one."""
     if reply.over == "limit":
         return Ending.TURNS, "as many tools were called as `max_tool_calls` allows"
     if reply.over == "environment":

@@ -62,8 +62,8 @@ class ConversationLoop(Generic[T]):
         """The result of each conversation, in their order.
 
         Args:
-            conversations: Each is begun when there is room for it.
-            at_once: How many are open together, at most.
+            conversations: Conversations; each is begun when there is room for it.
+            at_once: Most conversations that are open at the same time.
 
         Raises:
             UserError: A conversation or an engine raised it. The other conversations are given up.
@@ -224,13 +224,13 @@ class EnvironmentCalls:
     """Calls environments, several of them in threads; answers come as they are there.
 
     Args:
-        at_once: Calls side by side.
-        sharing: Where several ranks share one engine; None where a rank speaks alone.
+        at_once: Most calls that run at the same time.
+        sharing: How the ranks of one engine share the calls; None where a rank has an engine alone.
         limited: Whether each call ends by a limit of its own.
 
     Attributes:
         open: Calls that were submitted and have no answer yet.
-        waited: Seconds in which nothing was done but to wait for calls.
+        waited: Seconds spent only waiting for calls.
         seconds: Seconds of each call that this rank made, waiting for its turn not counted.
     """
 

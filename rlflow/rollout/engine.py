@@ -173,7 +173,7 @@ class RolloutEngine(ABC):
             response: Tokens of the longest response.
             positions: Tokens that the model takes, at least those of both; None without a limit.
             token_bytes: Bytes of the keys and values of a token on each rank that shares the engine.
-            on_cpu: Where the engine will run.
+            on_cpu: Whether the engine will run on the CPU.
 
         Raises:
             UserError: They do not; names the setting.
@@ -209,7 +209,7 @@ class RolloutEngine(ABC):
         return True
 
     def tell_experts(self) -> None:
-        """Tell with each response which experts its tokens went to; asked before `setup`, of a mixture of experts.
+        """Return with each response which experts its tokens went to; called before `setup`, for a mixture of experts.
 
         Raises:
             UserError: It cannot.
@@ -285,7 +285,7 @@ class RolloutEngine(ABC):
 
         Args:
             prompts: Token ids, one list for each response wanted.
-            seeds: One for each prompt, see `sampling_seed`.
+            seeds: Seeds, one for each prompt, see `sampling_seed`.
             sampling: Shared by all.
             version: The policy version that must generate.
 

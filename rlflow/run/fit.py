@@ -146,7 +146,7 @@ def _fit(
                 strategy.barrier()
             raise
     run.rank_engines.close()
-    strategy.barrier()  # rank 0, which ends last, serves the store by which the others say goodbye
+    strategy.barrier()  # rank 0, which ends last, serves the store that the others leave through
     if run.is_first and not settings.fast_dev_run:
         summary = _leave_behind(folder, run, summary)
     return summary

@@ -286,7 +286,7 @@ def seconds_since_process_start() -> float:
 
 
 def _seconds_of(summary: Path) -> dict[str, float]:
-    """What an earlier run took, by name; of a damaged summary nothing, for the run that asks is done."""
+    """What an earlier run took, by name; nothing if its summary is damaged, since the run that asks is done."""
     try:
         return {str(name): float(value) for name, value in json.loads(summary.read_text())["seconds"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -133,7 +133,7 @@ def prepare(
 
     Args:
         module: The algorithm.
-        data: Its prompts.
+        data: Prompts of the algorithm.
         settings: Settings of the trainer.
         strategy: How training is spread.
         engines: What generates, as configured.

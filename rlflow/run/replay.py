@@ -51,7 +51,7 @@ class Replayed:
     Attributes:
         node: Name of the node.
         rows: Rows that it saw, on all ranks with stored rows.
-        apart: Largest absolute difference to a number of the run; NaN where the run's are not stored, infinite where
+        apart: Largest absolute difference from a number of the run; NaN where the run's are not stored, infinite where
             shapes or integers differ.
         metrics: For a train node, its role's loss and gradient norm by name, each in this replay and in the run.
         raised: Whether the node raised in the run.

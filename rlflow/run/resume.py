@@ -33,7 +33,7 @@ class Resume:
 
     Attributes:
         checkpoint: Folder of the checkpoint that the run continues; None for a new run.
-        progress: Where that one stood; None for a new run.
+        progress: Progress of that run at the checkpoint; None for a new run.
         goes_on: Whether the run continues in the folder of its checkpoint.
         lines: What the user should know of finding it.
     """

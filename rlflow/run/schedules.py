@@ -20,7 +20,7 @@ def updates_per_step(module: RLModule, graph: Graph, role: str, prompts: int) ->
 
     Args:
         module: The algorithm.
-        graph: Its graph.
+        graph: Graph of the algorithm.
         role: The trained role.
         prompts: Prompts of a step.
     """

@@ -74,8 +74,8 @@ class Simulation:
     Attributes:
         module: The algorithm, its models configured.
         graph: Graph of the module.
-        data: Its prompts.
-        trainer: Its strategy and engine.
+        data: Prompts of the algorithm.
+        trainer: Trainer with the strategy and the engine.
         nodes: Number of nodes to simulate.
         name: Name of the hardware.
         hardware: Hardware of a node.

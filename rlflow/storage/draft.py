@@ -31,7 +31,7 @@ class Record:
     """What one rank wrote.
 
     Attributes:
-        rank: Its number.
+        rank: Number of the rank.
         files: SHA-256 and size by name.
         more: What else the one who completes the folder needs; JSON-able.
         error: Why it is not there; None where it is.
@@ -112,7 +112,7 @@ class Draft:
 
         Args:
             error: Why it could not; None where it could.
-            record: Makes the record; None for one without files.
+            record: Function that makes the record; None for one without files.
             written: Files that are removed if there is an error, since their room is needed to say so.
             part: See `add`.
         """

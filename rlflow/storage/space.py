@@ -14,7 +14,7 @@ def require_space(folder: Path, needed: int, what: str, mend: str) -> None:
     """Refuse to begin what would not end.
 
     Args:
-        folder: Where it is to be written; it need not be there yet.
+        folder: Folder that is to be written; it need not exist yet.
         needed: Bytes.
         what: Takes them, for the message.
         mend: What to do but free some.

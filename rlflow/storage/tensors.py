@@ -37,8 +37,8 @@ class StoredTensor:
     """One tensor of a file.
 
     Attributes:
-        key: Its name.
-        shape: Its shape.
+        key: Name of the tensor.
+        shape: Shape of the tensor.
         dtype: Dtype of its elements.
     """
 
@@ -62,7 +62,7 @@ class TensorRange:
     """A contiguous range of a flattened tensor, on the rank that holds it.
 
     Attributes:
-        start: Its first element's place in the flattened whole.
+        start: Place of the first element in the flattened whole.
         values: `[n]`, the elements, a view of where they are held; may be empty.
     """
 
@@ -78,7 +78,7 @@ def write_tensors(
     Args:
         path: The file.
         entries: All that it will hold.
-        tensors: One for each entry, in their order, on any device; asked for one by one.
+        tensors: Tensors, one for each entry, in their order, on any device; asked for one by one.
         metadata: Metadata of the file.
 
     Returns:
@@ -125,7 +125,7 @@ def all_finite(what: str, role: str, entries: Iterable[StoredTensor], tensors: I
     Args:
         what: What they are saved as, for the message.
         role: Role that has the weights.
-        entries: One of each; the key of what an optimizer keeps is `<weight>/<kind>`.
+        entries: Entries, one for each tensor; the key of an optimizer's state is `<weight>/<kind>`.
         tensors: Tensors in the same order, on any device.
 
     Raises:

@@ -443,8 +443,8 @@ def turn_to(groups: SimpleNamespace) -> None:
 def _keep_within_role() -> None:
     """Patch two collectives of ZeRO-3 that expect all ranks of the job; some ranks may not hold the role.
 
-    One is a barrier while weights are divided. The other compares with global rank 0 in which order a forward pass
-    reads the weights. Both are now among the ranks of the role that `turn_to` was last called with.
+    One is a barrier while weights are divided. The other compares the order in which a forward pass reads the weights
+    with that of global rank 0. Both are now among the ranks of the role that `turn_to` was last called with.
     """
     from deepspeed import comm
     from deepspeed.runtime.zero import partitioned_param_coordinator

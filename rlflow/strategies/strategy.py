@@ -286,7 +286,7 @@ class TrainingStrategy:
 
         Args:
             name: The role.
-            folder: Where to write; it is there.
+            folder: Folder to write to; it exists.
             disk: Writes. All is there when its `wait` returns on every rank.
             state: Gives the role's state of now; the disk asks for it. None where it is not stored.
             what: The model is called where a weight is infinite or NaN; None for the folder's name.

@@ -60,7 +60,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     Args:
         tensor: Tensor in memory that is not pinned: the driver has read it when this returns.
-        device: Where it is wanted.
+        device: Device that it is wanted on.
     """
     if tensor.device.type != "cpu":
         return tensor.to(device)
