@@ -1,4 +1,4 @@
-"""What lies at a dotted path that a user wrote: a class, a function, a function of a class, a value in a row."""
+"""Finds what a dotted path that a user wrote names: a class, a function, a function of a class, a value in a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_FOR_MODELS = ("numpy", "torch")  # libraries that read and write files by th
 
 
 def object_at(path: str, said: str, known: Iterable[str] = ()) -> Any:
-    """What lies at a path: of the longest part of it that is a module, the rest are attributes.
+    """What a path names: the longest part of it that is a module, then attributes of that module.
 
     Args:
         path: Dotted path, such as `my_env.WordGame`.

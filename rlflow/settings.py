@@ -1,4 +1,4 @@
-"""The settings of a run, and the places that roles live in."""
+"""The settings of a run, and the placement of roles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_NODES = 65_536
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role lives. By default on all ranks, each with rows of its own.
+    """The ranks that a role is on. By default all ranks, each with rows of its own.
 
     Args:
         ranks: Numbers and ranges, such as `1-3` or `[0, "4-7"]`; counted from 0 over all machines.
@@ -75,8 +75,8 @@ class Settings:
         sync_bucket_bytes: Bytes of weights that are gathered together on their way into the rollout engine.
         fast_dev_run: Run two steps of every part, with validation, and write nothing but logs and traces, in
             `<run_dir>-dev`.
-        placement: By role, `actor.rollout` for the engines of `actor` and `rollout` for those of all other policies:
-            the ranks it lives on; all where it is not named.
+        placement: Ranks by role, with `actor.rollout` for the engines of `actor` and `rollout` for those of all other
+            policies; all ranks where a role is not named.
         max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
             own for `rollout`.
         partial_rollout: Tokens by which a response grows at most with one draw of prompts (in a conversation, those of

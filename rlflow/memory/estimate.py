@@ -125,7 +125,7 @@ class Memory:
 
 
 def memories(workload: Workload, capacity: float) -> list[Memory]:
-    """What ranks hold, once for those on which the same lives; the fullest first.
+    """What ranks hold, once for all ranks that hold the same; the fullest first.
 
     Args:
         workload: Workload of all ranks.
@@ -147,7 +147,7 @@ def ranks_alike(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[int, 
 
 
 def _memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memory:
-    """What each of these ranks holds, on which the same lives."""
+    """What each of these ranks holds; all hold the same."""
     rank, roles, engines = ranks[0], workload.roles, workload.engines
     here = {name: engine for name, engine in engines.items() if rank in engine.placed}
     return Memory(

@@ -22,7 +22,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class LoadedRole:
-    """A model of a step: how it lies on its ranks and is updated, and the bytes that each part takes of a rank.
+    """A model of a step: how it is divided over its ranks and updated, and the bytes that each part takes of a rank.
 
     For example an actor of 7.6 thousand million parameters in bf16, by ZeRO-3 on four ranks: `stage` 3, `divided_over`
     4, `width` 2, `moments` 3 (Adam's two and the float32 copy), so that `weights` are 7.6e9 * 2 / 4 bytes.

@@ -71,7 +71,7 @@ class CausalLM(ModelHandle):
         self.watch: Callable[[Tokens, Tensor], None] = _ignore
         self._generator: Callable[..., Any] | None = None
         self._converser: Callable[..., Any] | None = None
-        self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards that nobody asked of
+        self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards not yet taken by `take_routed`
 
     def generate(
         self,

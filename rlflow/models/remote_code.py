@@ -19,7 +19,7 @@ def code_beside(
     Args:
         path: Folder or Hugging Face name of the model.
         part: What is loaded, for errors.
-        trust_remote_code: Whether code that lies there may run.
+        trust_remote_code: Whether code in the model's folder may run.
         said_by: What errors call the setting that named the model.
         key: Name of the setting that says whether.
 

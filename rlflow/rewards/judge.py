@@ -1,4 +1,4 @@
-"""Scores by a language model: what it is asked of a response, how its grades are read, and one behind an endpoint."""
+"""Scores by a language model: what it is asked about a response, how grades are read, and a judge behind an endpoint."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Rubric:
         return [name for name in _FIELD.findall(self.prompt) if name not in ("response", "form", "criteria")]
 
     def question(self, text: str, row: Mapping[str, Any]) -> str:
-        """What the judge is asked of a response to this row of the dataset.
+        """The judge's question about a response to this row of the dataset.
 
         Raises:
             UserError: The row lacks a column that stands in the prompt.

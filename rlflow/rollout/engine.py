@@ -157,7 +157,7 @@ class RolloutEngine(ABC):
     policy_version: int = NO_VERSION
 
     def check_installed(self) -> None:  # noqa: B027 - most need nothing that is not there
-        """Refuse to begin without the library that generates; asked before processes start.
+        """Refuse to begin without the library that generates; called before processes start.
 
         Raises:
             UserError: It is not installed.
@@ -200,7 +200,7 @@ class RolloutEngine(ABC):
         """
 
     def shares_process(self, other: RolloutEngine, on_cpu: bool) -> bool:
-        """Whether it can live in a process in which `other` does; else it gets a process of its own.
+        """Whether it can be in one process with `other`; else it gets a process of its own.
 
         Args:
             other: An engine of another policy.
@@ -220,7 +220,7 @@ class RolloutEngine(ABC):
         )
 
     def use_float32_head(self) -> None:
-        """Compute logits in float32 whatever the dtype, as the trainer does; asked before `setup`.
+        """Compute logits in float32 whatever the dtype, as the trainer does; called before `setup`.
 
         Raises:
             UserError: It cannot.

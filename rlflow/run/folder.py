@@ -273,7 +273,7 @@ def require_own(folder: Path) -> None:
 
 
 def from_here(path: Path) -> Path:
-    """A path for a line to the user: from the folder where this process is, if it lies there."""
+    """A path for a line to the user: from the folder where this process is, if it is in there."""
     with suppress(FileNotFoundError, ValueError):  # that folder is gone, or the path lies elsewhere
         return path.relative_to(Path.cwd())
     return path
