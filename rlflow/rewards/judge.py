@@ -1,4 +1,4 @@
-"""Scores by a language model: what it is asked about a response, how grades are read, and a judge behind an endpoint."""
+"""Scores by a language model: what it is asked about a response, how grades are read, and one behind an endpoint."""
 
 from __future__ import annotations
 
