@@ -45,7 +45,7 @@ class Labelled:
 
 @dataclass(eq=False)
 class GAIL(GroupBaseline, Clipped):
-    """The judge learns to tell the dataset's responses from samples, and the policy to be taken for the dataset.
+    """The judge learns to distinguish the dataset's responses from samples, the policy to be taken for the dataset.
 
         D(x, y) = sigmoid(s(x, y))                                  s: the judge's score of the response y to x
         judge:  ascends E_data[log D] + E_pi[log(1 - D)]            (the paper's D is 1 minus this one)
@@ -57,7 +57,7 @@ class GAIL(GroupBaseline, Clipped):
 
     Args:
         normalize_std: Divide advantages by the standard deviation of the group's rewards.
-        judge: The model that is trained to tell the two apart; a reward model, or a language model that gets a head.
+        judge: The model that is trained to distinguish the two; a reward model, or a language model that gets a head.
     """
 
     normalize_std: bool = True

@@ -29,8 +29,9 @@ class Judged(RLModule):
         rubric: What the judge is asked, and how grades are read from its answer.
         judge_length: The most tokens of a verdict; no more than `max_response_length`.
         judge_coef: Weight of the grade, which is from 0 to 1.
-        on_too_long: What happens to a response whose question is longer than `data.max_prompt_length`: `raise` ends the
-            run, `zero` does not ask the judge and gives it 0; `verdict/too_long` is the share of such responses.
+        on_too_long: What happens to a response if the judge's question is longer than `data.max_prompt_length`: `raise`
+            ends the run, `zero` does not ask the judge and gives it 0; `verdict/too_long` is the share of such
+            responses.
     """
 
     judge: CausalLM | str = field(kw_only=True)

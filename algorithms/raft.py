@@ -12,7 +12,7 @@ from rlflow.types import Grouped, Grown, MaskedTokens, Written
 class RAFT(RLModule):
     """loss_t = -log pi(y_t | x, y_<t), where y has the highest reward of `group_size` sampled responses to x.
 
-    A prompt whose responses all have the same reward is left out. `best/share` is the share of the other prompts,
+    A prompt is left out if all its responses have the same reward. `best/share` is the share of the other prompts,
     `best/reward` the mean of the highest rewards.
 
     Args:

@@ -1,4 +1,4 @@
-"""REINFORCE++, arXiv 2501.03262: REINFORCE with PPO's clip, KL per token, and advantages of the whole batch at once."""
+"""REINFORCE++, arXiv 2501.03262: REINFORCE with PPO's clip, KL per token, and advantages over the whole batch."""
 
 from dataclasses import dataclass
 from typing import ClassVar

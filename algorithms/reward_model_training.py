@@ -17,7 +17,7 @@ class RewardModelTraining(RLModule):
     which it is above 0; a margin of exactly 0 counts one half.
 
     Args:
-        reward_model: The model to train. A language model gets a new head, whose scores start at 0.
+        reward_model: The model to train. A language model gets a new head, with scores that start at 0.
     """
 
     reward_model: RewardModel | str

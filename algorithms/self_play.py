@@ -1,4 +1,4 @@
-"""Self-play of two policies, one of which asks what the other answers: R-Zero, arXiv 2508.05004, with a checker."""
+"""Self-play of two policies, an asker and an answerer: R-Zero, arXiv 2508.05004, with a checker."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

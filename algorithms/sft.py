@@ -18,8 +18,8 @@ class SFT(RLModule):
         max_response_length: Tokens after which a response is cut in validation.
         loss_aggregation: How per-token losses become one number.
         stop_token_ids: Tokens that end a response, in addition to those of the model and its tokenizer.
-        environment: The environment whose tools the dataset's conversations use, and which answers the actor in
-            validation; None where responses are texts.
+        environment: The environment of the dataset's conversations. They use its tools, and it answers the actor in
+            validation. None where responses are texts.
     """
 
     actor: CausalLM | str

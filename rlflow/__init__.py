@@ -24,7 +24,7 @@ from typing import Any
 
 
 def _modules() -> dict[str, str]:
-    """The module of each public name, read from `__init__.pyi`, which tells them to type checkers."""
+    """The module of each public name, read from `__init__.pyi`, which type checkers read."""
     stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [statement for statement in stub.body if isinstance(statement, ast.ImportFrom)]
     return {each.name: str(statement.module) for statement in imports for each in statement.names}

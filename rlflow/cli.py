@@ -16,8 +16,8 @@ from rlflow.errors import Preempted, UserError, one_line, readable, shown
 from rlflow.process import environment, preemption, startup, status, terminal
 from rlflow.process.supervisor import leave, supervise
 
-# By the name of a command what it does. `rlflow.commands.<name>`, which runs it, is imported when it is chosen, so that
-# `rlflow --help` answers at once.
+# What each command does, by its name. `rlflow.commands.<name>`, which runs it, is imported when it is chosen, so that
+# `rlflow --help` answers quickly.
 COMMANDS = {
     "fit": "Train a model as a config says.",
     "validate": "Measure a config's model on its held-out prompts.",
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     A run that a signal ends exits with 3, and with a line that says how to continue.
 
-    A run that is given on the command line has a process of its own, whose parent sees to it that the exit code is 0
-    only if the run came to its end.
+    A run that is started on the command line has a process of its own. The parent of that process exits with 0 only if
+    the run came to its end.
 
     Args:
         arguments: Instead of those of the command line; they are run in this process.
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         commands.add_parser(name, help=purpose, add_help=False)
     is_run = False
     try:
-        sys.path.insert(0, _here())  # a user's own `my_algorithm.py` lies beside the config
+        sys.path.insert(0, _here())  # a user's own `my_algorithm.py` is in the config's folder
         chosen, rest = parser.parse_known_args(arguments)
         is_run = of_process and chosen.command in RUNS
         startup.begin(of_process=is_run)

@@ -1,4 +1,4 @@
-"""What lies at a dotted path that a user wrote: a class, a function, a function of a class, a value in a row."""
+"""Finds what a dotted path that a user wrote names: a class, a function, a function of a class, a value in a row."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NOT_FOR_MODELS = ("numpy", "torch")  # libraries that read and write files by th
 
 
 def object_at(path: str, said: str, known: Iterable[str] = ()) -> Any:
-    """What lies at a path: of the longest part of it that is a module, the rest are attributes.
+    """What a path names: the longest part of it that is a module, then attributes of that module.
 
     Args:
-        path: Such as `my_env.WordGame`.
+        path: Dotted path, such as `my_env.WordGame`.
         said: How an error begins, the path in it: "`function` is 'my_rewards.brevity'".
-        known: Modules that may be meant where there is none of that name; those beside the config are known.
+        known: Modules that may be meant where there is none of that name; those in the config's folder are known.
 
     Raises:
         UserError: It is no path, its module is not there or cannot be imported, or has nothing of that name.
@@ -44,7 +44,7 @@ def function_at(path: str, said: str) -> Callable[..., Any]:
     """The function at a path, which will be called with what a model writes, so none of Python's own.
 
     Args:
-        path: Such as `my_rewards.brevity`.
+        path: Dotted path, such as `my_rewards.brevity`.
         said: How an error begins, the path in it.
 
     Raises:

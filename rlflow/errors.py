@@ -25,12 +25,12 @@ class ConfigPlace:
     """Where the arguments of an object's constructor stand in a config.
 
     Example:
-        Of the optimizer of `module: {class_path: grpo, init_args: {actor: {model: tiny, optimizer: {lr: 1e-5}}}}` the
-        name is `optimizer`, and the key of `lr` is `module.init_args.actor.optimizer.lr`.
+        For the optimizer of `module: {class_path: grpo, init_args: {actor: {model: tiny, optimizer: {lr: 1e-5}}}}`,
+        `name` is `optimizer`, and the key of `lr` is `module.init_args.actor.optimizer.lr`.
 
     Attributes:
         name: The last key of the object's own: `optimizer`, say.
-        keys: Of its arguments by name, as the user wrote them or would: `module.init_args.group_size`.
+        keys: Keys of its arguments by name, as the user wrote them or would write them: `module.init_args.group_size`.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Preempted(BaseException):
     """A run ends because its process was asked to, by a signal. As `KeyboardInterrupt`, it is no `Exception`.
 
     Args:
-        number: Of the signal.
-        what: Was saved, and how to go on.
+        number: Number of the signal.
+        what: What was saved, and how to continue the run.
         agreed: Whether all ranks end, each for itself.
     """
 
@@ -84,10 +84,11 @@ class UserError(ValueError):
 
     Args:
         args: The message.
-        of: Whose settings it names; at the places where a config gave them, if one did.
+        of: Object whose settings the message names. If a config gave them, the message names their keys in the config.
 
     Attributes:
-        settings: The keys that it names of `of`, or of the object whose constructor raised it.
+        settings: Keys in the config that the message names: settings of `of`, or of the object whose constructor raised
+            it.
     """
 
     def __init__(self, *args: Any, of: object = None) -> None:
@@ -120,7 +121,7 @@ class UserError(ValueError):
 
 
 def named(text: str, of: object) -> str:
-    """A text about an object, in which its settings stand by their keys in the config where there is one."""
+    """A text about an object that names its settings by their keys in the config, where there is one."""
     return str(UserError(text, of=of))
 
 
@@ -129,7 +130,7 @@ def setting(of: object, name: str, otherwise: str) -> str:
 
     Args:
         of: The object.
-        name: Of the argument.
+        name: Name of the argument.
         otherwise: What it is called where no config did.
     """
     found: ConfigPlace | None = getattr(of, _PLACE, None)
@@ -137,7 +138,7 @@ def setting(of: object, name: str, otherwise: str) -> str:
 
 
 def place(of: object, where: ConfigPlace) -> None:
-    """Note where an object's arguments stand in a config, for errors about it; copies of it keep that."""
+    """Note where an object's arguments stand in a config, for errors about it; copies of it have the note too."""
     with suppress(AttributeError):  # it has slots
         object.__setattr__(of, _PLACE, where)
 
@@ -147,7 +148,7 @@ def about(of: object) -> Iterator[None]:
     """Around checks of an object's settings: errors raised within name them as if `of` were given to each.
 
     Args:
-        of: Whose settings errors name by the names of its constructor's arguments.
+        of: Object whose settings the errors name, by the names of its constructor's arguments.
     """
     try:
         yield
@@ -163,9 +164,9 @@ def within_node(node_id: str, place: str, rank: int) -> Iterator[None]:
     """Around a node's body: errors raised within say in which node, where it is written, and on which rank.
 
     Args:
-        node_id: Of the node; an error that names it stays as it is.
+        node_id: Name of the node; an error that names it already is not changed.
         place: File and line of the node.
-        rank: Of this process.
+        rank: Rank of this process.
     """
     try:
         yield
@@ -179,9 +180,9 @@ def require(module: str, what: str, *extras: str) -> None:
     """Refuse what needs a library that is not installed.
 
     Args:
-        module: Of the library.
-        what: Needs it.
-        extras: Of rlflow's installation, each of which brings it.
+        module: Module of the library.
+        what: What needs it.
+        extras: Extras of rlflow's installation; each of them installs it.
 
     Raises:
         UserError: It is not installed.
@@ -245,9 +246,9 @@ def no_file(path: str, wanted: str, *endings: str) -> str:
     """How an error continues after a path at which no file lies: what does, and what to give.
 
     Args:
-        path: As the user wrote it.
+        path: Path as the user wrote it.
         wanted: What to give.
-        endings: Of such a file's name; one in the folder that the path may name is mentioned.
+        endings: Endings of such a file's name. If the path is a folder that has such a file, the error mentions it.
     """
     if not path:
         return f", which names nothing; give {wanted}"

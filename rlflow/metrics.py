@@ -46,8 +46,8 @@ class StepMetrics:
         (1 + 2) / (4 + 2) = 0.5, not the mean of 0.25 and 1.
 
     Attributes:
-        step: From 0.
-        logged: By kind and name.
+        step: Step, from 0.
+        logged: Entries by kind and name.
     """
 
     step: int
@@ -106,10 +106,10 @@ class StepMetrics:
 
 
 class Metrics:
-    """What this rank logged of the steps in progress; where steps overlap, these are several.
+    """What this rank logged in the steps in progress; there are several where steps overlap.
 
     Attributes:
-        asked: Of all ranks the largest `asks` that was given to the last `reduce`.
+        asked: The largest `asks` that any rank gave to the last `reduce`.
     """
 
     asked = 0
@@ -148,16 +148,16 @@ class Metrics:
     def reduce(self, step: int, transport: Transport, worked: float | None = None, asks: int = 0) -> dict[str, float]:
         """The step's metrics over all ranks, the same on each, sorted by name; starts afresh.
 
-        Two reductions of tensors whose size does not depend on the number of ranks, but for one number of each: first
-        the largest of every metric, which for a total says how finely it is counted; then the totals, as whole numbers,
-        so no order of adding shows in them and two runs give the same bytes. A step in which a rank logs a name for the
-        first time takes three collectives more. A mean over no entry is left out, and a total of what is not finite is
-        NaN.
+        Two reductions of tensors are made. Their size does not depend on the number of ranks, except for one number of
+        each rank. The first finds the largest value of every metric, which for a total sets the unit it is counted in.
+        The second adds the totals as whole numbers, so that they do not depend on the order of adding and two runs give
+        the same bytes. A step in which a rank logs a name for the first time takes three more collectives. A mean over
+        no entry is left out, and a total with an entry that is not finite is NaN.
 
         Args:
-            step: Whose metrics are reduced, and then forgotten.
-            transport: To the other ranks.
-            worked: Seconds that this rank worked in the step, of which `straggler` is made; None to leave it out.
+            step: Step whose metrics are reduced, and then dropped.
+            transport: Transport to the other ranks.
+            worked: Seconds that this rank worked in the step, from which `straggler` is computed; None to leave it out.
             asks: A number from 0 that travels with them: the signal by which this rank was asked to end.
         """
         here = self._steps.pop(step, StepMetrics(step))
@@ -201,9 +201,9 @@ class Metrics:
         """Totals of values and counts over all ranks, `[names, 2]` float64, and seconds that each worked, `[ranks]`.
 
         Args:
-            mine: Of this rank.
+            mine: What this rank logged.
             largest: `[names, 2]`, over all ranks.
-            transport: To the other ranks.
+            transport: Transport to the other ranks.
             worked: See `reduce`.
         """
         finite = largest.isfinite()

@@ -40,10 +40,11 @@ class RLModule:
     derived from them, such as a reference, is made in `configure_models`.
 
     A node's name is the value that it makes; its parameters are the values that it reads; `batch` is the rows of the
-    dataset. The first dimension of every tensor is the rows of this rank, and nothing here needs to know of ranks.
+    dataset. The first dimension of every tensor is the rows of this rank, and nothing in a module needs to know of
+    ranks.
 
-    `log`, `mean`, `whiten`, `quantile`, `all_rows` and `dataset_rows` go over the rows of all ranks, which call them
-    alike. Rows that a reward failed on, and whose `on_error` is `drop`, do not count.
+    `log`, `mean`, `whiten`, `quantile`, `all_rows` and `dataset_rows` go over the rows of all ranks, and all ranks call
+    them alike. Rows on which a reward with `on_error` `drop` failed do not count.
 
     Attributes:
         reward: What scores responses; `reward_function` calls it. A `Reward`, a function, its dotted path, or a list or
@@ -51,14 +52,15 @@ class RLModule:
         loss_aggregation: How per-token losses become one number; see `rlflow.functional.aggregate`.
         group_size: Samples of each prompt in one step.
         max_response_length: Tokens after which a response is cut, and the divisor of the `constant` aggregation.
-        stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
+        stop_token_ids: Tokens that end a response, in addition to those of the model and its tokenizer.
         mask_truncated: Whether responses that were cut at the longest length are left out of losses; they stay in their
             group's baseline. The overlong filtering of DAPO, arXiv 2503.14476, section 3.4.
         max_draws: Batches of prompts that a filter draws at most to fill a step.
         unclipped: Whether the loss has no clip, cap or mask at all. A run that makes several updates a step, or trains
             on samples of older weights, is then warned of it, once.
-        config_models: Model handles by role that a config gives beside or in place of those of `configure_models`.
-        config_nodes: By name the nodes that a config adds or puts in the place of others; None removes one.
+        config_models: Model handles by role that a config gives in addition to or in place of those of
+            `configure_models`.
+        config_nodes: Nodes, by name, that a config adds or puts in the place of others; None removes one.
         given_models: Model handles by role as the constructor set them, before a run changed copies of them.
         run_models: The handles of the last run, derived ones among them.
         run_settings: What was set of these when it was configured, by role.
@@ -104,7 +106,7 @@ class RLModule:
         """
 
     def validation_step(self, batch: Any) -> None:
-        """Measure on held-out rows what generating and scoring does not tell: `self.log("val/margin", margin)`.
+        """Measure on held-out rows what generating and scoring do not measure: `self.log("val/margin", margin)`.
 
         Where it is overridden, it runs with each validation, without gradients, over this rank's share of
         `data.validation`. Every rank calls the models alike, ranks without rows too.
@@ -122,7 +124,7 @@ class RLModule:
         `trainer.max_steps`.
 
         Args:
-            epoch: From 0.
+            epoch: Epoch, from 0.
             prompts: `[N]` int64, places in the dataset, counted from 0, in the order that the seed gives the epoch.
 
         Returns:
@@ -266,8 +268,9 @@ class RLModule:
 
         Args:
             rows: `B` rows of the dataset; a node that reads them asks for `Sourced` or `Written`.
-            template: Such as `{prompt} The answer is {answer}.`. `{prompt}` is the dataset's own prompt (of messages,
-                what the user says last), other names are columns, into which dots step; `{{` and `}}` are braces.
+            template: Template such as `{prompt} The answer is {answer}.`. `{prompt}` is the dataset's own prompt (of
+                messages, what the user says last), other names are columns, into which dots step; `{{` and `}}` are
+                braces.
 
         Raises:
             UserError: The template cannot be read, a row lacks one of its columns, or a prompt is longer than
@@ -280,7 +283,7 @@ class RLModule:
 
         Args:
             rollout: The samples, their texts and their dataset's rows among them.
-            name: Under which it is logged: `<name>/mean`, and each of its parts.
+            name: Name under which it is logged: `<name>/mean`, and each of its parts.
         """
         return self._scored(rollout, name)[0]
 
@@ -296,13 +299,13 @@ class RLModule:
     def reward_parts(self, rollout: Written, name: str = "reward") -> dict[str, PerSample]:
         """What the module's `reward` is made of: `[B]` float32 by the part's name, the same names on all ranks.
 
-        Called by all ranks of the node alike. Of a `WeightedSum` its parts, before they are weighted, or those of a
-        dict that a reward's function returns. It scores as `reward_function` does, so call one of the two. A node hands
-        parts on as `dict[str, PerSample]`, or as a frozen dataclass of `PerSample` that it makes from them.
+        Called by all ranks of the node alike. The parts are those of a `WeightedSum`, before they are weighted, or
+        those of a dict that a reward's function returns. It scores as `reward_function` does, so call one of the two. A
+        node hands parts on as `dict[str, PerSample]`, or as a frozen dataclass of `PerSample` that it makes from them.
 
         Args:
             rollout: The samples, their texts and their dataset's rows among them.
-            name: Under which it is logged: `<name>/mean`, and each of its parts.
+            name: Name under which it is logged: `<name>/mean`, and each of its parts.
 
         Raises:
             UserError: The reward gives a number alone. Reading a part that it lacks is one too, on all ranks alike.
@@ -321,7 +324,7 @@ class RLModule:
         Args:
             name: The metric, such as `actor/kl`.
             x: `[B]` or `[B, T]`; 0-dim for a number that is equal on all ranks.
-            mask: Of the same shape; needed for `[B, T]`, where padding must not count.
+            mask: Entries that count, in the shape of `x`; needed for `[B, T]`, where padding must not count.
         """
         if x.dim() > 1 and mask is None:
             raise UserError(
@@ -336,7 +339,8 @@ class RLModule:
     def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The mean over all rows of all ranks, 0-dim float64; over the entries where `mask` is True if given.
 
-        The same bits on any number of ranks, as of `whiten`: rows are summed by themselves, and then in their order.
+        The same bits on any number of ranks, as with `whiten`: each row is summed by itself, and then the rows in
+        order.
         """
         mean: Tensor = self._moments(x, self._all_of(x, mask))[1]
         return mean
@@ -346,7 +350,7 @@ class RLModule:
 
         Args:
             x: `[B]` or `[B, T]`.
-            mask: Of the shape of `x`, the entries that count; None for all.
+            mask: Entries that count, in the shape of `x`; None for all.
             unbiased: `N - 1` in the variance's denominator instead of `N`.
 
         Raises:
@@ -366,8 +370,8 @@ class RLModule:
 
         Args:
             x: `[B]` or `[B, T]`.
-            q: From 0 to 1, or several.
-            mask: Of the shape of `x`, the entries that count; needed for `[B, T]`, where padding must not.
+            q: Share from 0 to 1, or several.
+            mask: Entries that count, in the shape of `x`; needed for `[B, T]`, where padding must not count.
 
         Returns:
             0-dim float64, or `[Q]` for several; NaN where no entry counts.

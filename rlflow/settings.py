@@ -1,4 +1,4 @@
-"""The settings of a run, and the places that roles live in."""
+"""The settings of a run, and the placement of roles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_NODES = 65_536
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role lives. By default on all ranks, each with rows of its own.
+    """The ranks that a role is on. By default all ranks, each with rows of its own.
 
     Args:
         ranks: Numbers and ranges, such as `1-3` or `[0, "4-7"]`; counted from 0 over all machines.
@@ -48,7 +48,7 @@ class Settings:
         val_check_interval: Steps between validations; one comes before the first step and one after the last.
         limit_val_batches: Maximum number of batches of `data.prompts_per_step` held-out prompts in a validation.
         val_samples: Responses to each held-out prompt at the policy's temperature; with 2 or more, pass@k is logged.
-        log_every_n_steps: Steps between those whose metrics and samples are logged; validations always are.
+        log_every_n_steps: Metrics and samples are logged every so many steps; validations always are.
         save_every_n_steps: Steps between checkpoints, with one at the end and the model with them; None for only the
             model at the end.
         save_every_seconds: Seconds after which the next step is followed by a checkpoint; may be combined with steps.
@@ -62,21 +62,21 @@ class Settings:
             last if there is one, and else a new run.
         grace_s: Seconds from a signal that ends `rlflow fit` (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C) to its end, in which
             the step is dropped or finished, and saved; a second signal ends the run immediately.
-        keep_inputs: Steps whose node inputs and outputs are stored for `rlflow replay`; those of a node that raises
+        keep_inputs: Steps for which node inputs and outputs are stored for `rlflow replay`; those of a node that raises
             always are.
         keep_inputs_of: The nodes to which `keep_inputs` applies; empty for all.
         balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them; or the constants
             by which that is decided.
         logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16, 0.01
             in fp16), and for two more limits that follow from the run itself, see `sync/logprob_gap_uncertain`.
-        skip_spikes: Skip an update whose gradient norm is more than so many times the median of the role's last 32
+        skip_spikes: Skip an update if its gradient norm is more than so many times the median of the role's last 32
             above 0; None for none. An infinite or NaN norm is always skipped, by all ranks.
         max_skipped: Number of updates of a role skipped in a row that ends the run.
         sync_bucket_bytes: Bytes of weights that are gathered together on their way into the rollout engine.
         fast_dev_run: Run two steps of every part, with validation, and write nothing but logs and traces, in
             `<run_dir>-dev`.
-        placement: By role, `actor.rollout` for the engines of `actor` and `rollout` for those of all other policies:
-            the ranks it lives on; all where it is not named.
+        placement: Ranks by role, with `actor.rollout` for the engines of `actor` and `rollout` for those of all other
+            policies; all ranks where a role is not named.
         max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
             own for `rollout`.
         partial_rollout: Tokens by which a response grows at most with one draw of prompts (in a conversation, those of
@@ -213,6 +213,6 @@ class Settings:
         return self.partial_rollout is not None
 
     def for_validation(self) -> Settings:
-        """Settings of `Trainer.validate`: in a folder next to the run's own, whose model may be what it validates."""
+        """Settings of `Trainer.validate`: in a folder next to the run's, which may have the model that is validated."""
         path = Path(self.run_dir)
         return replace(self, run_dir=str(path.with_name(f"{path.name}-validate")), max_steps=1)

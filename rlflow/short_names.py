@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.dotted_path import object_at
 from rlflow.errors import UserError, did_you_mean
 
-# By kind: short names, and the paths of their classes. A class's own name, such as `VLLMEngine`, stands for it as well.
+# Short names by kind, and the paths of their classes. A class's own name, such as `VLLMEngine`, stands for it as well.
 SHORT_NAMES: dict[str, dict[str, str]] = {
     "module": {
         "cispo": "rlflow.algorithms.CISPO",
@@ -98,7 +98,7 @@ def made(value: Any, setting: str, *bases: type) -> Any:
     Args:
         value: A short name, a dotted path of a class, or an object.
         setting: The setting that the value was given for.
-        bases: The classes of which the object has to be one.
+        bases: Classes; the object has to be an instance of one of them.
 
     Raises:
         UserError: There is no such class, or it has no defaults for all that it takes.
@@ -126,8 +126,8 @@ def class_named(name: str, bases: Sequence[type]) -> type:
     """The class of a short name, or at a dotted path.
 
     Args:
-        name: As a user wrote it.
-        bases: The classes of which it has to be one, or a subclass of one.
+        name: Name as a user wrote it.
+        bases: Classes; it has to be one of them, or a subclass of one.
 
     Raises:
         UserError: There is none, it cannot be imported, or it is none of `bases`. The message continues after the key.

@@ -55,9 +55,9 @@ class Trainer(RunningTrainer):
     Args:
         strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
-        engines: By policy, an engine other than `rollout`, or a `Share` of another policy's.
+        engines: Engines by policy: an engine other than `rollout`, or a `Share` of another policy's.
         logger: Where metrics are logged in addition to the run's own files; one or several of ours or of Lightning's.
-        callbacks: Called at steps, nodes and validations.
+        callbacks: Callbacks for steps, nodes and validations.
     """
 
     strategy: TrainingStrategy | str | None = None
@@ -92,7 +92,7 @@ class Trainer(RunningTrainer):
             module: The algorithm.
             train: Rows to train on, in any form that `PromptData` takes: a `datasets.Dataset`, a list of dicts, the
                 path of a file, and others; or a `PromptData`, which has all settings of how rows are read.
-            validation: Rows to validate on, in the same forms; None for no validation, and beside a `PromptData`.
+            validation: Rows to validate on, in the same forms; None for no validation, or if `train` is a `PromptData`.
 
         Raises:
             UserError: Something that the user can mend; before processes start where it can be known then.
@@ -104,7 +104,7 @@ class Trainer(RunningTrainer):
         """Validate the module's model; the metrics, and the number of problems.
 
         They are those of `fit` before its first step, and lie in `<run_dir>-validate/validation.json`. No optimizer is
-        built, and no model is loaded but the one that generates; all are for a module whose rows are scored.
+        built, and no model is loaded but the one that generates; if the module scores rows, all models are loaded.
 
         Args:
             module: The algorithm.
@@ -125,15 +125,15 @@ class Trainer(RunningTrainer):
         return self._launch(module, data, self.settings.for_validation(), run)
 
     def replay(self, module: RLModule, data: DataLike | PromptData, asked: Replay) -> list[Replayed]:
-        """Run nodes of a step of an earlier run once more, in this process, on what that run kept of them.
+        """Run nodes of a step of an earlier run once more, in this process, on the inputs that that run stored.
 
         Args:
-            module: That run's.
-            data: That run's.
+            module: Module of that run.
+            data: Data of that run.
             asked: Which run, step and node.
 
         Raises:
-            UserError: Nothing was kept of it, or `devices` is not 1.
+            UserError: Nothing was stored of the step, or `devices` is not 1.
         """
         if (ranks := self.world_size) != 1:
             raise UserError(f"`trainer.devices` gives {ranks} ranks, and a step is replayed in one process; set 1")

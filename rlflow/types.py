@@ -1,4 +1,4 @@
-"""Types of parts of a value: a node whose parameter has one of them is sent these fields alone.
+"""Types of parts of a value: a node with a parameter of such a type is sent these fields alone.
 
 `Rollout` and `RolloutWithTexts` of `rlflow` have all fields; these are for what a node needs no more of.
 """

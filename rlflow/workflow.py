@@ -37,7 +37,7 @@ class Workflow(RLModule):
         reward: What scores a response, for nodes that call `reward_function`.
         group_size: Responses to each prompt, which `generate` samples unless a node says otherwise.
         max_response_length: Tokens after which a response is cut.
-        stop_token_ids: Tokens that end a response beside those of the model and its tokenizer.
+        stop_token_ids: Tokens that end a response, in addition to those of the model and its tokenizer.
         mask_truncated: Leave responses that were cut out of losses; they stay in their group's baseline.
         loss_aggregation: How per-token losses become one number.
         max_draws: Batches of prompts that a filter draws at most to fill a step.
@@ -71,7 +71,7 @@ def policy_loss(
     """`w_t surrogate_t + kl.coef KL_t - entropy_coef H_t`, the loss of `rlflow.algorithms.PolicyGradient`, `[B, T]`.
 
     Args:
-        self: The module, whose `actor` is trained.
+        self: The module; its `actor` is trained.
         rollout: The actor's samples.
         advantages: `[B]`, or `[B, T]`.
         old_logprobs: `[B, T]` of the policy at the start of the step; where None, the trained one is the old one, which

@@ -5,8 +5,8 @@ dtype of the rewards. A prompt's samples may stand anywhere in the batch; `group
 rewards of a group are equal, its advantages are exactly 0, whatever the rounding of their mean. A reward that is
 infinite or NaN is refused by name: of its whole group nothing could be learned.
 
-Samples whose group is `NO_GROUP`, which a reward failed on, are in no mean and no deviation: the others are compared as
-if they were not there, and their own advantages are 0, as is that of one that is left alone.
+Samples on which a reward failed have the group `NO_GROUP` and are in no mean and no deviation: the others are compared
+as if they were not there, and their own advantages are 0, as is that of one that is left alone.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def group_normalized_advantages(
     GRPO, arXiv 2402.03300. Without the division it is Dr. GRPO's, arXiv 2503.20783. Detached.
 
     Args:
-        rewards: `[B]`, finite; or `[B, K]`, of which each column is compared by itself.
+        rewards: `[B]`, finite; or `[B, K]`, where each column is compared by itself.
         group: `[B]` int, the prompt that each sample answers.
         normalize_std: Divide by the standard deviation (`N - 1` in its denominator).
         eps: Added to the standard deviation.
 
     Returns:
-        Of the shape of the rewards.
+        Advantages, in the shape of the rewards.
 
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
@@ -53,11 +53,11 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     RLOO, arXiv 2402.14740. Detached.
 
     Args:
-        rewards: `[B]`, finite; or `[B, K]`, of which each column is compared by itself.
+        rewards: `[B]`, finite; or `[B, K]`, where each column is compared by itself.
         group: `[B]` int, the prompt that each sample answers.
 
     Returns:
-        Of the shape of the rewards.
+        Advantages, in the shape of the rewards.
 
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
@@ -91,12 +91,12 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
 
 
 def group_has_signal(rewards: Tensor, group: Tensor) -> Tensor:
-    """True where the rewards of the sample's group are not all equal, so that they tell its samples apart.
+    """True where the rewards of the sample's group are not all equal, so that its samples can be compared.
 
     The condition of DAPO's dynamic sampling, arXiv 2503.14476, equation 11, for any rewards.
 
     Args:
-        rewards: `[B]`, finite; or `[B, K]`, of which one column that differs will do.
+        rewards: `[B]`, finite; or `[B, K]`, where one column that differs is enough.
         group: `[B]` int, the prompt that each sample answers.
 
     Returns:
@@ -117,7 +117,7 @@ class _GroupedSamples:
         rewards: `[B]` or `[B, K]` float64, less the smallest reward of the group: no advantage depends on that shift,
             and it makes a group of equal rewards all zeros, so that its advantages are exactly 0. 0 of dropped ones.
         in_group: `[B]` or `[B, 1]` float64, how many samples of each sample's group count, at least 1.
-        others: One less, at least 1.
+        others: `in_group` less one, at least 1.
     """
 
     def __init__(self, rewards: Tensor, group: Tensor) -> None:

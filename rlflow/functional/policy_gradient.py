@@ -1,4 +1,4 @@
-"""The loss of a policy gradient: PPO's, of which GRPO's is one.
+"""The loss of a policy gradient: PPO's; GRPO's is a case of it.
 
 With the policy `pi` in training, `old` at the start of the step and `rollout`, the engine's when it sampled, it is
 
@@ -74,7 +74,7 @@ def policy_objective(
         rollout_logprobs: `[B, T]` of the engine when it sampled.
         ref_logprobs: `[B, T]` of the reference; None where there is none.
         mask: `[B, T]`, True on tokens that count.
-        log: Is given `actor/entropy`, `actor/kl` and `actor/importance_dropped`, each with the mask.
+        log: Function that logs `actor/entropy`, `actor/kl` and `actor/importance_dropped`, each with the mask.
         importance: Correction for the gap between old and rollout; None is off.
         kl: Weight and estimator of the divergence from the reference; one that comes off the rewards is logged alone.
         entropy_coef: Weight of the entropy bonus.
@@ -220,7 +220,7 @@ class Importance:
     """How the gap between the policy that sampled and the one that the trainer computes is corrected.
 
     Attributes:
-        level: Over what the ratio is taken: each `token`, the whole `sequence`, or its `geometric` mean.
+        level: What the ratio is taken over: each `token`, the whole `sequence`, or its `geometric` mean.
         mode: `truncate` cuts weights at `high`; `mask` drops tokens whose weight is not between `low` and `high`.
         low: The smallest weight that `mask` keeps; `truncate` has no lower end.
         high: The largest weight; `inf` leaves all as they are.
@@ -265,7 +265,7 @@ def importance_weights(
         old_logprobs: `[B, T]`, the trainer's at the start of the step.
         rollout_logprobs: `[B, T]`, the engine's when it sampled.
         mask: `[B, T]`, nonzero on sampled tokens.
-        settings: Over what the ratio is taken, and what happens to large weights.
+        settings: What the ratio is taken over, and what happens to large weights.
 
     Returns:
         `[B, T]` at every level, 0 where the mask is 0.
@@ -306,11 +306,12 @@ class KL:
     """How the divergence from a reference restrains a policy.
 
     Attributes:
-        coef: Its weight; 0 leaves the reference out.
-        kind: Its estimator; None for k1 in a reward and k3-ratio in a loss, which have the gradient of KL (arXiv
-            2512.21852), or for the algorithm's own.
+        coef: Weight of the divergence; 0 leaves the reference out.
+        kind: Estimator of the divergence; None for k1 in a reward and k3-ratio in a loss, which have the gradient of KL
+            (arXiv 2512.21852), or for the algorithm's own.
         in_reward: Take the divergence off the rewards instead of adding it to the loss; None for as the algorithm does.
-        target: Adapt `coef` to hold the divergence per token here (arXiv 1909.08593), in the reward; None is off.
+        target: Adapt `coef` to hold the divergence per token at this value (arXiv 1909.08593), in the reward; None is
+            off.
         horizon: Samples over which `coef` adapts.
     """
 
@@ -346,11 +347,11 @@ class KL:
             raise UserError(f"`kl.horizon` is {self.horizon}; it is a number of samples above 0")
 
     def filled(self, in_reward: bool, in_loss: KLEstimator) -> KL:
-        """With what is None as an algorithm has it.
+        """A copy in which an algorithm's defaults replace what is None.
 
         Args:
-            in_reward: Where its divergence stands.
-            in_loss: Its estimator in a loss.
+            in_reward: Whether the algorithm's divergence is in the reward.
+            in_loss: The algorithm's estimator in a loss.
         """
         there = in_reward if self.in_reward is None else self.in_reward
         return replace(self, in_reward=there, kind=self.kind or ("k1" if there else in_loss))
@@ -451,7 +452,7 @@ def loss_weights(mask: Tensor, mode: Aggregation, max_length: int | None = None)
         max_length: See `aggregate`.
 
     Returns:
-        Of the shape of `mask`, float64, so that a float64 loss loses nothing; 0 where the mask is 0.
+        Weights in the shape of `mask`, float64, so that a float64 loss loses no precision; 0 where the mask is 0.
 
     Raises:
         UserError: The mode does not exist, or is `constant` without a positive `max_length`.
@@ -478,7 +479,7 @@ def loss_sum(loss: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         loss: `[B, T]` or `[B]`.
-        weights: From `loss_weights`, shaped as `loss`.
+        weights: Weights from `loss_weights`, in the shape of `loss`.
     """
     assert loss.shape == weights.shape, f"a loss of shape {list(loss.shape)} beside weights {list(weights.shape)}"
     return (loss.where(weights > 0, 0.0) * weights).sum().to(loss.dtype)

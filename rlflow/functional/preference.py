@@ -1,4 +1,4 @@
-"""Losses on pairs of responses, of which one was preferred."""
+"""Losses on pairs of responses, a preferred one and a rejected one."""
 
 from __future__ import annotations
 

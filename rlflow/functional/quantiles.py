@@ -26,7 +26,7 @@ def quantiles(entries: Tensor, q: float | Sequence[float], total: Callable[[Tens
 
     Args:
         entries: `[n]` of this part; it may be empty.
-        q: From 0 to 1, or several.
+        q: Share from 0 to 1, or several.
         total: The sum over all parts of a tensor that each part gives, the same on all; of one part the tensor itself.
 
     Returns:
@@ -67,7 +67,7 @@ def _at(entries: Tensor, places: Tensor, total: Callable[[Tensor], Tensor]) -> T
 
 
 def _ordered(numbers: Tensor) -> Tensor:
-    """Int64 whose bytes, read as unsigned ones from the highest on, have the order of the float64 `numbers`."""
+    """Int64 that sort as the float64 `numbers` do when their bytes are compared as unsigned, highest byte first."""
     bits = numbers.view(torch.int64)
     return torch.where(bits < 0, ~bits, bits ^ _SIGN)
 

@@ -9,7 +9,8 @@ from torch import Tensor
 def beside_tokens(x: Tensor, tokens: Tensor) -> Tensor:
     """`x` so that it broadcasts against `tokens` `[B, T]`: one number per sample `[B]` becomes `[B, 1]`.
 
-    Without this, `[B]` beside `[B, T]` would be read as one number per position wherever `B` happens to equal `T`.
+    Without this check, `[B]` together with `[B, T]` would be read as one number per position wherever `B` happens to
+    equal `T`.
     """
     return x.unsqueeze(1) if x.dim() == 1 and tokens.dim() == 2 else x
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what it shows meanwhile."""
+"""What a run records, and what it shows while it runs."""
 
 from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.jsonl import JSONLLogger

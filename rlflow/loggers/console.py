@@ -29,9 +29,9 @@ SHOWN = {
     "margin": ("val/margin", "{:.3f}"),
     "length": ("rollout/length", "{:.1f}"),
 }
-SAMPLED = ("reward/mean", "rollout/length")  # beside which no loss is shown: a policy's says nothing of progress
+SAMPLED = ("reward/mean", "rollout/length")  # with these no loss is shown: a policy's does not measure progress
 LOSS = "/loss"  # of a role
-RECENT = 10  # steps from whose pace the time left is estimated
+RECENT = 10  # the last steps; the time left is estimated from their pace
 
 
 @contextmanager
@@ -43,8 +43,8 @@ def open_console(log: Path, total_steps: int, steps_done: int = 0, shows: bool =
 
     Args:
         log: File that what is printed is appended to; its folder is made if need be.
-        total_steps: Of the run.
-        steps_done: Before this run, when it goes on from a checkpoint.
+        total_steps: Steps of the run.
+        steps_done: Steps done before, if the run is resumed from a checkpoint.
         shows: Whether this process speaks on the terminal; rank 0 does.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +74,8 @@ class Console:
 
     Args:
         terminal: Where to; None on ranks that show nothing.
-        total_steps: Of the run.
-        steps_done: Before this run, when it goes on from a checkpoint.
+        total_steps: Steps of the run.
+        steps_done: Steps done before, if the run is resumed from a checkpoint.
         clock: Seconds of a clock that only goes forward.
     """
 
@@ -90,7 +90,7 @@ class Console:
         self._live = _live_bar(terminal, total_steps, steps_done)
 
     def begin(self) -> None:
-        """Tell the time left from here on: the first step starts, and loading says nothing of the pace."""
+        """Estimate the time left from now on: the first step starts, and loading does not measure the pace."""
         steps_done, _ = self._ended.pop()
         self._ended.append((steps_done, self._clock()))
 
@@ -150,7 +150,7 @@ def _live_bar(terminal: TextIO | None, total_steps: int, steps_done: int) -> Pro
 
 
 def _losses(metrics: Mapping[str, float]) -> list[str]:
-    """Of the roles that were trained; `loss 0.512`, with the role's name where there are several."""
+    """The losses of the trained roles: `loss 0.512`, with the role's name where there are several."""
     roles = [name.removesuffix(LOSS) for name in metrics if name.endswith(LOSS) and not name.startswith("val")]
     return [f"{role + ' ' if len(roles) > 1 else ''}loss {metrics[role + LOSS]:.3f}" for role in roles]
 
@@ -165,8 +165,8 @@ def duration(seconds: float) -> str:
 class LogLimit:
     """Cuts a log when it is too long, while others append to it; it is looked at every second.
 
-    A pipe that counts what goes through it would hold up a process whose interpreter is busy, so the file is cut
-    instead. What is written in the very moment of a cut may be lost.
+    A pipe that counted its bytes would block a process while its interpreter is busy, so the file is cut instead. What
+    is written in the very moment of a cut may be lost.
 
     Args:
         log: The file; it is open for appending in whatever writes it.

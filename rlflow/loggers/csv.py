@@ -22,7 +22,7 @@ class CSVLogger(Logger):
     writes it.
 
     Attributes:
-        warnings: Of a file that is damaged or gone, a line each.
+        warnings: Warnings about a file that is damaged or gone, one line each.
     """
 
     def start(self, folder: Path, first_step: int = 0) -> None:
@@ -52,7 +52,7 @@ class CSVLogger(Logger):
             self._write([])
 
     def _step_of(self, line: bytes) -> int | None:
-        """The step of a row; one before all steps of the header, whose columns it takes; None of a damaged line."""
+        """The step of a row; -1 for the header, from which it takes the columns; None for a damaged line."""
         cells = _cells(line)
         if not self._columns and _is_header(cells):
             self._columns = cells
@@ -70,7 +70,7 @@ class CSVLogger(Logger):
 
 
 def _cells(line: bytes) -> list[str]:
-    """Of a line of the table; none where it is damaged."""
+    """The cells of a line of the table; none if the line is damaged."""
     try:
         return next(csv.reader([line.decode()], strict=True))
     except (ValueError, csv.Error):

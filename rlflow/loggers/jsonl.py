@@ -16,7 +16,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class JSONLLogger(Logger):
-    """One line for each call of `log_metrics` and for each sample, written out at once.
+    """One line for each call of `log_metrics` and for each sample, written to disk immediately.
 
     A line of `metrics.jsonl` is such as `{"step": 3, "reward/mean": 0.25, "actor/loss": null}`, one of `samples.jsonl`
     such as `{"step": 3, "row": 7, "sample": 0, "prompt": "1+1=", "response": "2", "reward": 1.0, ...}`.
@@ -24,7 +24,7 @@ class JSONLLogger(Logger):
     JSON has no NaN and no infinity: they are recorded as null. A run that is resumed leaves out lines that are damaged.
 
     Attributes:
-        warnings: Of damaged files that a run goes on in, a line each.
+        warnings: Warnings about damaged files in the folder of a run that is resumed, one line each.
     """
 
     def start(self, folder: Path, first_step: int = 0) -> None:

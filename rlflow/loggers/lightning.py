@@ -36,9 +36,9 @@ RUNS_FILE = "loggers.json"
 class LightningLogger(Logger):
     """Sends a run to a logger of Lightning's, or to one with its interface; samples go to those with `log_table`.
 
-    A run that is resumed in its folder continues the logger's own run of W&B, TensorBoard or MLflow, whose id is in
-    `loggers.json` there; any other logger begins a new one. TensorBoard hides what was logged before of steps that are
-    repeated; W&B and MLflow show both values.
+    A run that is resumed in its folder continues the logger's own run of W&B, TensorBoard or MLflow; the run's id is in
+    `loggers.json` there. Any other logger starts a new run. For steps that are repeated, TensorBoard hides what was
+    logged before; W&B and MLflow show both values.
 
     A config names Lightning's own class, or a short name, and the run makes this of it:
 
@@ -47,10 +47,10 @@ class LightningLogger(Logger):
           - {class_path: wandb, init_args: {project: sums, mode: offline}}
 
     Args:
-        logger: Such as `lightning.pytorch.loggers.MLFlowLogger`.
+        logger: Logger of Lightning's, such as `lightning.pytorch.loggers.MLFlowLogger`.
 
     Attributes:
-        place: Its place among the run's loggers, by which its id is found again.
+        place: Place among the run's loggers; its id is found again by this place.
     """
 
     place = 0

@@ -32,7 +32,7 @@ def parsed(line: bytes, is_right: Callable[[Any], bool]) -> Any:
     """The JSON of a line; None where it is damaged.
 
     Args:
-        line: Of a file of JSON lines.
+        line: Line of a file of JSON lines.
         is_right: Whether a line's JSON is what a run writes there.
     """
     try:
@@ -58,11 +58,11 @@ def json_lines(file: Path, is_right: Callable[[Any], bool]) -> Iterator[dict[str
 def continued(file: Path, first_step: int, step_of: Callable[[bytes], int | None]) -> list[str]:
     """Leave in a file, or make it with, the lines of steps before the first of a run that is resumed.
 
-    The file is replaced in one move, so that a run killed meanwhile leaves the old one or the new one. If it was
-    damaged it is kept under another name, with `.damaged` at the end.
+    The file is replaced in one move, so that a run killed meanwhile leaves the old one or the new one. If the file was
+    damaged, the damaged one is stored under another name, with `.damaged` at the end.
 
     Args:
-        file: Of a record.
+        file: File of a logger's record.
         first_step: Lines of this step and later ones are dropped.
         step_of: The step of a line; None if the line is damaged.
 
@@ -93,7 +93,7 @@ def continued(file: Path, first_step: int, step_of: Callable[[bytes], int | None
 
 
 def _aside(file: Path) -> Path:
-    """A name beside the file that is not taken."""
+    """A name in the file's folder that is not taken."""
     aside, number = file.with_name(f"{file.name}.damaged"), 0
     while aside.exists():
         number += 1

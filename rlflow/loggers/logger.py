@@ -26,8 +26,8 @@ class Logger(ABC):
 
         Args:
             folder: The run's, which exists.
-            first_step: Of this run. When it goes on from a checkpoint, what an earlier run recorded of this and later
-                steps is replaced.
+            first_step: First step of this run. When it is resumed from a checkpoint, what an earlier run recorded for
+                this step and later ones is replaced.
         """
 
     @abstractmethod
@@ -38,10 +38,11 @@ class Logger(ABC):
         """Record samples, JSON-able, with the same keys in every row.
 
         Args:
-            rows: Of each the place of its prompt in the dataset from 0 (`row`), its number among the samples of that
-                (`sample`), `prompt`, `response`, `reward` and its `parts`, what it got if the reward `failed` on it or
-                None, `turns`, why it `ended`, and of a conversation `messages`, as of `Rollout`.
-            step: Of the run, from 1.
+            rows: For each sample: the place of its prompt in the dataset, from 0 (`row`), its number among that
+                prompt's samples (`sample`), `prompt`, `response`, `reward` and its `parts`, `failed` (what it got if
+                the reward failed on it, or None), `turns`, `ended` (why it ended), and for a conversation `messages`,
+                as in `Rollout`.
+            step: Step of the run, from 1.
         """
 
     def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 (nor a config)
@@ -51,5 +52,5 @@ class Logger(ABC):
         """Write out what is pending and close.
 
         Args:
-            status: Of the run, `success` or `failed`.
+            status: Status of the run, `success` or `failed`.
         """

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
-# Of a key's words in lower case and the singular, joined by `_`: `wandb_password`, `client_secret`, `aws_access_key`.
+# Matches a key's words in lower case and the singular, joined by `_`: `wandb_password`, `client_secret`,
+# `aws_access_key`.
 _SECRET = re.compile(
     r"(^|_)(pass(phrase|wd|word)|pwd|secret|credential|authorization|(api|access|private|secret)_?key|(access|auth)_?token)(_|$)"
     r"|(^|_)(auth|bearer|cookie|dsn|pat|webhook)$"

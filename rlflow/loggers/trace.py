@@ -11,11 +11,11 @@ from typing import Any
 from rlflow.loggers.lines import json_lines
 
 TRACE_FILE = "trace.json"
-WAIT, FLIGHT = "Wait", "Flight"  # categories beside those of tasks
+WAIT, FLIGHT = "Wait", "Flight"  # categories in addition to those of tasks
 TURN = "Turn"  # of a conversation, within the task of a node
 MOST_TURNS = 100_000  # in a run, on a rank: some 25 MB
 MOST_BYTES = 64 * 2**20  # of a rank, in two files: some 15,000 steps; those before them are dropped
-SAVE = "Save"  # a task that comes after the step whose end it saves
+SAVE = "Save"  # a task that runs after the step that it saves
 Window = tuple[float, float]  # from and to, microseconds of the wall clock
 
 
@@ -29,9 +29,9 @@ class Trace:
     1.7e15, "dur": 2500.0, "args": {"step": 0}, "pid": 1}`: 2.5 ms of rank 1, in microseconds of the wall clock.
 
     Args:
-        folder: Of the run's traces; made if need be.
-        rank: Of this process.
-        ranks: Of the run.
+        folder: Folder of the run's traces; created if it does not exist.
+        rank: Rank of this process.
+        ranks: Number of ranks of the run.
 
     Attributes:
         waited_s: Seconds of all waits so far.
@@ -57,27 +57,27 @@ class Trace:
         Args:
             name: What was done.
             category: Its kind; Perfetto filters by it.
-            start: Of `time.perf_counter`, seconds.
-            end: Likewise.
+            start: Start, in seconds of `time.perf_counter`.
+            end: End, in seconds of `time.perf_counter`.
             arguments: JSON-able values shown with the span.
         """
         microseconds = {"ts": (self._epoch + start) * 1e6, "dur": (end - start) * 1e6}
         self._write({"name": name, "cat": category, "ph": "X", **microseconds, "args": arguments})
 
     def wait(self, name: str, start: float, end: float) -> None:
-        """Record that this rank stood still for `name`, in the midst of a task; times as of `span`."""
+        """Record that this rank waited for `name` within a task; times as in `span`."""
         self.waited_s += end - start
         self.span(name, WAIT, start, end)
 
     def flight(self, name: str, start: float, end: float) -> None:
-        """Record that `name` was in progress, whatever this rank did meanwhile; times as of `span`."""
+        """Record that `name` was in progress, whatever this rank did meanwhile; times as in `span`."""
         self._flights += 1
         for phase, when in (("b", start), ("e", end)):
             event = {"name": name, "cat": FLIGHT, "ph": phase, "id": f"{self._rank}.{self._flights}"}
             self._write({**event, "ts": (self._epoch + when) * 1e6})
 
     def turn(self, of: str, conversation: int, start: float, end: float, **arguments: Any) -> None:
-        """Record that a conversation waited for `of`, its policy or environment; times as of `span`.
+        """Record that a conversation waited for `of`, its policy or environment; times as in `span`.
 
         Each conversation has a row of its own, from one run of a node to the next.
         A long run has more of them than anyone looks at: after `MOST_TURNS` no further ones are recorded.
@@ -120,13 +120,13 @@ def merge_traces(
 ) -> Path:
     """Join the files of the ranks in `folder`, time 0 being the first span's start.
 
-    Line by line: of many ranks and steps there are more events than memory.
+    Line by line, since the events of many ranks and steps may not fit into memory.
 
     Args:
-        folder: Of a run's traces.
+        folder: Folder of a run's traces.
         to: The file; `trace.json` in the folder where None.
-        ranks: Of which events are taken; of all where None.
-        window: In which they lie; everywhere where None.
+        ranks: Ranks whose events are taken; None for all.
+        window: Time in which they lie; None for any time.
     """
     merged = to or folder / TRACE_FILE
     merged.parent.mkdir(parents=True, exist_ok=True)
@@ -144,9 +144,9 @@ def read_events(
     """The events of the ranks in `folder`, rank after rank, in microseconds from the first one's start.
 
     Args:
-        folder: Of a run's traces.
-        ranks: Of which events are read; of all where None.
-        window: In which they lie, as `window_of` gives it; everywhere where None.
+        folder: Folder of a run's traces.
+        ranks: Ranks whose events are read; None for all.
+        window: Time in which they lie, as `window_of` returns it; None for any time.
     """
     start = min((event["ts"] for event in _written(folder) if "ts" in event), default=0.0)
     for event in _written(folder, ranks):
@@ -205,7 +205,7 @@ def _is_event(found: Any) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Of each rank what was written earlier first."""
+    """The files of all ranks; for each rank, the one written earlier first."""
     return sorted(folder.glob("rank*.jsonl"), key=lambda file: (_rank(file), not file.stem.endswith(".earlier")))
 
 

@@ -17,12 +17,13 @@ class Memory:
     """Bytes of a rank, and of the others that hold as much.
 
     Attributes:
-        ranks: Those that hold as much.
-        roles: The models whose weights lie on it.
-        engines: What generates there, by policy.
+        ranks: Ranks that hold as much.
+        roles: The models that have weights on it.
+        engines: Engines that generate there, by policy.
         held: Values of the step.
         capacity: Capacity of the device, for this rank.
-        together: Policies whose engines are awake at once, for one node generates with them; others are awake alone.
+        together: Policies whose engines are awake at the same time, since one node generates with them; others are
+            awake alone.
     """
 
     ranks: tuple[int, ...]
@@ -45,24 +46,24 @@ class Memory:
 
     @property
     def asleep(self) -> float:
-        """Of all engines, while roles are trained."""
+        """Bytes of all engines while roles are trained."""
         return sum(engine.asleep(self.capacity) for engine in self.engines.values())
 
     @property
     def awake(self) -> float:
-        """Of all engines, while those that take most are awake and the others sleep."""
+        """Bytes of all engines while those that take most are awake and the others sleep."""
         woken = {name: of.awake(self.capacity) - of.asleep(self.capacity) for name, of in self.engines.items()}
         at_once = [*((name,) for name in self.engines), *self.together]
         return self.asleep + max((sum(woken[name] for name in names) for names in at_once), default=0.0)
 
     @property
     def generating(self) -> float:
-        """While as many engines are awake as ever are."""
+        """Bytes while as many engines are awake as ever are."""
         return self.kept + self.held + self.awake
 
     @property
     def logits(self) -> float:
-        """The chunk of `[tokens, vocabulary]`, or `[tokens, labels]`, that is held at once, with its gradient."""
+        """The chunk of `[tokens, vocabulary]`, or `[tokens, labels]`, in memory at one time, with its gradient."""
         return max((role.logits for role in self.roles.values()), default=0.0)
 
     @property
@@ -78,7 +79,7 @@ class Memory:
 
     @property
     def training(self) -> float:
-        """While engines sleep, or wait: passes of one role at a time, or its optimizer's step."""
+        """Bytes while engines sleep, or wait: passes of one role at a time, or its optimizer's step."""
         activations = max((role.activations for role in self.trained), default=0.0)
         stepping = max((role.stepping for role in self.trained), default=0.0)
         backward = activations + self.reduced + self.logits + self.gathered
@@ -87,7 +88,7 @@ class Memory:
 
     @property
     def loading(self) -> float:
-        """While roles are loaded one after the other: what is loaded stays, and the next takes more."""
+        """Bytes while roles are loaded one after the other: what is loaded stays, and the next takes more."""
         lies = most = 0.0
         for role in self.roles.values():
             most = max(most, lies + role.loading)
@@ -95,7 +96,7 @@ class Memory:
         return most
 
     def saving(self, buffer: float) -> float:
-        """While roles are saved one after the other.
+        """Bytes while roles are saved one after the other.
 
         Args:
             buffer: Bytes of weights that are gathered at a time.
@@ -104,7 +105,7 @@ class Memory:
 
     @property
     def resuming(self) -> float:
-        """While a checkpoint is read, one role after the other."""
+        """Bytes while a checkpoint is read, one role after the other."""
         return self._resting + max((role.resuming - role.resting for role in self.roles.values()), default=0.0)
 
     @property
@@ -124,7 +125,7 @@ class Memory:
 
 
 def memories(workload: Workload, capacity: float) -> list[Memory]:
-    """What ranks hold, once for those on which the same lives; the fullest first.
+    """What ranks hold, once for all ranks that hold the same; the fullest first.
 
     Args:
         workload: Workload of all ranks.
@@ -146,7 +147,7 @@ def ranks_alike(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[int, 
 
 
 def _memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memory:
-    """What each of these ranks holds, on which the same lives."""
+    """What each of these ranks holds; all hold the same."""
     rank, roles, engines = ranks[0], workload.roles, workload.engines
     here = {name: engine for name, engine in engines.items() if rank in engine.placed}
     return Memory(
@@ -188,7 +189,7 @@ def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
             engine     weights 7.7 kB, cache 30.0 kB
 
     Args:
-        memory: Of the rank.
+        memory: Memory of the rank.
         every: Whether all ranks hold as much.
     """
     of = "a rank" if every else rank_ranges(memory.ranks)
@@ -218,7 +219,7 @@ def does_not_fit(memory: Memory) -> str:
     """Which rank lacks how many bytes, what takes most, and what to do about it: one line.
 
     Args:
-        memory: Of a rank that does not hold it.
+        memory: Memory of a rank on which it does not fit.
     """
     rank, capacity = memory.ranks[0], memory.capacity
     for name, engine in memory.engines.items():

@@ -1,4 +1,4 @@
-"""A model as it lies on its ranks, and the bytes of each of its parts: the table of which all estimates are sums."""
+"""A model on its ranks, and the bytes of each of its parts; all memory estimates are sums of these."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class LoadedRole:
-    """A model of a step: how it lies on its ranks and is updated, and the bytes that each part takes of a rank.
+    """A model of a step: how it is divided over its ranks and updated, and the bytes that each part takes of a rank.
 
     For example an actor of 7.6 thousand million parameters in bf16, by ZeRO-3 on four ranks: `stage` 3, `divided_over`
     4, `width` 2, `moments` 3 (Adam's two and the float32 copy), so that `weights` are 7.6e9 * 2 / 4 bytes.
 
     Attributes:
         size: Size of the model.
-        layout: Where it lives; ranks with the same rows divide each sequence.
+        layout: Layout of its ranks; ranks with the same rows divide each sequence.
         stage: What is divided: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
         divided_over: Ranks over which it is divided.
         width: Bytes of a weight in forward passes.
@@ -45,10 +45,10 @@ class LoadedRole:
         offloaded: Whether the optimizer's states lie in the CPU's memory.
         weights_offloaded: Whether weights are in the CPU's memory.
         summed_width: Bytes of each of the optimizer's numbers, and of a gradient that is summed up.
-        averaged_width: Bytes of each number of a moving average beside the weight that forward passes read; 0 where
-            there is none.
+        averaged_width: Bytes of each number of a moving average, in addition to the weight that forward passes read; 0
+            where there is none.
         masters: Whether trained weights lie in `summed_width` and are rounded to `width` for forward passes.
-        bucket: Gradients that are reduced at once, in buffers of their own; 0 where each layer's are.
+        bucket: Gradients that are reduced together, in buffers of their own; 0 where each layer's are.
         live: Weights that may stay whole at ZeRO 3, beyond those of a layer.
         within: Ranks that divide weights once more among them; 0 where none do.
     """
@@ -94,8 +94,8 @@ class LoadedRole:
     def weights(self) -> float:
         """Weights, divided at ZeRO 3, and there once more where a node's ranks divide them too.
 
-        Those that are trained may be wider than forward passes read them; beside those of a moving average is the
-        average.
+        Trained weights may be wider than the weights that forward passes read. A moving average is in addition to its
+        model's weights.
         """
         average = self.size.parameters * self.averaged_width / self.states_over
         nbytes = self.size.parameters * self.width
@@ -104,7 +104,7 @@ class LoadedRole:
 
     @property
     def gradients(self) -> float:
-        """Summed gradients, divided from ZeRO 2 on; before, those of the weights' dtype beside these sums."""
+        """Summed gradients, divided from ZeRO 2 on; below, in addition to these sums, those in the weights' dtype."""
         if self.stage >= 2:
             return self.trained * self.summed_width / self.divided_over
         return self.trained * (self.summed_width + (self.width if self.width < self.summed_width else 0))
@@ -131,12 +131,12 @@ class LoadedRole:
 
     @property
     def stepping(self) -> float:
-        """While AdamW steps: the root of the second moments."""
+        """Bytes while AdamW steps: the root of the second moments."""
         return self.trained * self.summed_width / self.states_over if self.moments >= 2 and not self.offloaded else 0.0
 
     @property
     def activations(self) -> float:
-        """Of a micro-batch: of every layer, or with checkpointing every layer's input and one layer's activations.
+        """Activations of a micro-batch: all layers', or with checkpointing every layer's input and one layer's.
 
         Peers hold their parts of a row.
         """
@@ -147,12 +147,12 @@ class LoadedRole:
 
     @property
     def logits(self) -> float:
-        """Of a micro-batch: the chunk of logits that is held at once, and its gradient."""
+        """The chunk of a micro-batch's logits that is in memory at one time, and its gradient."""
         return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, self._tokens * self.size.outputs)
 
     @property
     def gathered(self) -> float:
-        """Whole at once at ZeRO 3: an embedding, a layer, or as much as may stay so; with FSDP the next one too."""
+        """Weights gathered at one time at ZeRO 3: an embedding, a layer, or `live`; with FSDP the next one too."""
         if self.stage < 3:
             return 0.0
         pieces = 2 if self.masters else 1
@@ -161,9 +161,9 @@ class LoadedRole:
 
     @property
     def reduced(self) -> float:
-        """While gradients are reduced: those of a backward pass, the buffer, and a copy on its way.
+        """Bytes while gradients are reduced: those of a backward pass, the buffer, and a copy that is being sent.
 
-        FSDP has no buffer and reduces a layer's gradients at once.
+        FSDP has no buffer and reduces all gradients of a layer together.
         """
         if not self.trained or self.divided_over == 1:
             return 0.0
@@ -181,7 +181,7 @@ class LoadedRole:
     @property
     def loading(self) -> float:
         """The most while the role is loaded: whole, or from the first byte its own part and one piece."""
-        # a copy in float32, beside the moments
+        # a copy in float32, in addition to the moments
         copied = self.moments % 2 * self.trained * self.summed_width / self.states_over
         if self.stage == 3:
             return self.weights + copied + self._gradients_at_rest + self.piece
@@ -191,7 +191,7 @@ class LoadedRole:
 
     @property
     def resting(self) -> float:
-        """Between steps, after the first: weights and states, and what DeepSpeed keeps at ZeRO-3."""
+        """Bytes between steps, after the first: weights and states, and what DeepSpeed does not free at ZeRO-3."""
         return self.weights_here + self.states_here + self._gradients_at_rest + self._buffer_at_rest
 
     def sync(self, buffer: float) -> float:
@@ -244,12 +244,12 @@ def loaded_role(
 
     Args:
         handle: The model.
-        size: Its size, with an output layer for the vocabulary.
-        strategy: Trains it.
-        layout: Where it lives.
+        size: Size of the model, with an output layer for the vocabulary.
+        strategy: Strategy that trains it.
+        layout: Layout of its ranks.
         samples: Samples of a step.
         longest: Tokens of the longest row.
-        on_cpu: Whether it is trained on the CPU, whose memory the optimizer's states are in anyway.
+        on_cpu: Whether it is trained on the CPU; then the optimizer's states are in the CPU's memory anyway.
         owns: Whether a rank loads it, and not engines alone.
     """
     optimizer = handle.optimizer

@@ -32,13 +32,13 @@ ROW_BYTES = 256  # of a dataset's row as JSON; an assumption
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a row: on average, by which seconds are computed, and the most, by which memory is.
+    """Tokens of a row: on average, to compute seconds from, and the most, to compute memory from.
 
     Attributes:
-        prompt: On average.
-        response: On average.
-        longest_prompt: That the config allows.
-        longest_response: That the config allows.
+        prompt: Tokens of a prompt, on average.
+        response: Tokens of a response, on average.
+        longest_prompt: Longest prompt that the config allows.
+        longest_response: Longest response that the config allows.
     """
 
     prompt: float
@@ -48,24 +48,24 @@ class Lengths:
 
     @property
     def total(self) -> float:
-        """Of prompt and response, on average."""
+        """Tokens of a prompt and its response, on average."""
         return self.prompt + self.response
 
     @property
     def longest(self) -> int:
-        """Of the longest prompt and response."""
+        """Tokens of the longest prompt and response together."""
         return self.longest_prompt + self.longest_response
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What generates, and the bytes that it takes of a rank, whose device has `capacity` bytes.
+    """A rollout engine, and the bytes that it takes on a rank. The rank's device has `capacity` bytes.
 
     Attributes:
         ranks: Ranks of one engine.
-        placed: On which ranks engines are.
+        placed: Ranks that engines are on.
         weights: Bytes of a rank's part of the engine's own copy of the policy's weights.
-        memory: What each takes of a rank's, beside its weights.
+        memory: What each takes of a rank's memory in addition to its weights.
     """
 
     ranks: int
@@ -74,16 +74,16 @@ class Engine:
     memory: EngineMemory
 
     def cache(self, capacity: float) -> float:
-        """Keys and values: as many as are set, or as fit beside the weights in the engine's share; below 0 if none."""
+        """Keys and values: as many as are set, or what the weights leave of the engine's share; below 0 if none fit."""
         given = self.memory.cache
         return self.memory.share * capacity - self.weights if given is None else given
 
     def awake(self, capacity: float) -> float:
-        """While it generates."""
+        """Bytes while it generates."""
         return self.weights + max(self.cache(capacity), 0.0)
 
     def asleep(self, capacity: float) -> float:
-        """What stays while it sleeps."""
+        """Bytes that stay while it sleeps."""
         stays = self.memory.asleep
         return 0.0 if stays == "nothing" else self.weights + (self.cache(capacity) if stays != "weights" else 0.0)
 
@@ -95,9 +95,9 @@ class Workload:
     Attributes:
         graph: Graph of the algorithm.
         plan: Plan of all ranks.
-        ranks: How many.
-        roles: By name, in the order of loading: what ranks score with and train, and the policies that generate.
-        engines: What generates, by the policy that each engine belongs to.
+        ranks: Number of ranks.
+        roles: Roles by name, in the order of loading: what ranks score with and train, and the policies that generate.
+        engines: Engines by the policy that each belongs to.
         prompts: Prompts of the step.
         group_size: Samples of each prompt.
         lengths: Lengths of a row.
@@ -115,10 +115,11 @@ class Workload:
     moves_rows: bool
 
     def rows(self, space: str) -> int:
-        """Of a row space in the step, as far as a graph tells.
+        """The number of rows of a row space in the step, as far as the graph determines it.
 
-        `group_size` for each prompt where a train node needs them; else, as of responses that only a baseline is made
-        of, one for each row above; where rows are made without generating, as many as the most that they are made of.
+        `group_size` for each prompt where a train node needs them. Otherwise one for each row above, as for responses
+        that only a baseline is made from. Where rows are made without generating, as many as the largest row space that
+        they are made from.
         """
         if space == BATCH:
             return self.prompts
@@ -144,22 +145,22 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Of prompts and responses, in the rows that are trained on; a pair has two of each."""
+        """Tokens of prompts and responses in the rows that are trained on; a pair has two of each."""
         (train, *_) = (node for node in self.graph.order if node.kind == "train")
         return self.rows(train.space) * self.row_tokens(train)
 
     def row_tokens(self, node: Node) -> float:
-        """That a model reads of a row in `node`."""
+        """Tokens that a model reads of a row in `node`."""
         paired = any(self.graph.type_of(value) is Pairs for value in node.reads)
         return self.lengths.total * (2 if paired else 1)
 
     def value_bytes(self, value: str, padded: bool = False, fields: Collection[str] | None = None) -> float:
-        """Of a row of `value` on the wire, as packed rows or padded to the longest that the config allows.
+        """Bytes sent for a row of `value`, as packed rows or padded to the longest that the config allows.
 
         Args:
-            value: Its name.
+            value: Name of the value.
             padded: Whether rows are padded.
-            fields: Those that travel; None for all but those that are marked `Home`.
+            fields: Fields that are sent; None for all except those that are marked `Home`.
         """
         prompt = self.lengths.longest_prompt if padded else self.lengths.prompt
         response = self.lengths.longest_response if padded else self.lengths.response
@@ -209,7 +210,7 @@ def workload_of(
 
     Args:
         module: The algorithm, its models configured.
-        data: Its prompts.
+        data: Prompts of the algorithm.
         graph: Graph of the module.
         plan: Plan of all ranks.
         layouts: Where roles and engines live.
@@ -272,9 +273,9 @@ def loaded_engine(
     """What generates, and what it takes.
 
     Args:
-        engine: As configured.
+        engine: Engine as configured.
         placed: Where engines are.
-        followed: The role whose weights it generates with.
+        followed: The role that it generates with.
         longest: Tokens of the longest row.
         samples: Responses of a step.
         on_cpu: Whether it runs on the CPU.

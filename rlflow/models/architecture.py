@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 ATTENTION = {"full_attention", "sliding_attention"}
-NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")  # of code beside a model, too
-# Of a configuration: whose it is, how it was written, and what is fed to the model or kept between tokens
+NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")  # also for a model's own code
+# Keys of a configuration that say who wrote it and how, what is fed to the model, and what is stored between tokens
 NOT_ARCHITECTURE = {
     "_name_or_path",
     "architectures",
@@ -41,8 +41,8 @@ def check_architecture(
     Args:
         config: The model's transformers configuration.
         said_by: What the error calls the setting that named it.
-        scores_tokens: Whether it is read as a causal language model, whose output layer scores tokens.
-        trust_remote_code: Whether code that lies beside the model may run, and say how it computes.
+        scores_tokens: Whether it is read as a causal language model, with an output layer that scores tokens.
+        trust_remote_code: Whether code in the model's folder may run and define how the model computes.
 
     Raises:
         UserError: It cannot be trained or scored here.
@@ -106,7 +106,7 @@ def _layers(kinds: list[str]) -> str:
 
 
 def architecture_difference(left: PretrainedConfig, right: PretrainedConfig) -> str | None:
-    """The first setting in which two models differ that decides their tensors or what is computed with them.
+    """The first setting that differs between two models and decides their tensors or what is computed with them.
 
     Args:
         left: A transformers configuration.

@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, under a name that transformers models can be loaded with.
 
 A mask over the whole line would grow with the square of its length. Here each sequence attends to itself alone, so a
-packed line costs what its sequences cost. No function that makes masks is registered beside it: transformers then
-makes none.
+packed line costs what its sequences cost. No function that makes masks is registered with it, so transformers makes
+none.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def flexible(
 
 
 def seen_blocks(cu: Tensor, length: int, window: int | None) -> Any:
-    """Flex attention's mask of a packed line: of tokens, and of blocks of tokens of which some may see others.
+    """Flex attention's mask of a packed line: between tokens, and between blocks that have tokens which see each other.
 
     It costs blocks squared, not tokens squared as `create_block_mask` does, and waits for nothing on the device.
 
@@ -250,7 +250,7 @@ def seen_blocks(cu: Tensor, length: int, window: int | None) -> Any:
     touched = (first[:, None] >= first) & (sequence[first][:, None] <= sequence[last])
     if window is not None:
         touched &= first[:, None] - last < window
-    # Of each block of queries, the blocks of keys that it touches come first.
+    # For each block of queries, the blocks of keys that it touches come first.
     order = touched.to(torch.int32).argsort(dim=1, descending=True, stable=True)
     return BlockMask.from_kv_blocks(
         touched.sum(1, dtype=torch.int32)[None, None],

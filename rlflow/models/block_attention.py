@@ -49,7 +49,7 @@ class _BlockAttention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         k, v = _shared(key), _shared(value)
         grad_query = torch.empty_like(query)
-        # Sums over blocks, so kept wider than bfloat16.
+        # Sums over blocks, so stored wider than bfloat16.
         grad_k = torch.zeros(k.shape, dtype=torch.promote_types(k.dtype, torch.float32))
         grad_v = torch.zeros_like(grad_k)
         for start, end in _blocks(query.shape[2]):

@@ -48,7 +48,7 @@ class CausalLM(ModelHandle):
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings instead of all weights.
         moe: How routers and experts of a mixture of experts are trained; None for as all weights are.
-        trust_remote_code: Run the code that lies beside its weights (`auto_map`) to load it; read that code first.
+        trust_remote_code: Run the code in the folder of its weights (`auto_map`) to load it; read that code first.
 
     Attributes:
         watch: Called with the rows and log-probabilities `[B, T]` of all responses that are scored.
@@ -71,7 +71,7 @@ class CausalLM(ModelHandle):
         self.watch: Callable[[Tokens, Tensor], None] = _ignore
         self._generator: Callable[..., Any] | None = None
         self._converser: Callable[..., Any] | None = None
-        self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards that nobody asked of
+        self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards not yet taken by `take_routed`
 
     def generate(
         self,
@@ -87,22 +87,22 @@ class CausalLM(ModelHandle):
         The model is trained or frozen. A node may call it as often as it likes, on what it reads or on what it makes of
         that: a second call on the same rows gives other responses.
 
-        Rows of a `Rollout` are continued: the model reads prompt and response, and the response grows. What has ended
-        has one child, its copy. Inherited tokens keep ids, log-probabilities and versions. Of the rows
-        that a node returns, the first alone keeps them in its `loss_mask`: so each token is trained once, however many
-        rows share it.
+        Rows of a `Rollout` are continued: the model reads prompt and response, and the response grows. A response that
+        has ended has one child, its copy. Inherited tokens keep ids, log-probabilities and versions. Of the rows that a
+        node returns, only the first has them in its `loss_mask`, so each token is trained once, however many rows share
+        it.
 
         Args:
             rows: Prompts, `B` rows: `batch`, or what `Rollout.as_prompts` makes of responses; or a `Rollout` that this
                 model wrote, some rows of one, or what `Rollout.cut` leaves of them.
             n: Responses to each, or continuations; consecutive rows.
             temperature: Instead of the model's own; 0 takes the likeliest token.
-            max_new_tokens: By how many tokens a response grows at most. It is never longer than the module's
+            max_new_tokens: Most tokens that a response grows by. It is never longer than the module's
                 `max_response_length`, which is the default.
-            stop: Tokens that end a response beside those that always do.
+            stop: Tokens that end a response, in addition to those that always do.
 
         Returns:
-            A `Rollout` of `B * n` rows, whose parents are `rows`; fewer where some of them have ended.
+            A `Rollout` of `B * n` rows with `rows` as parents; fewer where some of them have ended.
 
         Raises:
             UserError: No run is in progress, the node does not name this model, or `rows` have no place in the step.
@@ -135,10 +135,11 @@ class CausalLM(ModelHandle):
                 what the environment adds, and the tools in the form of the model's chat template.
             environment: An `rlflow.Environment`.
             n: Conversations from each; consecutive rows.
-            players: Who speaks for a seat of an environment that has several, by its name: models of the module,
-                trained or frozen, which the node names beside this one. This model speaks for all other seats.
+            players: Models that play the seats of an environment that has several, by the seat's name. They are models
+                of the module, trained or frozen, and the node names them in addition to this one. This model speaks for
+                all other seats.
             temperature: Instead of the model's own; 0 takes the likeliest token.
-            stop: Tokens that end a turn beside those that always do.
+            stop: Tokens that end a turn, in addition to those that always do.
 
         Returns:
             A `Rollout` of `B * n` rows, with `turn`, `returns` and `ended`. Where an environment has seats, a row for
@@ -197,7 +198,7 @@ class CausalLM(ModelHandle):
 
         Args:
             rows: See `logprobs_of`.
-            k: From 1 to the size of the vocabulary.
+            k: Number from 1 to the size of the vocabulary.
 
         Returns:
             `[B, T, k]` log-probabilities, with gradients within training, and `[B, T, k]` int64 tokens; 0 where padded.
@@ -237,7 +238,7 @@ class CausalLM(ModelHandle):
             rows: See `logprobs_of`.
             other: A frozen model of the same vocabulary on the same ranks; no gradient goes to it.
             given: Other prompts, one a row, after which `other` reads the same responses; None for those of `rows`.
-            over: Whose distribution the sum is weighted by: `other` gives KL(other || self), forward KL.
+            over: The model by whose distribution the sum is weighted: `other` gives KL(other || self), forward KL.
 
         Returns:
             `[B, T]` in nats, in float32 (float64 where the model is), 0 where padded.
@@ -313,7 +314,7 @@ class CausalLM(ModelHandle):
         """See `ModelHandle.only_scores`.
 
         Args:
-            like: The model that it is compared with, whose temperature is its own from now on.
+            like: The model that it is compared with; it has that model's temperature from now on.
 
         Raises:
             UserError: It has a temperature of its own, and another one.
@@ -342,11 +343,11 @@ class CausalLM(ModelHandle):
         """A frozen model that follows this one: an exponential moving average of its weights.
 
         After this model's training in a step, each weight becomes decay * average + (1 - decay) * weight; before, it is
-        the model that training starts from. Averages are kept in float32 at least, divided over ranks as this model's
-        weights are, and in checkpoints (mean teacher: Tarvainen and Valpola, arXiv 1703.01780).
+        the model that training starts from. Averages are stored in float32 at least, divided over ranks as this model's
+        weights are, and saved in checkpoints (mean teacher: Tarvainen and Valpola, arXiv 1703.01780).
 
         Args:
-            decay: From 0, this model's own weights of the step before, to below 1.
+            decay: Decay of the average: from 0, this model's own weights of the step before, to below 1.
 
         Raises:
             UserError: `decay` is outside, this model is frozen, or trains adapters.
@@ -472,7 +473,7 @@ class Averaged(CausalLM):
 
 
 class ScoringModel(PackedModel):
-    """A causal language model whose output layer gives log-probabilities and entropies in place of logits.
+    """A causal language model with an output layer that returns log-probabilities and entropies in place of logits.
 
     Args:
         causal_lm: The transformers model; its output layer has no bias.
@@ -548,8 +549,8 @@ class TokenHead(nn.Module):
 
 
 # What an output layer computes of hidden states within its own forward, where ZeRO-3 and FSDP gather its weight: values
-# `[N, ...]` of the states `[N, H]`, the layer's weight `[V, H]`, the targets `[N]`, the layer's softmax, and what lies
-# beside each target, `[N, ...]` or None.
+# `[N, ...]` of the states `[N, H]`, the layer's weight `[V, H]`, the targets `[N]`, the layer's softmax, and more that
+# is read for each target, `[N, ...]` or None.
 Readout = Callable[[Tensor, Tensor, Tensor, Softmax, Tensor | None], tuple[Tensor, ...]]
 
 
@@ -582,7 +583,7 @@ def stored_weights(
         path: A folder in Hugging Face form, or a Hugging Face name.
         dtype: Dtype of the tensors.
         bucket_bytes: A bucket holds at most this, or one larger tensor.
-        trust_remote_code: Whether code that lies beside the weights may run.
+        trust_remote_code: Whether code in the folder of the weights may run.
     """
     model = ScoringModel.load(path, dtype, torch.device("cpu"), trust_remote_code=trust_remote_code)
     for bucket in in_buckets(model.weights(), lambda weight: weight.parameter.nbytes, bucket_bytes):

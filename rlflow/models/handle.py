@@ -107,7 +107,7 @@ class ModelHandle(ABC):
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings, and an output layer of one label, instead of all weights.
         loss_aggregation: How its losses per token become one number; None for as the module's.
-        trust_remote_code: Run the code that lies beside its weights (`auto_map`) to load it; read that code first.
+        trust_remote_code: Run the code in the folder of its weights (`auto_map`) to load it; read that code first.
 
     Attributes:
         default_optimizer: Optimizer of a trainable model that is given none.
@@ -156,7 +156,7 @@ class ModelHandle(ABC):
         Args:
             path: A folder in Hugging Face form, or a Hugging Face name.
             dtype: Dtype of the parameters.
-            device: Where they are.
+            device: Device of the parameters.
             empty: Read no weights: parameters are on the device `meta` and take no memory; `fill` reads them.
 
         Raises:
@@ -236,11 +236,11 @@ class ModelHandle(ABC):
 
     @property
     def model_inputs(self) -> tuple[str, ...]:
-        """The columns of its rows that it is trained with beside their tokens, see `MODEL_INPUTS`."""
+        """The columns of its rows that it is trained with in addition to their tokens, see `MODEL_INPUTS`."""
         return ()
 
     def take_routed(self) -> tuple[Tensor | None, Tensor | int, int]:
-        """What the forward passes within the last `training` say of experts; asked once.
+        """What the forward passes within the last `training` recorded about experts; called once.
 
         Returns:
             The load-balancing loss, 0-dim, summed over their sequences and times its weight: divided by the sequences
@@ -253,11 +253,11 @@ class ModelHandle(ABC):
         """Change a model that was loaded as the handle's settings have it."""
 
     def _scores(self, rows: Tokens, *arguments: object) -> tuple[Tensor, ...]:
-        """What the model says of each response token of `rows`, `[B, T, ...]` each, 0 where padded.
+        """What the model computes for each response token of `rows`, `[B, T, ...]` each, 0 where padded.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
-            arguments: More of the output layer's forward.
+            arguments: More arguments of the output layer's forward.
         """
         return self._by_micro_batch(rows, lambda own, _: self._forward_pass(own, *arguments))
 
@@ -271,8 +271,8 @@ class ModelHandle(ABC):
 
         Args:
             rows: What is scored.
-            score: Calls `_forward_pass` with some rows, and with what lies beside them.
-            beside: More that is read of each row: `[B, ...]`, or other prompts, see `ForwardPlan.split`.
+            score: Calls `_forward_pass` with some rows, and with their part of `beside`.
+            beside: More that is read for each row: `[B, ...]`, or other prompts, see `ForwardPlan.split`.
         """
         home = rows.response_ids.device
 
@@ -295,8 +295,8 @@ class ModelHandle(ABC):
         """One forward pass over all of `rows`: what it read of the line, and the values of the whole line, `[R, ...]`.
 
         Args:
-            rows: All of them.
-            arguments: More of the output layer's forward.
+            rows: All rows.
+            arguments: More arguments of the output layer's forward.
             beside: `[R, ...]`, see `ModelInput.beside`.
         """
         assert self._forward is not None, "attach comes first"
@@ -313,7 +313,7 @@ class ModelHandle(ABC):
 
 
 def _at(beside: Tensor | Ragged | None, index: Tensor) -> Tensor | Ragged | None:
-    """What lies beside the rows at `index`."""
+    """The part of `beside` that belongs to the rows at `index`."""
     if beside is None:
         return None
     return beside.take(index) if isinstance(beside, Ragged) else rows_at(beside, index)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits held at once: 256 MiB in float32, of which two to three copies live at the peak.
+# Logits in memory at one time: 256 MiB in float32; at the peak there are two to three copies of them.
 CHUNK_ELEMENTS = 2**26
 
 
@@ -44,7 +44,7 @@ class Softmax:
 
     @classmethod
     def of(cls, config: Any) -> Softmax:
-        """The softmax of a transformers configuration whose type of model is known, see `unknown_logit_settings`."""
+        """The softmax of a transformers configuration of a known type of model, see `unknown_logit_settings`."""
         text = config.get_text_config()
         known = {name: getattr(text, name, None) for name, types in LOGIT_SETTINGS.items() if text.model_type in types}
         scale = (known.get("logit_scale") or 1.0) / (known.get("logits_scaling") or 1.0)
@@ -73,7 +73,7 @@ class Softmax:
 
 
 def unknown_logit_settings(config: Any) -> list[str]:
-    """Settings that shape the logits of a model in whose type their meaning is not known, such as `logits_scaling 3.0`.
+    """Settings that shape the logits, of unknown meaning in this type of model, such as `logits_scaling 3.0`.
 
     HyperCLOVA X multiplies by what Granite divides by.
     """
@@ -99,7 +99,7 @@ def token_logprobs(
         weight: `[V, H]`.
         targets: `[N]` int64.
         softmax: What the model makes of the products.
-        chunk_elements: Most logits held at once; at least one token's are.
+        chunk_elements: Most logits in memory at one time; at least one token's are.
 
     Returns:
         `[N]` log-probabilities and `[N]` entropies in nats.
@@ -124,10 +124,10 @@ def logprobs_of_tokens(
         ids: `[N, K]` int64.
         softmax: What the model makes of the products.
         top: How many of the likeliest tokens are added, likeliest first.
-        chunk_elements: Most logits held at once; at least one token's are.
+        chunk_elements: Most logits in memory at one time; at least one token's are.
 
     Returns:
-        `[N, K + top]` log-probabilities, `[N]` entropies, and `[N, K + top]` the tokens, of which `ids` are the first.
+        `[N, K + top]` log-probabilities, `[N]` entropies, and `[N, K + top]` the tokens; the first of these are `ids`.
     """
     apply: Any = _TokenLogprobs.apply
     result: tuple[Tensor, Tensor, Tensor] = apply(hidden, weight, ids, softmax, top, chunk_elements)
@@ -191,17 +191,17 @@ def _gradients(
     """Gradients by the hidden states and, where it is needed, by the weight `given`; chunk by chunk as the forward.
 
     Args:
-        ctx: Has the softmax, and `rows`, the tokens of a chunk.
+        ctx: Context that has the softmax, and `rows`, the tokens of a chunk.
         hidden: `[N, H]`.
         given: `[V, H]`.
         dtype: Dtype of the logits.
-        logits_gradient: Makes of a chunk and its log-probabilities `[n, V]`, which it may overwrite, the gradient by
-            the logits divided by the temperature.
+        logits_gradient: Function from a chunk and its log-probabilities `[n, V]`, which it may overwrite, to the
+            gradient by the logits divided by the temperature.
     """
     softmax = ctx.softmax
     weight = given.to(softmax.products_in(hidden))
     grad_hidden = torch.empty_like(hidden)
-    # A sum over chunks, so kept wider than bfloat16.
+    # A sum over chunks, so stored wider than bfloat16.
     grad_weight = torch.zeros_like(given, dtype=dtype) if ctx.needs_input_grad[1] else None
     for i in range(0, len(hidden), ctx.rows):
         chunk = slice(i, i + ctx.rows)
@@ -215,7 +215,7 @@ def _gradients(
         grad = grad.div_(softmax.temperature).mul_(derivative).to(weight.dtype)
         grad_hidden[chunk] = grad @ weight
         if grad_weight is not None and dtype == read.dtype:
-            grad_weight.addmm_(grad.T, read)  # without a product of the weight's size beside it
+            grad_weight.addmm_(grad.T, read)  # without a second tensor of the weight's size
         elif grad_weight is not None:
             grad_weight += grad.T @ read
         del grad, derivative  # before the next chunk's logits are made
@@ -250,7 +250,7 @@ def token_kl(
         other_weight: `[V, H']`.
         other_softmax: How the other products become q.
         over_other: Take KL(q || p).
-        chunk_elements: Most logits held at once, of both together; at least one token's are.
+        chunk_elements: Most logits in memory at one time, of both together; at least one token's are.
 
     Returns:
         `[N]` in nats, and `[N]` log-probabilities of the targets under p, without a gradient.

@@ -143,7 +143,7 @@ def save_adapter(
 
     Args:
         folder: Where to write.
-        model: Whose adapter it is.
+        model: Model that has the adapter.
         lora: Its settings.
         base: The model that it belongs to: a folder, a Hugging Face name, or `tiny`.
         head: Name of an output layer that was trained as a whole; None without.
@@ -170,7 +170,7 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
         adapter: A folder in peft's form; it names its base.
         folder: Where to write.
         scratch: Folder for the embedded model.
-        trust_remote_code: Whether code that lies beside the base may run.
+        trust_remote_code: Whether code in the base model's folder may run.
 
     Returns:
         Where the base lies.

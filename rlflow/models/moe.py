@@ -23,8 +23,8 @@ class MoE:
         freeze_router: Leave the weights of routers as they are.
         router_aux_loss_coef: Weight of the load-balancing loss, see `load_balancing_loss`; 0 is off.
         routing_replay: Train with the experts that the rollout engine chose for each token, prompts included, each
-            weighted by the trainer's own router, normalised over these experts: arXiv 2510.11370 (R3). The engine
-            must tell them, as transformers' does.
+            weighted by the trainer's own router, normalised over these experts: arXiv 2510.11370 (R3). The engine must
+            return them, as transformers' does.
     """
 
     freeze_router: bool = False
@@ -83,7 +83,7 @@ class Routing:
         return logits, WEIGHTS[type(router).__name__](router, logits, chosen).to(weights.dtype), chosen
 
     def otherwise(self) -> Tensor:
-        """0-dim, pairs of a token and a layer whose router chose other experts than those used."""
+        """0-dim, the number of pairs of a token and a layer where the router chose other experts than those used."""
         return (self.own.sort(-1).values != self.used.sort(-1).values).any(-1).sum()
 
 
@@ -98,7 +98,7 @@ def _softmax_of_chosen(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
     return logits.gather(-1, chosen).softmax(-1)
 
 
-# Of transformers' routers, how the experts that they chose are weighted.
+# How the chosen experts are weighted, by the class of transformers' router.
 WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "GptOssTopKRouter": _softmax_of_chosen,
     "MixtralTopKRouter": _normalised,
@@ -124,13 +124,13 @@ def check_moe(config: Any, said_by: str) -> None:
 
 
 def expert_dtype(config: Any) -> torch.dtype:
-    """The dtype in which the numbers of a model's experts are kept."""
+    """The dtype in which the numbers of a model's experts are stored."""
     found = experts(config.get_text_config().to_dict())
     return torch.uint8 if found is None or found[1] <= 256 else torch.int16
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """Those of a model's layers, in order."""
+    """The routers of a model's layers, in order."""
     return [module for module in model.modules() if type(module).__name__ in WEIGHTS]
 
 
@@ -140,7 +140,7 @@ def watch_routers(model: Any) -> None:
     It reaches each layer as an argument, so that a checkpointed layer computes the same again in the backward pass.
 
     Args:
-        model: Its `layers` have the routers.
+        model: Model with the routers in its `layers`.
     """
     current: dict[nn.Module, Routing | None] = {}
 
@@ -169,14 +169,14 @@ def watch_routers(model: Any) -> None:
 def load_balancing_loss(logits: Tensor, used: Tensor, lengths: Tensor) -> Tensor:
     """How uneven the load of experts is within each sequence: 1 where every expert has the same, up to `E / k`.
 
-    Of a sequence of T tokens and a layer, Switch Transformer's loss (arXiv 2101.03961, equations 4 to 6):
+    For a sequence of T tokens and a layer, Switch Transformer's loss (arXiv 2101.03961, equations 4 to 6):
 
         E sum_e f_e P_e,    f_e = 1/(k T) sum_t [e is used for t],    P_e = 1/T sum_t softmax(logits_t)_e
 
-    averaged over layers. Gradients go through P. Of each sequence, as in DeepSeek-V3's balance loss (arXiv 2412.19437,
-    equations 17 to 20), and not of the batch: f and P of a batch are no sums over its parts, so what they give would
-    depend on how rows are split. Transformers' `load_balancing_loss_func` is of all layers and the batch, and k times
-    as large.
+    averaged over layers. Gradients go through P. The loss is computed for each sequence, as in DeepSeek-V3's balance
+    loss (arXiv 2412.19437, equations 17 to 20), and not for the batch: f and P of a batch are no sums over its parts,
+    so the loss would depend on how rows are split. Transformers' `load_balancing_loss_func` is computed over all layers
+    and the batch, and is k times as large.
 
     Args:
         logits: `[N, layers, E]`, of the routers.

@@ -14,7 +14,7 @@ from rlflow.errors import UserError
 
 # Far beyond what trains: more is a slip of the pen, and ends in weights that are infinite.
 MOST = {"lr": 1e3, "eps": 1e3, "weight_decay": 1e3, "warmup_steps": 1e9, "gradient_clipping": 1e9}
-LEAST_EPS = 1e-30  # of what float32 tells from 0
+LEAST_EPS = 1e-30  # float32 still distinguishes it from 0
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Optimizer:
         eps: Number that AdamW adds to its divisor.
         weight_decay: Decoupled from the gradient in AdamW, added to it in SGD.
         warmup_steps: Updates over which the learning rate rises from 0.
-        schedule: How the learning rate goes on after the warm-up, until the last update.
+        schedule: How the learning rate changes after the warm-up, until the last update.
         by: What these two count: updates, or steps of the run in place of them, which are known where rows are not.
         gradient_clipping: Longest gradient over all parameters; 0 for no limit.
         arguments: More arguments of the class: `{momentum: 0.9}`. One given by path gets these and `lr`.
@@ -91,7 +91,7 @@ class Optimizer:
     def check_divides(self) -> None:
         """Refuse a class that steps a weight otherwise than its pieces, for ranks that have pieces of it.
 
-        Two steps tell, of a small matrix and of its halves, with the same gradients.
+        It compares a step of a small matrix with a step of its halves, with the same gradients.
 
         Raises:
             UserError: It does.
@@ -107,7 +107,7 @@ class Optimizer:
             )
 
     def _moved(self, before: Tensor, gradients: list[Tensor]) -> Tensor:
-        """By how much a weight moves, with a step by each gradient."""
+        """The change of a weight after a step with each gradient."""
         weight = torch.nn.Parameter(before.clone())
         optimizer = self.kind([weight], **self.keywords)
         for gradient in gradients:
@@ -117,7 +117,7 @@ class Optimizer:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What the class is called with beside the parameters."""
+        """What the class is called with in addition to the parameters."""
         given: dict[str, Any] = {"lr": self.lr}
         if self.name in ("adamw", "sgd"):
             given["weight_decay"] = self.weight_decay

@@ -29,7 +29,7 @@ OUTPUT_LAYERS = ("lm_head", "score")  # that a model of the other kind leaves in
 
 
 class PackedModel(nn.Module):
-    """A transformers model whose output layer is replaced by one that a subclass needs.
+    """A transformers model with its output layer replaced by one that a subclass needs.
 
     Parameters keep their Hugging Face names behind the prefix `model.`. It is called with `ModelInput.arguments`, one
     by one, because DeepSpeed looks for tensors among the arguments and not inside them.
@@ -74,7 +74,7 @@ class PackedModel(nn.Module):
         Args:
             path: Folder or Hugging Face name.
             dtype: Dtype of the parameters.
-            device: Where they are.
+            device: Device of the parameters.
             gradient_checkpointing: Keep each layer's input only, and compute the rest again in the backward pass.
             empty: See `ModelHandle.load`.
             trust_remote_code: See `ModelHandle`.
@@ -121,7 +121,7 @@ class PackedModel(nn.Module):
         """Freeze the model but for new adapters, and for an output layer of its own kind.
 
         Args:
-            lora: Their settings.
+            lora: Settings of the adapters.
             base: The model's name, for those who load the adapters.
         """
         self.lora, self.base = lora, base
@@ -186,7 +186,7 @@ class PackedModel(nn.Module):
 
     @abstractmethod
     def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
-        """`[response]`, what the model's own forward says of one row, `prompt` tokens of which are its prompt."""
+        """`[response]`, scores of one row by the model's own forward; its first `prompt` tokens are the prompt."""
 
     @property
     @abstractmethod
@@ -216,7 +216,7 @@ class PackedModel(nn.Module):
         ]
 
     def untrained_record(self) -> dict[str, Any]:
-        """What belongs to `trained`, and is not in it: JSON-able, to be compared when training goes on."""
+        """What belongs to `trained`, and is not in it: JSON-able, to be compared when training is resumed."""
         if self.lora is None:
             return {}
         targets = self.lora.targets if isinstance(self.lora.targets, str) else sorted(self.lora.targets)
@@ -290,7 +290,7 @@ class PackedModel(nn.Module):
         *readout: Any,
         routing: Routing | None = None,
     ) -> tuple[Tensor, ...]:
-        """What the output layer says of each scored token of a `ModelInput`, `[R, ...]` each.
+        """What the output layer computes for each scored token of a `ModelInput`, `[R, ...]` each.
 
         Args:
             input_ids: See `ModelInput`, also for the next five.
@@ -299,7 +299,7 @@ class PackedModel(nn.Module):
             max_seqlen: See there.
             scored: See there.
             targets: See there.
-            readout: More of the output layer's forward.
+            readout: More arguments of the output layer's forward.
             routing: The experts of this pass; None for those that the routers choose.
         """
         states = self.decoder(
@@ -343,7 +343,7 @@ def _from_pretrained(kind: Any, path: Path, trust_remote_code: bool, **settings:
 
 
 def _require_weights(path: Path, report: dict[str, Any], may_lack: set[str]) -> None:
-    """Refuse weights of other shapes or too few, for which transformers would go on with random numbers."""
+    """Refuse weights of other shapes or too few; transformers would fill these with random numbers."""
     if report["mismatched_keys"]:
         name, found, needed = min(report["mismatched_keys"])
         raise UserError(

@@ -63,7 +63,7 @@ class ModelInput:
         position_ids: Shaped like `input_ids`; starts at 0 in each sequence.
         cu_seqlens: `[S + 1]` int32, where each sequence of the line starts, and the end; None where padded.
         max_seqlen: Length of the longest sequence.
-        scored: `[R]` int64, flat positions in `input_ids` whose logits score a response token.
+        scored: `[R]` int64, flat positions in `input_ids` where the logits score a response token.
         targets: `[R]` int64, those response tokens, row by row.
         mask: `[B, T]` bool, where those tokens stand in the responses.
         useful_tokens: Tokens in `input_ids` that had to be there.
@@ -146,10 +146,10 @@ class Peers:
     """The ranks that divide each line of a model among them, so that each holds the activations of its part.
 
     Attributes:
-        size: How many.
-        rank: The place of this one.
-        gather: Makes of this rank's values, `[r, ...]` each, those of the line, `[R, ...]`, on all peers; `counts` are
-            the lengths of all peers' values. The gradient of its own part goes back to each.
+        size: Number of ranks.
+        rank: Place of this rank among them.
+        gather: Function from this rank's values, `[r, ...]` each, to those of the line, `[R, ...]`, on all peers;
+            `counts` are the lengths of all peers' values. The gradient of its own part goes back to each.
     """
 
     size: int = 1
@@ -214,7 +214,7 @@ def pack(rows: Tokens) -> ModelInput:
         raise UserError(f"row {row} has an empty prompt, so nothing scores its first response token; drop the row")
 
     total = int(counts.sum())
-    # Of each token in the line: its place in its own row, and where that row's response begins.
+    # For each token in the line: its place in its own row, and where that row's response begins.
     position_ids = torch.arange(total) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     response_start = prompts.repeat_interleave(counts)
 
@@ -290,7 +290,7 @@ def packed_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -
 
 
 def padded_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -> list[Tensor]:
-    """As `packed_micro_batches`, where each row takes the room of the longest beside it; rows of like length meet."""
+    """As `packed_micro_batches`, padding each row to the longest of its micro-batch; rows of like length meet."""
     longest_first = torch.argsort(token_counts, descending=True, stable=True).tolist()
     split: list[list[int]] = []
     room = 0

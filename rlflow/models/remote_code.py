@@ -1,4 +1,4 @@
-"""Code that lies beside a model's weights (`auto_map`): it runs for a role whose `trust_remote_code` says so."""
+"""Code in the folder of a model's weights (`auto_map`): it runs for a role that sets `trust_remote_code`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def code_beside(
     Args:
         path: Folder or Hugging Face name of the model.
         part: What is loaded, for errors.
-        trust_remote_code: Whether code that lies there may run.
+        trust_remote_code: Whether code in the model's folder may run.
         said_by: What errors call the setting that named the model.
         key: Name of the setting that says whether.
 
@@ -49,7 +49,7 @@ def code_beside(
 
 
 def class_beside(config: Any, kind: str) -> Any:
-    """The class that the code beside a model gives for a kind of `auto_map`; None without. Its file is run.
+    """The class that a model's own code has for a kind of `auto_map`; None if it has none. Its file is run.
 
     Args:
         config: The model's transformers configuration, which was loaded from where the code lies.

@@ -80,7 +80,7 @@ HEAD = "score"  # transformers' name of the output layer of decoders
 
 
 class ScalarModel(PackedModel):
-    """A model for sequence classification whose output layer is read at every scored token.
+    """A model for sequence classification with its output layer read at every scored token.
 
     Args:
         classifier: The transformers model, with one label.
@@ -126,12 +126,12 @@ class ScalarModel(PackedModel):
 
 
 class ScalarHead(nn.Module):
-    """A model's output layer with one label, computed in float32 at least: bfloat16 tells no two near values apart.
+    """A model's output layer with one label, computed in float32 at least: bfloat16 makes near values equal.
 
     It holds the layer's own weights and does its work within its own forward: there ZeRO-3 gathers them.
 
     Args:
-        layer: What it replaces, with a weight `[1, H]`.
+        layer: Layer that it replaces, with a weight `[1, H]`.
     """
 
     def __init__(self, layer: nn.Linear) -> None:

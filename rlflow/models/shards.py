@@ -35,7 +35,8 @@ def fill(
     is made whole on the CPU, one at a time; of all others a rank reads its range.
 
     Args:
-        model: Built by `ModelHandle.load` as empty, whose parameters have memory since then; it hands over its files.
+        model: Model that `ModelHandle.load` built as empty; its parameters have memory since then. It hands over its
+            files.
         part_of: What this rank holds of a parameter.
         full_shape: The shape of a whole parameter.
         device: Device of buffers.
@@ -169,7 +170,7 @@ def write_shard(
 
     Args:
         path: The file.
-        role: Whose weights they are.
+        role: Role that has the weights.
         model: Model that has the weights.
         units: What this file holds.
         weights: Whole ones by name, of all files, in the order of `divided`; taken to the end, for gathering them is a
@@ -201,7 +202,7 @@ def write_shard_later(
 
     Args:
         path: The file.
-        role: Whose weights they are.
+        role: Role that has the weights.
         model: Model that has the weights.
         units: What this file holds.
         weights: Whole ones of these units by name, in the order of `divided`.
@@ -222,7 +223,7 @@ def _in_file(
 ) -> Iterator[tuple[StoredTensor, Tensor]]:
     """What a file of these units has, in its order."""
     own = {key: unit for unit in units for key in unit.names}
-    waiting: dict[str, Tensor] = {}  # of a unit whose other weights are still to come
+    waiting: dict[str, Tensor] = {}  # of a unit that waits for its other weights
     for key, weight in weights:
         unit = own.get(key)
         if unit is None:

@@ -1,4 +1,4 @@
-"""How large a model is: from its config.json, or from a table of models whose config need not be fetched."""
+"""How large a model is: from its config.json, or from a table of models, so that no config need be fetched."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class ModelSize:
     Attributes:
         hidden: Width.
         intermediate: Width inside the feed-forward layers, of a mixture of experts inside each expert.
-        layers: How many.
+        layers: Number of layers.
         heads: Query heads.
         kv_heads: Key and value heads.
-        vocabulary: Tokens.
+        vocabulary: Tokens of the vocabulary.
         tied: Whether input and output embedding are one.
         head_dim: Width of a head; None for `hidden / heads`.
         bias: Whether queries, keys and values have one.
         labels: Outputs of the output layer where they are not the vocabulary; such a layer is never tied.
         experts: Experts in each layer of a mixture of experts; 0 where there is none.
-        experts_per_token: How many of these a token goes to.
+        experts_per_token: Number of these that a token goes to.
         qk_norm: Whether the queries and keys of a head are normed.
         sinks: Whether there are attention sinks, and biases of attention's output, of experts and routers: GPT-OSS.
     """
@@ -73,7 +73,7 @@ class ModelSize:
         return self.touched(1)
 
     def touched(self, tokens: float) -> int:
-        """Parameters that take part when so many tokens are computed at once, each of which goes to random experts."""
+        """Parameters that take part when so many tokens are computed together and each goes to random experts."""
         missed = self.experts * (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0
         return self.parameters - round(self.layers * missed * self.expert)
 
@@ -99,7 +99,7 @@ class ModelSize:
         return max(self.embedding, layer)
 
     def with_labels(self, labels: int) -> ModelSize:
-        """With an output layer of so many labels instead of the vocabulary's."""
+        """The size with an output layer of so many labels instead of the vocabulary's."""
         return replace(self, labels=labels, tied=False)
 
     @property
@@ -142,11 +142,11 @@ KNOWN: dict[str, ModelSize] = {
 
 
 def size_of(model: str, trust_remote_code: bool = False) -> ModelSize:
-    """The size of a folder's model, of one in the table, or of one whose config can be fetched.
+    """The size of a model in a folder, in the table, or with a config that can be fetched.
 
     Args:
         model: A folder, or a Hugging Face name.
-        trust_remote_code: Whether code that lies beside a model that is not in a folder may run.
+        trust_remote_code: Whether the own code of a model that is not in a folder may run.
 
     Raises:
         UserError: None of these.
@@ -180,7 +180,7 @@ def experts(config: Mapping[str, Any]) -> tuple[str, int] | None:
     return next(((name, count) for name in names if (count := config.get(name) or 1) > 1), None)
 
 
-# Types of mixtures of experts whose sizes are known, and what their configs call the width inside an expert.
+# Types of mixtures of experts of known size, and what their configs call the width inside an expert.
 EXPERT_WIDTH = {
     "gpt_oss": "intermediate_size",
     "mixtral": "intermediate_size",

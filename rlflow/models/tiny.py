@@ -32,7 +32,7 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
 
     Args:
         model: `tiny`, a folder in Hugging Face form, or a Hugging Face name `organisation/name`.
-        scratch: Folder in which `tiny` is written. All ranks may call this at once.
+        scratch: Folder in which `tiny` is written. All ranks may call this at the same time.
         said_by: What errors call the setting that named it.
 
     Raises:
@@ -76,8 +76,8 @@ def write_tiny_model(
 ) -> Path:
     """Write a Qwen2 model with random weights, and its tokenizer, in Hugging Face form; return the folder.
 
-    A folder that is there already is kept as it is. It appears whole or not at all, so several ranks may write it at
-    once.
+    A folder that exists already is not changed. It appears whole or not at all, so several ranks may write it at the
+    same time.
 
     Args:
         folder: Where to write.
@@ -136,7 +136,7 @@ def write_tiny_model(
 
 
 def tiny_tokenizer(max_length: int = 2048) -> Any:
-    """A tokenizer of 128 entries, one for each ASCII character, whose id is its code.
+    """A tokenizer of 128 entries, one for each ASCII character; its id is its code.
 
     Codes of control characters serve as special tokens: 0 ends a text, 1 pads. Characters beyond ASCII are dropped. It
     is of the class that `AutoTokenizer` takes for every Qwen2 model, whatever the folder says.

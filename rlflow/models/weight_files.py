@@ -16,7 +16,7 @@ from rlflow.errors import UserError, one_line
 from rlflow.storage.tensors import TensorRange, is_finite
 
 INDEX = "model.safetensors.index.json"
-CHUNK_BYTES = 32 * 2**20  # read at once, at most, or one row of a tensor
+CHUNK_BYTES = 32 * 2**20  # read at one time, at most, or one row of a tensor
 
 
 def shard_name(number: int, count: int) -> str:
@@ -64,7 +64,7 @@ class WeightFiles:
         return values
 
     def read(self, name: str, part: TensorRange) -> None:
-        """Read the range of a tensor that a part is into it, in the part's dtype, by no more than a chunk at once."""
+        """Read a part's range of its tensor into the part, in the part's dtype, at most a chunk at a time."""
         shape = self.shape(name)
         start, end = part.start, part.start + part.values.numel()
         if not shape:
@@ -135,7 +135,7 @@ def finish(model: Any, files: WeightFiles) -> None:
     """Tie what is tied, and compute the buffers that no file holds, such as a rotary embedding's frequencies.
 
     Args:
-        model: A transformers model whose parameters are on the device `meta`.
+        model: A transformers model with its parameters on the device `meta`.
         files: Its weights.
     """
     _tie(model, files)
@@ -151,7 +151,7 @@ def finish(model: Any, files: WeightFiles) -> None:
         model.initialize_weights()
 
 
-COMPARED = 1 << 20  # elements at once
+COMPARED = 1 << 20  # elements compared at a time
 
 
 def _tie(model: Any, files: WeightFiles) -> None:

@@ -1,4 +1,4 @@
-"""The weights of a model: their names with adapters and without, their values, and digests that tell them apart."""
+"""The weights of a model: their names with adapters and without, their values, and digests to compare them by."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 ADAPTER = "default"  # peft's name of a model's only one
 PARAMETER = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
-CHUNK = 1 << 18  # 64-bit words multiplied at once: bounds the memory of a fingerprint to 2 MiB
+CHUNK = 1 << 18  # 64-bit words multiplied at a time: bounds the memory of a fingerprint to 2 MiB
 MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no chunk is lost modulo 2**64
 
 
@@ -43,7 +43,7 @@ class Weight:
         """The parameter itself, or a new tensor with its adapter merged in: added in float32 at least, then rounded.
 
         Args:
-            whole: Makes a full tensor of a parameter, where ranks divide it.
+            whole: Function that makes a full tensor of a parameter, where ranks divide it.
         """
         weight, *factors = map(whole, self.parameters)
         if not factors:

@@ -88,7 +88,7 @@ def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
 
     Args:
         capability: Major and minor version of the GPU.
-        built_for: As `torch.cuda.get_arch_list` gives them.
+        built_for: Architectures as `torch.cuda.get_arch_list` returns them.
     """
     for architecture in built_for:
         kind, _, number = architecture.partition("_")

@@ -1,4 +1,4 @@
-"""What processes say to one another by environment variables: their place in a job, and arguments."""
+"""Environment variables that processes pass to one another: their place in a job, and arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _takes_arguments = False
 
 @contextmanager
 def place_kept() -> Iterator[None]:
-    """Leave the place as it was: the next run from here would find a job whose ranks somebody else starts, and wait."""
+    """Restore a job's variables: the next run in this process would take itself for a rank of that job, and wait."""
     before = {name: os.environ[name] for name in PLACE if name in os.environ}
     try:
         yield

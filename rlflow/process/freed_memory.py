@@ -25,7 +25,7 @@ def keep_freed_memory() -> bool:
 def return_freed_memory() -> bool:
     """Let this process hand back what is large as soon as it frees it: the weights of a layer that were gathered, say.
 
-    Else the allocator comes to keep as much as a whole model, of which no more than a layer was ever there at a time.
+    Otherwise the allocator comes to hold as much as a whole model, although there was only one layer at a time.
 
     Returns:
         Whether the allocator took it: it is glibc's. Elsewhere nothing changes.

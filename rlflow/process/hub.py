@@ -15,7 +15,7 @@ WAIT_S = 4.0
 
 @cache
 def offline_unless_reached() -> bool:
-    """Take from here on what the machine has of the hub if the hub does not answer within `WAIT_S` seconds.
+    """From now on, use the machine's cache of the hub if the hub does not answer within `WAIT_S` seconds.
 
     Its own libraries try for a minute before they say so. Processes that this one starts do as it does.
 

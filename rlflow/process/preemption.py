@@ -178,7 +178,7 @@ def is_handled() -> bool:
 
 
 def begin(grace_s: float) -> None:
-    """From here on a signal raises nothing: the training loop polls `received` and ends by itself, after it has saved.
+    """From now on a signal raises nothing: the training loop polls `received` and ends by itself, after it has saved.
 
     Args:
         grace_s: Seconds from the first signal until the process is ended, whatever it does.

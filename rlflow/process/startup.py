@@ -15,7 +15,7 @@ _pauses_gc = False
 
 
 def begin(of_process: bool = False) -> None:
-    """From here on time is counted, unless it is already.
+    """Start counting time, unless it is counted already.
 
     Args:
         of_process: From when this process was started: all that it does is a run. No garbage is collected until

@@ -1,8 +1,8 @@
 """The status of each rank of a machine, in memory that the processes share, so that it outlives a rank that dies.
 
 A process that ends with code 0 may have run to its end, or a reward may have called `os._exit(0)` in it; one that still
-exists may be stopped, or hang. The supervisor and rank 0 read here which it is. A rank writes its own status by the
-functions of this module: `report("what it does")`, `failed()`, `end()`.
+exists may be stopped, or hang. The supervisor and rank 0 read from the status which it is. A rank writes its own status
+by the functions of this module: `report("what it does")`, `failed()`, `end()`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Status(ctypes.Structure):
 
     @property
     def silence(self) -> str:
-        """The line that a user reads about a rank whose interpreter does not run."""
+        """The line that a user reads about a rank with an interpreter that does not run."""
         return (
             f"{self.named} has not answered for {self.silent_s:.0f} s ({self.doing}): it is stopped, or code in C"
             " holds its interpreter"
@@ -148,7 +148,7 @@ class Board:
         return f"; continue with `--trainer.ckpt_path last`, after step {steps}" if steps else ""
 
     def begun(self) -> list[Status]:
-        """The statuses of ranks whose processes have begun."""
+        """The statuses of ranks with a process that has begun."""
         return [status for status in self._statuses if status.process]
 
     def missing(self) -> str | None:
@@ -156,8 +156,8 @@ class Board:
 
             rank 1 on gpu-17 did not join the other ranks within `timeout_s` (600 s): it is at step 3, run rewards: ...
 
-        It is a rank whose interpreter does not run, because it is stopped or code in C holds it; else one that does
-        something else while others wait. None if the missing rank is on another machine.
+        It is a rank with an interpreter that does not run, because the process is stopped or code in C holds it; else
+        one that does something else while others wait. None if the missing rank is on another machine.
         """
         here = [status for status in self.begun() if not status.ended]
         if silent := [status for status in here if status.silent_s > SILENT_S]:
@@ -191,7 +191,7 @@ def board() -> Board:
 
 
 def use(shared: Board) -> None:
-    """From here on, this process writes its status to this board, at the place of its local rank."""
+    """From now on, this process writes its status to this board, at the place of its local rank."""
     global _board, _mine, _owner  # of the process, as its exit code is
     _board, _mine, _owner = shared, shared[int(os.environ.get("LOCAL_RANK") or 0)], os.getpid()
     _mine.write(_first_rank(), AT_FIRST)

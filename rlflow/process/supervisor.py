@@ -1,4 +1,4 @@
-"""Supervises a run from a parent process, whose exit code is 0 only if the run came to its end.
+"""Supervises a run from a parent process that exits with 0 only if the run came to its end.
 
 A reward, a callback or a library may end its process by `os._exit(0)`, and nothing in that process can act afterwards;
 one that is stopped, or held by code in C, cannot act either. So a run of `rlflow fit` is a child, forked before
@@ -65,9 +65,10 @@ def supervise() -> None:
 
         rlflow: error: rank 0 on gpu-17 exited with code 0 (step 3), before the run came to its end
 
-    A rank of this machine whose interpreter has not run for its `timeout_s` (half an hour where no other rank waits)
-    ends the run with a line that names it and with code 1. A child whose interpreter has not run for `HELD_S` after its
-    end is killed, and the parent exits with the code that the child was to exit with. The child dies with its parent.
+    If a rank's interpreter on this machine has not run for its `timeout_s` (half an hour where no other rank waits),
+    the run ends with a line that names the rank and with code 1. If a child's interpreter has not run for `HELD_S`
+    after the run's end, the child is killed, and the parent exits with the code that the child was to exit with. The
+    child dies with its parent.
     """
     if status.PARENT_VARIABLE in os.environ:  # of a rank that rank 0 started, which waits for it
         status.beat()
@@ -80,7 +81,7 @@ def supervise() -> None:
     parent, scratch = os.getpid(), make_scratch()
     sys.stdout.flush()
     sys.stderr.flush()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have had it ignored: then nothing tells of a child
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have had it ignored: then no signal of a child arrives
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON | {signal.SIGCHLD})
     with warnings.catch_warnings():
         # Python warns where there are threads: those of numpy's BLAS, which prepares itself for a fork.
@@ -96,7 +97,7 @@ def supervise() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, whose process id is `parent`; on Linux only."""
+    """Have the kernel kill this process when its parent, of process id `parent`, dies; on Linux only."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -125,7 +126,8 @@ class _Supervisor:
             if received is not None and received.si_signo == signal.SIGCHLD:
                 code = self._reaped()
             elif received is not None and (received.si_code <= 0 or received.si_signo == signal.SIGHUP):
-                # Of a process; the kernel sends both what a terminal's keys mean, and its end to this one alone.
+                # Sent by a process. The kernel sends the signals of a terminal's keys to both processes, and SIGHUP of
+                # a terminal that closes to this one alone.
                 os.kill(self._child, received.si_signo)
             now = time.monotonic()
             if self._missing is None and now - looked >= POLL_S:

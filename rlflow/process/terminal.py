@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 
 def outlast() -> None:
-    """From here on, what cannot be written to standard output or error is dropped; one that is closed is opened."""
+    """From now on, drop what cannot be written to standard output or error; open one that is closed."""
     for number in (1, 2):
         try:
             os.fstat(number)
@@ -24,7 +24,7 @@ def outlast() -> None:
 
 
 def lasting(number: int, closefd: bool = True) -> TextIO:
-    """The open file of a number for text, whose lines are dropped where they cannot be written.
+    """The open text file of a file descriptor; lines that cannot be written are dropped.
 
     Args:
         number: Number of the file, see `os.open`.

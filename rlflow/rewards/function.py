@@ -47,12 +47,12 @@ class CallableReward(SampleReward):
         any other name          the column of that name; `**kwargs` gets all columns
 
     If a column has one of the first names, the column is passed, and a warning says so once. The function returns a
-    number, or a dict of names to numbers, whose sum is the score. What happens if it raises, `on_error` says.
+    number, or a dict of names to numbers with the score as their sum. What happens if it raises, `on_error` says.
 
     A function that has a parameter `completions` or `completion_ids` has TRL's form: it is called once with all samples
     of this rank, and passed lists: `prompts`, `completions` (lists of messages if the prompts are), the token ids
     `completion_ids`, and all columns by name; and `trainer_state` (`global_step`, `max_steps`, `epoch`),
-    `log_extra(name, list)`, whose values are written to `samples.jsonl`, and `log_metric(name, number)`. It returns a
+    `log_extra(name, list)`, which writes the values to `samples.jsonl`, and `log_metric(name, number)`. It returns a
     list of numbers, with None for a sample that it does not apply to. https://huggingface.co/docs/trl/grpo_trainer
 
     Args:

@@ -25,8 +25,8 @@ LONGEST_WAIT_S = 60.0
 class Endpoint:
     """A server that answers JSON, asked again where it fails for the moment.
 
-    Between tries it waits 1, 2, 4, ... seconds, by chance up to a half longer or shorter so that ranks do not come at
-    once; or what the server says in `Retry-After`; a minute at most.
+    Between tries it waits 1, 2, 4, ... seconds, by chance up to a half longer or shorter, so that ranks do not all
+    retry at the same time; or what the server says in `Retry-After`; a minute at most.
 
     Args:
         url: URL to post to.
@@ -85,10 +85,10 @@ class Endpoint:
 
 
 class HTTPReward(Reward):
-    """What a server says of responses.
+    """The score that a server returns for responses.
 
     It is sent `{"texts": [...], "rows": [...]}` and answers `{"scores": [...]}`, a number for each text, or a mapping
-    of names to numbers whose sum is the score.
+    of names to numbers with the score as their sum.
 
     Args:
         url: URL to post to.
@@ -137,7 +137,7 @@ class HTTPReward(Reward):
             return self.scores_of((partial(score_of, place) for place in range(len(texts))), responses)
 
     def _answer(self, texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Any]:
-        """What the server says of each sample.
+        """The server's answer for each sample.
 
         Raises:
             ConnectionError: It gives no answer, or another one.

@@ -1,4 +1,4 @@
-"""Scores by a language model: what it is asked of a response, how its grades are read, and one behind an endpoint."""
+"""Scores by a language model: what it is asked about a response, how grades are read, and one behind an endpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Judge(SampleReward):
-    """What a language model says of a response, from 0 to 1.
+    """The score that a language model gives a response, from 0 to 1.
 
     The model is asked by `POST {url}/chat/completions`, as OpenAI's, vLLM's and most others' servers take it. It grades
     on a scale of whole numbers, which models keep to better than fractions; the score is the share of the scale.
@@ -38,7 +38,7 @@ class Judge(SampleReward):
         model: Name of the model on the server.
         criteria: Criteria of a rubric by name, each in words. The score of each is a part of the reward. None for one
             score of the whole.
-        weights: Weights of the criteria, whose weighted mean is the score; None for all alike.
+        weights: Weights of the criteria; their weighted mean is the score. None for all alike.
         scale: Best grade; the worst is 0.
         prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row stand in braces.
         temperature: Temperature of the judge.
@@ -100,7 +100,7 @@ class Rubric:
 
     Args:
         criteria: Criteria by name, each in words; None for one grade of the whole.
-        weights: Weights of the criteria, whose weighted mean is the score; None for all alike.
+        weights: Weights of the criteria; their weighted mean is the score. None for all alike.
         scale: Best grade; the worst is 0.
         prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row stand in braces.
     """
@@ -137,7 +137,7 @@ class Rubric:
         return [name for name in _FIELD.findall(self.prompt) if name not in ("response", "form", "criteria")]
 
     def question(self, text: str, row: Mapping[str, Any]) -> str:
-        """What the judge is asked of a response to this row of the dataset.
+        """The judge's question about a response to this row of the dataset.
 
         Raises:
             UserError: The row lacks a column that stands in the prompt.

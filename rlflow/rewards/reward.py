@@ -103,7 +103,7 @@ class Scores:
     """The scores of `B` samples.
 
     Of four samples, by a sum of `exact` and half of `short`. It failed on the second, which is dropped, and `exact`
-    has nothing to say of the last:
+    does not apply to the last:
 
         total     [1.4, 0.0, 0.0, 0.3]
         parts     {"exact": [1.0, 0.0, 0.0, None], "short": [0.8, 0.0, 0.0, 0.6]}
@@ -149,7 +149,7 @@ class Reward(ABC):
                 return Scores([-0.01 * len(text) for text in responses.texts])
 
     Args:
-        on_error: What a sample gets whose scorer raises or returns no finite number: `raise` ends the run and names
+        on_error: What a sample gets if its scorer raises or returns no finite number: `raise` ends the run and names
             the sample; `zero` scores it 0; `drop` leaves it out: it has mask 0 in every loss that follows from the
             score, and is absent from the statistics of its group and of its step. `zero` and `drop` are counted as
             `<name>/errors` and marked in `samples.jsonl`.
@@ -225,7 +225,7 @@ class Reward(ABC):
         return Scores(total, parts, self._failed(i for i, score in enumerate(scores) if score is None))
 
     def settled(self, scores: Scores, responses: RewardInput) -> Scores:
-        """The scores, in which a sample that the reward does not apply to is one that it failed on.
+        """The scores, where a sample that the reward does not apply to counts as one that it failed on.
 
         Raises:
             UserError: There is one, and the policy is `raise`.
@@ -282,14 +282,14 @@ class SampleReward(Reward):
 
     @abstractmethod
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
-        """The score of one response; or its parts by name, the same for each response, whose sum is the score."""
+        """The score of one response; or its parts by name, the same names for each response; their sum is the score."""
 
     def score(self, responses: RewardInput) -> Scores:
         pairs = zip(responses.texts, responses.rows, strict=True)
         return self.side_by_side([partial(self.score_sample, text, row) for text, row in pairs], responses)
 
     def side_by_side(self, calls: Sequence[Callable[[], Any]], responses: RewardInput) -> Scores:
-        """The scores that calls return, one for each sample, `at_once` of which run at a time."""
+        """The scores that calls return, one for each sample; at most `at_once` calls run at a time."""
         if self.at_once == 1:
             return self.scores_of(calls, responses)
         with threads(self.at_once) as pool:

@@ -54,11 +54,10 @@ class WeightedSum(Reward):
 
         WeightedSum({"right": ExactMatch(), "brevity": my_rewards.brevity}, {"right": 1.0, "brevity": 0.1})
 
-    Of a reward that has parts of its own, such as a function that returns a dict, their sum is one part here. A part
-    that does not apply to a sample does not count for it. A sample that several parts fail on counts once: where one of
-    them says `drop` the whole sample is dropped, and under `zero` the part alone counts 0. A sample that no part
-    applies to is one that the sum fails on: it ends the run where a part says `raise`; else it is dropped where a part
-    says so.
+    A reward that has parts of its own, such as a function that returns a dict, is one part here: their sum. A part that
+    does not apply to a sample does not count for it. A sample that several parts fail on counts once: where one of them
+    says `drop` the whole sample is dropped, and under `zero` the part alone counts 0. A sample that no part applies to
+    is one that the sum fails on: it ends the run where a part says `raise`; else it is dropped where a part says so.
 
     Args:
         parts: The rewards by name, or what `as_reward` makes one of.

@@ -45,7 +45,7 @@ class Share:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a config says of engines, before it is known which policies generate.
+    """A config's settings of engines, before it is known which policies generate.
 
     Attributes:
         rollout: Each policy's engine.
@@ -113,7 +113,7 @@ class Engines:
         return (owner, *(policy for policy, other in self.shared.items() if other == owner))
 
     def refuse_together(self, node: str, policies: Collection[str]) -> None:
-        """Refuse a node that generates with policies of which only one at a time is in the engine.
+        """Refuse a node that generates with policies that share an engine, where only one of them is at a time.
 
         Raises:
             UserError: Two of them share an engine in turns.
@@ -182,7 +182,7 @@ class RankEngines:
 
     Attributes:
         own: The engines themselves, by the policy that each belongs to; none where no engine is placed.
-        by_policy: What each policy that generates here is synced to and generates with.
+        by_policy: Engine that each policy that generates on this rank is synced to and generates with.
     """
 
     own: Mapping[str, RolloutEngine]
@@ -216,7 +216,7 @@ def engines_of_rank(
     Args:
         engines: Engines of all policies, as configured.
         layouts: Where each policy generates.
-        transport: To the other ranks; has formed the groups of the ranks that share an engine.
+        transport: Transport to the other ranks; has formed the groups of the ranks that share an engine.
         on_cpu: Whether they run on the CPU.
         timeout_s: Seconds that a wait for an engine's own process may take.
     """
@@ -235,10 +235,10 @@ def engines_of_rank(
 
 
 def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: int, on_cpu: bool) -> Sequence[str]:
-    """The policies whose engines get processes of their own, on all their ranks; known alike everywhere.
+    """The policies with engines in processes of their own, on all their ranks; the same list on every rank.
 
-    Those that can only be built by all ranks at once and are placed on some of them, and those that cannot live in one
-    process with an engine named before them.
+    These are engines that can only be built by all ranks together and are placed on some of them, and engines that
+    cannot be in one process with an engine named before them.
 
     Args:
         engines: Engines of all policies, as configured.

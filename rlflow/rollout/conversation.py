@@ -36,7 +36,7 @@ class Conversation:
 
     Attributes:
         session: Session of its environment.
-        bridge: Writes its turns.
+        bridge: Bridge that writes its turns.
         prompt: Token ids of the first turn's prompt.
         messages: All messages, those of the prompt among them.
         tokens: Token ids after the prompt, of the policy and of the environment.
@@ -47,7 +47,7 @@ class Conversation:
         ended: Why it is over; None as long as it is not.
         why: The same in words, for people.
         cut: Whether the last turn of the policy was cut at its longest length.
-        seat: Number of the seat whose view it is, among the environment's seats.
+        seat: Number of the seat that has this view, among the environment's seats.
         calls: Number of calls of tools.
         failed: How many of these gave no value.
         turn_open: Whether the last turn was cut off and is to be continued.
@@ -133,7 +133,7 @@ class Rules:
         longest: Tokens after the prompt, at most: the policy's and the environment's together.
         longest_turn: Tokens of a turn of the policy, at most.
         budget: Tokens of the policy in one call, after which a conversation is cut off; None where none is.
-        on_failure: What becomes of a conversation whose environment failed, see `Environment`.
+        on_failure: What becomes of a conversation if its environment failed, see `Environment`.
     """
 
     policy: str
@@ -158,9 +158,9 @@ def converse(
 
     Args:
         session: Session of its environment.
-        bridge: Writes its turns.
+        bridge: Bridge that writes its turns.
         prompt: Prompt of the dataset's row.
-        row: All of its columns.
+        row: Row of the dataset, with all columns.
         seed_of: The seed of each turn.
         rules: How it goes.
         begun: The conversation as far as it got; None where it begins.
@@ -282,7 +282,7 @@ def _reply(conversation: Conversation, parsed: ParsedTurn) -> dict[str, Any]:
 
 
 def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
-    """Why a conversation is over; a turn that was cut before it called a tool might have gone on to."""
+    """Why a conversation is over; a turn that was cut before it called a tool might still have called one."""
     if reply.over == "limit":
         return Ending.TURNS, "as many tools were called as `max_tool_calls` allows"
     if reply.over == "environment":
@@ -293,7 +293,7 @@ def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
 
 
 def _fail(conversation: Conversation, error: HostError, rules: Rules) -> None:
-    """End a conversation whose environment failed.
+    """End a conversation after its environment failed.
 
     Raises:
         UserError: `on_failure` is `raise`.
@@ -327,9 +327,9 @@ def play_game(
 
     Args:
         game: Session of its environment.
-        bridge: Writes the turns of all seats.
+        bridge: Bridge that writes the turns of all seats.
         prompt: Prompt of the dataset's row.
-        row: All of its columns.
+        row: Row of the dataset, with all columns.
         seed_of: The seed of each turn, given the seat and its number among those of this seat.
         rules: How the conversation of each seat goes, and who speaks in it.
 
@@ -408,7 +408,7 @@ class _Table:
                 self._rewards[seat] = 0.0
 
     def over(self) -> dict[str, Conversation]:
-        """All, each with its end: that of the seat that could not go on, if one could not."""
+        """All conversations, each with its end: that of the seat that could not continue, if there is one."""
         views = self._seats.values()
         cut = ((each.ended, f"another seat ended it: {each.why}") for each in views if each.ended is not None)
         end = next(cut, (Ending.DONE, "the environment ended it"))
@@ -476,7 +476,7 @@ def to_rollout(
         conversations: `B` of them.
         path: Path of each.
         rows: The dataset's row of each.
-        version: Version of the policy, of tokens whose version a conversation does not say.
+        version: Version of the policy, for tokens without a version in their conversation.
         decode: Token ids to text, of what the policy said last.
         dtype: Dtype of log-probabilities and rewards.
         cut_off: Whether some may be continued.
@@ -512,7 +512,7 @@ def from_rollout(rollout: Rollout, row: int, session: Session, bridge: Bridge) -
         rollout: What `to_rollout` gave, on the CPU.
         row: Row of the rollout.
         session: Session of the conversation's environment.
-        bridge: Writes its turns.
+        bridge: Bridge that writes its turns.
     """
     progress, length = rollout.progress[row], int(rollout.lengths[row])
     segments = rollout.segments.rows()[row].tolist()
@@ -538,7 +538,7 @@ def from_rollout(rollout: Rollout, row: int, session: Session, bridge: Bridge) -
 
 
 def _progress(conversation: Conversation) -> dict[str, Any]:
-    """What the other columns do not say of a conversation that may be continued.
+    """What the other columns do not hold of a conversation that may be continued.
 
     `draw` is how often prompts were drawn before it began, `rewards` are of its turns, and `state` is of its
     environment, null where it has none to give.

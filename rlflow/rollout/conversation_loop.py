@@ -26,7 +26,7 @@ Wait = Callable[[], Any] | tuple[str, Turn]
 # `Completion`; where the call failed, a `HostError` is raised in it.
 ConversationSteps = Generator[Wait, Any, T]
 
-CONVERSATIONS, SPANS = 8, 64  # whose spans are noted, and how many of each: what a trace takes is bounded
+CONVERSATIONS, SPANS = 8, 64  # with spans in the trace, and how many spans of each: a trace's size is bounded
 
 
 class ConversationLoop(Generic[T]):
@@ -62,8 +62,8 @@ class ConversationLoop(Generic[T]):
         """The result of each conversation, in their order.
 
         Args:
-            conversations: Each is begun when there is room for it.
-            at_once: How many are open together, at most.
+            conversations: Conversations; each is begun when there is room for it.
+            at_once: Most conversations that are open at the same time.
 
         Raises:
             UserError: A conversation or an engine raised it. The other conversations are given up.
@@ -224,13 +224,13 @@ class EnvironmentCalls:
     """Calls environments, several of them in threads; answers come as they are there.
 
     Args:
-        at_once: Calls side by side.
-        sharing: Where several ranks share one engine; None where a rank speaks alone.
+        at_once: Most calls that run at the same time.
+        sharing: How the ranks of one engine share the calls; None where a rank has an engine alone.
         limited: Whether each call ends by a limit of its own.
 
     Attributes:
         open: Calls that were submitted and have no answer yet.
-        waited: Seconds in which nothing was done but to wait for calls.
+        waited: Seconds spent only waiting for calls.
         seconds: Seconds of each call that this rank made, waiting for its turn not counted.
     """
 
@@ -274,7 +274,7 @@ class EnvironmentCalls:
         begun = time.perf_counter()
         outcomes = self._shared(least, self._sharing) if self._sharing is not None else self._taken(least, None)
         self.waited += time.perf_counter() - begun if least else 0.0
-        outcomes.sort(key=lambda outcome: outcome[0])  # what came together goes on in one order
+        outcomes.sort(key=lambda outcome: outcome[0])  # what came together continues in one order
         self.open -= len(outcomes)
         for _, outcome in outcomes:
             if "problem" in outcome:
@@ -320,7 +320,7 @@ class EnvironmentCalls:
         return taken
 
     def _shared(self, least: int, sharing: SharedCalls) -> list[Outcome]:
-        """The same on all ranks, in rounds of which some may bring nothing."""
+        """The same outcomes on all ranks, in rounds; a round may bring none."""
         shared: list[Outcome] = []
         while True:
             taken = self._taken(least - len(shared), sharing.seconds) if sharing.calls else []

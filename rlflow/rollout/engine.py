@@ -33,7 +33,7 @@ class Sampling:
         max_tokens: Tokens of the longest response, at least 1.
         temperature: Divides the logits; 0 takes the likeliest token.
         stop_token_ids: A response ends with the first of these, which belongs to it.
-        limits: The longest response to each prompt, of which `max_tokens` is the largest; None where all have that.
+        limits: The longest response to each prompt; the largest of them is `max_tokens`. None where all have that.
             Three responses that continue others of 2, 5 and 0 tokens to at most 8 have `max_tokens` 8 and the limits
             `(6, 3, 8)`.
     """
@@ -58,7 +58,7 @@ class Sampling:
 class Completion:
     """One response.
 
-    Of the response `20 21 2`, which the end token 2 ended, sampled at temperature 0.7:
+    For the response `20 21 2`, which the end token 2 ended, sampled at temperature 0.7:
 
         token_ids   (20, 21, 2)
         logprobs    (-0.11, -0.24, -0.31), of the distribution after it was divided by 0.7
@@ -101,7 +101,7 @@ class EngineMemory:
     """How much of a rank's memory an engine takes in addition to its weights.
 
     Attributes:
-        at_once: Responses that are generated at once, at most.
+        at_once: Most responses that are generated at the same time.
         share: Share of the device's memory, for weights and cache together; 0 where `cache` is given.
         cache: Bytes of keys and values on a rank; None for what the weights leave of the share.
         asleep: What stays in memory while roles are trained.
@@ -115,7 +115,7 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Where an engine is set up, in what numbers it computes, and whose code it may run.
+    """Where an engine is set up, in which dtype it computes, and whether it may run a model's own code.
 
     Attributes:
         dtype: Dtype of weights and computation.
@@ -157,7 +157,7 @@ class RolloutEngine(ABC):
     policy_version: int = NO_VERSION
 
     def check_installed(self) -> None:  # noqa: B027 - most need nothing that is not there
-        """Refuse to begin without the library that generates; asked before processes start.
+        """Refuse to begin without the library that generates; called before processes start.
 
         Raises:
             UserError: It is not installed.
@@ -166,14 +166,14 @@ class RolloutEngine(ABC):
     def check_lengths(  # noqa: B027 - engines without limits of their own have nothing to refuse
         self, prompt: int, response: int, *, positions: int | None, token_bytes: int, on_cpu: bool
     ) -> None:
-        """Refuse a run whose prompts and responses the engine cannot hold, before it is set up.
+        """Refuse a run with prompts and responses that the engine cannot hold, before it is set up.
 
         Args:
             prompt: Tokens of the longest prompt.
             response: Tokens of the longest response.
             positions: Tokens that the model takes, at least those of both; None without a limit.
             token_bytes: Bytes of the keys and values of a token on each rank that shares the engine.
-            on_cpu: Where the engine will run.
+            on_cpu: Whether the engine will run on the CPU.
 
         Raises:
             UserError: They do not; names the setting.
@@ -200,7 +200,7 @@ class RolloutEngine(ABC):
         """
 
     def shares_process(self, other: RolloutEngine, on_cpu: bool) -> bool:
-        """Whether it can live in a process in which `other` does; else it gets a process of its own.
+        """Whether it can be in one process with `other`; else it gets a process of its own.
 
         Args:
             other: An engine of another policy.
@@ -209,7 +209,7 @@ class RolloutEngine(ABC):
         return True
 
     def tell_experts(self) -> None:
-        """Tell with each response which experts its tokens went to; asked before `setup`, of a mixture of experts.
+        """Return with each response which experts its tokens went to; called before `setup`, for a mixture of experts.
 
         Raises:
             UserError: It cannot.
@@ -220,7 +220,7 @@ class RolloutEngine(ABC):
         )
 
     def use_float32_head(self) -> None:
-        """Compute logits in float32 whatever the dtype, as the trainer does; asked before `setup`.
+        """Compute logits in float32 whatever the dtype, as the trainer does; called before `setup`.
 
         Raises:
             UserError: It cannot.
@@ -252,11 +252,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def setup(self, model_path: str, place: EnginePlace) -> None:
-        """Build the engine; all ranks that share it call this at once. It holds no policy version yet.
+        """Build the engine; all ranks that share it call this together. It holds no policy version yet.
 
         Args:
             model_path: Folder or Hugging Face name.
-            place: This rank, and the run.
+            place: Place of this rank in the run, and the run's seed.
 
         Raises:
             UserError: The engine cannot run this model, dtype or number of ranks.
@@ -285,7 +285,7 @@ class RolloutEngine(ABC):
 
         Args:
             prompts: Token ids, one list for each response wanted.
-            seeds: One for each prompt, see `sampling_seed`.
+            seeds: Seeds, one for each prompt, see `sampling_seed`.
             sampling: Shared by all.
             version: The policy version that must generate.
 
@@ -340,7 +340,7 @@ class RolloutEngine(ABC):
             self.policy_version = NO_VERSION
 
     def wake_up(self) -> None:  # noqa: B027 - engines that keep their memory have nothing to do
-        """Take the memory back; weights that were not kept come with the next sync."""
+        """Take the memory back; weights that were freed come with the next sync."""
 
     @abstractmethod
     def close(self) -> None:
@@ -499,7 +499,7 @@ class InProcessEngine(RolloutEngine):
 
     _to_hold_more: str = "take a model of longer context"  # for a message
 
-    # Of the engine that `setup` built
+    # Attributes of the engine that `setup` built
     _pieces: Sequence[Piece]
     _dtype: torch.dtype
     _context: int | None  # tokens of the longest prompt and response together; None without a limit

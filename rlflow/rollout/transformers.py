@@ -29,8 +29,8 @@ class TransformersEngine(InProcessEngine):
     the response's seed and the token's place alone, so that batches of other sizes draw from the same numbers.
 
     Args:
-        max_batch: Responses generated at once. Smaller takes less memory.
-        max_prefill_tokens: Tokens of prompts computed at once, padding included; longer prompts, and more of them, are
+        max_batch: Responses generated at the same time. Smaller takes less memory.
+        max_prefill_tokens: Tokens of prompts computed together, padding included; longer prompts, and more of them, are
             computed in parts. Smaller takes less memory.
     """
 

@@ -23,7 +23,7 @@ from rlflow.storage.draft import not_written
 
 RLFLOW = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers")
-DEEPEST = 6  # objects and containers in one another whose contents are compared
+DEEPEST = 6  # levels of objects and containers in one another that are compared
 PLAIN = (bool, int, float, str, PurePath, type(None))
 
 
@@ -39,14 +39,14 @@ def facts(
     models: Mapping[str, Mapping[str, str]],
     **numbers: int | str,
 ) -> Facts:
-    """All of a run.
+    """All facts of a run.
 
     Args:
-        module: Whose arguments count, those of its rewards and environments too.
-        config: As it was read; None for a run without one.
-        plan: Printed.
-        models: By role, a digest of each file.
-        numbers: More, by name.
+        module: Module with the arguments that count, those of its rewards and environments too.
+        config: Config as it was read; None for a run without one.
+        plan: Plan as it is printed.
+        models: Digest of each file, by role.
+        numbers: More facts, by name.
     """
     digests = {f"code of {name}": digest for name, digest in _code().items()}
     digests |= {f"file {name} of `{role}`": digest for role, files in models.items() for name, digest in files.items()}
@@ -91,7 +91,7 @@ def _difference(first: Facts, other: Facts) -> tuple[str, str] | None:
 
 
 def _versions() -> dict[str, str]:
-    """Of Python and what numbers depend on; of rlflow its code."""
+    """Versions of Python and of the packages that numbers depend on, and a digest of rlflow's code."""
     code = hashlib.sha256()
     for file in sorted(RLFLOW.rglob("*.py")):
         code.update(f"{file.relative_to(RLFLOW)}\n".encode() + file.read_bytes())
@@ -132,7 +132,7 @@ def _lines(name: str, value: Any, depth: int = 0) -> Iterator[str]:
 
 
 def _of_function(function: Any) -> str:
-    """Of one from a notebook or a prompt too, which has no file."""
+    """A digest of a function, also of one from a notebook or a prompt, which has no file."""
     plain = [each for each in function.__code__.co_consts if isinstance(each, PLAIN)]
     return hashlib.sha256(function.__code__.co_code + repr(plain).encode()).hexdigest()[:12]
 
@@ -145,8 +145,8 @@ READ = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".py"}  # b
 def model_files(model: Path) -> dict[str, str]:
     """A digest of each file that a model is read from, by name.
 
-    Of a file of more than 64 MiB the beginning, where safetensors keeps names and places, and blocks all through it
-    are read, 4 MiB together: enough to tell one training from another, not to find a flipped byte.
+    Of a file of more than 64 MiB, the beginning, where safetensors has names and places, and blocks all through it are
+    read, 4 MiB together: enough to tell one training from another, not to find a flipped byte.
 
     Args:
         model: A folder, or a Hugging Face name that is in the cache.
@@ -176,18 +176,18 @@ def _digest(path: Path) -> str:
 
 
 def gather(transport: Transport, here: Any) -> list[Any]:
-    """What is JSON-able, of every rank; called by all."""
+    """A JSON-able value of every rank, by rank; called by all."""
     messages = transport.all_gather_ragged(to_message(json.dumps(here).encode()))
     return [json.loads(from_message(message)) for message in messages]
 
 
 def attempt(transport: Transport, folder: Path, action: Callable[[], None]) -> dict[int, str]:
-    """Do it on this rank; ranks learn from one another whether they could.
+    """Do an action on this rank, and learn from the other ranks whether they could.
 
     Args:
-        transport: To the other ranks, all of which call this.
-        folder: Named where a file cannot be written.
-        action: Of this rank.
+        transport: Transport to the other ranks; all of them call this.
+        folder: Folder that the error names where a file cannot be written.
+        action: What this rank does.
 
     Returns:
         The machine's name of every rank.

@@ -52,7 +52,7 @@ def resolved(data: PromptData, module: RLModule, graph: Graph) -> PromptData:
 
 
 def learns_from_batch(graph: Graph) -> list[Node]:
-    """The train nodes whose only input is `batch`, responses of the dataset."""
+    """The train nodes with `batch`, responses of the dataset, as their only input."""
     trained = [node for node in graph.order if node.kind == "train" and [each.name for each in node.inputs] == [BATCH]]
     return [] if graph.type_of(BATCH) is Pairs else trained
 
@@ -204,7 +204,7 @@ def check_rows(run: Run) -> None:
 
 
 def check_apart(models: Mapping[str, Path], folder: Path) -> None:
-    """Refuse a model that lies in the run's own folder, whose content is moved away when the run starts."""
+    """Refuse a model in the run's own folder: the folder's content is moved away when the run starts."""
     for role, path in models.items():
         if path.resolve().is_relative_to(folder.resolve()):
             raise UserError(

@@ -146,7 +146,7 @@ def _fit(
                 strategy.barrier()
             raise
     run.rank_engines.close()
-    strategy.barrier()  # rank 0, which ends last, serves the store by which the others say goodbye
+    strategy.barrier()  # rank 0, which ends last, serves the store that the others leave through
     if run.is_first and not settings.fast_dev_run:
         summary = _leave_behind(folder, run, summary)
     return summary
@@ -160,7 +160,7 @@ class Fit:
         run: The run on this rank, with models and engines loaded.
         controller: Runs the steps.
         parts: What checkpoints hold of the run.
-        saving: Writes checkpoints and models.
+        saving: Part that writes checkpoints and models.
         recording: Passes metrics and samples to loggers and to the terminal.
         callbacks: Callbacks of the user.
         state: The trainer as callbacks see it.
@@ -269,7 +269,7 @@ class Fit:
         """Save a checkpoint, unless the last one is of this step, and raise `Preempted`; called by all ranks.
 
         Args:
-            snapshot: This rank's state after the last step whose updates were made; None before the first step.
+            snapshot: This rank's state after the last step with all its updates made; None before the first step.
             asked: Number of the signal that ends the run.
         """
         preemption.agree(asked)

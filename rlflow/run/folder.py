@@ -36,7 +36,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An empty folder at `path`; what lay there before is kept as `<path>-1`, `-2`, ..."""
+        """An empty folder at `path`; what was there before is renamed to `<path>-1`, `-2`, ..."""
         if path.exists() and any(each.name != LOCK for each in path.iterdir()):
             number = 1
             while (kept := path.with_name(f"{path.name}-{number}")).exists():
@@ -273,7 +273,7 @@ def require_own(folder: Path) -> None:
 
 
 def from_here(path: Path) -> Path:
-    """A path for a line to the user: from the folder where this process is, if it lies there."""
+    """A path for a line to the user: from the folder where this process is, if it is in there."""
     with suppress(FileNotFoundError, ValueError):  # that folder is gone, or the path lies elsewhere
         return path.relative_to(Path.cwd())
     return path
@@ -286,7 +286,7 @@ def seconds_since_process_start() -> float:
 
 
 def _seconds_of(summary: Path) -> dict[str, float]:
-    """What an earlier run took, by name; of a damaged summary nothing, for the run that asks is done."""
+    """What an earlier run took, by name; nothing if its summary is damaged, since the run that asks is done."""
     try:
         return {str(name): float(value) for name, value in json.loads(summary.read_text())["seconds"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

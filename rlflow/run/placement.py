@@ -59,9 +59,9 @@ def layouts(
         module: The algorithm, with its models configured.
         graph: Graph of the module.
         world_size: Number of all ranks.
-        tensor_parallel_sizes: By policy that generates, the ranks that share one of its engines.
-        placement: By role, its ranks; `actor.rollout` for the engines of `actor`, `rollout` for those of policies that
-            are not named. A role that is not named lives on all ranks.
+        tensor_parallel_sizes: Number of ranks that share an engine, by policy that generates.
+        placement: Ranks by role; `actor.rollout` for the engines of `actor`, `rollout` for those of policies that are
+            not named. A role that is not named lives on all ranks.
 
     Raises:
         UserError: `placement` names an unknown role, or ranks that do not exist; ranks do not divide into engines or
@@ -128,7 +128,7 @@ def _described(layout: Layout) -> str:
 
 
 def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
-    """The role whose weights `role` is a view or an average of; itself if it has its own."""
+    """The role that `role` is a view or an average of; `role` itself if it has weights of its own."""
     handle = found[role]
     if not isinstance(handle, WithoutAdapters | Averaged):
         return role

@@ -62,7 +62,7 @@ def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> R
 
     Args:
         module: The algorithm; its `configure_models` is called, once.
-        settings: Of the trainer.
+        settings: Settings of the trainer.
         engines: What generates, as configured.
 
     Raises:
@@ -82,12 +82,12 @@ def planned(
     """Place a graph's roles and plan it.
 
     Args:
-        module: With its models configured.
-        graph: Of the module.
-        settings: Of the trainer.
+        module: Module with its models configured.
+        graph: Graph of the module.
+        settings: Settings of the trainer.
         engines: What generates, as configured.
         world_size: All ranks.
-        spread: From the layouts of the settings to those on `world_size` ranks.
+        spread: Function from the layouts of the settings to those on `world_size` ranks.
 
     Raises:
         UserError: It cannot be placed or planned so.
@@ -133,8 +133,8 @@ def prepare(
 
     Args:
         module: The algorithm.
-        data: Its prompts.
-        settings: Of the trainer.
+        data: Prompts of the algorithm.
+        settings: Settings of the trainer.
         strategy: How training is spread.
         engines: What generates, as configured.
         scratch: Folder for the embedded model.
@@ -207,8 +207,8 @@ def model_path(module: RLModule, role: str, scratch: Path) -> Path:
     """Where a role's weights and tokenizer are: a folder, or a Hugging Face name.
 
     Args:
-        module: With its models configured.
-        role: Of the model.
+        module: Module with its models configured.
+        role: Role of the model.
         scratch: Folder for the embedded model.
 
     Raises:
@@ -225,7 +225,7 @@ def _absolute(paths: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _model_config(module: RLModule, role: str, path: Path) -> PretrainedConfig:
-    """The configuration of a role's model, which can be trained or scored here."""
+    """The configuration of a role's model, checked to be one that can be trained or scored."""
     handle = handles(module)[role]
     with about(handle):
         config = load_config(path, handle.trust_remote_code)
@@ -235,7 +235,7 @@ def _model_config(module: RLModule, role: str, path: Path) -> PretrainedConfig:
 
 
 def _same_tokenizer(module: RLModule, paths: Mapping[str, Path], lead: str) -> PreTrainedTokenizerBase:
-    """The lead's tokenizer, whose vocabulary those of all other roles have."""
+    """The lead's tokenizer; those of all other roles have the same vocabulary."""
     found: dict[str, PreTrainedTokenizerBase] = {}
     for role, path in paths.items():
         handle = handles(module)[role]

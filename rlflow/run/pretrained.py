@@ -21,7 +21,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
 
     Args:
         path: The folder or name.
-        trust_remote_code: Whether code that lies there may run.
+        trust_remote_code: Whether code in the model's folder may run.
 
     Raises:
         UserError: There is none to be had, or only by such code.
@@ -39,7 +39,7 @@ def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig
 
     Args:
         path: The folder or name.
-        trust_remote_code: Whether code that lies there may run.
+        trust_remote_code: Whether code in the model's folder may run.
 
     Raises:
         UserError: There is none to be had, or only by such code.
@@ -58,7 +58,7 @@ def loading(part: str, path: Path, trust_remote_code: bool) -> Iterator[None]:
     Args:
         part: What is loaded, for errors.
         path: Folder or Hugging Face name of the model.
-        trust_remote_code: Whether code that lies there may run.
+        trust_remote_code: Whether code in the model's folder may run.
 
     Raises:
         UserError: It cannot be loaded, or only by such code.
@@ -95,7 +95,7 @@ def require_same_vocabulary(
     Args:
         paths: Folder or Hugging Face name of each role's model.
         follows: The role that is followed.
-        tokenizers: Of it, and of roles with another model.
+        tokenizers: Tokenizers of that role, and of roles with another model.
 
     Raises:
         UserError: One has another vocabulary.

@@ -22,11 +22,11 @@ class Recording:
     """Starts the loggers, gives them metrics and samples, and finishes them when it is left, by an error too.
 
     Args:
-        run: This rank; rank 0's loggers are called.
-        folder: Of the run.
+        run: The run on this rank; rank 0's loggers are called.
+        folder: Folder of the run.
         console: Shows the steps.
-        loggers: Beside the run's own files.
-        resume: From where the run goes on.
+        loggers: Loggers in addition to the run's own files.
+        resume: Where the run resumes.
 
     Attributes:
         before: Validation before the first step of all.

@@ -31,7 +31,7 @@ class Replay:
     Attributes:
         run: Folder of the run.
         step: Step of the run, from 1.
-        node: Name of the node; None for all nodes whose inputs are stored.
+        node: Name of the node; None for all nodes with stored inputs.
         debugs: Whether the debugger stops at the beginning of each node.
     """
 
@@ -50,10 +50,10 @@ class Replayed:
 
     Attributes:
         node: Name of the node.
-        rows: Rows that it saw, of all ranks whose rows are stored.
-        apart: Largest absolute difference to a number of the run; NaN where the run's are not stored, infinite where
+        rows: Rows that it saw, on all ranks with stored rows.
+        apart: Largest absolute difference from a number of the run; NaN where the run's are not stored, infinite where
             shapes or integers differ.
-        metrics: For a train node, its role's loss and gradient norm by name, each here and in the run.
+        metrics: For a train node, its role's loss and gradient norm by name, each in this replay and in the run.
         raised: Whether the node raised in the run.
     """
 

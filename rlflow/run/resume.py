@@ -1,4 +1,4 @@
-"""From where a run goes on: a checkpoint that is found, looked at before anything is loaded, and read back."""
+"""Where a run resumes: a checkpoint is found, checked before anything is loaded, and read."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Resume:
 
     Attributes:
         checkpoint: Folder of the checkpoint that the run continues; None for a new run.
-        progress: Where that one stood; None for a new run.
-        goes_on: Whether the run goes on in the folder that its checkpoint lies in.
+        progress: Progress of that run at the checkpoint; None for a new run.
+        goes_on: Whether the run continues in the folder of its checkpoint.
         lines: What the user should know of finding it.
     """
 
@@ -139,8 +139,8 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: s
     """A line for each setting that changes the numbers of the steps to come; of another class, the class alone.
 
     Args:
-        before: The config that a checkpoint was written with, as resolved.
-        now: Of the run that continues it.
+        before: Resolved config that a checkpoint was written with.
+        now: Resolved config of the run that continues it.
         where: The checkpoint, for the lines.
     """
     followed = any(

@@ -1,4 +1,4 @@
-"""What a run writes to go on from, and going on from it."""
+"""Saves checkpoints and models of a run, and resumes a run from them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Saving:
 
     Args:
         run: The run on this rank.
-        folder: Of the run.
-        resume: From where the run goes on.
+        folder: Folder of the run.
+        resume: Where the run resumes.
 
     Attributes:
-        saved: After how many steps the last checkpoint in the run's folder was begun; None where there is none.
+        saved: Steps after which the last checkpoint in the run's folder was begun; None where there is none.
     """
 
     def __init__(self, run: Run, folder: RunFolder, resume: Resume) -> None:
@@ -103,8 +103,8 @@ class Saving:
         """Write models and a checkpoint; called by all ranks.
 
         Args:
-            snapshot: Of this rank, with what all ranks know; weights and optimizers are as they were then.
-            with_models: Whether models are written too; a checkpoint has all that a run needs to go on.
+            snapshot: State of this rank, with what all ranks know; weights and optimizers are as they were then.
+            with_models: Whether models are written too; a checkpoint alone has all that a run needs to resume.
 
         Raises:
             UserError: As `wait`.
@@ -233,7 +233,7 @@ class Saving:
         """Let the disk write this rank's shares of them.
 
         Args:
-            models: By role.
+            models: Models by role.
             done: Steps; None at the end of the run.
             state: A checkpoint of now that is being written, to take weights from; None to gather them.
         """

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def updates_per_step(module: RLModule, graph: Graph, role: str, prompts: int) -> int | None:
-    """Optimizer steps of a trained role in one step of the run; None where rows decide that nobody has counted before.
+    """Optimizer steps of a trained role in one step of the run; None where its rows cannot be counted before.
 
     Args:
         module: The algorithm.
-        graph: Its graph.
+        graph: Graph of the algorithm.
         role: The trained role.
-        prompts: Of a step.
+        prompts: Prompts of a step.
     """
     handle, found = handles(module)[role], 0
     for node in _training(graph, role):

@@ -94,7 +94,7 @@ def memory_table(run: Run) -> Iterator[str]:
     total, free = device_memory(strategy.root_device, ranks_here)
     try:
         workload = run_workload(run)
-    except UserError as error:  # of a family whose size is not known from its config; it runs nevertheless
+    except UserError as error:  # the config does not give this family's size; it runs nevertheless
         yield f"memory of a rank is not known before the run: {error}"
         return
     found = memories(workload, total)

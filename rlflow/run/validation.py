@@ -24,7 +24,7 @@ def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_con
 
     Args:
         run: The run, of `Settings.for_validation`.
-        callbacks: Told of the validation.
+        callbacks: Callbacks that are called for the validation.
         state: The trainer, which they see.
         resolved_config: YAML; None for a run without a config.
 

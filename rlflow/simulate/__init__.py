@@ -1,1 +1,1 @@
-"""What a run would take on machines that are not here."""
+"""What a run would take on other machines, without running it."""

@@ -27,8 +27,8 @@ def calibrated(bare: Hardware, steps: Sequence[Measured]) -> Hardware:
     constants with the least relative errors. None is negative.
 
     Args:
-        bare: With bandwidths, memory and peak as measured, and no fixed costs.
-        steps: Of one rank.
+        bare: Hardware with bandwidths, memory and peak as measured, and no fixed costs.
+        steps: Workloads of steps of one rank, with the seconds that were measured.
     """
     nodes = steps[0][0].graph.order
     sampled = [node.id for node in nodes if node.kind == "rollout"]
@@ -55,14 +55,14 @@ def as_yaml(machine: Hardware, sharing: Mapping[int, float]) -> str:
 
 
 def _fitted(machine: Hardware, steps: Sequence[Measured], names: Sequence[str], constants: Sequence[str]) -> Hardware:
-    """`machine` with the constants on which the seconds of these nodes depend, each of which they are linear in."""
+    """`machine` with the constants on which the seconds of these nodes depend; they are linear in each constant."""
     pairs = [
         (workload, name, seconds[name]) for workload, seconds in steps for name in names if seconds.get(name, 0.0) > 0
     ]
     if not pairs:
         return machine
     seen = np.array([seconds for _, _, seconds in pairs])
-    rates = [constant.endswith("_efficiency") for constant in constants]  # whose inverse seconds grow with
+    rates = [constant.endswith("_efficiency") for constant in constants]  # seconds grow with their inverse
     free: dict[str, Any] = {constant: 1.0 if rate else 0.0 for constant, rate in zip(constants, rates, strict=True)}
 
     def predicted(values: dict[str, Any]) -> NDArray[np.float64]:

@@ -10,7 +10,7 @@ from rlflow.simulate.hardware import Hardware
 
 
 def forward_flops(size: ModelSize, tokens: float, length: float) -> float:
-    """Of a forward pass over `tokens`, in sequences of `length` tokens.
+    """FLOP of a forward pass over `tokens`, in sequences of `length` tokens.
 
     A multiplication and an addition for each weight and token; the same for each pair of a token and one before it, for
     the scores and again for the values (PaLM, arXiv 2204.02311, appendix B, halved because attention is causal).
@@ -20,9 +20,9 @@ def forward_flops(size: ModelSize, tokens: float, length: float) -> float:
 
 
 def gather_seconds(nbytes: float, ranks: int, hardware: Hardware) -> float:
-    """Until every rank holds `nbytes` that lie in equal parts on all; a reduce-scatter takes as long.
+    """Seconds until every rank holds `nbytes` that lie in equal parts on all; a reduce-scatter takes as long.
 
-    Rings through all GPUs: in a node, and between nodes through all their network adapters at once. The slower counts.
+    Rings through all GPUs: in a node, and between nodes through all their network adapters together. The slower counts.
     """
     if ranks == 1:
         return 0.0
@@ -34,14 +34,14 @@ def gather_seconds(nbytes: float, ranks: int, hardware: Hardware) -> float:
 
 
 def latency(ranks: int, hardware: Hardware) -> float:
-    """Of a collective: a tree's hops in the node, and then between nodes."""
+    """Latency of a collective: a tree's hops in the node, and then between nodes."""
     in_node = min(ranks, hardware.gpus_per_node)
     nodes = math.ceil(ranks / hardware.gpus_per_node)
     return math.log2(in_node) * hardware.node_latency + math.log2(nodes) * hardware.network_latency
 
 
 def all_to_all_seconds(nbytes: float, ranks: int, hardware: Hardware) -> float:
-    """Of an exchange in which each rank sends `nbytes`, evenly to the others."""
+    """Seconds of an exchange in which each rank sends `nbytes`, evenly to the others."""
     if ranks == 1:
         return 0.0
     in_node = min(ranks, hardware.gpus_per_node)
@@ -63,14 +63,14 @@ def decode_seconds(
     longest: float,
     at_once: float,
 ) -> float:
-    """Of one engine, with weights and cache as wide as the role's.
+    """Seconds that one engine generates, with weights and cache as wide as the role's.
 
     Prompts first, at the speed of a forward pass. Then one token of each running response a step: a step reads the
     weights and the running responses' caches, or multiplies them, whichever is slower; two reductions a layer join the
     ranks. The engine is never idle while responses wait, and ends with the longest.
 
     Args:
-        role: Whose weights it generates with.
+        role: Role that it generates with.
         ranks: GPUs of the engine.
         hardware: Hardware of the GPUs.
         responses: Responses that it generates.
@@ -78,7 +78,7 @@ def decode_seconds(
         prompt: Tokens of a prompt.
         response: Tokens of a response on average.
         longest: Tokens of the longest response.
-        at_once: Responses that are generated at once, at most.
+        at_once: Most responses that are generated at the same time.
     """
     size, width = role.size, role.width
     flops = forward_flops(size, prompts * prompt, prompt)
@@ -101,7 +101,7 @@ def decode_seconds(
 
 
 def score_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hardware) -> float:
-    """Of a rank's forward passes over `tokens`, of which its peers compute their parts.
+    """Seconds of a rank's forward passes over `tokens`; its peers compute their parts of these.
 
     At ZeRO 3 each micro-batch gathers the weights meanwhile.
     """
@@ -111,7 +111,7 @@ def score_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hard
 
 
 def train_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hardware) -> float:
-    """Of a rank's updates over `tokens` in all: a backward pass is two forward passes, and checkpointing one more.
+    """Seconds of a rank's updates over `tokens` in all: a backward pass is two forward passes, checkpointing one more.
 
     Meanwhile each micro-batch gathers the weights twice at ZeRO 3, and its gradients are reduced from ZeRO 2 on; below,
     once an update. Then the optimizer reads and writes weights, gradients and moments; what was divided is gathered.
@@ -131,10 +131,10 @@ def train_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hard
 
 
 def sync_seconds(role: LoadedRole, hardware: Hardware, crossing: int = 0) -> float:
-    """Of bringing trained weights into the engine: gathered where they are divided, written, and read back.
+    """Seconds to send trained weights to the engine: gathered where they are divided, written, and read back.
 
     Args:
-        role: Whose weights are brought.
+        role: Role with the weights that are sent.
         hardware: Hardware of the ranks.
         crossing: Ranks of a broadcast to engines that live elsewhere: a pipeline, as slow as its slowest link.
     """
@@ -163,13 +163,13 @@ def straggling(rows: float, shards: int, variation: float) -> float:
 def _computing(
     role: LoadedRole, tokens: float, length: float, passes: int, hardware: Hardware, efficiency: float
 ) -> float:
-    """Of a rank's part of as many passes as long as a forward pass."""
+    """Seconds of a rank's part of so many passes, each as long as a forward pass."""
     flops = passes * forward_flops(role.size, tokens / role.layout.copies, length)
     return flops / (hardware.peak_flops * efficiency) + passes * _divided_seconds(role, tokens, hardware)
 
 
 def _divided_seconds(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
-    """Of a pass over sequences that peers divide: four all-to-alls a layer, of queries, keys, values and the result."""
+    """Seconds of all-to-alls in a pass over divided sequences: four a layer, of queries, keys, values and results."""
     if role.layout.copies == 1:
         return 0.0
     heads = 2 * role.size.heads + 2 * role.size.kv_heads

@@ -89,7 +89,7 @@ class _Step:
                 yield from self._task(task)
 
     def _in_order(self) -> list[Task]:
-        """The plan's tasks; where steps overlap, syncs, then tasks with a lag, whose rows an earlier step has made."""
+        """The plan's tasks; where steps overlap, syncs, then tasks with a lag, on rows of an earlier step."""
         tasks = list(self.workload.plan.tasks)
         if not self.workload.plan.max_staleness:
             return tasks
@@ -286,7 +286,7 @@ def scheduled(works: Iterable[WorkItem]) -> StepTimeline:
 
     For example `rollout` takes 3 s on the ranks, its exchange 5 s on their links, `rewards` 1 s on the ranks, and
     `actor_loss`, which needs the exchange, 2 s. They begin after 0, 3, 3 and 8 s: rewards are computed while the
-    exchange is in progress, and the step takes 10 s, whose critical path is rollout, exchange and `actor_loss`.
+    exchange is in progress, and the step takes 10 s. Its critical path is rollout, exchange and `actor_loss`.
 
     Args:
         works: The works in the order of issue; each needs only works before it.

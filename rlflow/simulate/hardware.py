@@ -44,18 +44,19 @@ class Hardware:
         forward_efficiency: Share of the peak that scoring and reading prompts reach.
         memory_efficiency: Share of the memory bandwidth that decoding reaches.
         link_efficiency: Share of the bandwidths between GPUs that is reached.
-        decode_overhead: Overhead of one decoding step, beside reading weights and cache.
+        decode_overhead: Overhead of one decoding step, in addition to reading weights and cache.
         row_seconds: Work on the CPU for a row in a node without a role: a verifier, say.
         hub_bandwidth: Bandwidth of a controller through which rows go, packing and unpacking included.
         control_seconds: Work of a metadata controller for a row and value.
-        micro_batch_seconds: Seconds of a forward pass beside its FLOP; of a backward pass twice that.
-        update_seconds: Seconds of an optimizer step beside the numbers that it moves.
-        response_seconds: Of an engine for each response beside its tokens: reading the request, writing the text.
-        sync_seconds: Seconds of a weight sync beside its bytes.
+        micro_batch_seconds: Seconds of a forward pass in addition to its FLOP; of a backward pass twice that.
+        update_seconds: Seconds of an optimizer step in addition to moving its numbers.
+        response_seconds: Seconds of an engine for each response in addition to its tokens: reading the request, writing
+            the text.
+        sync_seconds: Seconds of a weight sync in addition to its bytes.
         exchange_row_seconds: Seconds of a rank for each row and column of a value that it packs and unpacks.
-        step_seconds: Seconds of a step beside all of these: loading, counting, metrics.
-        sharing: By how much longer computing takes when so many GPUs of a node do, where processes share what they
-            compute on; between the given numbers in proportion.
+        step_seconds: Seconds of a step in addition to all of these: loading, counting, metrics.
+        sharing: Factor by which computing takes longer when so many GPUs of a node compute, where processes share what
+            they compute on; between the given numbers in proportion.
     """
 
     peak_flops: float
@@ -114,7 +115,7 @@ COMPUTED = (
 )
 
 
-LAPS = 5  # of each rate that is measured here, after one that is not counted
+LAPS = 5  # of each rate that is measured on this machine, after one that is not counted
 
 # NVIDIA's data sheets of the SXM modules, and of the DGX systems for the network: one adapter for each GPU, 400 Gb/s
 # (H100, H200) or 200 Gb/s (A100). NVLink's figure is both directions; a half is one.

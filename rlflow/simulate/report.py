@@ -22,7 +22,7 @@ from rlflow.simulate.designs import DESIGNS, MEANING, StepTimeline, node_seconds
 from rlflow.simulate.simulation import Simulation, phase_lines
 from rlflow.storage.space import in_bytes
 
-READ = 64  # rows whose prompts say how long prompts are
+READ = 64  # rows from which the length of prompts is measured
 
 
 def show(simulation: Simulation) -> None:

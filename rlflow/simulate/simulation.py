@@ -59,7 +59,7 @@ class PredictedStep:
 
     @property
     def memory(self) -> Memory:
-        """Of the fullest ranks."""
+        """Memory of the fullest ranks."""
         return self.memories[0]
 
     def rate(self, design: Design) -> float:
@@ -74,14 +74,14 @@ class Simulation:
     Attributes:
         module: The algorithm, its models configured.
         graph: Graph of the module.
-        data: Its prompts.
-        trainer: Its strategy and engine.
-        nodes: To be simulated.
+        data: Prompts of the algorithm.
+        trainer: Trainer with the strategy and the engine.
+        nodes: Number of nodes to simulate.
         name: Name of the hardware.
         hardware: Hardware of a node.
         scaling: Whether the step's prompts grow with the ranks.
-        prompt_tokens: On average; None for half of the longest.
-        response_tokens: On average; None for half of the longest.
+        prompt_tokens: Tokens of a prompt on average; None for half of the longest.
+        response_tokens: Tokens of a response on average; None for half of the longest.
         on_cpu: Whether the ranks run on CPUs.
         picture: File that timelines and growth are drawn into; None for none.
     """
@@ -107,18 +107,18 @@ class Simulation:
 
     @cached_property
     def predicted(self) -> PredictedStep:
-        """At the size asked for."""
+        """The predicted step at the size asked for."""
         return PredictedStep(self._workload(self.nodes), self.hardware)
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """Around the steps."""
+        """The phases around the steps."""
         found, bucket = self.predicted, self.trainer.settings.sync_bucket_bytes
         return run_phases(found.workload, found.memories, self.hardware, bucket)
 
     @cached_property
     def growth(self) -> dict[int, PredictedStep]:
-        """By ranks: at 1, 2, 4, ... nodes where the sizes divide, and at the size asked for."""
+        """Predicted steps by ranks: at 1, 2, 4, ... nodes where the sizes divide, and at the size asked for."""
         found = {}
         for power in range(self.nodes.bit_length()):
             try:
@@ -200,7 +200,7 @@ class Simulation:
 
 
 def _of_size(module: RLModule, share: float, ranks: int) -> RLModule:
-    """A copy whose updates have so many times the samples."""
+    """A copy of the module; each update has so many times the samples."""
     scaled, found = copy.copy(module), handles(module)
     copies = {role: copy.copy(handle) for role, handle in found.items()}
     for role, handle in copies.items():
@@ -248,7 +248,7 @@ class Phase:
     Attributes:
         name: `loading`, `saving` or `resuming`.
         seconds: For which all ranks are at it.
-        nbytes: That the node which moves most moves from or to storage.
+        nbytes: Bytes that the busiest node moves from or to storage.
         memory: Memory of the fullest rank, at its fullest moment.
     """
 
@@ -302,23 +302,23 @@ def phase_lines(found: Sequence[Phase], capacity: float) -> Iterator[str]:
 
 
 def _loaded_bytes(role: LoadedRole, hardware: Hardware) -> float:
-    """That a node reads of a model's files: all, once for its ranks, or the parts of its ranks."""
+    """Bytes that a node reads of a model's files: all, once for its ranks, or the parts of its ranks."""
     here = min(len(role.layout.ranks), hardware.gpus_per_node)
     return role.size.parameters * role.width * min(1.0, here / role.weights_over)
 
 
 def _state_bytes(role: LoadedRole, hardware: Hardware) -> float:
-    """That a node reads of a checkpoint: float32 weights and moments, all or its ranks' parts."""
+    """Bytes that a node reads of a checkpoint: float32 weights and moments, all or its ranks' parts."""
     here = min(len(role.layout.ranks), hardware.gpus_per_node)
     return _numbers(role) * FLOAT32 * min(1.0, here / role.states_over)
 
 
 def _saved_bytes(role: LoadedRole, hardware: Hardware) -> float:
-    """That a node writes, all at once and equally much: the checkpoint, and the model in Hugging Face form."""
+    """Bytes that a node writes, as all do in parallel: the checkpoint, and the model in Hugging Face form."""
     nodes = math.ceil(len(role.layout.ranks) / hardware.gpus_per_node)
     return (_numbers(role) * FLOAT32 + role.size.parameters * role.width) / nodes
 
 
 def _numbers(role: LoadedRole) -> int:
-    """Of a checkpoint: weights, and the moments without the copy of a weight."""
+    """Numbers of a checkpoint: weights, and the moments without the copy of a weight."""
     return role.trained * (1 + role.moments // 2 * 2)

@@ -18,12 +18,12 @@ class AdaptiveCoefficient:
     Ziegler et al., arXiv 1909.08593, section 2.2. Without a target it stays as it is.
 
     Args:
-        value: To begin with.
-        target: Of what it restrains, above 0; None for a fixed coefficient.
+        value: Value to begin with.
+        target: Target of what it restrains, above 0; None for a fixed coefficient.
         horizon: Rows after which an error of 100% would double the coefficient, if it were not clipped.
 
     Attributes:
-        value: Now.
+        value: Value now.
     """
 
     value: float

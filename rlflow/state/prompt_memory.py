@@ -18,7 +18,7 @@ _COUNT, _MEAN, _SQUARES = range(3)  # of the numbers of a prompt: how many, thei
 class PromptMemory:
     """How many numbers were seen of each prompt, such as the rewards of its samples, with their mean and deviation.
 
-    An attribute of a module, the same on all ranks, kept in checkpoints. A node updates it; what a step's nodes gave
+    An attribute of a module, the same on all ranks, saved in checkpoints. A node updates it; what a step's nodes gave
     is learned at the end of the step, so a node sees what the steps before taught, and so does `choose_prompts`.
 
         self.solved = PromptMemory()                        # in `__init__` or `__post_init__`
@@ -57,7 +57,7 @@ class PromptMemory:
         """`[N]` float64, on the device of `prompts`: their mean.
 
         Args:
-            prompts: As of `count`.
+            prompts: Places in the dataset, as in `count`.
             unseen: What it is where no number was seen. Give a number where a node returns the mean: a NaN in its value
                 ends the run.
         """
@@ -68,7 +68,7 @@ class PromptMemory:
         """`[N]` float64, on the device of `prompts`: their standard deviation, N - 1 in its denominator.
 
         Args:
-            prompts: As of `count`.
+            prompts: Places in the dataset, as in `count`.
             unseen: What it is where fewer than two numbers were seen; see `mean`.
         """
         count, _, squares = self._of(prompts).unbind(dim=1)

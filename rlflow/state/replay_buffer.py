@@ -41,7 +41,7 @@ class ReplayBuffer:
 
         Args:
             prompts: Token ids, int64, of rows of all ranks, as `RLModule.all_rows` gives them.
-            responses: Of the same rows.
+            responses: Responses of the same rows.
         """
         if len(prompts) != len(responses):
             raise UserError(

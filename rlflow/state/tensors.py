@@ -18,7 +18,7 @@ def without_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     """What is left of a state without its tensors, and these by the keys that lead to them, on the CPU.
 
     Args:
-        state: Of JSON-able values and tensors, in dicts of any depth.
+        state: State of JSON-able values and tensors, in dicts of any depth.
     """
     rest: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}

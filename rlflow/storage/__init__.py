@@ -1,1 +1,1 @@
-"""How tensors and folders come to lie on a disk, whole or not at all."""
+"""Writes tensors and folders to a disk, whole or not at all."""

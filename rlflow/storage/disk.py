@@ -1,4 +1,4 @@
-"""Writing beside the run: jobs in a thread of their own, and tensors on their way to them."""
+"""Writing in the background: jobs in a thread of their own, and the tensors that are passed to them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Disk:
     """Does one job after another in a thread; after one that fails, no more until `wait`.
 
     Args:
-        asynchronous: The run goes on meanwhile, so what is to be written is copied first; the copies' memory is kept
-            for the next time. Jobs wait for `start`, since the run waits for the copies, and not for what is written.
+        asynchronous: The run continues meanwhile, so what is to be written is copied first; the copies' memory is
+            reused the next time. Jobs wait for `start`, since the run waits for the copies, and not for what is
+            written.
     """
 
     def __init__(self, asynchronous: bool = False) -> None:
@@ -58,8 +59,8 @@ class Disk:
         """The tensor as it is now, on the CPU.
 
         Args:
-            key: Of the memory that is used for it again at the next save.
-            tensor: On any device.
+            key: Name of the memory of its copy, which is used again at the next save.
+            tensor: Tensor on any device.
         """
         if not self.asynchronous:
             return tensor.detach().to("cpu", copy=True)
@@ -70,7 +71,7 @@ class Disk:
         return held.copy_(tensor.detach())
 
     def start(self) -> None:
-        """Let the thread begin with what it was given, and do what it is given from here on."""
+        """Let the thread begin with the jobs it was given, and do those it is given from now on."""
         if self._thread is None:
             # A daemon, so that a run that ends by an error does not wait for a disk that hangs.
             self._thread = threading.Thread(target=self._work, name="disk", daemon=True)

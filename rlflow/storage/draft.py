@@ -31,7 +31,7 @@ class Record:
     """What one rank wrote.
 
     Attributes:
-        rank: Its number.
+        rank: Number of the rank.
         files: SHA-256 and size by name.
         more: What else the one who completes the folder needs; JSON-able.
         error: Why it is not there; None where it is.
@@ -47,7 +47,7 @@ class Draft:
     """The folder while it is written, as one rank sees it.
 
     Args:
-        target: As it will be called.
+        target: Path that it will have.
         rank: This process's rank.
         nodes: The machine's name of every rank of the job, by rank.
         timeout_s: Seconds that other ranks may take longer than this rank.
@@ -72,7 +72,7 @@ class Draft:
         self.path.mkdir(parents=True)
 
     def file_records(self, digests: Mapping[str, str]) -> dict[str, tuple[str, int]]:
-        """Of files by name; those whose digest is empty are read for it, and waited for until they are on the disk."""
+        """Digest and size of files by name. A file with an empty digest is synced to the disk and read."""
         records = {}
         for name, digest in digests.items():
             file = self.path / name
@@ -85,7 +85,7 @@ class Draft:
         """Say what this rank wrote; nothing of it is written after. An empty file says that it had no room to.
 
         Args:
-            record: Of this rank.
+            record: Record of this rank.
             part: `WRITTEN`, or `LEFT` where the rank reads nothing of it any more; `collect` asks for one.
 
         Raises:
@@ -112,7 +112,7 @@ class Draft:
 
         Args:
             error: Why it could not; None where it could.
-            record: Makes the record; None for one without files.
+            record: Function that makes the record; None for one without files.
             written: Files that are removed if there is an error, since their room is needed to say so.
             part: See `add`.
         """

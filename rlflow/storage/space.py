@@ -14,7 +14,7 @@ def require_space(folder: Path, needed: int, what: str, mend: str) -> None:
     """Refuse to begin what would not end.
 
     Args:
-        folder: Where it is to be written; it need not be there yet.
+        folder: Folder that is to be written; it need not exist yet.
         needed: Bytes.
         what: Takes them, for the message.
         mend: What to do but free some.
@@ -32,12 +32,12 @@ def require_space(folder: Path, needed: int, what: str, mend: str) -> None:
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all files in it; 0 where it is not there."""
+    """Bytes of all files in a folder; 0 where it does not exist."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def in_bytes(nbytes: float) -> str:
-    """In the unit that is read easily."""
+    """A number of bytes as text, in the unit that is easy to read."""
     for unit, size in {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"

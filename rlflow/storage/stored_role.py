@@ -18,7 +18,7 @@ from rlflow.errors import UserError, one_line
 
 @dataclass(frozen=True)
 class RoleIndex:
-    """The content of `<role>.json`: which file has which part of which tensor of a role. Of two ranks:
+    """The content of `<role>.json`: which file has which part of which tensor of a role. For two ranks:
 
         files   ["actor-00000-of-00002.safetensors", "actor-00001-of-00002.safetensors"]
         kinds   ["weight", "exp_avg", "exp_avg_sq"]
@@ -31,7 +31,7 @@ class RoleIndex:
         kinds: The tensors of each parameter: `weight`, and the names of the optimizer's.
         files: Files with tensors, one for each rank that holds some.
         shapes: Shape of each parameter.
-        ranges: By parameter, in order, the ranges that make up the flattened tensor, the same for every kind: the first
+        ranges: Ranges that make up the flattened tensor, by parameter, in order, the same for every kind: the first
             element, the number of elements, and the place in `files` of the file that has them.
         loss_scale: Factor of the loss and the updates since it changed; None if the role's loss is not scaled.
     """

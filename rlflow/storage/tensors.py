@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 
-BLOCK = 64 * 2**20  # bytes written at once
+BLOCK = 64 * 2**20  # bytes written at a time
 # The names of the format: https://github.com/huggingface/safetensors#format
 NAMES = {
     torch.float64: "F64",
@@ -37,9 +37,9 @@ class StoredTensor:
     """One tensor of a file.
 
     Attributes:
-        key: Its name.
-        shape: Its own.
-        dtype: Of its elements.
+        key: Name of the tensor.
+        shape: Shape of the tensor.
+        dtype: Dtype of its elements.
     """
 
     key: str
@@ -53,7 +53,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -62,7 +62,7 @@ class TensorRange:
     """A contiguous range of a flattened tensor, on the rank that holds it.
 
     Attributes:
-        start: Its first element's place in the flattened whole.
+        start: Place of the first element in the flattened whole.
         values: `[n]`, the elements, a view of where they are held; may be empty.
     """
 
@@ -78,8 +78,8 @@ def write_tensors(
     Args:
         path: The file.
         entries: All that it will hold.
-        tensors: One for each entry, in their order, on any device; asked for one by one.
-        metadata: Of the file.
+        tensors: Tensors, one for each entry, in their order, on any device; asked for one by one.
+        metadata: Metadata of the file.
 
     Returns:
         The file's SHA-256.
@@ -123,10 +123,10 @@ def all_finite(what: str, role: str, entries: Iterable[StoredTensor], tensors: I
     """The tensors, each looked at before it is handed on.
 
     Args:
-        what: They are saved as, for the message.
-        role: Whose weights they are.
-        entries: One of each; the key of what an optimizer keeps is `<weight>/<kind>`.
-        tensors: In the same order, on any device.
+        what: What they are saved as, for the message.
+        role: Role that has the weights.
+        entries: Entries, one for each tensor; the key of an optimizer's state is `<weight>/<kind>`.
+        tensors: Tensors in the same order, on any device.
 
     Raises:
         UserError: An entry of one is infinite or NaN.

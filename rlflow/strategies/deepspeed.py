@@ -55,7 +55,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more). It takes 12 bytes
             a weight off the GPUs, and each step sends the gradients and weights over PCIe, so it is off by default.
         offload_parameters: Keep weights in CPU memory, and send each layer to the GPU when it is used (CUDA; stage 3).
-            Off by default: it is for a model whose weights alone, divided over the ranks, do not fit.
+            Off by default: it is for a model with weights that do not fit, even alone and divided over the ranks.
         overlap_comm: Reduce gradients, and gather weights at stage 3, on a CUDA stream of their own while the backward
             pass runs. Off by default, as it was never compared on a GPU.
         bucket_elements: Most elements of a bucket: gradients that are reduced together, and at stage 3 weights that are
@@ -200,7 +200,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             "overlap_comm": self.overlap_comm,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            "sub_group_size": bucket,  # stepped at once, with temporary copies of this size
+            "sub_group_size": bucket,  # stepped together, with temporary copies of this size
             "stage3_prefetch_bucket_size": bucket,
             "stage3_max_live_parameters": live,
             "stage3_max_reuse_distance": live,
@@ -289,7 +289,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 whole[part.start : part.start + len(part.values)] = part.values.to(whole)
                 dist.all_reduce(whole, group=group)
                 average.weights[key].copy_(whole.view_as(average.weights[key]))
-        if self.stage == 3:  # what was kept whole, and second copies within nodes, are of the weights before
+        if self.stage == 3:  # weights left whole, and second copies within nodes, are those of before
             self._engine(name).optimizer.partition_all_parameters()
             for parameter in self.roles[name].model.parameters():
                 parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
@@ -407,7 +407,7 @@ def join(device: torch.device, dtype: torch.dtype, backend: str | None) -> None:
 
 
 def mpu(groups: RoleGroups) -> SimpleNamespace:
-    """A role's groups in the form of Megatron's `mpu`, whose methods DeepSpeed calls.
+    """A role's groups in the form of Megatron's `mpu`; DeepSpeed calls its methods.
 
     The data-parallel group is all ranks of the role, over which ZeRO divides states. The model-parallel group is this
     rank alone, since no layer is divided. `all` and `within` are for `turn_to`.
@@ -441,10 +441,10 @@ def turn_to(groups: SimpleNamespace) -> None:
 
 @cache
 def _keep_within_role() -> None:
-    """Patch two collectives of ZeRO-3 that expect all ranks of the job, of which some may not hold the role.
+    """Patch two collectives of ZeRO-3 that expect all ranks of the job; some ranks may not hold the role.
 
-    One is a barrier while weights are divided. The other compares with global rank 0 in which order a forward pass
-    reads the weights. Both are now among the ranks of the role that `turn_to` was last called with.
+    One is a barrier while weights are divided. The other compares the order in which a forward pass reads the weights
+    with that of global rank 0. Both are now among the ranks of the role that `turn_to` was last called with.
     """
     from deepspeed import comm
     from deepspeed.runtime.zero import partitioned_param_coordinator
@@ -469,10 +469,10 @@ def _keep_within_role() -> None:
 
 @contextmanager
 def norm_at_most(optimizer: Any, most: float) -> Iterator[dict[str, float]]:
-    """Within it an optimizer of ZeRO 1 to 3 treats a gradient whose norm is above `most` as one that overflowed.
+    """Within it an optimizer of ZeRO 1 to 3 treats a gradient of a norm above `most` as one that overflowed.
 
     The optimizer's step measures the norm by a method of its own, `scaled_global_norm` at stages 1 and 2 and
-    `_get_norm_groups` at stage 3, and skips an update whose norm is not finite. That method is replaced meanwhile.
+    `_get_norm_groups` at stage 3, and skips an update if the norm is not finite. That method is replaced meanwhile.
 
     Args:
         optimizer: DeepSpeed's optimizer.

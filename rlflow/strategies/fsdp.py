@@ -115,7 +115,8 @@ class FSDPStrategy(DistributedStrategy):
 
         assert isinstance(parameter, DTensor)
         mesh, (rows, *width) = parameter.device_mesh, parameter.shape
-        # Of n rows and r ranks the first ranks have ceil(n / r) each, and the last what is left, which may be nothing.
+        # With n rows and r ranks the first ranks have ceil(n / r) each, and the last what is left, which may be
+        # nothing.
         first = min(-(-rows // mesh.size(-1)) * mesh.get_local_rank("shard"), rows)
         held: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
         return TensorRange(first * math.prod(width), held.view(-1))

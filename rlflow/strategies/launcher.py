@@ -24,7 +24,7 @@ from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, Answered
 
 POLL_S = 0.2
 GRACE_S = 2.0  # how long rank 0 may still take to fail in its own words after another rank has died
-MISSING_S = 10.0  # how long a rank whose collective failed waits for whoever knows which other rank was missing
+MISSING_S = 10.0  # a rank waits so long, after its collective failed, for whoever knows which other rank was missing
 END_S = 60.0  # how long the other ranks may outlive a rank 0 that is done
 REPORTED = 2  # the exit code of a rank that has said on the terminal what its user can mend
 
@@ -34,7 +34,8 @@ class RankLauncher(_SubprocessScriptLauncher):
 
     Use it as `fabric.launch(function)`. A rank that dies ends the others within 5 seconds: one line on the terminal
     names it and what it was doing, unless it has reported a `UserError` itself, and the exit code is its own (1 if that
-    is 0, or a signal killed it). Of a killed rank 0 only `rlflow fit` and `validate` say so, by their parent process:
+    is 0, or a signal killed it). If rank 0 is killed, only the parent process of `rlflow fit` and `validate` reports
+    it:
 
         rank 1 on gpu-17 was killed by SIGKILL (step 3, run rewards: ranks 0-1); ended the other ranks; continue with
         `--trainer.ckpt_path last`, after step 2
@@ -144,7 +145,7 @@ class _Watch(threading.Thread):
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            # Collectives fail here a moment after the rank that broke them, whose name is the better message.
+            # Collectives fail here a moment after the rank that broke them; a message that names that rank is better.
             dead = None if isinstance(error, UserError) else self._await_death(GRACE_S / 2)
             absent = None
             if dead is None and of_a_collective(error):
@@ -171,7 +172,7 @@ class _Watch(threading.Thread):
                 return
 
     def _dead(self) -> int | None:
-        """A rank whose process ended otherwise than by the end of its run; None if there is none."""
+        """A rank with a process that ended otherwise than by the end of its run; None if there is none."""
         for rank, process in self._ranks.items():
             code = process.poll()
             asked = code == preemption.EXIT_CODE and preemption.received()  # as all ranks do, rank 0 at last

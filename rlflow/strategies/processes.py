@@ -50,7 +50,7 @@ class ManyProcesses(DDPStrategy):
 
     Args:
         timeout: Timeout of its collectives.
-        before_joining: Called in each rank before it joins, when its device is known.
+        before_joining: Function that each rank calls before it joins, when its device is known.
     """
 
     def __init__(self, timeout: timedelta, before_joining: Callable[[], None]) -> None:
@@ -78,7 +78,7 @@ class ManyProcesses(DDPStrategy):
     def join(self) -> None:
         """Join the process group, which, unlike Fabric's, is bound to no device.
 
-        Bound to one, torch would split each further group from that of all ranks while it is formed, at once and by
+        Bound to one, torch would split each further group from that of all ranks while it is formed, immediately and by
         NCCL, thousands of them in a large job.
         """
         for announcer in ("lightning.fabric", "lightning.pytorch"):  # of every rank, on the terminal
@@ -116,7 +116,7 @@ def join_group(backend: str, rank: int, world_size: int, address: str, port: int
     differ from agent to agent.
 
     Args:
-        backend: As torch names it.
+        backend: Backend, by torch's name.
         rank: Rank of this process.
         world_size: Number of all ranks.
         address: Address of rank 0's machine.

@@ -31,7 +31,7 @@ class Role:
         updates: How many updates the whole run makes, or steps if its schedule counts those; None where nobody knows.
         done: How many updates were made; skipped ones do not count.
         step: How many steps of the run trained it before this one.
-        loss_scale: Scale of the losses of a trained role whose gradients are in float16; else None.
+        loss_scale: Scale of the losses of a trained role if its gradients are in float16; else None.
         average: The average, of a role that is another's moving average; `done` counts its moves then.
     """
 
@@ -95,14 +95,14 @@ class Role:
 
 @dataclass
 class LossScale:
-    """The factor on a loss whose gradients are in float16: without it small ones are 0, with a large one they overflow.
+    """The factor on a loss with gradients in float16: without it small gradients are 0, too large a factor overflows.
 
-    A power of 2, halved by an update whose gradient overflowed and doubled after many that did not: Micikevicius et
-    al., Mixed Precision Training, arXiv 1710.03740, section 3.2. It depends on the role's updates alone, whose gradient
-    all its ranks see alike.
+    A power of 2, halved by an update if its gradient overflowed and doubled after many that did not: Micikevicius et
+    al., Mixed Precision Training, arXiv 1710.03740, section 3.2. It depends on the role's updates alone, and all its
+    ranks see the same gradient.
 
     Attributes:
-        factor: On the loss; gradients are divided by it before they are clipped.
+        factor: Factor on the loss; gradients are divided by it before they are clipped.
         clean: Updates since it last changed.
     """
 
@@ -110,7 +110,7 @@ class LossScale:
     clean: int = 0
 
     def update(self, finite: bool) -> None:
-        """After an update, whose gradient was `finite` or was not, so that it was skipped."""
+        """Adapt the factor after an update; if the gradient was not `finite`, the update was skipped."""
         if not finite:
             self.factor, self.clean = max(self.factor / 2, LEAST), 0
             return

@@ -24,7 +24,7 @@ def peers_of(group: ProcessGroup) -> Peers:
 
 
 def divided_attention(group: ProcessGroup) -> Attention:
-    """`packed_attention` of a line of which each rank of a group has a part, of one length.
+    """`packed_attention` of a line that is divided over the ranks of a group, in parts of one length.
 
     Heads are divided among the ranks; where those of keys and values are fewer than ranks, some ranks have the same.
     """

@@ -14,7 +14,7 @@ class SingleProcess(TrainingStrategy):
     """Trains in this process without DeepSpeed; needs `trainer.devices: 1`.
 
     Args:
-        precision: Precision of weights, gradients and optimizer states alike; so there is no fp16, whose range is too
+        precision: Precision of weights, gradients and optimizer states alike. So there is no fp16: its range is too
             small for an optimizer's states (FSDP on one rank has float32 ones).
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.

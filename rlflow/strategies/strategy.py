@@ -138,7 +138,7 @@ class TrainingStrategy:
         """Say where roles live; called once, before any role is set up, by all ranks of the job alike.
 
         Args:
-            layouts: By role. The ranks that hold a shard's copies divide its sequences among them.
+            layouts: Layouts by role. The ranks that hold a shard's copies divide its sequences among them.
         """
         self._layouts = dict(layouts)
 
@@ -166,7 +166,7 @@ class TrainingStrategy:
         """Refuse what cannot be trained this way, before processes start.
 
         Args:
-            handles: By role.
+            handles: Handles by role.
             layouts: Where each role lives; there may be others.
 
         Raises:
@@ -286,7 +286,7 @@ class TrainingStrategy:
 
         Args:
             name: The role.
-            folder: Where to write; it is there.
+            folder: Folder to write to; it exists.
             disk: Writes. All is there when its `wait` returns on every rank.
             state: Gives the role's state of now; the disk asks for it. None where it is not stored.
             what: The model is called where a weight is infinite or NaN; None for the folder's name.
@@ -352,7 +352,7 @@ class TrainingStrategy:
 
         Args:
             name: A trained role.
-            stored: By Hugging Face name.
+            stored: Stored weights by Hugging Face name.
             updates_done: When it was taken.
             loss_scale: `LossScale.record` when it was taken, of a role in float16; another role has no use for it.
 
@@ -444,7 +444,7 @@ class TrainingStrategy:
         return parameter.detach()
 
     def _empty_whole(self, parameter: torch.nn.Parameter) -> Tensor:
-        """On the device `meta`, a tensor of the shape and dtype of `_whole`."""
+        """A tensor of the shape and dtype of `_whole`, on the device `meta`."""
         return torch.empty(self._full_shape(parameter), dtype=parameter.dtype, device="meta")
 
     def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:

@@ -13,7 +13,7 @@ class Absent:
     It can be held, copied, pickled and shown; the first use of it raises.
 
     Args:
-        field: Its name.
+        field: Name of the field.
         instead: What to write where the field is needed.
     """
 

@@ -124,7 +124,7 @@ class _Responses(Tokens, Sourced, Protocol):
 
 @dataclass(frozen=True)
 class Pairs(Placed):
-    """Prompts that have two responses each, of which the chosen one was preferred: a dataset's, or made of samples.
+    """Prompts with two responses each; the chosen one was preferred. They are a dataset's, or made from samples.
 
     A response ends with the end-of-sequence token. A model that scores both reads the prompt twice. Two pairs:
 
@@ -155,7 +155,7 @@ class Pairs(Placed):
 
         Args:
             chosen: `B` samples.
-            rejected: As many, which answer the same prompts.
+            rejected: As many rejected responses, to the same prompts.
 
         Raises:
             UserError: There are more of one than of the other.

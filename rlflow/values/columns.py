@@ -19,7 +19,7 @@ from rlflow.values.host_copy import joined, on_device, on_host, rows_at
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
-NOT_MADE: Any = object()  # the default of an optional column, in place of which the value gets an empty one
+NOT_MADE: Any = object()  # the default of an optional column; the value gets an empty column in its place
 _OPTIONAL = "rlflow"  # key of a field's metadata
 
 
@@ -33,8 +33,8 @@ class Column:
     Attributes:
         name: The field's name; "" where the value is a bare tensor.
         cut: How it is cut by rows, and so its shape: `[B, ...]`, `[B, T, ...]`, see `Cut`.
-        home: Whether it is marked `Home`, so that it goes only to nodes whose types name it.
-        entry: Of a column that need not be made: dtype of its entries, or type of its JSON objects; else None.
+        home: Whether it is marked `Home`, so that it goes only to nodes that name it in their types.
+        entry: Dtype of the entries, or type of the JSON objects, of a column that need not be made; else None.
         model_input: See `optional`.
     """
 
@@ -222,7 +222,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def with_path(value: Any, annotation: Any, path: RowPath, device: torch.device) -> Any:
-    """The value whose rows are called `path`; itself where they are so already."""
+    """The value with `path` as the path of its rows; itself where they have it already."""
     for column in columns(annotation):
         if column.cut is not Cut.PATH:
             continue

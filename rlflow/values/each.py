@@ -37,7 +37,7 @@ class Trained:
 class Each(Generic[T]):
     """For each row that a node sees, a value of all rows below it.
 
-    A node that sees three questions reads the rewards of their answers, of which the second question has none:
+    A node that sees three questions reads the rewards of their answers; the second question has none:
 
         values     0.5 1.0 0.0 1.0 1.0
         counts     2 0 3

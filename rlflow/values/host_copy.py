@@ -49,7 +49,7 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 def remember(tensor: Tensor, copy: Tensor) -> Tensor:
-    """`tensor`, of which the host has this copy."""
+    """Remember `copy` as the copy of `tensor` on the host, and return `tensor`."""
     if tensor.device.type != "cpu" and not tensor.is_inference() and not copy.is_inference():
         setattr(tensor, _NAME, (copy, tensor._version, copy._version))
     return tensor
@@ -59,8 +59,8 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`, where the host does not wait for it; what is not floating point stays on the host too.
 
     Args:
-        tensor: In memory that is not pinned: the driver has read it when this returns.
-        device: Where it is wanted.
+        tensor: Tensor in memory that is not pinned: the driver has read it when this returns.
+        device: Device that it is wanted on.
     """
     if tensor.device.type != "cpu":
         return tensor.to(device)

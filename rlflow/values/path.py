@@ -19,8 +19,8 @@ NO_GROUP = torch.iinfo(torch.int64).min  # the group of a row that was dropped: 
 class RowPath:
     """The paths of `B` rows in the tree of rows: the id of a row's prompt, then the number of each child below it.
 
-    Two rows whose paths begin alike have an ancestor in common. The paths of a step's rows are known to all ranks that
-    have to do with them, so that they are never sent with a value.
+    Two rows have an ancestor in common if their paths begin alike. The paths of a step's rows are known to all ranks
+    that use the rows, so they are never sent with a value.
 
     Two questions to each of two prompts, and two answers to the first of these questions:
 
@@ -72,7 +72,7 @@ class RowPath:
         return self._group(max(1, self.depth - 1))
 
     def group_of(self, level: str) -> Tensor:
-        """`[B]` int64, alike where rows descend from one row of this level: of `batch` its id, else a number of here.
+        """`[B]` int64, equal where rows descend from one row of this level: for `batch` its id, else a local number.
 
         Raises:
             UserError: These rows have no such level.
@@ -107,7 +107,7 @@ class RowPath:
 
         Args:
             counts: `[B]` int64.
-            name: Of the rows.
+            name: Name of the rows.
             first: `[B]` int64, the number of each row's first child; 0 where None.
         """
         parents = on_host(self.numbers).repeat_interleave(counts, dim=0)

@@ -63,7 +63,7 @@ class Sampled(MaskedTokens, Protocol):
 
 
 class Grouped(Protocol):
-    """Whose samples they are, for what compares the samples of a prompt."""
+    """The group of each sample, for code that compares the samples of a prompt."""
 
     @property
     def group(self) -> PerSample:
@@ -86,7 +86,7 @@ class Sourced(Protocol):
 
 
 class Written(Sourced, Protocol):
-    """Responses as text, beside the dataset's rows: what a reward scores, and what samples show."""
+    """Responses as text, with the dataset's rows: what a reward scores, and what samples show."""
 
     @property
     def texts(self) -> list[str]:
@@ -118,7 +118,7 @@ class Written(Sourced, Protocol):
 
     @property
     def messages(self) -> list[list[dict[str, Any]]]:
-        """Of `B` conversations, all that was said, see `Rollout`; empty where a response is one turn."""
+        """All messages of `B` conversations, see `Rollout`; empty where a response is one turn."""
 
     @property
     def ended(self) -> PerSample:

@@ -81,20 +81,21 @@ class Rollout(Placed):
         experts: The experts that the engine chose for each token that it read, `[sum, layers, k]` uint8 (int16 beyond
             256 experts): of a row its prompt and its response but for the last token, likeliest first. Without entries
             where no model replays them.
-        segments: Of a conversation, how many tokens each turn of the policy and each answer to it has, by turns,
+        segments: Number of tokens of each turn of the policy in a conversation and of each answer to it, alternating,
             `[sum]` int64; without entries where a response is one turn.
-        turn_rewards: Of a conversation, what its environment gave for each turn, `[sum]`; likewise.
+        turn_rewards: Reward that a conversation's environment gave for each turn, `[sum]`; without entries where a
+            response is one turn.
         ended: `[B]` int64, why a conversation is over, see `rlflow.values.rollout.Ending`; of a response that is
             one turn `DONE` where it is finished, and `TOKENS` where it was cut.
-        seat: `[B]` int64, whose view of a conversation a row is, as a number among the environment's `seats`; 0 where
-            it has none.
+        seat: `[B]` int64, the seat from which a row sees its conversation, as a number among the environment's `seats`;
+            0 where it has none.
         texts: The decoded responses, special tokens left out; of a conversation what the policy said last.
-        messages: Of a conversation, all that was said, the prompt's messages among it: each with `role` and `content`,
-            those of the policy's turns with their `reward` and `tool_calls`, what was said after the last turn with
-            `unread`, and the last one with `ended`, who ended it and why. Empty where a response is one turn.
+        messages: All messages of a conversation, the prompt's among them: each with `role` and `content`, those of the
+            policy's turns with their `reward` and `tool_calls`, what was said after the last turn with `unread`, and
+            the last one with `ended`, who ended it and why. Empty where a response is one turn.
         rows: The dataset's row of each sample.
-        progress: Of a conversation, where `trainer.partial_rollout` may cut it off, what it takes to continue it beside
-            the other columns, see `rlflow.rollout.conversation`; empty elsewhere.
+        progress: What it takes to continue a conversation, in addition to the other columns, where
+            `trainer.partial_rollout` may cut it off, see `rlflow.rollout.conversation`; empty elsewhere.
     """
 
     prompt_ids: Ragged

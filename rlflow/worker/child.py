@@ -37,7 +37,7 @@ def main(settings: dict[str, Any]) -> None:
     """Set the limits of this process and answer requests until the socket is closed.
 
     Args:
-        settings: From `Worker`: `parent`, the id of its process, with which this one ends; `path`, entries for
+        settings: Settings from `Worker`: `parent`, the id of its process, with which this one ends; `path`, entries for
             `sys.path`; and the limits `file_bytes` and `memory_bytes`, None for no limit of memory.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

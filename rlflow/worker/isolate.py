@@ -44,8 +44,8 @@ def isolate(settings: dict[str, Any]) -> None:
     """Fork into new namespaces, and return only in the child; the calling process waits for it and exits with its code.
 
     Args:
-        settings: From `Sandbox`: `parent`, the id of the process that started this one; `readable`, paths that are
-            mounted read-only; `disk_bytes`, the size of the file system in memory; and `limits`, such as
+        settings: Settings from `Sandbox`: `parent`, the id of the process that started this one; `readable`, paths that
+            are mounted read-only; `disk_bytes`, the size of the file system in memory; and `limits`, such as
             `{"RLIMIT_CPU": 6}`.
 
     Raises:

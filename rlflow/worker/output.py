@@ -10,7 +10,7 @@ from typing import IO
 class Output(threading.Thread):
     """Reads a pipe in a thread until every process that can write to it is gone; starts by itself.
 
-    Of the 26 letters, `Output(pipe, last=3, first=2)` stores `ab` and `xyz`. `join()` waits for the end.
+    From the 26 letters, `Output(pipe, last=3, first=2)` stores `ab` and `xyz`. `join()` waits for the end.
 
     Args:
         pipe: Pipe to read; closed at its end.

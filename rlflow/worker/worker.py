@@ -121,7 +121,7 @@ class Worker:
 
         Args:
             seed: Seed of the conversation.
-            paths: Dotted paths, such as `my_env.WordGame`, whose module is `my_env`.
+            paths: Dotted paths, such as `my_env.WordGame` of the module `my_env`.
         """
         self._start()
         for path in paths:
@@ -229,7 +229,7 @@ class Worker:
         if self.runs:
             return
         self.close()
-        # Beside the marks of the workers that this process runs in.
+        # In addition to the marks of the workers that this process runs in.
         environment = {**os.environ, MARK: " ".join([*os.environ.get(MARK, "").split(), self._mark])}
         self._socket, of_child = socket.socketpair()
         settings = {

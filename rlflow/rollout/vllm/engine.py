@@ -73,8 +73,8 @@ class VLLMEngine(InProcessEngine):
         kv_cache_gib: Size of the key-value cache where the engine runs on the CPU, GiB for each rank.
         max_model_len: Tokens of the longest prompt and response together; None for as many as the model takes and the
             cache holds.
-        max_num_seqs: Responses generated at once.
-        max_num_batched_tokens: Tokens computed at once, of prompts and of responses; longer prompts, and more of them,
+        max_num_seqs: Responses generated at the same time.
+        max_num_batched_tokens: Tokens computed together, of prompts and of responses; longer prompts, and more of them,
             are computed in parts. None for vLLM's own number.
         block_size: Tokens of a block of the key-value cache. Whole blocks are shared by the responses to a prompt. None
             for 32 on the CPU, which takes multiples of that, and vLLM's own number elsewhere.

@@ -134,7 +134,7 @@ class RewindableGenerator(torch.Generator):
     `generator.set_offset(generator.get_offset() - 4)`. Generators of the CPU have no offset. See docs/design/0019.
 
     A request draws for parts of its prompt only between its entry into the batch and its next token. So the state at
-    the entry is the one before every draw that is undone. A request whose tokens are computed again enters again.
+    the entry is the one before every draw that is undone. A request enters again when its tokens are computed again.
 
     Attributes:
         rewinds: How often it returned.

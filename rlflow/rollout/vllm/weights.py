@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-UNITS = 256  # unit vectors multiplied at once when a packed weight is read back
+UNITS = 256  # unit vectors multiplied together when a packed weight is read back
 SINKS = "sinks"  # of attention, GPT-OSS's
 
 
@@ -137,7 +137,7 @@ def _parts(module: Any, parameter: Tensor) -> list[tuple[int, int, int]]:
         sizes = module.output_sizes if isinstance(module, MergedColumnParallelLinear) else [module.output_size]
         here = [size // module.tp_size for size in sizes]
         return [(size, module.tp_rank * rows, rows) for size, rows in zip(sizes, here, strict=True)]
-    if parameter is getattr(module, SINKS, None):  # of the heads that are here
+    if parameter is getattr(module, SINKS, None):  # of the heads on this rank
         of_rank = len(parameter)
         return [(of_rank * get_tensor_model_parallel_world_size(), of_rank * get_tensor_model_parallel_rank(), of_rank)]
     rows = module.output_size if isinstance(module, LinearBase) else len(parameter)
@@ -198,7 +198,7 @@ def _unpacked(layer: Any, columns: int, dtype: torch.dtype) -> Tensor:
 CPU_MULTIPLE = 32  # vLLM's kernel on the CPU pads other sizes of experts, and padding is not read back
 DIGIT = 256  # whole numbers below are exact in bfloat16
 
-# Types of models whose experts are read back: parts of names in vLLM, and in transformers.
+# Types of models with experts that are read back: parts of names in vLLM, and in transformers.
 SERVED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "qwen3_moe": {},
