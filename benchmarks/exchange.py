@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
+from torch.distributed import Work
 from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
-from rlflow.databuffer.transport import Transport, Work
+from rlflow.databuffer.transport import Transport
 from rlflow.process.freed_memory import keep_freed_memory
 from rlflow.values.cuts import PerToken
 from rlflow.values.layout import Layout

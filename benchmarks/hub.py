@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from small_run import WARM_UP, OddCharacters, Parts, Trained, numbers, on_ranks, prompts, spread, step_seconds, train
 from torch import Tensor
+from torch.distributed import Work
 
 from rlflow import CausalLM, Optimizer
 from rlflow.algorithms import GRPO
-from rlflow.databuffer.transport import Transport, Work
+from rlflow.databuffer.transport import Transport
 from rlflow.functional import KL
 from rlflow.models.tiny import write_tiny_model
 

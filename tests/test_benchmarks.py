@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from benchmarks import small_run, turns
@@ -94,3 +95,13 @@ def test_code_is_counted_without_blank_lines_comments_and_docstrings() -> None:
     source = '"""Two\nlines."""\n\n# why\nclass A:\n    """One."""\n\n    x = """a\nb"""  # code of two lines\n'
     assert size_of(source) == Size(code=3, docstrings=3, files=1, classes=1)
     assert size_of(source).docstring_share == 0.5
+
+
+def test_what_benchmarks_import_of_rlflow_is_there() -> None:
+    scripts = BENCHMARKS.rglob("*.py")
+    imports = [node for path in scripts for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    named = {(node.module, each.name) for node in imports if isinstance(node, ast.ImportFrom) for each in node.names}
+    ours = [f"{module}.{name}" for module, name in named if str(module).split(".")[0] == "rlflow"]
+    assert len(ours) > 100
+    for path in ours:
+        resolve_name(path)
