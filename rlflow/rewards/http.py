@@ -10,12 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import UserError, one_line
 from rlflow.rewards.reward import OnError, Reward, RewardInput, Scores, read_column, threads
+
+if TYPE_CHECKING:  # else imported where it is used: `rlflow fit --help` would wait for it
+    import httpx
 
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # the codes of what may go well another time
 LONGEST_WAIT_S = 60.0
@@ -56,6 +57,8 @@ class Endpoint:
             httpx.HTTPError: The last try failed too.
             ValueError: The answer is no JSON, or nests too deep.
         """
+        import httpx
+
         for attempt in range(self.retries + 1):
             wait = min(LONGEST_WAIT_S, 2.0**attempt * self._chance.uniform(0.5, 1.5))
             try:
@@ -74,6 +77,8 @@ class Endpoint:
 
     def _answer(self, body: Any) -> bytes:
         """The answer of one try, which ends in time though the server sends a letter now and then."""
+        import httpx
+
         ends, parts = time.monotonic() + self.seconds, list[bytes]()
         with httpx.stream("POST", self.url, json=body, headers=self.headers, timeout=self.seconds) as response:
             response.raise_for_status()
@@ -142,6 +147,8 @@ class HTTPReward(Reward):
         Raises:
             ConnectionError: It gives no answer, or another one.
         """
+        import httpx
+
         names = self._columns
         sent = [
             row if names is None else {name: read_column(row, name, may_be_null=True) for name in names} for row in rows
