@@ -143,7 +143,7 @@ class Timeline:
 
     @cached_property
     def tasks(self) -> list[Span]:
-        """The spans of tasks: without the waits within them, and without those that only repeat others."""
+        """The spans of tasks, without waits and without spans that only repeat others."""
         return [span for span in self.spans if is_task(span)]
 
     def window(self, steps: Sequence[int]) -> tuple[float, float]:

@@ -37,7 +37,7 @@ class Step:
 
     Attributes:
         buffer: Values of the step.
-        spaces: Rows of the step by name, those that this rank has to do with.
+        spaces: Rows of the step by name, as far as this rank makes or reads them.
         cut_off: `[B]` bool, which of the responses that this rank has just sampled are unfinished, see
             `trainer.partial_rollout`; None where none is cut off.
     """
