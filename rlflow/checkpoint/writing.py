@@ -172,7 +172,7 @@ def complete(draft: Draft, disk: Disk, roles: Iterable[str], progress: Progress,
 
     Args:
         draft: The draft that all ranks write.
-        disk: This rank's disk; its `wait` raises what went wrong on any rank.
+        disk: This rank's disk; its `wait` raises what went wrong on any rank. The draft is then still there.
         roles: All trained roles.
         progress: The step and state of the run, for the manifest.
         retention: The checkpoints that stay.
@@ -190,7 +190,8 @@ def complete(draft: Draft, disk: Disk, roles: Iterable[str], progress: Progress,
             if NAME.fullmatch(later.name) and later.name > draft.target.name:
                 shutil.rmtree(later)
 
-    disk.report(partial(draft.finish, prepare))
+    disk.do(prepare)
+    disk.do(draft.complete)
     disk.do(partial(_remove_others, draft.target, retention))
 
 

@@ -47,7 +47,7 @@ class Saving:
         self._done = resume.done
         self._roles = run.graph.trained_roles()
         self._disk = Disk(self._settings.async_save)
-        self._pending = False  # whether something was begun that `wait` waits for
+        self._drafts: list[Draft] = []  # begun, and not yet waited for
         self._nodes: dict[int, str] = {}  # of each rank
         self._model_bytes = self._state_bytes = 0  # of all roles
         self._monitored: dict[str, float] = {}  # the metric that decides which checkpoints stay, by its name
@@ -151,14 +151,20 @@ class Saving:
             UserError: A rank could not write it, or found a number of it infinite or NaN; what was written before is
                 still there.
         """
-        if not self._pending:
+        if not self._drafts:
             return
-        self._pending = False
-        self._attempt(self._disk.wait)
+        drafts, self._drafts = self._drafts, []
+        try:
+            self._attempt(self._disk.wait)
+        except BaseException:
+            if self._transport.rank == 0:
+                for draft in drafts:
+                    draft.discard()
+            raise
 
     def abandon(self) -> None:
         """As `wait` where the run ends by an error, which is the one to be reported; on this rank alone."""
-        if self._pending and self._settings.async_save:
+        if self._drafts and self._settings.async_save:
             with contextlib.suppress(Exception):
                 self._disk.give_up()
 
@@ -216,17 +222,18 @@ class Saving:
     def _open(self, draft: Draft | None = None, with_models: bool = True) -> dict[str, Draft]:
         """Begin to write, if there is room: the models of all roles, and the checkpoint if there is one."""
         models = {role: self._draft(self._target(role)) for role in self._roles if with_models}
+        drafts = [*models.values(), *([] if draft is None else [draft])]
 
         def open_all() -> None:
             if self._transport.rank == 0:
                 needed = bool(models) * self._model_bytes + (draft is not None) * self._state_bytes
                 what = " and the ".join(["models"] * bool(models) + ["checkpoint"] * (draft is not None))
                 require_space(self._folder.path, needed, f"the {what} of this run need", CONTINUE)
-                for each in [*models.values(), *([] if draft is None else [draft])]:
+                for each in drafts:
                     each.open()
 
         self._attempt(open_all)
-        self._pending = True
+        self._drafts = drafts
         return models
 
     def _write_models(self, models: dict[str, Draft], done: int | None = None, state: Draft | None = None) -> None:
@@ -258,7 +265,8 @@ class Saving:
         for role, draft in models.items():
             if self._strategy.leads(role):
                 ready = partial(collect, draft, self._strategy.layout(role).ranks)
-                self._disk.report(partial(draft.finish, ready))
+                self._disk.do(ready)
+                self._disk.do(draft.complete)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """See `attempt`."""

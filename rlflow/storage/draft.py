@@ -155,23 +155,6 @@ class Draft:
             pause = min(2 * pause, PAUSES[1])
         return [found[rank] for rank in sorted(found)]
 
-    def finish(self, prepare: Callable[[], None], error: BaseException | None) -> None:
-        """Complete it after a last preparation, or discard it if that fails.
-
-        Args:
-            prepare: Waits for what ranks write.
-            error: What this rank could not do before, and reports; None for nothing.
-        """
-        if error is not None:
-            self.discard()
-            return
-        try:
-            prepare()
-            self.complete()
-        except BaseException:
-            self.discard()
-            raise
-
     def complete(self) -> None:
         """Give it its name, when no rank writes or reads it; what was called so before is gone afterwards."""
         for record in self.path.glob(f"{RECORD}*.json"):
@@ -188,7 +171,7 @@ class Draft:
         shutil.rmtree(before, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove it."""
+        """Remove it, when no rank writes it: a file that comes while the folder is emptied would keep it there."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @property

@@ -57,4 +57,4 @@ def test_what_one_could_not_make_of_it_ends_it(tmp_path: Path) -> None:
         disk.wait()
     with pytest.raises(UserError, match="cannot be written by rank 1 on second: division by zero"):
         complete(draft)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.rglob("step-*")] == [draft.path.name]

@@ -92,9 +92,16 @@ def test_what_one_rank_cannot_write_is_said_by_all_and_the_last_good_files_stay(
     assert not [path.name for path in (tmp_path / "run").rglob("*.draft")]
 
 
-def failing_fit_on_a_disk_that_loses(run: Fit) -> str:
-    """As rank 1 finds it, the end of its own file is gone when models are made from the checkpoint's files."""
-    written_state = checkpoint.written_state
+def failing_fit_on_a_disk_that_loses(run: Fit) -> tuple[str, bool]:
+    """As rank 1 finds it, the end of its own file is gone when models are made from the checkpoint's files.
+
+    Rank 1 says so later than rank 0.
+
+    Returns:
+        The error, and whether the folders were there until this rank had said so.
+    """
+    written_state, report = checkpoint.written_state, Draft.report
+    there: list[bool] = []
 
     def cut(draft: Draft, *given: Any) -> StoredRole:
         stored = written_state(draft, *given)
@@ -103,9 +110,16 @@ def failing_fit_on_a_disk_that_loses(run: Fit) -> str:
             os.truncate(own, own.stat().st_size - 8)
         return stored
 
+    def report_late(draft: Draft, error: BaseException | None, *given: Any, **more: Any) -> None:
+        if dist.get_rank() == 1 and error is not None:
+            time.sleep(0.3)
+            there.append(draft.path.exists())
+        report(draft, error, *given, **more)
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(checkpoint, "written_state", cut)
-        return failing_fit(run).error
+        patched.setattr(Draft, "report", report_late)
+        return failing_fit(run).error, all(there)
 
 
 def test_a_file_that_the_disk_cuts_short_before_it_is_read_back_is_named_by_all(
@@ -115,8 +129,9 @@ def test_a_file_that_the_disk_cuts_short_before_it_is_read_back_is_named_by_all(
     ranks2.run(fit, run)
     good = {name: content(tmp_path / "run" / name) for name in ("checkpoint", "model")}
     settings = {**run.settings, "callbacks": [], "ckpt_path": "last", "async_save": True}
-    first, second = ranks2.run(failing_fit_on_a_disk_that_loses, replace(run, settings=settings))
+    (first, _), (second, there) = ranks2.run(failing_fit_on_a_disk_that_loses, replace(run, settings=settings))
     assert first == second
+    assert there  # removed while a rank writes it, it would keep that rank's file
     assert "\n" not in first
     assert re.search(r"cannot be written by rank [01] on .*step-00000002.draft/actor-00001-of-.* is damaged", first)
     assert "; what was saved before is still there: look at that disk, and continue with" in first
