@@ -21,7 +21,7 @@ class GDPO(GroupBaseline, Clipped):
         A_i  = (S_i - mean) / std                             over all responses of the step, on all ranks
 
     So a part with a small range counts as much as one with a large range. The reward is a `WeightedSum`, or a function
-    that returns a dict of names to numbers. `part_weights: {right: 1, brevity: 0.5}` chooses two parts; it stands in
+    that returns a dict of names to numbers. `part_weights: {right: 1, brevity: 0.5}` chooses two parts; it is in
     place of the weights of the sum.
 
     Args:

@@ -22,7 +22,7 @@ _PLACE = "_place_in_config"
 
 @dataclass(frozen=True)
 class ConfigPlace:
-    """Where the arguments of an object's constructor stand in a config.
+    """Where the arguments of an object's constructor are in a config.
 
     Example:
         For the optimizer of `module: {class_path: grpo, init_args: {actor: {model: tiny, optimizer: {lr: 1e-5}}}}`,
@@ -73,7 +73,7 @@ class UserError(ValueError):
 
     The command line prints the message without a traceback and exits with 2.
 
-    Settings stand in back-ticks: those of an object by the names of its constructor's arguments, if the constructor
+    Settings are in back-ticks: those of an object by the names of its constructor's arguments, if the constructor
     raises the error or `of` is given; any other by its key from the top of a config, `trainer.max_steps` say, or
     `module.max_response_length`, which is an attribute's name in Python as well. Both are printed as the key that the
     user wrote; without a config they stay as they are.
@@ -99,7 +99,7 @@ class UserError(ValueError):
             self._name(found)
 
     def at(self, place: ConfigPlace) -> UserError:
-        """The same error, raised in the constructor of what stands there; the innermost such place counts."""
+        """The same error, raised in the constructor of what is there; the innermost such place counts."""
         if not self.settings:
             self._name(place)
         return self
@@ -138,7 +138,7 @@ def setting(of: object, name: str, otherwise: str) -> str:
 
 
 def place(of: object, where: ConfigPlace) -> None:
-    """Note where an object's arguments stand in a config, for errors about it; copies of it have the note too."""
+    """Note where an object's arguments are in a config, for errors about it; copies of it have the note too."""
     with suppress(AttributeError):  # it has slots
         object.__setattr__(of, _PLACE, where)
 
@@ -207,7 +207,7 @@ def shortened(text: str, most: int = READ) -> str:
 
 
 def shown(text: str) -> str:
-    """A text as it stands in a log or on a terminal: of a line or a whole that is too long without its middle."""
+    """A text as a log or a terminal shows it: of a line or a whole that is too long without its middle."""
     return "\n".join(shortened(line, SHOWN) for line in shortened(text, WHOLE).split("\n"))
 
 
@@ -243,7 +243,7 @@ def _in_one_line(record: logging.LogRecord) -> bool:
 
 
 def no_file(path: str, wanted: str, *endings: str) -> str:
-    """How an error continues after a path at which no file lies: what does, and what to give.
+    """How an error continues after a path at which there is no file: what does, and what to give.
 
     Args:
         path: Path as the user wrote it.

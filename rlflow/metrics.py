@@ -185,7 +185,7 @@ class Metrics:
     def _largest(self, mine: _Entries, transport: Transport, asks: int) -> Tensor:
         """`[names + 1, 2]` float64: over all ranks the largest value, or size of a total, and count.
 
-        In the last row stand whether a rank has names that are not known to all, and what ranks ask.
+        The last row has whether a rank has names that are not known to all, and what ranks ask.
         """
         table = self._table(mine)
         are_largest = torch.tensor([kind == "largest" for kind, _ in self._known], dtype=torch.bool)

@@ -128,7 +128,7 @@ class RLModule:
             prompts: `[N]` int64, places in the dataset, counted from 0, in the order that the seed gives the epoch.
 
         Returns:
-            Some of them, in the order to draw them, `[M]` int64; one may stand there several times. At least as many as
+            Some of them, in the order to draw them, `[M]` int64; one may be there several times. At least as many as
             a step takes.
         """
         return prompts
@@ -363,7 +363,7 @@ class RLModule:
         return standardize(x, counts, statistics, unbiased)
 
     def quantile(self, x: Tensor, q: float | Sequence[float], mask: Tensor | None = None) -> Tensor:
-        """The number below which a share `q` of the entries of all rows of all ranks lies; as `torch.quantile` of all.
+        """The number below which a share `q` of the entries of all rows of all ranks is; as `torch.quantile` of all.
 
         Exact, and the same on any number of ranks; what ranks exchange does not grow with the entries. It
         chooses some tokens of a step, such as those of highest entropy, arXiv 2506.01939.

@@ -103,7 +103,7 @@ class Trainer(RunningTrainer):
     def validate(self, module: RLModule, validation: DataLike | PromptData) -> dict[str, Any]:
         """Validate the module's model; the metrics, and the number of problems.
 
-        They are those of `fit` before its first step, and lie in `<run_dir>-validate/validation.json`. No optimizer is
+        They are those of `fit` before its first step, and are in `<run_dir>-validate/validation.json`. No optimizer is
         built, and no model is loaded but the one that generates; if the module scores rows, all models are loaded.
 
         Args:
@@ -209,7 +209,7 @@ def _data(train: DataLike | PromptData, validation: DataLike | None = None) -> P
     if not isinstance(train, PromptData):
         return PromptData(train, validation)
     if validation is not None:
-        raise UserError("`validation` is given beside a PromptData, which has its own; set it there")
+        raise UserError("`validation` is given together with a PromptData, which has its own; set it there")
     return train
 
 

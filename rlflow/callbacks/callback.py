@@ -13,7 +13,7 @@ from rlflow.settings import Settings
 
 @dataclass(eq=False)
 class RunningTrainer(Settings):
-    """The trainer as callbacks see it: its settings, each by its name, and where the run stands.
+    """The trainer as callbacks see it: its settings, each by its name, and how far the run is.
 
     Attributes:
         should_stop: Whether the run ends after this step; a callback may set it, on all ranks alike.

@@ -157,7 +157,7 @@ def read_progress(folder: Path, seed: int, data: str) -> Progress:
     if (version := stored.pop("format")) != FORMAT:
         raise UserError(
             f"{folder} has the checkpoint format {version}; this version of rlflow reads format {FORMAT}: continue it"
-            " with the version that wrote it, or start a new run from the `model` beside it"
+            " with the version that wrote it, or start a new run from the `model` next to it"
         )
     del stored["files"]
     progress = Progress(**stored)

@@ -94,7 +94,7 @@ def config_parser(command: str, description: str) -> OneLineParser:
         f"--{CONFIG}", action="config", help="a YAML file; a later one wins, dotted options win over all"
     )
     parser.add_argument("--module", type=RLModule, required=True, help="the algorithm")
-    parser.add_argument(f"--{MODELS}", type=dict[str, ModelHandle], default={}, help="by role, beside the algorithm's")
+    parser.add_argument(f"--{MODELS}", type=dict[str, ModelHandle], default={}, help="by role, with the algorithm's")
     nodes = dict[str, NodeConfig | str | None]
     parser.add_argument(
         f"--{NODES}", type=nodes, default={}, help="added or replaced, by the path of a function; or null"

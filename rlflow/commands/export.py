@@ -26,7 +26,7 @@ def export(model: Path, to: Path, form: Form = "merged", trust_remote_code: bool
         trust_remote_code: Run the code that is stored next to the base's weights; read it first.
 
     Raises:
-        UserError: There is nothing to export, or something lies where it would go.
+        UserError: There is nothing to export, or there is something where it would go.
     """
     if (model / "config.json").is_file():
         raise UserError(f"`--model` is {str(model)!r}, a whole model in Hugging Face form; use it as it is")
@@ -35,7 +35,7 @@ def export(model: Path, to: Path, form: Form = "merged", trust_remote_code: bool
             f"`--model` is {str(model)!r}, which has no {CONFIG}; give the `model` folder of a run with `lora`"
         )
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"`--to` is {str(to)!r}, where something lies already; name a new folder")
+        raise UserError(f"`--to` is {str(to)!r}, where there is something already; name a new folder")
     if form == "adapter":
         shutil.copytree(model, to, dirs_exist_ok=True)
     else:

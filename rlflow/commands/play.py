@@ -137,7 +137,7 @@ def _show_end(screen: Screen, view: Conversation, whose: str) -> None:
     screen.line()
     screen.line(f"{turns}{whose}, {sum(view.written)} of {len(view.tokens)} tokens by the policy")
     if view.calls:
-        screen.line(f"tool calls: {view.calls}, of which {view.failed} gave no value")
+        screen.line(f"tool calls: {view.calls}; {view.failed} gave no value")
     screen.line(f"rewards of the environment: {each} (sum {sum(view.rewards):g})")
     assert view.ended is not None
     screen.line(f"ended: {view.ended.name.lower()}, {view.why}", "bold")
@@ -246,4 +246,4 @@ def by_script(path: Path) -> Iterator[str]:
 
 
 def _too_few(source: str, turn: int) -> UserError:
-    return UserError(f"{source} has {turn - 1} replies, and the conversation goes on to turn {turn}; give more")
+    return UserError(f"{source} has {turn - 1} replies, and the conversation continues to turn {turn}; give more")

@@ -126,7 +126,7 @@ class Span:
     end: float
 
     def within(self, start: float, end: float) -> float:
-        """Seconds of the span that lie between two times."""
+        """Seconds of the span between two times."""
         return max(0.0, min(self.end, end) - max(self.start, start))
 
 
@@ -182,7 +182,7 @@ class Timeline:
 
 
 def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """The spans in a trace's events. A wait is of the step of the task in which it lies, a save of the one before."""
+    """The spans in a trace's events. A wait is of the step of the task that it is in, a save of the one before."""
     found: list[Span] = []
     begun: dict[str, float] = {}
     step, waits_until, rank = 1, 0.0, -1

@@ -35,7 +35,7 @@ def trace(
     traces = traces_of(run_dir)
     for rank in ranks or ():
         if not (traces / f"rank{rank}.jsonl").is_file():
-            raise UserError(f"`--ranks` names {rank}, of which there is no {traces}/rank{rank}.jsonl; leave it out")
+            raise UserError(f"`--ranks` names {rank}, and there is no {traces}/rank{rank}.jsonl; leave it out")
     window = None
     if step is not None or steps is not None:
         windows = step_windows(traces)

@@ -112,7 +112,7 @@ def entry_hint(hint: Any, kind: type) -> Any:
 
 
 def implied_class(classes: Sequence[type]) -> type | None:
-    """The class of arguments that stand without `class_path`: the only one, if it is not abstract and takes any."""
+    """The class of arguments that have no `class_path`: the only one, if it is not abstract and takes any."""
     if len(classes) != 1 or inspect.isabstract(classes[0]):
         return None
     return classes[0] if arguments_of(classes[0]) else None

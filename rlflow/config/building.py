@@ -15,7 +15,7 @@ Written = Callable[[tuple[str, ...]], str]
 
 
 def built(value: Any, hint: Any, keys: tuple[str, ...], written: Written) -> Any:
-    """The object that a value of a config stands for; parts are built before the object that takes them.
+    """The object that a value of a config describes; parts are built before the object that takes them.
 
     Args:
         value: The value, as jsonargparse parsed it.

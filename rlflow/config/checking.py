@@ -44,7 +44,7 @@ class Mistake:
 
     Attributes:
         keys: Place in the tree in which classes are written whole.
-        found: What is wrong there; `{value}` stands for the value.
+        found: What is wrong there; `{value}` is replaced by the value.
         value: The value there; None if it is missing.
         of_type: Whether the value is not of its type. Such mistakes are reported before jsonargparse parses the config;
             the others only if it fails.
@@ -203,7 +203,7 @@ def _of_class(value: Mapping[str, Any], classes: list[type], keys: tuple[str, ..
         yield Mistake((*keys, "class_path"), "is {value}; give the name or the path of a class", path, True)
         return
     for key in value.keys() - _TO_CHOOSE:
-        found = "({value}) stands beside `class_path`, and arguments stand under `init_args`; write it there"
+        found = "({value}) is next to `class_path`, and arguments belong under `init_args`; write it there"
         yield Mistake((*keys, str(key)), found, value[key])
     try:
         cls = class_named(path, classes)

@@ -128,7 +128,7 @@ class _Loader(yaml.SafeLoader):
         self._keys: list[str] = []  # of the node that is composed, from the root, which has none
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a part of `parent`: what stands at a place of a list, or under the node of a key."""
+        """Compose a part of `parent`: what is at a place of a list, or under the node of a key."""
         self._keys.append(str(getattr(index, "value", index)))
         node: yaml.Node | None = super().compose_node(parent, index)
         self._keys.pop()

@@ -80,7 +80,7 @@ class Draws:
         return Part(longest, None if self.unfinished is None else self.unfinished.values[node_id].rows)
 
     def load(self, task: Load, step: Step) -> None:
-        """Read this rank's rows of a draw; the prompts of unfinished groups stand before them."""
+        """Read this rank's rows of a draw; the prompts of unfinished groups are before them."""
         layout = task.layout
         self._choose(step.draw, layout)
         batch, ids = self._loader.batch(step.draw, layout.shard(self._transport.rank), layout.shards)

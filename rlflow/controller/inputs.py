@@ -191,7 +191,7 @@ class StoredInputs:
         failed: Error that the node raised, by rank; ranks where it did not raise are left out.
         ranks: Ranks that ran the node.
         there: Ranks whose rows are stored; fewer than `ranks` where the node raised on some ranks alone, say.
-        described: How the rows of these ranks lie, as `<node>.json` has it.
+        described: How the rows of these ranks are dealt, as `<node>.json` has it.
     """
 
     folder: Path
@@ -277,7 +277,7 @@ def readable_as(folder: Path, name: str) -> Iterator[None]:
         raise
     except (OSError, ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, RuntimeError,
             SafetensorError, TypeError, ValueError) as error:  # fmt: skip
-        file = getattr(error, "filename", None) or folder / f"{name}.json or a file beside it"
+        file = getattr(error, "filename", None) or folder / f"{name}.json or a file next to it"
         raise UserError(
             f"{file} cannot be read ({type(error).__name__}: {one_line(error)}): it is damaged or gone; {MEND}"
         ) from error

@@ -222,7 +222,7 @@ def new_rows(
         node: The node that made the rows.
         value: Value that it returned.
         above: The rows that it saw.
-        layout: How these lie on its ranks.
+        layout: How these are dealt to its ranks.
         rank: This rank.
 
     Returns:
@@ -295,7 +295,7 @@ def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, tran
         node: The node that made the value.
         value: Value that it returned.
         space: The rows of the value.
-        layout: How they lie on the node's ranks.
+        layout: How they are dealt to the node's ranks.
         transport: Collectives between the ranks.
 
     Raises:

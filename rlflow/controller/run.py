@@ -190,7 +190,7 @@ class Run(RunPlan):
         return text
 
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
-        """The text that tokens stand for, with special tokens: what a model reads."""
+        """The text of token ids, with special tokens: what a model reads."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
         assert isinstance(text, str)
         return text

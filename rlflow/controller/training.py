@@ -113,7 +113,7 @@ class Training:
             node: The train node.
             values: This rank's rows in `layout`, by the node's parameters.
             step: The step, whose metrics get `<role>/loss`, `<role>/grad_norm` and the like.
-            layout: How the rows lie on the ranks; `samples_per_update` is the size of a mini-batch over all of them.
+            layout: How the rows are dealt; `samples_per_update` is the size of a mini-batch over all ranks.
             dropped: `[B]` bool on the CPU, this rank's rows that count in no loss; None where there are none.
 
         Raises:

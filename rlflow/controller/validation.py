@@ -153,7 +153,7 @@ def score_rows(run: Run) -> dict[str, float]:
 def measure_loss(module: RLModule, node: Node, batch: Batch, metrics: StepMetrics, counts: bool) -> None:
     """`val/loss`, the loss of a train node as in training; and of a language model `val/token_accuracy`.
 
-    The second is the share of the response tokens that count which are the likeliest where they stand. Sums over all
+    The second is the share of the response tokens that count which are the likeliest in their places. Sums over all
     ranks' rows are divided at the end, so neither depends on how many ranks and micro-batches there are.
 
     Args:

@@ -24,7 +24,7 @@ Bucket = list[tuple[str, Tensor]]
 class WeightSync:
     """Brings weights from the ranks that train to those that generate, seen from one rank.
 
-    Every rank of the role gathers its weights bucket by bucket. Where engines stand on ranks without the role, the
+    Every rank of the role gathers its weights bucket by bucket. Where engines are on ranks without the role, the
     first rank of the role sends each bucket on to them by broadcast. Every engine reads back all that it was given.
 
     Attributes:

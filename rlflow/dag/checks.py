@@ -161,7 +161,7 @@ def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Co
 
 
 def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
-    """Names in `uses=` that are no model handle, that are trained, or that stand in a node without a role.
+    """Names in `uses=` that are no model handle, that are trained, or that a node without a role has.
 
     Args:
         nodes: The graph's nodes.
@@ -208,7 +208,7 @@ def misfiltered(nodes: Mapping[str, Node], repeated: Collection[str]) -> Iterato
     """
     filters = [node for node in nodes.values() if node.kind == "filter"]
     for node in filters[1:]:
-        text = f"is a second filter beside `{filters[0].id}` ({filters[0].place}), and rows are chosen once"
+        text = f"is a second filter next to `{filters[0].id}` ({filters[0].place}), and rows are chosen once"
         yield node.problem(f"{text}. Combine the two into one")
     followed = {name for id in repeated for name in nodes[id].after if name in nodes and nodes[name].kind == "train"}
     for name in sorted(followed):

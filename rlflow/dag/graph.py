@@ -214,7 +214,7 @@ def in_order(
     """The nodes in the order of execution; and the cycles, whose nodes are left out.
 
     That is by depth, then declaration; a filter and its ancestors before all others, train nodes last. A train node
-    that others come after stands at its depth: after all nodes that use its role, or a moving average of it, and do not
+    that others come after is at its depth: after all nodes that use its role, or a moving average of it, and do not
     come after it, so that these see the weights of the step's start.
 
     Args:
@@ -337,8 +337,8 @@ def _apart(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[
     for space in through:
         if space not in levels(inside, placed):
             read = [f"of `{each}` (in `{through[each]}`)" for each in through if each in (space, inside)]
-            text = f"mixes rows {' and '.join(read)}, of which neither are below the others. Read one as `Each` in a"
-            yield node.problem(f"{text} node that stands above both, or join them in a node that returns `Grown`")
+            text = f"mixes rows {' and '.join(read)}, and neither are below the others. Read one as `Each` in a"
+            yield node.problem(f"{text} node above both, or join them in a node that returns `Grown`")
 
 
 def _not_below(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[str, Node]) -> Iterator[Problem]:
@@ -348,7 +348,7 @@ def _not_below(node: Node, through: Mapping[str, str], inside: str, placed: Mapp
         if name in placed and not placed[name].has_rows:
             yield node.problem(f"reads `{name}` as Each, and it is one number for all rows. Read it plainly")
         elif not through:
-            text = f"reads only `Each`, such as `{name}`, so that it stands at no rows above them. Read a value of"
+            text = f"reads only `Each`, such as `{name}`, so it has no rows of its own above them. Read a value of"
             yield node.problem(f"{text} those plainly too, such as `batch: Grouped`")
             return
         elif space == inside:

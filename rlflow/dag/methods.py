@@ -70,7 +70,7 @@ def _is_marked(value: Any) -> bool:
 
 
 def _defined_twice(cls: type, names: dict[str, Mark]) -> Iterator[Problem]:
-    """Nodes whose name stands twice in one class body, where Python silently keeps the last."""
+    """Nodes whose name is twice in one class body, where Python silently keeps the last."""
     if names.keys().isdisjoint(vars(cls)):
         return
     with contextlib.suppress(OSError, TypeError, SyntaxError):  # a class typed at a prompt has no source to read

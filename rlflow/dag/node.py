@@ -204,7 +204,7 @@ class Node:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """A node of a config's `nodes`; its name is the key that it stands under.
+    """A node of a config's `nodes`; its name is its key there.
 
     Attributes:
         call: What makes the value: the dotted path of a function, a method of a model (`actor.logprobs`) or of the

@@ -56,7 +56,7 @@ class PromptData:
             that nodes and environments write.
         max_response_length: Longest response of the dataset, in tokens with the end-of-sequence token; None for any.
         overlong: What becomes of rows that are longer: stop with an error, or drop them before anything is dealt out.
-            What the reward reads must stand in these too.
+            What the reward reads must be in these too.
         shuffle: Draw the rows in another order in every epoch.
     """
 

@@ -280,7 +280,7 @@ def key_of(
 def read_counted(key: str, rows: int) -> Counted | None:
     """What is stored under `key`; None if nothing is, if it is damaged, or if it is of another number of rows.
 
-    The token ids lie in memory only where they are read.
+    The token ids are in memory only where they are read.
     """
     folder = cache_folder()
     if folder is None:
@@ -331,8 +331,8 @@ def keep_counted(key: str, numbers: Tensor, pieces: Iterable[tuple[int, Tensor]]
             os.replace(written, folder / f"{key}.rows")
     except OSError as error:
         print(
-            f"tokens of prompts are not kept for later runs ({one_line(error)}); set {CACHE_VARIABLE} to a folder with"
-            " space, or to nothing",
+            f"tokens of prompts are not stored for later runs ({one_line(error)}); set {CACHE_VARIABLE} to a folder"
+            " with space, or to nothing",
             file=sys.stderr,
         )
 

@@ -15,7 +15,7 @@ def write_template(template: str, prompt: str, column: Callable[[str], Any]) -> 
     """The text that a template such as `{prompt} The answer is {metadata.answer}.` writes from one row.
 
     Args:
-        template: A text with places in braces; `{{` and `}}` stand for braces.
+        template: A text with places in braces; `{{` and `}}` give braces.
         prompt: The dataset's own.
         column: The column of a name, or dotted path, of the row.
 

@@ -61,7 +61,7 @@ class DataBuffer:
             value: Rows in the order of `space.held(layout, rank)`; None on ranks outside `layout`.
             annotation: Type of the value.
             space: Rows of the value.
-            layout: Layout in which they lie.
+            layout: Layout that they are in.
 
         Raises:
             UserError: The value is not of its annotated type, has not as many rows as it should, or is narrower than

@@ -32,7 +32,7 @@ class Watch(Protocol):
         """This rank waited for `name`."""
 
     def flight(self, name: str, start: float, end: float) -> None:
-        """`name` was in transfer, whatever this rank did meanwhile."""
+        """`name` was in transfer, whatever this rank did at the time."""
 
     def turn(self, of: str, conversation: int, start: float, end: float, **arguments: Any) -> None:
         """The conversation of this number waited for a turn of its policy, or for its environment."""
@@ -203,7 +203,7 @@ def from_message(message: Tensor) -> bytes:
 class Clock:
     """Measures how long a rank waited: in the host's time, or in that of its device's stream.
 
-    On the CPU whoever waits for a collective stands still. On a GPU `Work.wait` returns immediately, having asked the
+    On the CPU whoever waits for a collective is idle. On a GPU `Work.wait` returns immediately, having asked the
     stream to wait; so the stream's own time is taken, between two events on it, and read when the host waits for the
     device anyway. Such a wait begins, on the host's clock, when the stream was asked to wait, and lasts as long as the
     stream stood still: from the end of the work before it.

@@ -259,7 +259,7 @@ class MarkedTokenizer:
         return ids
 
     def __call__(self, text: str, **how: Any) -> Any:
-        """Token ids and where they stand in the text; of a marked text nowhere, which renderers need for no token."""
+        """Token ids and where they are in the text; of a marked text nowhere, which renderers need for no token."""
         if MARK not in text:
             return self._tokenizer(text, **how)
         ids = self._special.ids(text)

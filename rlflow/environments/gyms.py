@@ -184,7 +184,7 @@ class TextArena:
 
     @contextmanager
     def _own_states(self) -> Iterator[None]:
-        """Use this game's random states in a `with` block; other games wait meanwhile."""
+        """Use this game's random states in a `with` block; other games wait until its end."""
         with self._drawing, self._draws.in_place():
             yield
 

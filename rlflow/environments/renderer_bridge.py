@@ -83,7 +83,7 @@ class RendererBridge(Bridge):
             ids = self._bridged(self._prompt, [*self._word, *spoken[-1:]] if ended else self._word, new)
         if ids is None:
             raise UserError(
-                f"the renderer `{self._name}` cannot go on with messages of role"
+                f"the renderer `{self._name}` cannot continue with messages of role"
                 f" {' and '.join(dict.fromkeys(each['role'] for each in new)) or 'none'}; an environment answers with"
                 " messages of the user or of tools"
             )
@@ -121,7 +121,7 @@ class RendererBridge(Bridge):
                 + (
                     "name the renderer of the model's family, or leave `data.renderer` out"
                     if self._name == "default"
-                    else "set `thinking_retention: all` beside its `name`, which leaves thoughts where they are"
+                    else "set `thinking_retention: all` next to its `name`, which leaves thoughts where they are"
                 )
             )
         first = next(each for each in closed if each in self.ends)

@@ -57,7 +57,7 @@ class TemplateBridge(Bridge):
         asked = [message("user", "?")]
         if self._schemas and self._written(asked) == self._written(asked, tools=False):
             raise UserError(
-                f"the model's chat template does not tell the policy of tools, so it cannot call"
+                f"the model's chat template does not show the policy its tools, so it cannot call"
                 f" `{self._first_tool}`; take a model whose template does, or an environment that"
                 " answers messages"
             )
@@ -150,7 +150,7 @@ class TemplateBridge(Bridge):
             token = self._tokenizer.convert_ids_to_tokens(rest[0])
             raise UserError(
                 f"the model's chat template ends a turn of the policy with {token!r}, which is no special token, so it"
-                " cannot be told from what the policy says; take a template that ends turns with one"
+                " cannot be distinguished from what the policy says; take a template that ends turns with one"
             )
         return rest[0]
 

@@ -106,7 +106,7 @@ def _harmony(text: str, schemas: Schemas) -> list[ToolCall]:
             continue
         name = reader.group(1).removeprefix(_FUNCTIONS)
         if not written:
-            problem = "this tool call has no <|message|>, behind which its arguments stand"
+            problem = "this tool call has no <|message|>, and its arguments come after one"
         elif not reader.group(1).startswith(_FUNCTIONS):
             problem = f"there is no `{name}` to write to; tools are called by to={_FUNCTIONS}NAME"
         elif not name:
@@ -165,7 +165,7 @@ def _from_arguments(name: str, arguments: str) -> ToolCall:
 
 
 def _from_xml(text: str | None, schemas: Schemas) -> ToolCall:
-    """The call in what stands between `<function=` and its end. A value is of its parameter's type, else a text."""
+    """The call in the text between `<function=` and its end. A value is of its parameter's type, else a text."""
     name, closed, rest = (text or "").partition(">")
     if not closed or not name.strip():
         return ToolCall("", {}, "a tool call is <function=NAME><parameter=NAME>VALUE</parameter></function>")

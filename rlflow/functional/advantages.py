@@ -1,7 +1,7 @@
 """Advantages from the rewards of samples that answer the same prompt.
 
 All of them are constants to the gradient: they are computed from detached rewards, in float64, and returned in the
-dtype of the rewards. A prompt's samples may stand anywhere in the batch; `group` says which belong together. Where all
+dtype of the rewards. A prompt's samples may be anywhere in the batch; `group` says which belong together. Where all
 rewards of a group are equal, its advantages are exactly 0, whatever the rounding of their mean. A reward that is
 infinite or NaN is refused by name: of its whole group nothing could be learned.
 

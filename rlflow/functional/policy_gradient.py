@@ -257,7 +257,7 @@ def importance_weights(
         truncate     min(w, high)               truncated importance sampling, arXiv 1802.01561
         mask         w where low <= w <= high, else 0    IcePop, arXiv 2510.18855
 
-    `old` is the trainer's policy at the start of the step; the ratio of the policy in training to `old` stands in the
+    `old` is the trainer's policy at the start of the step; the ratio of the policy in training to `old` is in the
     loss, so do not use these weights where that ratio is taken to `rollout` directly (decoupled PPO, arXiv 2110.00641).
     A token that is masked still counts in the loss's denominator. Detached.
 
@@ -481,7 +481,7 @@ def loss_sum(loss: Tensor, weights: Tensor) -> Tensor:
         loss: `[B, T]` or `[B]`.
         weights: Weights from `loss_weights`, in the shape of `loss`.
     """
-    assert loss.shape == weights.shape, f"a loss of shape {list(loss.shape)} beside weights {list(weights.shape)}"
+    assert loss.shape == weights.shape, f"a loss of shape {list(loss.shape)} and weights {list(weights.shape)}"
     return (loss.where(weights > 0, 0.0) * weights).sum().to(loss.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Quantiles of numbers that lie in parts on many ranks: exact, without bringing the numbers together.
+"""Quantiles of numbers that many ranks hold in parts: exact, without bringing the numbers together.
 
 The number with `k` others below it is found byte by byte. A float64 read as an integer has the order of the floats, so
 its first byte follows from how many numbers begin with each of 256 bytes; then only those that begin with it are looked
@@ -22,7 +22,7 @@ _SIGN = torch.iinfo(torch.int64).min
 
 
 def quantiles(entries: Tensor, q: float | Sequence[float], total: Callable[[Tensor], Tensor]) -> Tensor:
-    """The numbers below which a share `q` of all parts' entries lies, as `torch.quantile` interpolates: linearly.
+    """The numbers below which a share `q` of all parts' entries is, as `torch.quantile` interpolates: linearly.
 
     Args:
         entries: `[n]` of this part; it may be empty.
@@ -41,7 +41,7 @@ def quantiles(entries: Tensor, q: float | Sequence[float], total: Callable[[Tens
     entries = entries.detach().double()
     count, missing = total(torch.stack([torch.tensor(len(entries)), entries.isnan().sum().cpu()])).tolist()
     if missing:
-        raise UserError(f"a quantile was asked of {count} numbers, {missing} of which are NaN; mask them out")
+        raise UserError(f"a quantile was asked of {count} numbers, and {missing} of them are NaN; mask them out")
     if not count:
         return torch.full_like(shares, torch.nan)
     place = shares * (count - 1)

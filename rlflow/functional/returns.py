@@ -78,7 +78,7 @@ def gae(
     After the last token `A` is 0 and `V` is `bootstrap`. arXiv 1506.02438, equation 16. Detached.
 
     Args:
-        rewards: `[B, T]`. A reward for the whole response stands on its last generated token.
+        rewards: `[B, T]`. A reward for the whole response is on its last generated token.
         values: `[B, T]`, the critic's value before each token.
         mask: `[B, T]`, nonzero on generated tokens.
         gamma: Discount of a token.
@@ -108,7 +108,7 @@ def reinforce_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     The return of REINFORCE and REINFORCE++, arXiv 2501.03262. Detached.
 
     Args:
-        rewards: `[B, T]`. A reward for the whole response stands on its last generated token.
+        rewards: `[B, T]`. A reward for the whole response is on its last generated token.
         mask: `[B, T]`, nonzero on generated tokens.
         gamma: Discount of a token.
 

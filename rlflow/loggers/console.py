@@ -38,7 +38,7 @@ RECENT = 10  # the last steps; the time left is estimated from their pace
 def open_console(log: Path, total_steps: int, steps_done: int = 0, shows: bool = True) -> Iterator[Console]:
     """Send all that a process prints to a log file, C++ libraries included, and show progress on the real terminal.
 
-    Entered after the ranks are started, since a process started meanwhile would take the log for its terminal. When
+    Entered after the ranks are started, since a process started within would take the log for its terminal. When
     left, by an error too, the terminal is given back, so that the error's message reaches it.
 
     Args:

@@ -18,7 +18,7 @@ class CSVLogger(Logger):
 
     A metric that first appears at a later step gets its column then: the file is written anew with the wider header,
     and the rows before it are empty there. Rows that are damaged are left out then, and when a run is resumed; a file
-    that is gone begins anew. What of a name cannot be printed, such as a line end, stands in the header as Python
+    that is gone begins anew. What of a name cannot be printed, such as a line end, is in the header as Python
     writes it.
 
     Attributes:
@@ -60,7 +60,7 @@ class CSVLogger(Logger):
         return int(cells[0]) if self._columns and _is_row(cells, self._columns) else None
 
     def _write(self, rows: Iterable[Mapping[str, str]]) -> None:
-        """Replace the file in one move, so that a run killed meanwhile leaves the old one or the new one."""
+        """Replace the file in one move, so that a run killed in it leaves the old one or the new one."""
         draft = self._path.with_suffix(".csv.draft")
         with draft.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, self._columns, restval="", extrasaction="ignore")

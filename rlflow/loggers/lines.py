@@ -58,7 +58,7 @@ def json_lines(file: Path, is_right: Callable[[Any], bool]) -> Iterator[dict[str
 def continued(file: Path, first_step: int, step_of: Callable[[bytes], int | None]) -> list[str]:
     """Leave in a file, or make it with, the lines of steps before the first of a run that is resumed.
 
-    The file is replaced in one move, so that a run killed meanwhile leaves the old one or the new one. If the file was
+    The file is replaced in one move, so that a run killed in it leaves the old one or the new one. If the file was
     damaged, the damaged one is stored under another name, with `.damaged` at the end.
 
     Args:
@@ -88,7 +88,7 @@ def continued(file: Path, first_step: int, step_of: Callable[[bytes], int | None
     if found:
         os.replace(file, aside)
     os.replace(draft, file)
-    went_on = f"it is kept as {aside.name}, and the run goes on with the lines that can be read"
+    went_on = f"it is renamed to {aside.name}, and the run continues with the lines that can be read"
     return [f"warning: {found}; {went_on}"] if found else []
 
 

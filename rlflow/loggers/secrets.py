@@ -1,4 +1,4 @@
-"""A config as it is shown to others: without the values that stand under keys of secrets."""
+"""A config as it is shown to others: without the values under keys of secrets."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Trace:
         self.span(name, WAIT, start, end)
 
     def flight(self, name: str, start: float, end: float) -> None:
-        """Record that `name` was in progress, whatever this rank did meanwhile; times as in `span`."""
+        """Record that `name` was in progress, whatever this rank did at the time; times as in `span`."""
         self._flights += 1
         for phase, when in (("b", start), ("e", end)):
             event = {"name": name, "cat": FLIGHT, "ph": phase, "id": f"{self._rank}.{self._flights}"}
@@ -126,7 +126,7 @@ def merge_traces(
         folder: Folder of a run's traces.
         to: The file; `trace.json` in the folder where None.
         ranks: Ranks whose events are taken; None for all.
-        window: Time in which they lie; None for any time.
+        window: Time in which they are; None for any time.
     """
     merged = to or folder / TRACE_FILE
     merged.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def read_events(
     Args:
         folder: Folder of a run's traces.
         ranks: Ranks whose events are read; None for all.
-        window: Time in which they lie, as `window_of` returns it; None for any time.
+        window: Time in which they are, as `window_of` returns it; None for any time.
     """
     start = min((event["ts"] for event in _written(folder) if "ts" in event), default=0.0)
     for event in _written(folder, ranks):

@@ -38,16 +38,16 @@ class LoadedRole:
         checkpointing: Whether activations are computed again.
         updates: Optimizer steps of a step.
         token_budget: Tokens of a micro-batch.
-        longest: Tokens of the longest row, which may be above the token budget and stands alone then.
+        longest: Tokens of the longest row, which may be above the token budget and is alone in a micro-batch then.
         epochs: Passes over a step's rows.
         owns: Whether its ranks hold weights of its own: not those of a view of another role, nor of a policy that
             engines alone load.
-        offloaded: Whether the optimizer's states lie in the CPU's memory.
+        offloaded: Whether the optimizer's states are in the CPU's memory.
         weights_offloaded: Whether weights are in the CPU's memory.
         summed_width: Bytes of each of the optimizer's numbers, and of a gradient that is summed up.
         averaged_width: Bytes of each number of a moving average, in addition to the weight that forward passes read; 0
             where there is none.
-        masters: Whether trained weights lie in `summed_width` and are rounded to `width` for forward passes.
+        masters: Whether trained weights are in `summed_width` and are rounded to `width` for forward passes.
         bucket: Gradients that are reduced together, in buffers of their own; 0 where each layer's are.
         live: Weights that may stay whole at ZeRO 3, beyond those of a layer.
         within: Ranks that divide weights once more among them; 0 where none do.
@@ -111,7 +111,7 @@ class LoadedRole:
 
     @property
     def optimizer(self) -> float:
-        """Moments and float32 weights, divided from ZeRO 1 on; wherever they lie."""
+        """Moments and float32 weights, divided from ZeRO 1 on; wherever they are."""
         return self.trained * self.summed_width * self.moments / self.states_over
 
     @property

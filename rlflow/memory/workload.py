@@ -130,7 +130,7 @@ class Workload:
 
     @cached_property
     def _trained_rows(self) -> frozenset[str]:
-        """The row spaces that train nodes stand in, those above them, and those that they are made of."""
+        """The row spaces of train nodes, those above them, and those that they are made of."""
         todo = [node.inside for node in self.graph.order if node.kind == "train"]
         found: set[str] = set()
         while todo:

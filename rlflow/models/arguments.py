@@ -53,7 +53,7 @@ def make_models(module: object) -> None:
     """Make a handle of each constructor's argument that is a model's name.
 
     Raises:
-        UserError: An argument stands where a model belongs and is none.
+        UserError: An argument in the place of a model is none.
     """
     for name, kind in model_parameters(type(module)).items():
         value = getattr(module, name, None)

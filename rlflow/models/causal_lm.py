@@ -177,11 +177,11 @@ class CausalLM(ModelHandle):
         return self.score(rows)[1]
 
     def logprobs_of(self, rows: Tokens, ids: Tensor) -> Tensor:
-        """Log-probabilities of given tokens where each response token stands.
+        """Log-probabilities of given tokens in the place of each response token.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
-            ids: `[B, T, K]` int64, tokens of the vocabulary; what stands where responses are padded is not read.
+            ids: `[B, T, K]` int64, tokens of the vocabulary; entries where responses are padded are not read.
 
         Returns:
             `[B, T, K]`, in float32 (float64 where the model is), 0 where padded.
@@ -194,7 +194,7 @@ class CausalLM(ModelHandle):
         return self._of_tokens(rows, 0, ids)[0]
 
     def topk(self, rows: Tokens, k: int) -> tuple[Tensor, Tensor]:
-        """The `k` likeliest tokens where each response token stands, the likeliest first.
+        """The `k` likeliest tokens in the place of each response token, the likeliest first.
 
         Args:
             rows: See `logprobs_of`.
@@ -577,7 +577,7 @@ def states(
 def stored_weights(
     path: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Full tensors on the CPU by Hugging Face name; tied ones come once. The model is held whole meanwhile.
+    """Full tensors on the CPU by Hugging Face name; tied ones come once. The whole model is in memory then.
 
     Args:
         path: A folder in Hugging Face form, or a Hugging Face name.

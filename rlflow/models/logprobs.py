@@ -34,7 +34,7 @@ class Softmax:
         scale: Factor on the products.
         cap: No logit is larger; None for `scale * z`.
         wide: Take the products in float32 at least, of numbers of less (MiniMax-M1, arXiv 2506.13585, section 3.2;
-            ScaleRL, arXiv 2510.13786); the weight is then held once more, in it, meanwhile.
+            ScaleRL, arXiv 2510.13786); a copy of the weight in it is then held for this time.
     """
 
     temperature: float = 1.0

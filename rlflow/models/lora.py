@@ -173,7 +173,7 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
         trust_remote_code: Whether code in the base model's folder may run.
 
     Returns:
-        Where the base lies.
+        Where the base is.
 
     Raises:
         UserError: The adapter or its base cannot be read.

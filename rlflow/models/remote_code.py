@@ -36,13 +36,13 @@ def code_beside(
     except Exception as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise UserError(
-                f"{said_by} is {str(path)!r}, whose {part} is code that lies beside it (`auto_map`), and code"
+                f"{said_by} is {str(path)!r}, whose {part} is code stored with it (`auto_map`), and code"
                 f" that runs can do all that you can; read it, then set `{key}` to true, or take a model that"
                 " transformers knows by itself"
             ) from error
         if trust_remote_code and not isinstance(error, OSError | ValueError):
             raise UserError(
-                f"{said_by} is {str(path)!r}, and the code that lies beside it fails where its {part} is loaded"
+                f"{said_by} is {str(path)!r}, and the code stored with it fails where its {part} is loaded"
                 f" ({type(error).__name__}: {one_line(error)}); mend that code, or take another model"
             ) from error
         raise
@@ -52,7 +52,7 @@ def class_beside(config: Any, kind: str) -> Any:
     """The class that a model's own code has for a kind of `auto_map`; None if it has none. Its file is run.
 
     Args:
-        config: The model's transformers configuration, which was loaded from where the code lies.
+        config: The model's transformers configuration, which was loaded from where the code is.
         kind: `AutoModelForCausalLM`, say.
     """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (  # each character is a token, so it says little
 
 
 def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
-    """Where the weights of `model` are: a folder, or a Hugging Face name as it stands.
+    """Where the weights of `model` are: a folder, or a Hugging Face name as it is.
 
     Args:
         model: `tiny`, a folder in Hugging Face form, or a Hugging Face name `organisation/name`.

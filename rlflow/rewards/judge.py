@@ -40,7 +40,7 @@ class Judge(SampleReward):
             score of the whole.
         weights: Weights of the criteria; their weighted mean is the score. None for all alike.
         scale: Best grade; the worst is 0.
-        prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row stand in braces.
+        prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row are in braces.
         temperature: Temperature of the judge.
         max_tokens: Longest answer of the judge, in tokens.
         headers: Headers of each request, see `HTTPReward`: `{Authorization: Bearer $OPENAI_API_KEY}`.
@@ -102,7 +102,7 @@ class Rubric:
         criteria: Criteria by name, each in words; None for one grade of the whole.
         weights: Weights of the criteria; their weighted mean is the score. None for all alike.
         scale: Best grade; the worst is 0.
-        prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row stand in braces.
+        prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row are in braces.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Rubric:
         if scale < 1:
             raise UserError(f"`scale` is {scale}; give the best grade, 1 or more")
         if "{response}" not in prompt:
-            raise UserError("`prompt` does not say where the response stands; write {response} in it")
+            raise UserError("`prompt` does not say where the response goes; write {response} in it")
         self.scale = scale
         self.prompt = prompt
 
@@ -133,14 +133,14 @@ class Rubric:
 
     @property
     def columns(self) -> list[str]:
-        """Columns of the row that stand in the prompt."""
+        """Columns of the row that the prompt names."""
         return [name for name in _FIELD.findall(self.prompt) if name not in ("response", "form", "criteria")]
 
     def question(self, text: str, row: Mapping[str, Any]) -> str:
         """The judge's question about a response to this row of the dataset.
 
         Raises:
-            UserError: The row lacks a column that stands in the prompt.
+            UserError: The row lacks a column that the prompt names.
         """
         form = json.dumps(dict.fromkeys(self.names, f"0 to {self.scale}"))
         listed = "".join(f"- {name}: {words}\n" for name, words in self.criteria.items())
@@ -172,7 +172,7 @@ class Rubric:
 def grades_in(said: str, names: list[str], scale: int) -> dict[str, float]:
     """The grades of all names in the last JSON object of a text; none where one is missing or out of the scale.
 
-    Where objects stand in one another, the outermost counts that has all names.
+    Where objects are within one another, the outermost counts that has all names.
     """
     last, around = -1, []
     for start in reversed([match.start() for match in re.finditer(r"\{", said)]):
@@ -193,7 +193,7 @@ def grades_in(said: str, names: list[str], scale: int) -> dict[str, float]:
 
 
 def _number(value: Any) -> float:
-    """NaN, which lies in no scale, for what is none."""
+    """NaN, which is in no scale, for what is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Several rewards as one, and what may stand in the place of a reward."""
+"""Several rewards as one, and what may be given in the place of a reward."""
 
 from __future__ import annotations
 

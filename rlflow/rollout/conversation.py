@@ -322,7 +322,7 @@ def play_game(
 ) -> ConversationSteps[dict[str, Conversation]]:
     """A game, from the messages of its prompt to its end: the conversation of each seat, by name.
 
-    One seat speaks at a time. What the others read meanwhile stands in their conversations before their next turn. A
+    One seat speaks at a time. What the others read is in their conversations before their next turn. A
     seat that never had one has a turn without tokens, for its reward.
 
     Args:

@@ -215,8 +215,8 @@ class RolloutEngine(ABC):
             UserError: It cannot.
         """
         raise UserError(
-            f"`moe.routing_replay` is set, and `rollout` is {type(self).__name__}, which does not tell what experts it"
-            " chose; set `rollout: rlflow.rollout.TransformersEngine`, or leave `routing_replay` out"
+            f"`moe.routing_replay` is set, and `rollout` is {type(self).__name__}, which does not report what"
+            " experts it chose; set `rollout: rlflow.rollout.TransformersEngine`, or leave `routing_replay` out"
         )
 
     def use_float32_head(self) -> None:

@@ -152,7 +152,7 @@ class EngineSubprocess(RolloutEngine):
         plain = {at: replace(turn, prompt=list(map(int, turn.prompt))) for at, turn in new.items()}
         self._turns |= plain
         ended: dict[int, Completion]
-        ended = self._call_or_restart("step", "go on with its turns", plain, self._turns, sampling, version)
+        ended = self._call_or_restart("step", "continue its turns", plain, self._turns, sampling, version)
         self._turns = {at: turn for at, turn in self._turns.items() if at not in ended}
         return ended
 

@@ -251,8 +251,8 @@ def require_continued(begun: RowPath, path: RowPath) -> None:
     if not torch.equal(begun.numbers, path.numbers[: len(begun)]):
         n, before = (int((of.root == path.root[0]).sum()) for of in (path, begun))
         raise UserError(
-            f"{before} responses to a prompt were cut off and are to go on, and {n} are asked for; continue with the"
-            " same `group_size`"
+            f"{before} responses to a prompt were cut off and are to be continued, and {n} are asked for; continue with"
+            " the same `group_size`"
         )
 
 

@@ -139,7 +139,7 @@ def check_experts(
     if "experts" in handle.model_inputs and cuts_off:
         raise UserError(
             "`moe.routing_replay` and `trainer.partial_rollout` are set; the experts of a response that several"
-            " policies generated are not kept. Leave out one of them"
+            " policies generated are not stored. Leave out one of them"
         )
 
 
@@ -166,7 +166,7 @@ def check_environments(run: Run) -> None:
         if replays:
             raise UserError(
                 f"`moe.routing_replay` is set for `{replays[0]}` and `module.{name}` is set; the experts of a"
-                " conversation, whose turns are generated one by one, are not kept. Leave out `routing_replay`"
+                " conversation, whose turns are generated one by one, are not stored. Leave out `routing_replay`"
             )
         if run.settings.partial_rollout is not None:
             require_no_seats(f"`module.{name}` is an environment", environment)

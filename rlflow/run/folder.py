@@ -156,7 +156,7 @@ class FolderLock:
         """Let other runs have the folder, if this one holds it; one that was not used is as it was before.
 
         The file is removed while it is locked: who waits for it sees that it is gone, and begins anew. A folder is
-        removed where this lock made it and nothing lies in it.
+        removed where this lock made it and it is empty.
         """
         file, self._file = self._file, None
         if file is None:
@@ -176,7 +176,7 @@ class FolderLock:
 
         Raises:
             BlockingIOError: Another process has it.
-            FileNotFoundError: It was removed meanwhile.
+            FileNotFoundError: It was removed by another run.
         """
         self._make()
         with ExitStack() as stack:
@@ -223,7 +223,7 @@ def require_folder(path: Path) -> None:
         path: The run's.
 
     Raises:
-        UserError: It cannot be made or written, or something that is no folder lies there.
+        UserError: It cannot be made or written, or there is something that is no folder.
     """
     said = f"`trainer.run_dir` is {str(path)!r:.80}"
     try:
@@ -244,7 +244,7 @@ def require_folder(path: Path) -> None:
                 if not left:  # it is there, and takes no folders, such as `/proc`
                     raise
         if not stat.S_ISDIR(found):
-            raise UserError(f"{said}, where a file lies; name a folder")
+            raise UserError(f"{said}, which is a file; name a folder")
         elif not os.access(path, os.W_OK | os.X_OK):
             raise UserError(f"{said}, which cannot be written; name a folder that can be")
     except (OSError, ValueError) as error:
@@ -295,7 +295,7 @@ def _seconds_of(summary: Path) -> dict[str, float]:
 
 
 def _mode(path: Path) -> int | None:
-    """Mode of what lies at the path; None if nothing does."""
+    """Mode of what is at the path; None if nothing does."""
     with suppress(FileNotFoundError):
         return path.stat().st_mode
     return None

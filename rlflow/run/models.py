@@ -19,7 +19,7 @@ def configure(module: RLModule) -> None:
     """Give a module the models of a run, and call its `configure_models`.
 
     What the constructor was given is copied, since a run changes it; what was derived from it is made anew. A model of
-    the config stands in the place of a given one, and of one that `configure_models` makes.
+    the config takes the place of a given one, and of one that `configure_models` makes.
 
     Raises:
         UserError: The constructor was given something else than a model, or one of the config has a wrong name.

@@ -67,7 +67,7 @@ class Replayed:
         if self.raised:
             found = "it did not raise this time"
         elif math.isnan(self.apart):
-            found = "what the run made was not kept"
+            found = "what the run made was not stored"
         elif self.apart == 0:
             found = "equal to the run's, to the bit"
         else:
@@ -180,7 +180,7 @@ def _stored(run: Run, asked: Replay) -> list[StoredInputs]:
             print(f"{each.node} raised on rank {rank}: {what}")
         if each.there != each.ranks:
             ranks = ", ".join(map(str, each.there))
-            print(f"{each.node}: only the rows of rank {ranks} were kept, and {len(each.ranks)} ranks ran it")
+            print(f"{each.node}: only the rows of rank {ranks} were stored, and {len(each.ranks)} ranks ran it")
     return found
 
 

@@ -130,7 +130,7 @@ class Saving:
             self.wait()
 
     def folder_of(self, done: int) -> Path:
-        """Where the checkpoint after `done` steps lies."""
+        """Where the checkpoint after `done` steps is."""
         return checkpoint.folder_of(self._folder.checkpoint, done)
 
     def save_models(self) -> None:

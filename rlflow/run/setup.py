@@ -131,7 +131,7 @@ def open_folder(run: Run, lock: FolderLock, resumes: bool = False) -> RunFolder:
     Args:
         run: The run.
         lock: The lock that is held on the folder.
-        resumes: Whether the run continues in what lies there.
+        resumes: Whether the run continues in what is there.
     """
     folder = RunFolder(run.settings.folder)
     lock.use()

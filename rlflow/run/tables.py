@@ -148,6 +148,6 @@ def trusted_code(run: Run) -> list[str]:
         if found[role].trust_remote_code:
             trusted.setdefault(found[role].model, []).append(f"`{role}`")
     return [
-        f"`trust_remote_code` is on for {', '.join(names)}: the code that lies beside {model!r} is run"
+        f"`trust_remote_code` is on for {', '.join(names)}: the code stored with {model!r} is run"
         for model, names in trusted.items()
     ]

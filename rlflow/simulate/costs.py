@@ -20,7 +20,7 @@ def forward_flops(size: ModelSize, tokens: float, length: float) -> float:
 
 
 def gather_seconds(nbytes: float, ranks: int, hardware: Hardware) -> float:
-    """Seconds until every rank holds `nbytes` that lie in equal parts on all; a reduce-scatter takes as long.
+    """Seconds until every rank holds `nbytes` that were in equal parts on all; a reduce-scatter takes as long.
 
     Rings through all GPUs: in a node, and between nodes through all their network adapters together. The slower counts.
     """
@@ -103,7 +103,7 @@ def decode_seconds(
 def score_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hardware) -> float:
     """Seconds of a rank's forward passes over `tokens`; its peers compute their parts of these.
 
-    At ZeRO 3 each micro-batch gathers the weights meanwhile.
+    At ZeRO 3 each micro-batch gathers the weights at the same time.
     """
     computing = _computing(role, tokens, length, 1, hardware, hardware.forward_efficiency)
     micro_batches = _micro_batches(tokens, role)
@@ -150,7 +150,7 @@ def sync_seconds(role: LoadedRole, hardware: Hardware, crossing: int = 0) -> flo
 def straggling(rows: float, shards: int, variation: float) -> float:
     """How much more tokens than the mean the fullest of `shards` has, dealt `rows` each by count, as a factor.
 
-    The largest of n normal numbers lies about sqrt(2 ln n) deviations above their mean.
+    The largest of n normal numbers is about sqrt(2 ln n) deviations above their mean.
 
     Args:
         rows: Independent rows of a shard.

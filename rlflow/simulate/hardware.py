@@ -36,7 +36,7 @@ class Hardware:
         node_bandwidth: Between GPUs of a node.
         network_bandwidth: Between nodes.
         gpus_per_node: GPUs of a node.
-        storage_bandwidth: Storage bandwidth of a node, from and to the storage on which models and checkpoints lie.
+        storage_bandwidth: Storage bandwidth of a node, from and to the storage of models and checkpoints.
         node_latency: Latency of a collective's hop in a node.
         network_latency: Latency of a collective's hop between nodes.
         message_seconds: Seconds of each message of an all-to-all.

@@ -234,8 +234,8 @@ def _spread(placed: Mapping[str, Layout], *, world: int, ranks: int) -> dict[str
         whole = world * more == ranks * fewer and len(found) * fewer == len(layout.ranks) * more
         if not whole or len(found) % layout.copies:
             raise UserError(
-                f"`placement.{role}` names {len(layout.ranks)} of {world} ranks, of which {ranks} cannot be made in"
-                " proportion; simulate a multiple of the config's ranks"
+                f"`placement.{role}` names {len(layout.ranks)} of {world} ranks, and {ranks} ranks cannot be divided in"
+                " that proportion; simulate a multiple of the config's ranks"
             )
         spread[role] = replace(layout, ranks=found, shards=len(found) // layout.copies)
     return spread

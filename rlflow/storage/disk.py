@@ -18,8 +18,8 @@ class Disk:
     """Does one job after another in a thread; after one that fails, no more until `wait`.
 
     Args:
-        asynchronous: The run continues meanwhile, so what is to be written is copied first; the copies' memory is
-            reused the next time. Jobs wait for `start`, since the run waits for the copies, and not for what is
+        asynchronous: The run continues in the meantime, so what is to be written is copied first; the copies' memory
+            is reused the next time. Jobs wait for `start`, since the run waits for the copies, and not for what is
             written.
     """
 

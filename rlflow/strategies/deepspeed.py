@@ -354,7 +354,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 yield from zip(weights, masters, strict=True)
 
     def _refuse_across_nodes(self, name: str) -> None:
-        """Raise a `UserError` where `partition_within` consecutive ranks of the role lie on more than one node."""
+        """Raise a `UserError` where `partition_within` consecutive ranks of the role are on more than one node."""
         within, ranks, per_node = self.partition_within, self.layout(name).ranks, self.processes.num_processes
         parts = consecutive(ranks, within) if within is not None and within < len(ranks) else []
         if any(len({rank // per_node for rank in part}) > 1 for part in parts):
@@ -472,7 +472,7 @@ def norm_at_most(optimizer: Any, most: float) -> Iterator[dict[str, float]]:
     """Within it an optimizer of ZeRO 1 to 3 treats a gradient of a norm above `most` as one that overflowed.
 
     The optimizer's step measures the norm by a method of its own, `scaled_global_norm` at stages 1 and 2 and
-    `_get_norm_groups` at stage 3, and skips an update if the norm is not finite. That method is replaced meanwhile.
+    `_get_norm_groups` at stage 3, and skips an update if the norm is not finite. That method is replaced for this time.
 
     Args:
         optimizer: DeepSpeed's optimizer.

@@ -68,7 +68,7 @@ class Role:
         return sorted(kind for kind, value in kept.items() if isinstance(value, Tensor) and value.dim() > 0)
 
     def clip_and_step(self, most: float = math.inf) -> float:
-        """One update with the gradients that lie in `.grad`, full or divided; returns their norm before clipping.
+        """One update with the gradients in `.grad`, full or divided; returns their norm before clipping.
 
         Skipped if the norm is not finite, or above `most`.
         """

@@ -39,7 +39,7 @@ WEIGHT = "weight"
 class TrainingStrategy:
     """Trains the roles of this rank; `Fabric(strategy=...)` is given its `processes`.
 
-    What is here is for a model that lies whole in plain tensors. A subclass may wrap a role (`_wrap`), and say how its
+    What is here is for a model in whole plain tensors. A subclass may wrap a role (`_wrap`), and say how its
     gradients come about (`backward`) and are applied (`_update`); one that divides weights or states over ranks also
     what a rank holds of each (`_materialize`, `_part_of`, `_state_parts_of`) and how it is gathered. A method that
     takes a role's name is called by all ranks of the role and by no others, in the same order. A role is on all ranks,
@@ -63,7 +63,7 @@ class TrainingStrategy:
         divides_weights: Whether no rank ever holds a whole model.
         holds_masters: Whether trained weights are float32 and are rounded for forward passes; ZeRO has copies of them.
         can_offload: Whether `offload_optimizer` is a setting of the strategy.
-        offload_optimizer: Whether the optimizer's states lie in the CPU's memory.
+        offload_optimizer: Whether the optimizer's states are in the CPU's memory.
         offload_parameters: Whether the weights do.
         bucket_elements: The most elements of gradients that are reduced together, from ZeRO 1 on.
         live_elements: The most elements of weights that are whole at a time at ZeRO 3; None for a layer's.
@@ -451,7 +451,7 @@ class TrainingStrategy:
         return parameter.shape
 
     def _part_of(self, parameter: Tensor) -> TensorRange:
-        """What this rank holds of a parameter that forward passes read, or of a tensor that lies as it does."""
+        """What this rank holds of a parameter that forward passes read, or of a tensor that is divided as it is."""
         return TensorRange(0, parameter.detach().view(-1))
 
     def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:

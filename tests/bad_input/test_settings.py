@@ -156,7 +156,7 @@ CASES: list[Case] = [
     (
         "a folder that is a file",
         {"trainer.run_dir": "rows.jsonl"},
-        "`trainer.run_dir` is 'rows.jsonl', where a file lies; name a folder",
+        "`trainer.run_dir` is 'rows.jsonl', which is a file; name a folder",
     ),
     (
         "a folder below a file",

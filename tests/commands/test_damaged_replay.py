@@ -112,7 +112,7 @@ def test_kept_inputs_of_a_run_without_digests_are_named_where_they_cannot_be_rea
     without_digests(Path("run", STEP))
     damage(Path("run", STEP, name))
     assert re.search(
-        rf"run/{STEP}/rewards\S*\.json or a file beside it cannot be read|run/{STEP}/{name}",
+        rf"run/{STEP}/rewards\S*\.json or a file next to it cannot be read|run/{STEP}/{name}",
         refused("--step", "2", "--node", "rewards"),
     )
 

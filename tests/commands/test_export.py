@@ -102,7 +102,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capfd: p
     for arguments, told in (
         (("--model", str(base), "--to", str(tmp_path / "out")), "a whole model in Hugging Face form; use it as it is"),
         (("--model", str(tmp_path), "--to", str(tmp_path / "out")), "which has no adapter_config.json; give the"),
-        (("--model", str(adapter), "--to", str(base)), "where something lies already; name a new folder"),
+        (("--model", str(adapter), "--to", str(base)), "where there is something already; name a new folder"),
         (("--model", str(adapter), "--to", str(tmp_path / "out"), "--form", "both"), "`--form` is 'both'; give one of"),
     ):
         assert told in refusal(capfd, "export", *arguments)

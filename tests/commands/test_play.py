@@ -74,7 +74,7 @@ def test_an_environment_of_tools_is_played_by_a_pipe(
     assert "right<|im_end|>" in output
     *_, turns, calls, rewards, ended, _ = output.split("\n")
     assert re.fullmatch(r"2 turns, \d+ of \d+ tokens by the policy", turns)
-    assert calls == "tool calls: 1, of which 0 gave no value"
+    assert calls == "tool calls: 1; 0 gave no value"
     assert rewards == "rewards of the environment: 0, 1 (sum 1)"
     assert ended == "ended: done, the policy called no tool"
 

@@ -113,7 +113,7 @@ def test_traces_of_some_steps_are_joined(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_trace_cannot_be_joined(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"`--ranks` names 7, of which there is no .*rank7.jsonl; leave it out"):
+    with pytest.raises(UserError, match=r"`--ranks` names 7, and there is no .*rank7.jsonl; leave it out"):
         trace(folder, ranks=[7])
 
 

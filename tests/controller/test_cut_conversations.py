@@ -265,4 +265,4 @@ def test_another_group_size_does_not_continue_conversations(policy: Path, tmp_pa
     fit(given(policy, tmp_path, save_every_n_steps=1, callbacks=[StopAfter(2)]))
     rest = given(policy, tmp_path, ckpt_path="last")
     rest.module.group_size = GROUP + 1  # type: ignore[attr-defined]
-    assert "2 responses to a prompt were cut off and are to go on, and 3 are asked for" in failing_fit(rest).error
+    assert "2 responses to a prompt were cut off and are to be continued, and 3 are asked" in failing_fit(rest).error

@@ -92,7 +92,7 @@ def test_vllm_follows_a_mixture_that_is_trained(
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"engine": VLLMEngine()}, "`rollout` is VLLMEngine, which does not tell what experts it chose"),
+        ({"engine": VLLMEngine()}, "`rollout` is VLLMEngine, which does not report what experts it chose"),
         ({"settings": {"partial_rollout": 4}}, "`moe.routing_replay` and `trainer.partial_rollout` are set"),
     ],
 )

@@ -46,7 +46,7 @@ def test_two_filters_are_to_be_one() -> None:
         def short(self, rollout: Rollout) -> PerSample: ...
 
     (problem,) = problems(Module())
-    assert problem.startswith("`short` is a second filter beside `useful` (")
+    assert problem.startswith("`short` is a second filter next to `useful` (")
     assert problem.endswith("), and rows are chosen once. Combine the two into one")
 
 

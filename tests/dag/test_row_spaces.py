@@ -41,8 +41,8 @@ def test_samples_of_two_rollouts_cannot_be_mixed() -> None:
         def advantages(self, rewards: PerSample, other: Rollout) -> PerSample: ...
 
     assert problems(Module()) == [
-        "`advantages` mixes rows of `rollout` (in `rewards`) and of `other` (in `other`), of which neither are below"
-        " the others. Read one as `Each` in a node that stands above both, or join them in a node that returns `Grown`"
+        "`advantages` mixes rows of `rollout` (in `rewards`) and of `other` (in `other`), and neither are below"
+        " the others. Read one as `Each` in a node above both, or join them in a node that returns `Grown`"
     ]
 
 
@@ -85,8 +85,8 @@ def test_rows_of_two_branches_are_not_read_together() -> None:
         def both(self, other: Rollout, better: PerSample, rewards: PerSample) -> PerSample: ...
 
     assert problems(Module()) == [
-        "`both` mixes rows of `other` (in `other`) and of `again` (in `better`), of which neither are below the others."
-        " Read one as `Each` in a node that stands above both, or join them in a node that returns `Grown`"
+        "`both` mixes rows of `other` (in `other`) and of `again` (in `better`), and neither are below the others."
+        " Read one as `Each` in a node above both, or join them in a node that returns `Grown`"
     ]
 
 
@@ -148,7 +148,7 @@ class Numbers:
         (
             {"rewards": Each[PerSample]},
             PerSample,
-            "reads only `Each`, such as `rewards`, so that it stands at no rows above them. Read a value of those",
+            "reads only `Each`, such as `rewards`, so it has no rows of its own above them. Read a value of those",
         ),
         (
             {"rollout": Rollout, "rewards": Each[PerSample]},

@@ -146,7 +146,7 @@ def test_fit_takes_rows_and_validation_rows_without_settings(policy: Path, tmp_p
 
 
 def test_validation_rows_beside_a_prompt_data_are_refused(policy: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="`validation` is given beside a PromptData, which has its own; set it there"):
+    with pytest.raises(UserError, match="`validation` is given together with a PromptData, which has its own"):
         Trainer(str(tmp_path), max_steps=1).fit(grpo(policy), PromptData(ROWS), ROWS)
 
 

@@ -251,7 +251,7 @@ def test_a_cache_that_cannot_be_written_is_told_of_and_ends_nothing(
 ) -> None:
     cache.parent.write_text("no folder")
     assert load(ROWS)[0].is_scanned
-    assert capsys.readouterr().err.startswith("tokens of prompts are not kept for later runs (")
+    assert capsys.readouterr().err.startswith("tokens of prompts are not stored for later runs (")
 
 
 def _too_long(run: Fit) -> str:

@@ -53,7 +53,7 @@ def test_a_model_s_own_code_is_refused_in_one_line_that_names_the_key_and_is_not
 ) -> None:
     line = refusal(capfd, {f"{ACTOR}.model": str(own)})
     assert line == (
-        f"rlflow: error: `{ACTOR}.model` is {str(own)!r}, whose configuration is code that lies beside it"
+        f"rlflow: error: `{ACTOR}.model` is {str(own)!r}, whose configuration is code stored with it"
         f" (`auto_map`), and code that runs can do all that you can; read it, then set `{ACTOR}.trust_remote_code` to"
         " true, or take a model that transformers knows by itself"
     )
@@ -66,7 +66,7 @@ def test_a_trusted_model_trains_says_so_first_and_is_saved_with_its_code(
     write(Path("my.yaml"), {f"{ACTOR}.model": str(own), "trainer.max_steps": 1})
     main(["fit", "--config", "my.yaml", "--module.actor.trust_remote_code", "true"])
     first = capfd.readouterr().out.splitlines()[0]
-    assert first == f"`trust_remote_code` is on for `actor`: the code that lies beside {str(own)!r} is run"
+    assert first == f"`trust_remote_code` is on for `actor`: the code stored with {str(own)!r} is run"
     assert Path("was_run").exists()
     saved = Path("runs/own/model").rename("saved")
     for path in own.iterdir():
@@ -74,7 +74,7 @@ def test_a_trusted_model_trains_says_so_first_and_is_saved_with_its_code(
     model = AutoModelForCausalLM.from_pretrained(saved.resolve(), trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(saved.resolve(), trust_remote_code=True)
     assert (type(model).__name__, type(tokenizer).__name__) == ("OwnForCausalLM", "OwnTokenizer")
-    assert "is code that lies beside it" in refusal(capfd, {f"{ACTOR}.model": str(saved)})
+    assert "is code stored with it" in refusal(capfd, {f"{ACTOR}.model": str(saved)})
     changes = {f"{ACTOR}.model": str(saved), f"{ACTOR}.trust_remote_code": True, "trainer.max_steps": 1}
     write(Path("my.yaml"), changes)
     main(["fit", "--config", "my.yaml"])

@@ -204,7 +204,7 @@ PATHS = [
         *((value, f"run_dir` is {value!r}; name a folder") for value in ("", ".", "..", "/", "a\x00b")),
     ),
     *_of(
-        "trainer.run_dir", ("rows.jsonl", "where a file lies"), ("a" * 300, "which cannot be made (File name too long)")
+        "trainer.run_dir", ("rows.jsonl", "which is a file"), ("a" * 300, "which cannot be made (File name too long)")
     ),
     *_of("trainer.run_dir", ("/proc/nope", "which cannot be made"), ("~/runs", "means a home in a shell alone")),
     *_of("trainer.run_dir", (["a", "b"], "run_dir` is ['a', 'b']; give a text"), (3, "run_dir` is 3; give a text")),

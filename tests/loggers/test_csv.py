@@ -87,8 +87,8 @@ def test_a_damaged_row_is_left_out_by_a_run_that_goes_on(tmp_path: Path, row: by
     before = b"step,a\r\n" + row + b"\r\n2,0.0\r\n"
     (tmp_path / "metrics.csv").write_bytes(before)
     assert go_on(tmp_path) == [
-        f"warning: {tmp_path}/metrics.csv is damaged: line 2 cannot be read; it is kept as metrics.csv.damaged, and the"
-        " run goes on with the lines that can be read"
+        f"warning: {tmp_path}/metrics.csv is damaged: line 2 cannot be read; it is renamed to metrics.csv.damaged, and"
+        " the run continues with the lines that can be read"
     ]
     assert table(tmp_path) == [["step", "a"], ["2", "0.0"], ["3", "3.0"]]
     assert (tmp_path / "metrics.csv.damaged").read_bytes() == before
@@ -99,7 +99,7 @@ def test_a_damaged_row_is_left_out_by_a_run_that_goes_on(tmp_path: Path, row: by
 def test_of_a_table_with_a_damaged_header_nothing_can_be_read(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "metrics.csv").write_bytes(header + b"\r\n1,0.0\r\n2,0.0\r\n")
     (warning,) = go_on(tmp_path)
-    assert "metrics.csv is damaged: 3 lines, the first of them line 1, cannot be read; it is kept as" in warning
+    assert "metrics.csv is damaged: 3 lines, the first of them line 1, cannot be read; it is renamed to" in warning
     assert table(tmp_path) == [["step", "a"], ["3", "3.0"]]
 
 
@@ -120,7 +120,7 @@ def test_a_row_that_is_damaged_during_a_run_is_left_out_when_a_metric_comes(tmp_
     logger.log_metrics({"b": 3.0}, step=3)
     assert table(tmp_path) == [["step", "a", "b"], ["1", "1.0", ""], ["2", "2.0", ""], ["3", "", "3.0"]]
     (warning,) = logger.warnings
-    assert "metrics.csv is damaged: line 3 cannot be read; it is kept as metrics.csv.damaged" in warning
+    assert "metrics.csv is damaged: line 3 cannot be read; it is renamed to metrics.csv.damaged" in warning
     assert row in (tmp_path / "metrics.csv.damaged").read_bytes()
 
 

@@ -107,8 +107,8 @@ def test_a_damaged_line_is_left_out_by_a_run_that_goes_on(tmp_path: Path, line: 
     before = line + WHOLE.encode() + b'{"step": 2, "x": 0.0}\n'
     file.write_bytes(before)
     assert go_on(tmp_path) == [
-        f"warning: {file} is damaged: line 1 cannot be read; it is kept as {name}.damaged, and the run goes on with the"
-        " lines that can be read"
+        f"warning: {file} is damaged: line 1 cannot be read; it is renamed to {name}.damaged, and the run continues"
+        " with the lines that can be read"
     ]
     assert lines(file) == [{"step": 1, "x": 0.0}, {"step": 2, "x": 1.0}]
     assert aside.read_bytes() == before

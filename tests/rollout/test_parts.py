@@ -104,7 +104,7 @@ def test_another_number_of_responses_than_was_begun_is_refused(n: int, tied: Pat
     engine = setup(TransformersEngine(), tied)
     engine.update_weights(buckets(load(tied)), 0)
     begun = sampled(engine, Part(2))
-    with pytest.raises(UserError, match=f"^2 responses to a prompt were cut off and are to go on, and {n} are asked"):
+    with pytest.raises(UserError, match=f"^2 responses to a prompt were cut off and are to be continued, and {n} are"):
         sampled(engine, Part(2, begun), n=n)
 
 

@@ -94,7 +94,7 @@ def test_peers_of_a_sequence_share_its_activations() -> None:
 
 def test_a_placement_that_cannot_be_made_smaller_is_refused(tmp_path: Path) -> None:
     (tmp_path / "half.yaml").write_text("like: h100\ngpus_per_node: 4\n")
-    with pytest.raises(UserError, match=r"`placement.actor.rollout` names 3 of 8 ranks, of which 4 cannot be made"):
+    with pytest.raises(UserError, match=r"`placement.actor.rollout` names 3 of 8 ranks, and 4 ranks cannot be divided"):
         seconds(
             simulation(
                 '--placement={rollout: "0-2", actor: "3-7"}',

@@ -69,7 +69,7 @@ class VLLMEngine(InProcessEngine):
     Args:
         tensor_parallel_size: Ranks that share one copy of the weights.
         gpu_memory_utilization: Share of a GPU's memory that the engine takes for weights and cache. Training needs the
-            rest, unless the engine sleeps meanwhile.
+            rest, unless the engine sleeps then.
         kv_cache_gib: Size of the key-value cache where the engine runs on the CPU, GiB for each rank.
         max_model_len: Tokens of the longest prompt and response together; None for as many as the model takes and the
             cache holds.
@@ -132,7 +132,7 @@ class VLLMEngine(InProcessEngine):
         return (
             f"lower `rollout.init_args.{share}` ({value}) where something else shares the memory, raise it where the"
             " cache is short",
-            "lower `max_num_seqs` or `max_model_len` beside it",
+            "lower `max_num_seqs` or `max_model_len` as well",
             "raise `tensor_parallel_size`",
         )
 
@@ -365,7 +365,7 @@ def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) 
     if reason := UNSERVED.get(config.model_type) or unserved_experts(config, tensor_parallel_size, on_cpu):
         return reason
     if type(config) not in MODEL_MAPPING and "AutoModel" not in (getattr(config, "auto_map", None) or {}):
-        return "is of code that lies beside it and names no `AutoModel` in `auto_map`, by which vLLM serves such code"
+        return "is of code stored with it that names no `AutoModel` in `auto_map`, by which vLLM serves such code"
     if not on_cpu:
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

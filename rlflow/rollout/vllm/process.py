@@ -1,6 +1,6 @@
 """vLLM in a process that also trains: import and version, groups of ranks, and state that vLLM changes.
 
-The context managers stand around the construction of `vllm.LLM` in `VLLMEngine.setup`.
+The context managers are around the construction of `vllm.LLM` in `VLLMEngine.setup`.
 """
 
 from __future__ import annotations
