@@ -149,7 +149,7 @@ def test_the_workflow_and_its_variation_train_from_a_users_own_folder(tmp_path: 
 
 
 def test_the_python_of_the_quickstart_says_what_its_yaml_says(tmp_path: Path) -> None:
-    shown = imported(blocks("quickstart.md", "python")[0], "shown_quickstart", tmp_path)
+    shown = imported(block_with("quickstart.md", "Trainer"), "shown_quickstart", tmp_path)
     configured = read_fit(["--config", str(ROOT / "configs" / "quickstart_grpo.yaml")])
     assert plain(shown.module) == plain(configured.module)
     assert plain(shown.data) == plain(configured.data)

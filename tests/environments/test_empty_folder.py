@@ -1,4 +1,4 @@
-"""The examples of the page on agents, and an environment in the form of TRL's documentation, train from a folder."""
+"""The examples of the pages on environments, and one in the form of TRL's documentation, train from a folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.test_docs import block_with, blocks
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the page says, with another class beside its own."""
+    """As the page says, with other classes in addition to its own."""
     folder = tmp_path_factory.mktemp("agent")
-    shown = [block_with("agents.md", f"class {name}:") for name in ("WordGame", "CountDown")]
+    shown = [block_with("first_environment.md", "class WordGame:"), block_with("agents.md", "class CountDown:")]
     (folder / "my_env.py").write_text("\n\n".join(shown))
     (folder / "trl_env.py").write_text(Path(games.__file__).read_text())
-    (rows,) = blocks("agents.md", "json")
+    (rows,) = blocks("first_environment.md", "json")
     (folder / "words.jsonl").write_text(rows)
-    (config,) = (block for block in blocks("agents.md", "yaml") if "# agent.yaml" in block)
+    (config,) = blocks("first_environment.md", "yaml")
     (folder / "agent.yaml").write_text(config)
     return folder
 
@@ -51,7 +51,7 @@ def test_the_page_s_folder_trains_and_so_do_environments_of_trl_s_form(folder: P
         "trl": "trl_env.Letters",
         "later": "trl_env.LaterLetters",
     }
-    config["trainer"] |= {"max_steps": 1}
+    config["trainer"] |= {"max_steps": 1, "devices": 2}
     (folder / "several.yaml").write_text(yaml.safe_dump(config))
     rows = [json.loads(line) for line in (folder / "words.jsonl").read_text().splitlines()]
     named = [{**row, "environment": name} for row, name in zip(rows, ["page", "trl", "later", "page"], strict=True)]
