@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         commands.add_parser(name, help=purpose, add_help=False)
     is_run = False
     try:
-        sys.path.insert(0, _here())  # a user's own `my_algorithm.py` is in the config's folder
+        sys.path.insert(0, _here())  # where a user's own `my_algorithm.py` is
         chosen, rest = parser.parse_known_args(arguments)
         is_run = of_process and chosen.command in RUNS
         startup.begin(of_process=is_run)

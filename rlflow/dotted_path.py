@@ -21,7 +21,7 @@ def object_at(path: str, said: str, known: Iterable[str] = ()) -> Any:
     Args:
         path: Dotted path, such as `my_env.WordGame`.
         said: How an error begins, the path in it: "`function` is 'my_rewards.brevity'".
-        known: Modules that may be meant where there is none of that name; those in the config's folder are known.
+        known: Modules that may be meant where there is none of that name; those in the working directory are known.
 
     Raises:
         UserError: It is no path, its module is not there or cannot be imported, or has nothing of that name.

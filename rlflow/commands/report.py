@@ -99,6 +99,7 @@ KINDS = {
     "Load": "load",
     "SyncWeights": "weight sync",
     "Tell": "tell",
+    "Sleep": "sleep",
     "Exchange": "exchange",
     "Reduce": "reduce metrics",
     "Save": "save",

@@ -75,7 +75,7 @@ class Finding:
     """A line of the report, such as
 
         ok       2 cores
-        missing  InfiniBand; set NCCL_IB_DISABLE=1 if that is meant (not needed here)
+        missing  InfiniBand; set NCCL_IB_DISABLE=1 if that is intended (not needed here)
         broken   MASTER_ADDR=node7: [Errno -2] Name or service not known; give the first machine's name or address
 
     Attributes:
@@ -216,7 +216,7 @@ def _limits(gpu: bool, nodes: int) -> Iterator[Finding]:
     what = f"{'any number of' if unlimited else f'{files:,}'} open files (ulimit -n)"
     yield checked(what, unlimited or files >= least, f"ulimit -n {FILES_OF_NODES}")
     unlimited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY
-    what = f"{'unlimited' if unlimited else 'limited'} locked memory (ulimit -l), by which InfiniBand reads it"
+    what = "unlimited locked memory (ulimit -l), which InfiniBand needs"
     mend = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
     yield checked(what, unlimited, mend, nodes > 1 and gpu)
 
@@ -224,7 +224,7 @@ def _limits(gpu: bool, nodes: int) -> Iterator[Finding]:
 def _isolates() -> Finding:
     from rlflow.worker.sandbox import why_not
 
-    what = "programs of models can be isolated (user namespaces), for CodeReward and PythonTool"
+    what = "programs of models can be isolated (user namespaces), for CodeTests and PythonTool"
     problem = why_not()
     mend = "allow user namespaces: sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0"
     return checked(f"{what}: {problem}" if problem else what, not problem, mend, needed=False)
@@ -313,7 +313,7 @@ def _interfaces() -> Iterator[Finding]:
 def _infiniband(needed: bool) -> Iterator[Finding]:
     devices = sorted(INFINIBAND.glob("*"))
     if not devices:
-        mend = "without it NCCL speaks by sockets, which is slow; set NCCL_IB_DISABLE=1 if that is meant"
+        mend = "without it NCCL uses sockets, which are slow; set NCCL_IB_DISABLE=1 if that is intended"
         yield Finding("InfiniBand", "missing", mend, needed and os.environ.get("NCCL_IB_DISABLE") != "1")
     wanted = os.environ.get("NCCL_IB_HCA", "").lstrip("^=").split(",")
     for device in devices:

@@ -1,4 +1,4 @@
-"""Code that lies beside a model's weights runs for the role that says so and for no other, and nobody is asked."""
+"""Code stored with a model's weights runs for the role that says so and for no other, and nobody is asked."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_trusted_model_trains_says_so_first_and_is_saved_with_its_code(
 def test_a_role_s_trust_is_not_another_s(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ppo = {"module.class_path": "rlflow.algorithms.PPO", f"{ACTOR}.trust_remote_code": True}
     line = refusal(capfd, ppo | {f"{CRITIC}.model": str(own)})
-    assert line.startswith(f"rlflow: error: `{CRITIC}.model` is {str(own)!r}, whose configuration is code that lies")
+    assert line.startswith(f"rlflow: error: `{CRITIC}.model` is {str(own)!r}, whose configuration is code stored")
     assert f"set `{CRITIC}.trust_remote_code` to true" in line
     assert not Path("was_run").exists()
 
