@@ -26,6 +26,7 @@ from rlflow.commands.configuration import call_configured
 from rlflow.commands.fit import read_fit
 from rlflow.commands.parser import call
 from rlflow.dag.methods import read_methods
+from rlflow.errors import UserError, one_line
 from rlflow.models.tiny import write_tiny_model
 from rlflow.module import RLModule
 from tests.own_folder import command
@@ -295,3 +296,26 @@ def exists(words: list[str]) -> bool:
     named = words[2].replace(".", "/") if words[1] == "-m" and len(words) > 2 else words[1]
     others = ("-c", "my_run.py", "verl/trainer/main_ppo")
     return named in others or any((ROOT / path).is_file() for path in (named, f"{named}.py", f"{named}/__main__.py"))
+
+
+@pytest.mark.parametrize(
+    ("page", "config", "rank"),
+    [("concepts.md", "quickstart_grpo.yaml", 0), ("placement.md", "grpo_apart.yaml", 1)],
+)
+def test_a_plan_that_is_shown_is_the_one_that_is_printed(
+    page: str, config: str, rank: int, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shown,) = [block.code for block in ALL if block.page.name == page and re.match(r"  1  \w", block.code)]
+    command(here, "graph", "--config", f"configs/{config}", "--rank", str(rank))
+    assert capsys.readouterr().out.endswith(f":\n{shown}")
+
+
+def test_the_mistakes_of_a_workflow_are_the_lines_that_are_shown(here: Path) -> None:
+    page = [block for block in ALL if block.page.name == "workflow.md"]
+    (shown,) = [block.code for block in page if block.language == "text"]
+    (here / "my.yaml").write_text(next(block.code for block in page if block.language == "yaml"))
+    mistakes = ("advantages.call=rlflow.functional.group_normalised_advantages", "actor_loss.settings.clp=1")
+    for mistake, line in zip(mistakes, re.sub(r"\n  ", " ", shown).splitlines(), strict=True):
+        with pytest.raises(UserError) as found:
+            command(here, "graph", "--config", "my.yaml", f"--nodes.{mistake}")
+        assert one_line(found.value) == line
