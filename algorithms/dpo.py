@@ -33,7 +33,7 @@ class DPO(RLModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.beta > 0:
-            raise UserError(f"`beta` is {self.beta}; give more than 0, or nothing tells chosen from rejected responses")
+            raise UserError(f"`beta` is {self.beta}; give more than 0, or chosen and rejected responses count alike")
 
     def configure_models(self) -> None:
         if self.reference is None:
