@@ -12,7 +12,7 @@ from rlflow.rewards.reward import Failed, OnError, Reward, RewardInput, Scores, 
 from rlflow.short_names import made, names_of, path_of
 
 OneReward = Reward | str | Callable[..., Any]
-RewardLike = OneReward | list[OneReward] | dict[str, OneReward]
+RewardLike = Reward | str | list[OneReward] | dict[str, OneReward] | Callable[..., Any]
 
 
 def as_reward(value: RewardLike) -> Reward:

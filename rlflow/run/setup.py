@@ -140,6 +140,7 @@ def open_folder(run: Run, lock: FolderLock, resumes: bool = False) -> RunFolder:
         if run.is_first and not resumes:
             RunFolder.open(folder.path)
             lock.take()
+            lock.use()  # the new folder, as the one before was moved away
             if run.config is not None:
                 folder.config.write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
 

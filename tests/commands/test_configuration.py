@@ -83,6 +83,12 @@ def test_the_config_of_a_run_reads_back_as_the_same_config_without_its_secrets(f
     assert again.config == configured.config
 
 
+@pytest.mark.parametrize("reward", [{"nan": "my_rewards.nan", "raises": "my_rewards.raises"}, ["my_rewards.nan"]])
+def test_the_config_of_a_run_has_a_reward_of_several_functions(reward: object, folder: Path) -> None:
+    write(folder / "my.yaml", {"module.init_args.reward": reward})
+    assert read_fit(["--config", "my.yaml"]).config["module"]["init_args"]["reward"] == reward
+
+
 def test_a_secret_of_the_config_is_not_in_the_run_s_folder(folder: Path) -> None:
     write(folder / "my.yaml", {"trainer.max_steps": 1, "module.class_path": "my_algorithm.WithToken"})
     with (folder / "my_algorithm.py").open("a") as file:

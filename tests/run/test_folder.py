@@ -19,6 +19,7 @@ import pytest
 from rlflow import Trainer
 from rlflow.errors import UserError
 from rlflow.run.folder import LOCK, FolderLock, RunFolder, require_folder, require_own
+from tests import own_folder
 
 
 @contextlib.contextmanager
@@ -229,3 +230,10 @@ def test_a_damaged_summary_of_an_earlier_run_costs_its_times_alone(
 
 def test_a_trainer_takes_a_path_for_its_folder(tmp_path: Path) -> None:
     assert Trainer(tmp_path / "mine").settings.folder == tmp_path / "mine"  # type: ignore[arg-type]
+
+
+def test_a_folder_takes_any_number_of_runs_one_after_another(tmp_path: Path) -> None:
+    own_folder.make(tmp_path)
+    for _ in range(3):
+        own_folder.command(tmp_path, "fit", "--config", "my.yaml", "--trainer.max_steps", "1")
+    assert all((tmp_path / "runs" / name / LOCK).is_file() for name in ("own", "own-1", "own-2"))
