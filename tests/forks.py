@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,18 +54,28 @@ def wide_casts() -> Iterator[None]:
     """
     to, narrow, softmax = Tensor.to, Tensor.float, torch.nn.functional.softmax
 
-    def wide(value: Tensor, dtype: Any) -> Any:
-        return torch.float64 if dtype is torch.float32 and value.dtype == torch.float64 else dtype
+    def widens(value: Tensor) -> bool:
+        caller = sys._getframe(2).f_globals["__name__"]
+        return value.dtype == torch.float64 and caller.startswith("transformers.")
+
+    def wide(given: Any) -> Any:
+        return torch.float64 if given is torch.float32 else given
 
     def to_wide(self: Tensor, *args: Any, **keywords: Any) -> Tensor:
-        named = {name: wide(self, given) for name, given in keywords.items()}
-        return to(self, *(wide(self, given) for given in args), **named)
+        if widens(self):
+            args, keywords = tuple(map(wide, args)), {name: wide(given) for name, given in keywords.items()}
+        return to(self, *args, **keywords)
+
+    def float_wide(self: Tensor) -> Tensor:
+        return self if widens(self) else narrow(self)
 
     def softmax_wide(input: Tensor, *args: Any, **keywords: Any) -> Tensor:
-        return softmax(input, *args, **{name: wide(input, given) for name, given in keywords.items()})
+        if widens(input):
+            keywords = {name: wide(given) for name, given in keywords.items()}
+        return softmax(input, *args, **keywords)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Tensor, "to", to_wide)
-        patched.setattr(Tensor, "float", lambda self: self if self.dtype == torch.float64 else narrow(self))
+        patched.setattr(Tensor, "float", float_wide)
         patched.setattr(torch.nn.functional, "softmax", softmax_wide)
         yield
