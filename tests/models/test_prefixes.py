@@ -17,7 +17,7 @@ from rlflow.models import prefixes
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.lora import LoRA
-from rlflow.models.packing import pack, shared_micro_batches, take
+from rlflow.models.packing import pack, take
 from rlflow.models.prefixes import families, gather, neighbours
 from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.ragged import Ragged
@@ -101,11 +101,10 @@ def test_a_token_that_is_read_with_other_experts_is_not_shared() -> None:
 
 
 def test_gradients_of_what_is_taken_often_are_summed_in_float32() -> None:
-    states = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
-    index = torch.tensor([1] * 300)
-    gather(states, 0, index).sum().backward()
+    states = torch.ones(1, 3, 2, 4, dtype=torch.bfloat16, requires_grad=True)
+    gather(states, 2, torch.tensor([1] * 300)).sum().backward()
     assert states.grad is not None
-    assert states.grad[:, 0].tolist() == [0, 300]  # in bfloat16 a sum of ones ends at 256
+    assert states.grad[0, 0, :, 0].tolist() == [0, 300]  # in bfloat16 a sum of ones ends at 256
 
 
 def test_families_stay_together_and_cost_what_their_line_does() -> None:
@@ -122,7 +121,7 @@ def test_families_stay_together_and_cost_what_their_line_does() -> None:
 
 def test_micro_batches_have_whole_families_within_the_budget() -> None:
     rows = rows_of([([prompt] * 40, [sample + 2, 3, 4]) for sample in range(4) for prompt in range(6)])
-    parts = shared_micro_batches(rows, 108)
+    parts = ForwardPlan(108).split(rows)
     assert sorted(torch.cat(parts).tolist()) == list(range(24))
     for part in parts:
         line = pack(take(rows, part), share_prefixes=True)
@@ -130,14 +129,14 @@ def test_micro_batches_have_whole_families_within_the_budget() -> None:
         assert line.useful_tokens == len(part) // 4 * (40 + 4 * 2) <= 108
     # A family costs 48, and a 16th of the 40 tokens that three of its rows look at again: 2 each.
     assert len(parts) == 3
-    assert len(shared_micro_batches(rows, 108, at_least=9)) == 9
+    assert len(ForwardPlan(108).split(rows, at_least=9)) == 9
 
 
 def test_a_pair_costs_its_prompt_once() -> None:
     prompts, chosen, rejected = (Ragged.from_lists([tokens] * 2) for tokens in (TEN * 2, [3, 1, 2], [4, 1, 2]))
     pairs, cost = Pairs(prompts, chosen, rejected, rows=[{}] * 2), 22 + 2 + 1  # 20 // 16 for what is looked at again
-    assert [len(part) for part in shared_micro_batches(pairs, 2 * cost)] == [2]
-    assert [len(part) for part in shared_micro_batches(pairs, 2 * cost - 1)] == [1, 1]
+    assert [len(part) for part in ForwardPlan(2 * cost).split(pairs)] == [2]
+    assert [len(part) for part in ForwardPlan(2 * cost - 1).split(pairs)] == [1, 1]
 
 
 @pytest.mark.parametrize("token_budget", [40, 4096])
