@@ -16,7 +16,7 @@ METRICS: Mapping[str, str] = {}
 CONFIG: Mapping[str, str] = {}
 """Keys, by their last part, and paths of classes that a proof writes into a config."""
 
-DEFAULTS: Mapping[str, Any] = {}
+DEFAULTS: Mapping[str, Any] = {"strategy.init_args.share_prefixes": False}
 """Settings whose default changed, by dotted key: the base's default, which the configs of today are given."""
 
 
@@ -38,6 +38,8 @@ def with_defaults(settings: Any, defaults: Mapping[str, Any] = DEFAULTS) -> Any:
     for key, value in defaults.items():
         section, *below = key.split(".")
         place = settings.setdefault(section, {})
+        if isinstance(place, str):  # a class without settings
+            place = settings[section] = {"class_path": place}
         for name in below[:-1]:
             place = place.setdefault(name, {})
         place.setdefault(below[-1], value)

@@ -63,8 +63,8 @@ class Runs:
         path = self.revision.code / "configs" / f"{case.config}.yaml"
         if not path.exists():
             return None
-        settings = with_defaults(yaml.safe_load(path.read_text(encoding="utf-8")), self.defaults)
-        return shortened(settings, case, run, self.names)
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return with_defaults(shortened(settings, case, run, self.names), self.defaults)
 
     def mark(self, case: Case) -> str:
         """Of how a run is made, its code and what it starts from aside."""

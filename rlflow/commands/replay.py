@@ -19,7 +19,7 @@ from rlflow.run.replay import Replay
 
 LEFT_OUT = ("placement", "logger", "callbacks", "config", "predict")
 # Settings of any strategy that SingleProcess computes with as well.
-OF_STRATEGY = ("precision", "token_budget", "packing", "float32_head")
+OF_STRATEGY = ("precision", "token_budget", "packing", "share_prefixes", "float32_head")
 ALONE: dict[str, Any] = {"devices": 1, "num_nodes": 1, "max_staleness": 0, "partial_rollout": None, "ckpt_path": None}
 ALONE |= {"keep_inputs": [], "keep_inputs_of": [], "fast_dev_run": False}
 MEND = "bring the file back as the run wrote it"

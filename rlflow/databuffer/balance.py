@@ -47,21 +47,34 @@ class Balance:
         if not self.quadratic >= 0:
             raise UserError(f"`trainer.balance.quadratic` is {self.quadratic:g}; give 0 or more")
 
-    def costs(self, tokens: Tensor) -> Tensor:
-        """What rows cost, int64, in tokens of short rows; a row of no token costs nothing.
+    def costs(self, tokens: Tensor, lengths: Tensor, groups: Tensor) -> Costs:
+        """What rows cost, in tokens of short rows; a row of no token costs nothing.
+
+        The rows of a group have a prompt in common: the shortest of theirs, where they differ.
 
         Args:
-            tokens: `[N]` int64.
+            tokens: `[N]` int64, of prompts and responses.
+            lengths: `[N]` int64, of responses.
+            groups: `[N]` int64, the group of each row, any numbers.
         """
+        group = groups.unique(return_inverse=True)[1]
+        prompts = torch.full((int(group.max()) + 1 if len(group) else 0,), torch.iinfo(torch.int64).max)
+        shared = self._of_row(prompts.index_reduce_(0, group, tokens - lengths, "amin"))
+        return Costs(self._of_row(tokens) - shared[group], shared, group)
+
+    def _of_row(self, tokens: Tensor) -> Tensor:
         if self.quadratic == 0:
             return tokens
         return (tokens + self.quadratic * tokens.double().square()).round().long()
 
-    def predict(self, tokens: Tensor, update: Tensor, here: Tensor, there: Tensor, travels: Tensor) -> Predicted:
+    def predict(
+        self, tokens: Tensor, costs: Costs, update: Tensor, here: Tensor, there: Tensor, travels: Tensor
+    ) -> Predicted:
         """What moving rows from the shards `here` to `there` saves and takes.
 
         Args:
-            tokens: `[N]` int64.
+            tokens: `[N]` int64, that are sent of each row that moves.
+            costs: What the rows cost.
             update: `[N]`, the mini-batch of each row, from 0; each waits for its slowest shard.
             here: `[N]`, the shard of each row if it does not move, from 0.
             there: `[N]`, its shard after the move.
@@ -70,10 +83,9 @@ class Balance:
         if tokens.numel() == 0:
             return Predicted()
         shards = len(travels)
-        costs = self.costs(tokens)
 
         def slowest(shard: Tensor) -> int:
-            sums = costs.new_zeros((int(update.max()) + 1) * shards).index_add_(0, update * shards + shard, costs)
+            sums = costs.sums(update * shards + shard, (int(update.max()) + 1) * shards)
             return int(sums.view(-1, shards).max(dim=1).values.sum())
 
         def arriving(shard: Tensor) -> int:
@@ -84,6 +96,36 @@ class Balance:
         more = max(0, arriving(there) - arriving(here))
         saved = slowest(here) - slowest(there)
         return Predicted(saved / self.tokens_per_s, more * self.bytes_per_token / self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What rows cost where they are: each its own, and what the rows of a group share once for all of them there.
+
+    Attributes:
+        own: `[N]` int64, at least 0, of each row.
+        shared: `[G]` int64, of each group.
+        group: `[N]` int64, the group of each row, from 0.
+    """
+
+    own: Tensor
+    shared: Tensor
+    group: Tensor
+
+    def take(self, rows: Tensor) -> Costs:
+        """Those of some of the rows."""
+        return Costs(self.own[rows], self.shared, self.group[rows])
+
+    def sums(self, place: Tensor, places: int) -> Tensor:
+        """`[places]` int64, what the rows at each place cost together.
+
+        Args:
+            place: `[N]` int64, where each row is, from 0.
+            places: How many there are.
+        """
+        of_groups = (place * len(self.shared) + self.group).unique()
+        at, group = of_groups // max(1, len(self.shared)), of_groups % max(1, len(self.shared))
+        return self.own.new_zeros(places).index_add_(0, place, self.own).index_add_(0, at, self.shared[group])
 
 
 AUTO = Balance()
@@ -110,37 +152,92 @@ class Predicted:
         return Predicted(self.gain_s + other.gain_s, self.cost_s + other.cost_s)
 
 
-def deal(costs: Tensor, shards: int) -> Tensor:
-    """Deal rows to shards so that counts differ by at most one and sums of costs are nearly even.
+def deal(costs: Costs, shards: int) -> Tensor:
+    """Deal groups to shards so that the sums of costs are nearly even, and part of a group where a shard would wait.
 
-    Rows are dealt in rounds of one row a shard. The poorest shards, those no richer than the poorest with one more of
-    the dearest rows left, get these, the poorest the dearest; the other shards get the cheapest rows left, so that a
-    shard with a very dear row waits for the others. Two sums never differ by more than the dearest row: where the
-    poorer of two shards gets the dearer row, the difference shrinks, or turns round and is at most that row.
+    Each group, the dearest first, goes to the shard with the smallest sum so far. Then the richest shard gives rows of
+    a group to the poorest, about half of what it has more, as long as the larger of the two sums falls; the group's
+    prompt then costs on both. So in the end two sums differ by at most what the dearest row costs alone.
 
     Args:
-        costs: `[N]` int64, at least 0, in the order of the rows' ids, which breaks ties.
+        costs: Costs of the rows, in the order of their ids, which breaks ties.
         shards: How many shares.
 
     Returns:
         `[N]` int64, the shard of each row.
     """
-    dearest_first = torch.argsort(costs, descending=True, stable=True)
-    cost = costs[dearest_first].numpy()
+    own, shared = costs.own.tolist(), costs.shared.tolist()
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(costs.group.tolist()):
+        members.setdefault(group, []).append(row)
+    totals = {group: shared[group] + sum(own[row] for row in rows) for group, rows in members.items()}
     sums = np.zeros(shards, dtype=np.int64)
-    dealt = np.empty(len(cost), dtype=np.int64)
-    first, last = 0, len(cost)  # of the rows that are left
-    while first < last:
-        poorest_first = np.argsort(sums, kind="stable")[: last - first]
-        poor = int(np.searchsorted(sums[poorest_first], sums[poorest_first[0]] + cost[first], side="right"))
-        rich = len(poorest_first) - poor
-        rows = np.r_[first : first + poor, last - rich : last]
-        sums[poorest_first] += cost[rows]
-        dealt[rows] = poorest_first
-        first, last = first + poor, last - rich
-    shard = torch.empty_like(costs)
-    shard[dearest_first] = torch.from_numpy(dealt)
+    held: list[dict[int, list[int]]] = [{} for _ in range(shards)]  # by shard, the rows of each group
+    for group in sorted(members, key=lambda group: -totals[group]):
+        poorest = int(sums.argmin())
+        held[poorest][group] = members[group]
+        sums[poorest] += totals[group]
+    while shards > 1:
+        rich, poor = int(sums.argmax()), int(sums.argmin())
+        moves = [
+            _Move.best(rows, own, shared[group], group in held[poor], sums[rich], sums[poor], group)
+            for group, rows in held[rich].items()
+        ]
+        move = min(moves, key=lambda each: (each.larger, each.group), default=None)
+        if move is None or move.larger >= sums[rich]:
+            break
+        sums[rich], sums[poor] = move.rich, move.poor
+        held[poor].setdefault(move.group, []).extend(move.rows)
+        stays = [row for row in held[rich].pop(move.group) if row not in move.rows]
+        if stays:
+            held[rich][move.group] = stays
+    shard = torch.empty_like(costs.own)
+    for number, groups in enumerate(held):
+        for rows in groups.values():
+            shard[rows] = number
     return shard
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Rows of a group that the richest shard gives to the poorest, and what the two then have."""
+
+    group: int
+    rows: list[int]
+    rich: int
+    poor: int
+
+    @property
+    def larger(self) -> int:
+        return max(self.rich, self.poor)
+
+    @classmethod
+    def best(cls, rows: list[int], own: list[int], shared: int, known: bool, rich: int, poor: int, group: int) -> _Move:
+        """The dearest rows that do not turn the difference round, or the cheapest, or all, whichever is best.
+
+        Args:
+            rows: Rows of the group on the richest shard.
+            own: Costs by row.
+            shared: Cost of the group's prompt.
+            known: Whether the poorest shard has rows of the group.
+            rich: Sum of the richest shard.
+            poor: Sum of the poorest.
+            group: Number of the group.
+        """
+        extra = 0 if known else shared
+        room, some = (rich - poor - extra) / 2, []
+        for row in sorted(rows, key=lambda row: -own[row]):
+            if 0 < own[row] <= room:
+                some.append(row)
+                room -= own[row]
+        costly = [row for row in rows if own[row] > 0]
+        ways = [some or [min(costly, key=lambda row: own[row])], rows] if costly else [rows]
+        moves = []
+        for given in ways:
+            moved = sum(own[row] for row in given)
+            left = rich - moved - (shared if len(given) == len(rows) else 0)
+            moves.append(cls(group, given, left, poor + extra + moved))
+        return min(moves, key=lambda move: move.larger)
 
 
 def grouped(shard: Tensor, shards: int) -> tuple[Tensor, ...]:

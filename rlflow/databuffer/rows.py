@@ -299,8 +299,10 @@ class RowSpace:
         if samples_per_update is None:
             return update, 1
         generator = torch.Generator().manual_seed(hashed(f"{self.seed}/{self.step}/{self.name}", size=7))
-        shuffled = torch.randperm(len(self), generator=generator)
-        update[shuffled] = torch.arange(len(self)) // samples_per_update
+        roots, group = self.roots.unique(return_inverse=True)
+        shuffled = torch.randperm(len(roots), generator=generator)
+        in_order = shuffled.argsort()[group].argsort(stable=True)  # the rows of a group follow one another
+        update[in_order] = torch.arange(len(self)) // samples_per_update
         return update, max(1, -(-len(self) // samples_per_update))
 
     def _ancestors_of(self, reader: RowSpace) -> Tensor:
@@ -325,13 +327,13 @@ class RowSpace:
         if can_stay and self.balance.mode == "off":
             return at_home, predicted
         update, updates = self._updates(layout.samples_per_update)
-        costs = self.balance.costs(self.tokens)
+        costs = self.balance.costs(self.tokens, self.lengths, self.roots)
         shard = torch.empty_like(self.lengths)
         for rows in grouped(update, updates):
-            shard[rows] = deal(costs[rows], layout.shards)
+            shard[rows] = deal(costs.take(rows), layout.shards)
         if can_stay:
             here, travels = at_home.places[0].long(), _travels(made_in, layout)
-            predicted = self.balance.predict(self.tokens, update, here, shard, travels)
+            predicted = self.balance.predict(self.tokens, costs, update, here, shard, travels)
             if not predicted.pays:
                 return at_home, predicted
         made = torch.cat(at_home.shards)  # in a shard rows from one rank follow one another, as that rank holds them

@@ -102,6 +102,7 @@ class Workload:
         group_size: Samples of each prompt.
         lengths: Lengths of a row.
         moves_rows: Whether rows are balanced over ranks.
+        share_prefixes: Whether a prompt is computed once for all of its samples on a rank.
     """
 
     graph: Graph
@@ -113,6 +114,7 @@ class Workload:
     group_size: int
     lengths: Lengths
     moves_rows: bool
+    share_prefixes: bool
 
     def rows(self, space: str) -> int:
         """The number of rows of a row space in the step, as far as the graph determines it.
@@ -151,8 +153,19 @@ class Workload:
 
     def row_tokens(self, node: Node) -> float:
         """Tokens that a model reads of a row in `node`."""
-        paired = any(self.graph.type_of(value) is Pairs for value in node.reads)
-        return self.lengths.total * (2 if paired else 1)
+        return self.lengths.total * self._responses(node)
+
+    def _responses(self, node: Node) -> int:
+        """How many a row of `node` has: a pair has two."""
+        return 2 if any(self.graph.type_of(value) is Pairs for value in node.reads) else 1
+
+    def computed_tokens(self, node: Node, shards: int) -> float:
+        """Tokens of a shard's forward passes in `node`; of a prompt that its samples share, those of one."""
+        rows = self.rows(node.space) / shards
+        if not self.share_prefixes:
+            return rows * self.row_tokens(node)
+        prompts = min(rows, max(1.0, self.prompts / shards))
+        return prompts * self.lengths.prompt + rows * self.lengths.response * self._responses(node)
 
     def value_bytes(self, value: str, padded: bool = False, fields: Collection[str] | None = None) -> float:
         """Bytes sent for a row of `value`, as packed rows or padded to the longest that the config allows.
@@ -257,6 +270,7 @@ def workload_of(
         group_size=module.group_size,
         lengths=lengths,
         moves_rows=moves_rows,
+        share_prefixes=strategy.share_prefixes,
     )
 
 

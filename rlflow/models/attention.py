@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlflow.errors import UserError
 from rlflow.models.block_attention import block_attention
+from rlflow.models.prefixes import Prefixes, gather
 from rlflow.values.host_copy import on_host
 
 PACKED_ATTENTION = "rlflow_packed"
@@ -75,6 +76,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     divided: Attention | None = None,
     share: int = 0,
+    prefixes: Prefixes | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence; transformers calls it in every layer. Dropout is never applied.
@@ -93,12 +95,13 @@ def packed_attention(
         s_aux: `[all heads]`, attention sinks: the score of a token that every token sees and that has no value.
         divided: Where ranks divide the line among them, what brings it together around this function; else None.
         share: Where ranks divide the heads among them, which part these are; its sinks are taken.
+        prefixes: Where rows share tokens of the line, the keys that each sees; else None.
         others: What else transformers passes along.
     """
     assert attention_mask is None
     if divided is not None:
         others |= {"scaling": scaling, "cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
-        others |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        others |= {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "prefixes": prefixes}
         return divided(module, query, key, value, attention_mask, **others)
     heads = query.shape[1]
     sinks = None if s_aux is None else s_aux.narrow(0, share * heads, heads)
@@ -106,13 +109,18 @@ def packed_attention(
     if cu_seq_lens_q is None:
         return _causal(query, key, value, scores).transpose(1, 2), None
     assert max_length_q is not None
+    cu_keys, longest = cu_seq_lens_q, max_length_q
+    if prefixes is not None:
+        key, value = (gather(states, 2, prefixes.keys) for states in (key, value))
+        cu_keys, longest = prefixes.cu_seqlens, prefixes.max_seqlen
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         if scores.plain:
-            return _varlen(query, key, value, scores, cu_seq_lens_q, max_length_q), None
-        return flexible(query, key, value, scores, cu_seq_lens_q, _compiled_flex_attention()), None
-    lengths = on_host(cu_seq_lens_q).diff().tolist()
-    sequences = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True)
-    outputs = [_causal(q, k, v, scores).transpose(1, 2) for q, k, v in sequences]
+            return _varlen(query, key, value, scores, (cu_seq_lens_q, cu_keys), (max_length_q, longest)), None
+        return flexible(query, key, value, scores, (cu_seq_lens_q, cu_keys), _compiled_flex_attention()), None
+    queries, keys = (on_host(starts).diff().tolist() for starts in (cu_seq_lens_q, cu_keys))
+    sequences = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)
+    # A row that another one has whole has no query of its own.
+    outputs = [_causal(q, k, v, scores).transpose(1, 2) for q, k, v in sequences if q.shape[2]]
     return torch.cat(outputs, 1), None  # [1, N, heads, head_dim]
 
 
@@ -139,27 +147,28 @@ class AttentionScores:
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores) -> Tensor:
-    """Attention where each line is one sequence: `[S, heads, L, head_dim]`."""
-    length = query.shape[2]
+    """Attention where each line is one sequence: `[S, heads, L, head_dim]`; its queries are the last of its keys."""
+    queries, length = query.shape[2], key.shape[2]
     reach = length if scores.window is None else scores.window
     if not scores.plain:
-        return _written_out(query, key, value, scores, _seen(length, reach, query.device))
+        return _written_out(query, key, value, scores, _seen(queries, length, reach, query.device))
     if query.is_cpu and query.dtype == torch.bfloat16 and length <= reach and query.shape[3] == value.shape[3]:
         return block_attention(query, key, value, scores.scale)
-    mask = {"is_causal": True} if length <= reach else {"attn_mask": _seen(length, reach, query.device)}
+    whole = queries == length <= reach
+    mask = {"is_causal": True} if whole else {"attn_mask": _seen(queries, length, reach, query.device)}
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(query, key, value, scale=scores.scale, enable_gqa=grouped, **mask)
 
 
-def _seen(length: int, reach: int, device: torch.device) -> Tensor:
-    """`[L, L]`: whether the token of a row sees that of a column, at most `reach` tokens back, itself included."""
+def _seen(queries: int, length: int, reach: int, device: torch.device) -> Tensor:
+    """`[queries, L]`: whether one of the last tokens sees that of a column, at most `reach` back, itself included."""
     position = torch.arange(length, device=device)
-    behind = position[:, None] - position
+    behind = position[length - queries :, None] - position
     return (behind >= 0) & (behind < reach)
 
 
 def _written_out(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, seen: Tensor) -> Tensor:
-    """As the models' papers have it; `seen` `[L, L]`. Memory grows with the square of the longest sequence."""
+    """As the models' papers have it; `seen` `[queries, L]`. Memory grows with the square of the longest sequence."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     of_pairs = (query @ key.transpose(2, 3)) * scores.scale  # [S, heads, L, L]
@@ -174,21 +183,36 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, scores: AttentionSco
     return probabilities[..., : seen.shape[1]] @ value
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, cu: Tensor, longest: int) -> Tensor:
-    """The same by one CUDA kernel over all sequences, of plain scores: `[1, N, heads, head_dim]`."""
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: AttentionScores,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+) -> Tensor:
+    """The same by one CUDA kernel over all sequences, of plain scores: `[1, N, heads, head_dim]`.
+
+    `starts` and `longest` are of the queries and of the keys.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [N, heads, head_dim]
     # The window counts the tokens to the left and to the right of a token, itself not included; -1 is no limit.
     left = -1 if scores.window is None else scores.window - 1
     grouped = q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scores.scale, window_size=(left, 0), enable_gqa=grouped)
+    out = varlen_attn(q, k, v, *starts, *longest, scale=scores.scale, window_size=(left, 0), enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out[None]
 
 
 def flexible(
-    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, cu: Tensor, flex_attention: Callable[..., Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: AttentionScores,
+    starts: tuple[Tensor, Tensor],
+    flex_attention: Callable[..., Any],
 ) -> Tensor:
     """The same by one CUDA kernel that is compiled for the scores: `[1, N, heads, head_dim]`.
 
@@ -197,10 +221,10 @@ def flexible(
 
     Args:
         query: `[1, heads, N, head_dim]`, the line.
-        key: `[1, kv_heads, N, head_dim]`.
+        key: `[1, kv_heads, K, head_dim]`, what the sequences see, one after another.
         value: Shaped as `key`.
         scores: What the layer makes of the products.
-        cu: `[sequences + 1]` int32, where the sequences of the line start.
+        starts: `[sequences + 1]` int32 each, where the sequences start among the queries, and among the keys.
         flex_attention: Torch's, compiled; uncompiled it computes the same without a kernel, on any device.
     """
     from torch.nn.attention.flex_attention import AuxRequest
@@ -215,7 +239,7 @@ def flexible(
         key,
         value,
         score_mod=capped,
-        block_mask=seen_blocks(cu, query.shape[2], scores.window),
+        block_mask=seen_blocks(*starts, query.shape[2], key.shape[2], scores.window),
         scale=scores.scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
@@ -227,29 +251,37 @@ def flexible(
     return outputs
 
 
-def seen_blocks(cu: Tensor, length: int, window: int | None) -> Any:
+def seen_blocks(cu_queries: Tensor, cu_keys: Tensor, queries: int, keys: int, window: int | None) -> Any:
     """Flex attention's mask of a packed line: between tokens, and between blocks that have tokens which see each other.
 
     It costs blocks squared, not tokens squared as `create_block_mask` does, and waits for nothing on the device.
 
     Args:
-        cu: `[sequences + 1]`, where the sequences of the line start.
-        length: Tokens of the line.
+        cu_queries: `[sequences + 1]`, where the sequences start among the queries.
+        cu_keys: `[sequences + 1]`, where they start among the keys; their queries are the last of these.
+        queries: How many there are.
+        keys: How many there are.
         window: How many tokens back a token sees, itself included; None for all.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    sequence = torch.searchsorted(cu[1:].contiguous(), torch.arange(length, device=cu.device), right=True)
+    place, ends = torch.arange(max(queries, keys), device=cu_keys.device), (cu_queries[1:], cu_keys[1:])
+    of_query = torch.searchsorted(ends[0].contiguous(), place[:queries], right=True)
+    of_key = torch.searchsorted(ends[1].contiguous(), place[:keys], right=True)
+    own = place[:queries] + (ends[1] - ends[0])[of_query]  # each query's own key
 
     def seen(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        within = (sequence[query] == sequence[key]) & (query >= key)
-        return within if window is None else within & (query - key < window)
+        within = (of_query[query] == of_key[key]) & (own[query] >= key)
+        return within if window is None else within & (own[query] - key < window)
 
-    first = torch.arange(0, length, BLOCK, device=cu.device)  # [blocks]
-    last = (first + BLOCK - 1).clamp(max=length - 1)
-    touched = (first[:, None] >= first) & (sequence[first][:, None] <= sequence[last])
+    def edges(length: int) -> tuple[Tensor, Tensor]:  # the first and the last token of each block
+        first = torch.arange(0, length, BLOCK, device=cu_keys.device)
+        return first, (first + BLOCK - 1).clamp(max=length - 1)
+
+    (first, last), (first_key, last_key) = edges(queries), edges(keys)
+    touched = (own[last][:, None] >= first_key) & (of_query[first][:, None] <= of_key[last_key])
     if window is not None:
-        touched &= first[:, None] - last < window
+        touched &= own[first][:, None] - last_key < window
     # For each block of queries, the blocks of keys that it touches come first.
     order = touched.to(torch.int32).argsort(dim=1, descending=True, stable=True)
     return BlockMask.from_kv_blocks(
@@ -257,7 +289,7 @@ def seen_blocks(cu: Tensor, length: int, window: int | None) -> Any:
         order.to(torch.int32)[None, None],
         BLOCK_SIZE=BLOCK,
         mask_mod=seen,
-        seq_lengths=(length, length),
+        seq_lengths=(queries, keys),
     )
 
 

@@ -17,13 +17,13 @@ BLOCK = 128  # queries; of 64 to 512, no other was faster for sequences of 100 t
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """`[S, heads, L, head_dim]`, each token attends to itself and to those before it.
+    """`[S, heads, L, head_dim]`, each token attends to itself and to those before it; `L` may be the last of the keys.
 
     Scores are rounded to bfloat16, as transformers' eager attention rounds them; their softmax is taken in float32.
 
     Args:
         query: `[S, heads, L, head_dim]`.
-        key: `[S, kv_heads, L, head_dim]`, each for `heads / kv_heads` heads of the query.
+        key: `[S, kv_heads, K, head_dim]`, each for `heads / kv_heads` heads of the query.
         value: Shaped as `key`.
         scale: Factor on the products of queries and keys.
     """
@@ -39,9 +39,9 @@ class _BlockAttention(torch.autograd.Function):
         ctx.scale = scale
         k, v = _shared(key), _shared(value)
         output = torch.empty_like(query)
-        for start, end in _blocks(query.shape[2]):
-            weights = _weights(_block(query, start, end, len(k)), k[:, :end], scale, end - start)
-            _put(output, start, end, torch.bmm(weights, v[:, :end]))
+        for start, end, seen in _blocks(query.shape[2], key.shape[2]):
+            weights = _weights(_block(query, start, end, len(k)), k[:, :seen], scale, end - start)
+            _put(output, start, end, torch.bmm(weights, v[:, :seen]))
         return output
 
     @staticmethod
@@ -52,15 +52,15 @@ class _BlockAttention(torch.autograd.Function):
         # Sums over blocks, so stored wider than bfloat16.
         grad_k = torch.zeros(k.shape, dtype=torch.promote_types(k.dtype, torch.float32))
         grad_v = torch.zeros_like(grad_k)
-        for start, end in _blocks(query.shape[2]):
+        for start, end, seen in _blocks(query.shape[2], key.shape[2]):
             q, grad = _block(query, start, end, len(k)), _block(grads[0], start, end, len(k))
-            weights = _weights(q, k[:, :end], ctx.scale, end - start)
-            grad_v[:, :end] += torch.bmm(weights.transpose(1, 2), grad)
-            grad_weights = torch.bmm(grad, v[:, :end].transpose(1, 2))
+            weights = _weights(q, k[:, :seen], ctx.scale, end - start)
+            grad_v[:, :seen] += torch.bmm(weights.transpose(1, 2), grad)
+            grad_weights = torch.bmm(grad, v[:, :seen].transpose(1, 2))
             # With w = softmax(z): dL/dz = w * (dL/dw - sum(w * dL/dw)).
             grad_scores = torch._softmax_backward_data(grad_weights, weights, 2, weights.dtype).mul_(ctx.scale)
-            _put(grad_query, start, end, torch.bmm(grad_scores, k[:, :end]))
-            grad_k[:, :end] += torch.bmm(grad_scores.transpose(1, 2), q)
+            _put(grad_query, start, end, torch.bmm(grad_scores, k[:, :seen]))
+            grad_k[:, :seen] += torch.bmm(grad_scores.transpose(1, 2), q)
         return grad_query, grad_k.to(key.dtype).view(key.shape), grad_v.to(value.dtype).view(value.shape), None
 
 
@@ -80,9 +80,10 @@ def _put(states: Tensor, start: int, end: int, block: Tensor) -> None:
     into.copy_(block.view(into.shape))
 
 
-def _blocks(length: int) -> Iterator[tuple[int, int]]:
-    """Where each block starts and ends."""
-    return ((start, min(length, start + BLOCK)) for start in range(0, length, BLOCK))
+def _blocks(queries: int, keys: int) -> Iterator[tuple[int, int, int]]:
+    """Where each block starts and ends, and how many keys it sees."""
+    ends = ((start, min(queries, start + BLOCK)) for start in range(0, queries, BLOCK))
+    return ((start, end, keys - queries + end) for start, end in ends)
 
 
 def _weights(query: Tensor, key: Tensor, scale: float, queries: int) -> Tensor:

@@ -389,14 +389,15 @@ class CausalLM(ModelHandle):
         loss = None
         if self.moe.router_aux_loss_coef > 0:
             of_passes = [
-                load_balancing_loss(routing.logits, routing.used, read.sequence_lengths()).sum()
-                * (read.useful_tokens > 0)  # not of the token that stands for no rows
+                _router_loss(routing, read) * (read.useful_tokens > 0)  # not of the token that stands for no rows
                 for routing, read in seen
             ]
             loss = self.moe.router_aux_loss_coef * torch.stack(of_passes).sum()
-        replayed = [routing for routing, _ in seen if routing.chosen is not None]
-        otherwise = torch.stack([routing.otherwise() for routing in replayed]).sum() if replayed else 0
-        return loss, otherwise, sum(routing.used[..., 0].numel() for routing in replayed)
+        replayed = [
+            read.by_sequence(routing.otherwise())[0] for routing, read in seen if routing.chosen is not None
+        ]  # counted by row, however rows share tokens
+        otherwise = torch.stack([differs.sum() for differs in replayed]).sum() if replayed else 0
+        return loss, otherwise, sum(differs.numel() for differs in replayed)
 
     def _prepare(self, model: PackedModel) -> None:
         if self.moe is None:
@@ -420,6 +421,13 @@ class CausalLM(ModelHandle):
         if self.in_training:
             self._routed.append((routing, read))
         return routing
+
+
+def _router_loss(routing: Routing, read: ModelInput) -> Tensor:
+    """The sum over the rows of a forward pass, 0-dim; a row's tokens count in it though others share them."""
+    logits, lengths = read.by_sequence(routing.logits)
+    used, _ = read.by_sequence(routing.used)
+    return load_balancing_loss(logits, used, lengths).sum()
 
 
 def _ignore(rows: Tokens, logprobs: Tensor) -> None:

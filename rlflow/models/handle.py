@@ -28,6 +28,7 @@ from rlflow.models.packing import (
     packed_micro_batches,
     pad,
     padded_micro_batches,
+    shared_micro_batches,
     take,
     token_counts,
 )
@@ -47,6 +48,7 @@ class ForwardPlan:
     Attributes:
         token_budget: Most tokens of a micro-batch; a longer row stands alone.
         packing: Feed rows without padding. Off, each micro-batch is right-padded.
+        share_prefixes: Compute a prefix that several rows of a micro-batch have once, where rows are packed.
         agree: The largest of the counts that the ranks of the role pass in, a collective; by default of one rank.
         peers: Who divides the lines of this rank's rows; they have the same rows.
         gathers: Whether a weight is whole only while its layer's forward runs.
@@ -54,6 +56,7 @@ class ForwardPlan:
 
     token_budget: int = 4096
     packing: bool = True
+    share_prefixes: bool = True
     agree: Callable[[int], int] = int
     peers: Peers = ALONE
     gathers: bool = False
@@ -70,6 +73,8 @@ class ForwardPlan:
             at_least: Micro-batches.
             prompts: Other prompts of the rows, after which their responses are scored too, in passes of their own.
         """
+        if self.packing and self.share_prefixes and not prompts:
+            return shared_micro_batches(rows, self.token_budget, at_least)
         cut = packed_micro_batches if self.packing else padded_micro_batches
         return cut(self._costs(rows, prompts), self.token_budget, at_least)
 
@@ -88,7 +93,7 @@ class ForwardPlan:
 
     def model_input(self, rows: Tokens) -> ModelInput:
         """What one forward pass over all of `rows` reads."""
-        return pack(rows) if self.packing else pad(rows)
+        return pack(rows, self.share_prefixes) if self.packing else pad(rows)
 
 
 @dataclass(eq=False, repr=False)
@@ -195,7 +200,9 @@ class ModelHandle(ABC):
         """
         forward.eval()  # a DeepSpeed engine's returns nothing
         self._forward = forward
-        self.plan = plan
+        # Rows that share a token would share what dropout does to it.
+        noisy = self.lora is not None and self.lora.dropout > 0
+        self.plan = replace(plan, share_prefixes=False) if noisy else plan
 
     def freeze(self) -> None:
         """Train no longer; called before the weights are loaded."""
@@ -304,8 +311,9 @@ class ModelHandle(ABC):
         parts = replace(self.plan.model_input(rows), beside=beside).divide(peers.size)
         read = parts[peers.rank].to(next(self._forward.parameters()).device)
         last = () if read.beside is None else (read.beside,)
-        values = self._forward(*read.arguments(), *arguments, *last, routing=self._routing(read))
-        return read, peers.gather(values, [len(part.scored) for part in parts])
+        more = {"routing": self._routing(read), "prefixes": read.prefixes}
+        values = self._forward(*read.arguments(), *arguments, *last, **more)
+        return read, read.in_order(peers.gather(values, [len(part.scored) for part in parts]))
 
     def _routing(self, read: ModelInput) -> Routing | None:
         """The experts of a forward pass; None where they are neither given nor recorded."""

@@ -83,8 +83,8 @@ class Routing:
         return logits, WEIGHTS[type(router).__name__](router, logits, chosen).to(weights.dtype), chosen
 
     def otherwise(self) -> Tensor:
-        """0-dim, the number of pairs of a token and a layer where the router chose other experts than those used."""
-        return (self.own.sort(-1).values != self.used.sort(-1).values).any(-1).sum()
+        """`[N, layers]` bool, where the router chose other experts than those used."""
+        return (self.own.sort(-1).values != self.used.sort(-1).values).any(-1)
 
 
 def _normalised(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:

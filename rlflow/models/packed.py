@@ -18,6 +18,7 @@ from rlflow.models.attention import PACKED_ATTENTION, Attention, packed_attentio
 from rlflow.models.lora import LoRA, adapter_of, add_adapters, save_adapter
 from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, Peers, pack, whole
+from rlflow.models.prefixes import SHORTEST, Prefixes, gather
 from rlflow.models.remote_code import code_beside, register_decoder
 from rlflow.models.weight_files import WeightFiles, finish, not_finite
 from rlflow.models.weights import Weight, is_adapter, plain_name
@@ -128,12 +129,15 @@ class PackedModel(nn.Module):
         add_adapters(self.model, lora, self.head)
 
     @torch.no_grad()
-    def check(self, forward: nn.Module, device: torch.device, peers: Peers = ALONE) -> None:
+    def check(
+        self, forward: nn.Module, device: torch.device, share_prefixes: bool = False, peers: Peers = ALONE
+    ) -> None:
         """Refuse a model that is scored otherwise than by its own forward; called by all ranks that hold it.
 
         Args:
             forward: This module, or what training runs it through; the ranks make equally many passes.
             device: Device of the inputs.
+            share_prefixes: Whether rows that begin alike share the tokens of it.
             peers: Who has the other parts of lines, where they are divided.
 
         Raises:
@@ -145,15 +149,17 @@ class PackedModel(nn.Module):
         sequences = zip(whole(rows).prompt_ids.rows(), rows.prompt_ids.lengths.tolist(), strict=True)
         with self._as_transformers_has_it():
             scores = [self.own_scores(forward, tokens.to(device), prompt) for tokens, prompt in sequences]
-        line, attention, self.divided = pack(rows), self.divided, None
-        packed: Tensor = forward(*line.to(device).arguments())[0]
+        line, attention, self.divided = pack(rows, share_prefixes), self.divided, None
+        packed: Tensor = forward(*line.to(device).arguments(), prefixes=line.to(device).prefixes)[0]
+        shared = " (`share_prefixes: false` may help)" if share_prefixes else ""
+        self._refuse_unlike(packed, torch.cat(scores), f"its own forward and the packed one{shared}")
         self.divided = attention
-        self._refuse_unlike(packed, torch.cat(scores), "its own forward and the packed one")
         if attention is None:
             return
         parts = line.divide(peers.size)
-        values = forward(*parts[peers.rank].to(device).arguments())
-        found, *_ = peers.gather(values, [len(part.scored) for part in parts])
+        own = parts[peers.rank].to(device)
+        values = forward(*own.arguments(), prefixes=own.prefixes)
+        found, *_ = own.in_order(peers.gather(values, [len(part.scored) for part in parts]))
         self._refuse_unlike(found, packed, "forwards of whole sequences and of divided ones")
 
     def _refuse_unlike(self, found: Tensor, expected: Tensor, ways: str) -> None:
@@ -289,6 +295,7 @@ class PackedModel(nn.Module):
         targets: Tensor,
         *readout: Any,
         routing: Routing | None = None,
+        prefixes: Prefixes | None = None,
     ) -> tuple[Tensor, ...]:
         """What the output layer computes for each scored token of a `ModelInput`, `[R, ...]` each.
 
@@ -301,19 +308,21 @@ class PackedModel(nn.Module):
             targets: See there.
             readout: More arguments of the output layer's forward.
             routing: The experts of this pass; None for those that the routers choose.
+            prefixes: See `ModelInput`.
         """
         states = self.decoder(
             input_ids=input_ids,
             position_ids=position_ids,
             use_cache=False,
             cu_seq_lens_q=cu_seqlens,
-            cu_seq_lens_k=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens if prefixes is None else prefixes.cu_seqlens,
             max_length_q=max_seqlen,
-            max_length_k=max_seqlen,
+            max_length_k=max_seqlen if prefixes is None else prefixes.max_seqlen,
             divided=self.divided,
+            prefixes=prefixes,
             **({} if routing is None else {ROUTING: routing}),
         ).last_hidden_state  # [S, L, H]
-        values: tuple[Tensor, ...] = self.output_layer(states.flatten(0, 1)[scored], targets, *readout)
+        values: tuple[Tensor, ...] = self.output_layer(gather(states.flatten(0, 1), 0, scored), targets, *readout)
         return values
 
 
@@ -365,11 +374,12 @@ def _unknown(path: Path, model: nn.Module, names: Iterable[str]) -> str:
 
 
 def probe(vocabulary: int) -> TokenRows:
-    """Two short rows of tokens from all over the vocabulary."""
-    tokens = torch.randint(vocabulary, (20,), generator=torch.Generator().manual_seed(0))
-    lengths = torch.tensor([6, 8])
-    responses = tokens[4:].view(2, 8) * (torch.arange(8) < lengths[:, None])
-    return TokenRows(Ragged(tokens[:4], torch.tensor([3, 1])), responses, lengths)
+    """Three short rows of tokens from all over the vocabulary, two of them with one prompt."""
+    tokens = torch.randint(vocabulary, (SHORTEST + 1 + 3 * 8,), generator=torch.Generator().manual_seed(0))
+    prompt, other, responses = tokens.split([SHORTEST, 1, 3 * 8])
+    lengths = torch.tensor([6, 8, 7])
+    responses = responses.view(3, 8) * (torch.arange(8) < lengths[:, None])
+    return TokenRows(Ragged.from_lists([prompt.tolist(), other.tolist(), prompt.tolist()]), responses, lengths)
 
 
 def use_onednn(model: nn.Module) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlflow.databuffer.balance import even_parts
 from rlflow.errors import UserError
-from rlflow.values.batch import TokenRows
+from rlflow.models.prefixes import Prefixes, families, gather, neighbours
+from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.columns import to_device
 from rlflow.values.cuts import PerToken
 from rlflow.values.host_copy import bring_over, on_host, rows_at
@@ -61,7 +64,8 @@ class ModelInput:
     Attributes:
         input_ids: `[1, N]`, all sequences in one line; or `[S, L]`, one sequence a line, right-padded.
         position_ids: Shaped like `input_ids`; starts at 0 in each sequence.
-        cu_seqlens: `[S + 1]` int32, where each sequence of the line starts, and the end; None where padded.
+        cu_seqlens: `[S + 1]` int32, where each sequence of the line starts, and the end; None where padded. Of a row
+            that shares a prefix with the one before, the line has the rest.
         max_seqlen: Length of the longest sequence.
         scored: `[R]` int64, flat positions in `input_ids` where the logits score a response token.
         targets: `[R]` int64, those response tokens, row by row.
@@ -70,6 +74,9 @@ class ModelInput:
         columns: What else is read of the rows, by the column's name: `[N, ...]` with each token of the line, `[R, ...]`
             with each response token, or all entries of the rows; none where the line is divided.
         beside: `[R, ...]`, more that is read at each scored token; None without.
+        prefixes: What the rows see of the line where some share tokens of it; None where none do.
+        order: `[R]` int64, of a part of a divided line: where the values of the scored tokens, row by row, are among
+            those of all parts one after another; None where they are in that order.
     """
 
     input_ids: Tensor
@@ -82,6 +89,8 @@ class ModelInput:
     useful_tokens: int
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     beside: Tensor | None = None
+    prefixes: Prefixes | None = None
+    order: Tensor | None = None
 
     def to(self, device: torch.device) -> ModelInput:
         """The same on another device."""
@@ -92,10 +101,12 @@ class ModelInput:
         """What a `PackedModel` is called with, before arguments of its own."""
         return self.input_ids, self.position_ids, self.cu_seqlens, self.max_seqlen, self.scored, self.targets
 
-    def sequence_lengths(self) -> Tensor:
-        """`[S]` int64, tokens of each sequence of the line."""
+    def by_sequence(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """`[N, ...]` values of the line's tokens as `[K, ...]`, row by row, and the tokens of each row, `[S]` int64."""
         assert self.cu_seqlens is not None, "only a packed line is of sequences one after another"
-        return self.cu_seqlens.diff().long()
+        if self.prefixes is None:
+            return values, self.cu_seqlens.diff().long()
+        return gather(values, 0, self.prefixes.keys), self.prefixes.lengths()
 
     def divide(self, size: int) -> list[ModelInput]:
         """The line in `size` parts of one length, in order; padding at its end is a sequence of its own.
@@ -115,7 +126,7 @@ class ModelInput:
         ends = (
             self.cu_seqlens if len(padding) == 0 else torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + len(padding)])
         )
-        inside = [self.scored // length == part for part in range(size)]
+        inside = [(self.scored // length == part).nonzero().flatten() for part in range(size)]
         return [
             ModelInput(
                 input_ids=input_ids[part][None],
@@ -126,10 +137,16 @@ class ModelInput:
                 targets=self.targets[inside[part]],
                 mask=self.mask,
                 useful_tokens=min(max(self.useful_tokens - part * length, 0), length),
-                beside=None if self.beside is None else rows_at(self.beside, inside[part].nonzero().flatten()),
+                beside=None if self.beside is None else rows_at(self.beside, inside[part]),
+                prefixes=None if self.prefixes is None else self.prefixes.padded(total, len(padding)),
+                order=None if self.prefixes is None else torch.cat(inside).argsort(),
             )
             for part in range(size)
         ]
+
+    def in_order(self, of_parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The values of all parts' scored tokens, `[R, ...]` each, row by row."""
+        return of_parts if self.order is None else tuple(values[self.order] for values in of_parts)
 
     def unpack(self, values: Tensor) -> PerToken:
         """`[R, ...]` values as `[B, T, ...]`, 0 where padded; differentiable, and in the graph even without a row."""
@@ -196,11 +213,12 @@ def token_counts(rows: Tokens) -> Tensor:
     return (prompts + responses - 1) * (responses > 0)
 
 
-def pack(rows: Tokens) -> ModelInput:
+def pack(rows: Tokens, share_prefixes: bool = False) -> ModelInput:
     """All rows in one line; a single dummy token where there is nothing to score.
 
     Args:
         rows: Prompts and responses; the result is on the CPU wherever they are.
+        share_prefixes: Whether a prefix that several rows have is in the line once.
 
     Raises:
         UserError: A row has a response and no prompt.
@@ -229,7 +247,7 @@ def pack(rows: Tokens) -> ModelInput:
     lengths = counts[counts > 0]
     if total == 0:
         input_ids, position_ids, lengths = torch.tensor([[0], [0], [1]])
-    return ModelInput(
+    line = ModelInput(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32),
@@ -239,6 +257,45 @@ def pack(rows: Tokens) -> ModelInput:
         mask=mask,
         useful_tokens=total,
         columns={name: _in_line(name, data, counts, mask) for name, data in beside.items()} if total else {},
+    )
+    return _shared(line) if share_prefixes else line
+
+
+def _shared(line: ModelInput) -> ModelInput:
+    """The same rows with each shared prefix once, in another order, if there are any; what is scored stays in order."""
+    per_token = {name: data for name, data in line.columns.items() if MODEL_INPUTS[name].per_read_token}
+    tokens = line.input_ids[0]
+    if per_token:  # a token is shared where all that is read with it is the same
+        together = torch.cat([tokens[:, None], *(data.flatten(1).long() for data in per_token.values())], 1)
+        tokens = together.unique(dim=0, return_inverse=True)[1]
+    assert line.cu_seqlens is not None
+    starts = line.cu_seqlens.tolist()
+    rows = np.split(tokens.numpy(), starts[1:-1])
+    order, shared = neighbours(rows)
+    if not any(shared):
+        return line
+    keys, taken, fresh = [], [], []  # in the order of the line
+    places = np.empty(len(tokens), np.int64)  # in the new line, of each token of this one
+    before, end = np.empty(0, np.int64), 0
+    for row, common in zip(order, shared, strict=True):
+        own = len(rows[row]) - common
+        before = np.concatenate([before[:common], np.arange(end, end + own)])
+        places[starts[row] : starts[row + 1]] = before
+        taken.append(np.arange(starts[row] + common, starts[row + 1]))
+        keys.append(before)
+        fresh.append(own)
+        end += own
+    chosen = torch.from_numpy(np.concatenate(taken))
+    return replace(
+        line,
+        input_ids=line.input_ids[:, chosen],
+        position_ids=line.position_ids[:, chosen],
+        cu_seqlens=torch.tensor([0, *fresh]).cumsum(0).to(torch.int32),
+        max_seqlen=max(fresh),
+        scored=torch.from_numpy(places)[line.scored],
+        useful_tokens=end,
+        columns={name: data[chosen] if name in per_token else data for name, data in line.columns.items()},
+        prefixes=Prefixes.of(keys),
     )
 
 
@@ -287,6 +344,31 @@ def packed_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -
         if all(len(rows) <= 1 or sum(counts[row] for row in rows) <= budget for rows in split):
             return [torch.tensor(rows, dtype=torch.int64) for rows in split]
         number += 1
+
+
+def shared_micro_batches(rows: Tokens | Pairs, budget: int, at_least: int = 1) -> list[Tensor]:
+    """As `packed_micro_batches`, for rows that share prefixes: families stay together, and a family costs what it is.
+
+    A pair costs what its two rows do together.
+    """
+    if isinstance(rows, Pairs):
+        pairs = zip(fed(rows.chosen), fed(rows.rejected), strict=True)
+        of_rows = [([number], sum(cost for _, cost in families(pair, budget))) for number, pair in enumerate(pairs)]
+    else:
+        of_rows = families(fed(rows), budget)
+    parts = packed_micro_batches(torch.tensor([cost for _, cost in of_rows], dtype=torch.int64), budget, at_least)
+    members = [[number for family in part.tolist() for number in of_rows[family][0]] for part in parts]
+    return [torch.tensor(sorted(numbers), dtype=torch.int64) for numbers in members]
+
+
+def fed(rows: Tokens) -> list[NDArray[np.int64]]:
+    """The tokens of each row that the model reads."""
+    here = on_cpu(rows)
+    of_rows = zip(here.prompt_ids.rows(), here.response_ids, here.lengths.tolist(), strict=True)
+    return [
+        np.concatenate([prompt.numpy(), response[: length - 1].numpy()]) if length else np.empty(0, np.int64)
+        for prompt, response, length in of_rows
+    ]
 
 
 def padded_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -> list[Tensor]:

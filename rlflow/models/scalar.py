@@ -109,10 +109,12 @@ class ScalarModel(PackedModel):
         """See `PackedModel.output_layer`."""
         return getattr(self.model, HEAD)
 
-    def check(self, forward: nn.Module, device: torch.device, peers: Peers = ALONE) -> None:
+    def check(
+        self, forward: nn.Module, device: torch.device, share_prefixes: bool = False, peers: Peers = ALONE
+    ) -> None:
         """See `PackedModel.check`; the zeros of a new output layer would hide every difference, so it has others."""
         self.output_layer.random = self.new_head
-        super().check(forward, device, peers)
+        super().check(forward, device, share_prefixes, peers)
         self.output_layer.random = False
 
     def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:

@@ -130,7 +130,7 @@ class _Step:
 
     def _seconds(self, node: Node, layout: Layout) -> tuple[str, float]:
         load, rows = self.workload, self.workload.rows(node.space) / layout.shards
-        tokens, length = rows * load.row_tokens(node), load.lengths.total
+        tokens, length = load.computed_tokens(node, layout.shards), load.lengths.total
         if node.kind == "rollout":
             return "rollout", self._generate(node, rows, layout.shards)
         if node.role is None:

@@ -51,6 +51,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             gradients in float32. `fp16` scales the loss, and skips updates whose gradient overflows.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
+        share_prefixes: Compute a prefix that several rows of a micro-batch have, such as a group's prompt, once; needs
+            `packing`.
         float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
         offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more). It takes 12 bytes
             a weight off the GPUs, and each step sends the gradients and weights over PCIe, so it is off by default.
@@ -80,6 +82,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         token_budget: int = 4096,
         packing: bool = True,
+        share_prefixes: bool = True,
         float32_head: bool = False,
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
@@ -109,7 +112,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         for name, least in {"live_elements": 1, "partition_within": 2}.items():
             if (value := of_divided[name]) is not None and value < least:
                 raise UserError(f"`{name}` is {value}; give {least} or more, or null.")
-        self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s, partition_within)
+        self._configure_ranks(
+            precision, token_budget, packing, share_prefixes, float32_head, timeout_s, partition_within
+        )
         self.stage = stage
         self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer

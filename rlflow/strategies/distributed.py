@@ -55,6 +55,7 @@ class DistributedStrategy(TrainingStrategy):
         precision: str,
         token_budget: int,
         packing: bool,
+        share_prefixes: bool,
         float32_head: bool,
         timeout_s: float,
         within: int | None,
@@ -66,7 +67,7 @@ class DistributedStrategy(TrainingStrategy):
         from rlflow.strategies.processes import ManyProcesses  # Fabric's take a second of `rlflow fit --help`
 
         processes = ManyProcesses(self.timeout, self._before_joining)
-        self._configure(processes, precision, token_budget, packing, float32_head)
+        self._configure(processes, precision, token_budget, packing, share_prefixes, float32_head)
         self._within = within
         self._groups: dict[Layout, RoleGroups | None] = {}
 

@@ -36,6 +36,8 @@ class FSDPStrategy(DistributedStrategy):
             overflows.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
+        share_prefixes: Compute a prefix that several rows of a micro-batch have, such as a group's prompt, once; needs
+            `packing`.
         float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
         within: Number of consecutive ranks of a role that divide its weights among them, such as those of a machine;
             the next ranks hold another copy. None for all ranks of the role.
@@ -53,13 +55,14 @@ class FSDPStrategy(DistributedStrategy):
         precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         token_budget: int = 4096,
         packing: bool = True,
+        share_prefixes: bool = True,
         float32_head: bool = False,
         within: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if within is not None and within < 1:
             raise UserError(f"`within` is {within}; give 1 or more ranks, or null for all ranks of a role.")
-        self._configure_ranks(precision, token_budget, packing, float32_head, timeout_s, within)
+        self._configure_ranks(precision, token_budget, packing, share_prefixes, float32_head, timeout_s, within)
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
         """See `DistributedStrategy.check_roles`; also refuses a `within` that exceeds the ranks of every role."""

@@ -18,6 +18,8 @@ class SingleProcess(TrainingStrategy):
             small for an optimizer's states (FSDP on one rank has float32 ones).
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
+        share_prefixes: Compute a prefix that several rows of a micro-batch have, such as a group's prompt, once; needs
+            `packing`.
         float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
     """
 
@@ -29,8 +31,9 @@ class SingleProcess(TrainingStrategy):
         precision: Literal["fp32", "bf16", "fp64"] = "fp32",
         token_budget: int = 4096,
         packing: bool = True,
+        share_prefixes: bool = True,
         float32_head: bool = False,
     ) -> None:
         from rlflow.strategies.processes import OneProcess  # see `DistributedStrategy`
 
-        self._configure(OneProcess(), precision, token_budget, packing, float32_head)
+        self._configure(OneProcess(), precision, token_budget, packing, share_prefixes, float32_head)

@@ -56,6 +56,7 @@ class TrainingStrategy:
         dtype: Dtype of forward passes.
         token_budget: Tokens of a micro-batch.
         packing: Whether forward passes are without padding.
+        share_prefixes: Whether a prefix that several rows of one have is computed once; never with padding.
         float32_head: Whether logits are computed in float32.
         timeout: Time after which a collective that a rank does not join fails; None on one rank.
         stage: Stage of ZeRO, or the one that divides as much: 0 nothing, 1 optimizer states, 2 and gradients, 3 and
@@ -77,6 +78,7 @@ class TrainingStrategy:
     dtype: torch.dtype
     token_budget: int
     packing: bool
+    share_prefixes: bool
     float32_head: bool
     timeout: timedelta | None = None
     stage: int | None = None
@@ -95,6 +97,7 @@ class TrainingStrategy:
         precision: str,
         token_budget: int,
         packing: bool,
+        share_prefixes: bool,
         float32_head: bool,
     ) -> None:
         if precision not in self.precisions:
@@ -106,6 +109,7 @@ class TrainingStrategy:
         self.dtype = self.precisions[precision]
         self.token_budget = token_budget
         self.packing = packing
+        self.share_prefixes = packing and share_prefixes
         self.float32_head = float32_head
         self.roles = {}
         self._layouts: dict[str, Layout] = {}
@@ -207,7 +211,7 @@ class TrainingStrategy:
         scale = LossScale() if optimizer is not None and self.dtype == torch.float16 else None
         role = self.roles[name] = Role(handle, model, optimizer, updates, loss_scale=scale)
         forward, plan = self._wrap(name, role), self._forward_plan(name)
-        model.check(forward, self.root_device, plan.peers)
+        model.check(forward, self.root_device, plan.share_prefixes, plan.peers)
         if handle.lora is not None:
             without_adapters = [Weight(weight.name, weight.parameter) for weight in model.weights()]
             buckets = self._full(without_adapters, SAVE_BUCKET_BYTES)
@@ -424,7 +428,7 @@ class TrainingStrategy:
         return role.model
 
     def _forward_plan(self, name: str) -> ForwardPlan:
-        return ForwardPlan(self.token_budget, self.packing)
+        return ForwardPlan(self.token_budget, self.packing, self.share_prefixes)
 
     def _update(self, name: str, role: Role, most: float) -> float:
         """Apply the gradients, unless their norm is above `most`; `step` says what of them is returned."""

@@ -236,7 +236,7 @@ def test_the_sizes_of_ragged_rows_are_counted_as_metadata(ranks2: RankPool) -> N
 
 
 def _prompts_beside_samples() -> tuple[list[int], int]:
-    """Prompts 0, 1 on rank 0 and 2, 3 on rank 1, three samples of each: the first two prompts' have 9 tokens."""
+    """Prompts 0, 1 on rank 0 and 2, 3 on rank 1, three samples of each: 9 tokens in those of the first two prompts."""
     none = torch.tensor([[0, 0], [0, 0], [-1, -1]])
     prompts = RowSpace.of_shards("batch", TWO, [torch.cat([torch.tensor([ids]), none]) for ids in ([0, 1], [2, 3])])
     samples = RowSpace.of_shards("rollout", TWO, [_samples([0, 1], [9, 9]), _samples([2, 3], [1, 1])])
@@ -256,8 +256,8 @@ def _samples(prompts: list[int], tokens: list[int]) -> torch.Tensor:
 
 
 def test_each_sample_sees_its_prompts_value_which_comes_once(ranks2: RankPool) -> None:
-    # samples 0, 2, 4, ... are dealt to rank 0 and 1, 3, 5, ... to rank 1; each lacks two prompts' values of 8 bytes
-    assert ranks2.run(_prompts_beside_samples) == [([0, 0, 10, 20, 20, 30], 16), ([0, 10, 10, 20, 30, 30], 16)]
+    # one prompt of either kind for each rank, which lacks one value of 8 bytes
+    assert ranks2.run(_prompts_beside_samples) == [([0, 0, 0, 20, 20, 20], 8), ([10, 10, 10, 30, 30, 30], 8)]
 
 
 def _home_texts(columns: tuple[str, ...] | None) -> tuple[object, object]:

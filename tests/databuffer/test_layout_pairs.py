@@ -73,17 +73,26 @@ def dealt(layout: Layout, home: list[list[int]], ranks: tuple[int, ...]) -> list
             own = [sorted({i // GROUP_SIZE for i in held}) for held in home]
             return [ids for groups in own for ids in consecutive(groups, shards // len(home))]
         return consecutive(list(range(len(LENGTHS) // GROUP_SIZE)), shards)
-    cost = [length + 1 for length in LENGTHS]
-    sums, shares = [0] * shards, [set[int]() for _ in range(shards)]
-    dearest = sorted(range(len(cost)), key=lambda i: (-cost[i], i))
-    for start in range(0, len(cost), shards):
-        poorest = sorted(range(shards), key=lambda shard: sums[shard])
-        for shard, i in zip(poorest, dearest[start : start + shards], strict=False):
-            sums[shard] += cost[i]
-            shares[shard].add(i)
-    if shards == len(home) and max(sum(cost[i] for i in held) for held in home) <= max(sums):
+    shares = [set[int]() for _ in range(shards)]
+    groups = [{group * GROUP_SIZE + i for i in range(GROUP_SIZE)} for group in range(len(LENGTHS) // GROUP_SIZE)]
+    for rows in sorted(groups, key=lambda rows: -cost(rows)):
+        min(shares, key=cost).update(rows)
+    while True:  # the richest gives the poorest what makes the larger of the two least
+        rich, poor = max(shares, key=cost), min(shares, key=cost)
+        given = [{i} for i in sorted(rich)] + [rows for rows in groups if rows <= rich]
+        best = min(given, key=lambda rows: max(cost(rich - rows), cost(poor | rows)), default=set())
+        if max(cost(rich - best), cost(poor | best)) >= cost(rich):
+            break
+        rich -= best
+        poor |= best
+    if shards == len(home) and max(cost(set(held)) for held in home) <= max(map(cost, shares)):
         return home  # nothing is gained
     return [[i for held in home for i in held if i in share] for share in shares]
+
+
+def cost(rows: set[int]) -> int:
+    """A response each, and a prompt of one token for all rows of a group."""
+    return sum(LENGTHS[i] for i in rows) + len({i // GROUP_SIZE for i in rows})
 
 
 def home_of(layout: Layout) -> list[list[int]]:

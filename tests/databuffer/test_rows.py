@@ -93,11 +93,11 @@ def test_balance_off_keeps_rows_where_they_were_made() -> None:
 
 def test_a_long_row_is_balanced_by_its_quadratic_cost() -> None:
     tokens, there = [100, 60, 55, 10, 9, 1], Layout((0, 1), 2, "balanced")
-    # rounds 100 | 60, then 10 | 55, then 9 | 1: the first is the poorer in tokens, 110 against 115
+    # 100 | 60 55, then 10 and 9 where it is poorer: 119 | 115, then 1: 119 | 116
     assert [rows.tolist() for rows in _space(tokens).partition(there).shards] == [[0, 3, 4], [1, 2, 5]]
-    # by t + t^2 the second stays poorer, 3,660 and 6,740 against 10,100, so the first gets the shortest rows left
+    # by t + t^2 the others together stay poorer, 6,942 against 10,100
     long = _space(tokens, balance=Balance(quadratic=1.0))
-    assert [rows.tolist() for rows in long.partition(there).shards] == [[0, 4, 5], [1, 2, 3]]
+    assert [rows.tolist() for rows in long.partition(there).shards] == [[0], [1, 2, 3, 4, 5]]
 
 
 def test_rows_from_one_shard_follow_one_another_in_the_order_of_that_shard() -> None:
@@ -141,8 +141,7 @@ def test_each_mini_batch_is_balanced_in_itself(tokens: list[int], shards: int, u
     for number, rows in enumerate(space.mini_batches(update)):
         shares = [held[rank][parts[rank][number]] for rank in layout.ranks]
         assert sorted(torch.cat(shares).tolist()) == rows.tolist()
-        counts, sums = [len(share) for share in shares], [int(space.tokens[share].sum()) for share in shares]
-        assert max(counts) - min(counts) <= 1
+        sums = [int(space.tokens[share].sum()) for share in shares]
         assert max(sums) - min(sums) <= max(tokens)
 
 

@@ -23,6 +23,7 @@ class Setting:
         balance: Whether rows move to even out tokens.
         seed: Of the run: of the order of the rows, and so of which ranks have which groups.
         precision: Of the weights.
+        share_prefixes: Whether rows share the tokens with which they begin, from the first one on.
     """
 
     stage: Stage | None
@@ -31,10 +32,11 @@ class Setting:
     balance: Literal["auto", "off"] = "auto"
     seed: int = 0
     precision: Literal["fp32", "fp64"] = "fp32"
+    share_prefixes: bool = True
 
 
 def _choices(stage: Literal[0, 1, 2, 3], ranks: int) -> Setting:
-    """Of the other four choices, those that make all pairs meet over all stages and ranks."""
+    """Of the other choices, those that make all pairs meet over all stages and ranks."""
     number = RANKS.index(ranks)
     return Setting(
         stage,
@@ -42,6 +44,7 @@ def _choices(stage: Literal[0, 1, 2, 3], ranks: int) -> Setting:
         packing=(stage + number // 2) % 2 == 0,
         balance="auto" if (stage // 2 + number) % 2 == 0 else "off",
         seed=(stage // 2 + number // 2 + stage) % 2,
+        share_prefixes=(stage + 2 * number + 1) % 3 > 0,
     )
 
 

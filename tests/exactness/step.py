@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
@@ -19,6 +20,7 @@ from rlflow.algorithms import RewardModelTraining
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.data.prompts import PromptData
 from rlflow.data.sources import JSONL
+from rlflow.models import prefixes
 from rlflow.rewards import SampleReward
 from rlflow.rollout.assignment import EngineSettings
 from rlflow.run.fit import fit
@@ -165,7 +167,9 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         return update(name, most)
 
     strategy.step = step  # type: ignore[method-assign]
-    fit(prepared, Callbacks([], trainer, module), (), trainer, None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prefixes, "SHORTEST", 1)  # prompts have a few tokens here
+        fit(prepared, Callbacks([], trainer, module), (), trainer, None)
     return {
         role: Outcome(
             adapters.get(role, {}),
@@ -203,5 +207,6 @@ def _module(recording: Recording, case: Case) -> RLModule:
 
 def _strategy(setting: Setting) -> TrainingStrategy:
     if setting.stage is None:
-        return SingleProcess(setting.precision, setting.token_budget, setting.packing)
-    return strategy_of(setting.stage, setting.precision, setting.token_budget, packing=setting.packing)
+        return SingleProcess(setting.precision, setting.token_budget, setting.packing, setting.share_prefixes)
+    more = {"packing": setting.packing, "share_prefixes": setting.share_prefixes}
+    return strategy_of(setting.stage, setting.precision, setting.token_budget, **more)

@@ -20,6 +20,7 @@ from tests.exactness.cases import CASES, LR, OFF, VARIATIONS, Case, truth
 from tests.exactness.recording import USELESS, Recording, record
 from tests.exactness.settings import COVER, LARGE, PRODUCT, RANKS, SMALL, Setting
 from tests.exactness.step import Outcome, one_step
+from tests.forks import wide_casts
 from tests.ranks import RankPool
 from tests.reference.policy_float64 import Objective
 from tests.reference.update import Update
@@ -137,8 +138,21 @@ def test_in_float64_without_deepspeed_the_step_is_the_reference(
     name: str, way: str, recording: Recording, expected: Truth, tmp_path: Path
 ) -> None:
     budget, packing, seed = WAYS[way]
-    outcomes = one_step(recording, ALL[name], Setting(None, budget, packing, seed=seed, precision="fp64"), tmp_path)
-    assert all(each < FLOAT64 for each in differences(outcomes, expected(name)))
+    setting = Setting(None, budget, packing, seed=seed, precision="fp64", share_prefixes=False)
+    assert all(
+        each < FLOAT64 for each in differences(one_step(recording, ALL[name], setting, tmp_path), expected(name))
+    )
+
+
+@pytest.mark.parametrize("budget", [SMALL, LARGE])
+@pytest.mark.parametrize("name", slow_but(("GRPO", "PPO", "DPO", "RewardModelTraining"), ALL))
+def test_in_float64_rows_that_share_prefixes_make_the_step_of_the_reference(
+    name: str, budget: int, recording: Recording, tmp_path: Path
+) -> None:
+    with wide_casts():
+        outcomes = one_step(recording, ALL[name], Setting(None, budget, precision="fp64"), tmp_path)
+        found = differences(outcomes, truth(ALL[name], recording))
+    assert all(each < FLOAT64 for each in found)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +160,7 @@ def test_in_float64_without_deepspeed_the_step_is_the_reference(
 )
 def test_a_step_by_the_policy_that_sampled_is_the_reference(name: str, recording: Recording, tmp_path: Path) -> None:
     case = replace(CASES[name], past=False)
-    outcomes = one_step(recording, case, Setting(None, SMALL, precision="fp64"), tmp_path)
+    outcomes = one_step(recording, case, Setting(None, SMALL, precision="fp64", share_prefixes=False), tmp_path)
     assert all(each < FLOAT64 for each in differences(outcomes, truth(case, recording)))
 
 

@@ -22,6 +22,7 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import SampleReward
 from rlflow.strategies import SingleProcess
 from tests.controller.runs import FSDP, Fit, Result, fit, sums
+from tests.forks import wide_casts
 from tests.ranks import RankPool
 
 LR, STEPS, PROMPTS = 0.3, 2, 3
@@ -268,14 +269,17 @@ def alone(
     request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Result]:
     out = tmp_path_factory.mktemp(request.param) / "run"
-    return request.param, fit(run(CASES[request.param], folders, out, partial(SingleProcess, "fp64", token_budget=60)))
+    with wide_casts():
+        found = fit(run(CASES[request.param], folders, out, partial(SingleProcess, "fp64", token_budget=60)))
+    return request.param, found
 
 
 def test_losses_and_weights_are_those_of_the_papers(alone: tuple[str, Result], folders: dict[str, Path]) -> None:
     name, found = alone
     case, policies = CASES[name], {role: Policy(folders[role]) for role in CASES[name].roles}
     for number, metrics in enumerate(found.steps):
-        expected = case.step(policies, found.record[number * case.calls : (number + 1) * case.calls])
+        with wide_casts():
+            expected = case.step(policies, found.record[number * case.calls : (number + 1) * case.calls])
         for metric, loss in expected.items():
             assert metrics[metric] == pytest.approx(loss, rel=1e-8), f"{metric} of step {number}"
     for key, weight in found.weights.items():

@@ -107,7 +107,7 @@ def test_a_backward_pass_that_runs_out_names_the_role_and_its_settings(folder: P
         {
             "callbacks": [{"class_path": "limited.Limit"}],
             "data.prompts_per_step": 32,
-            "strategy.init_args": {"token_budget": 65536},
+            "strategy.init_args": {"token_budget": 65536, "share_prefixes": False},
         },
     )
     ran = subprocess.run(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from transformers import Qwen2Config
 
 from rlflow.errors import UserError
 from rlflow.models.attention import AttentionScores, check_sequence_parallel, flexible, packed_attention, seen_blocks
+from rlflow.models.prefixes import Prefixes
 
 LENGTHS = [3, 1, 6]
 CU = torch.tensor([0, 3, 4, 10], dtype=torch.int32)
@@ -137,7 +139,7 @@ def test_what_cuda_computes_is_the_formula(
     )
     s_aux = sinks(4) if sunk else None
     cu = torch.tensor([0, 150, 151, 241, 300], dtype=torch.int32)
-    found = flexible(*inputs, AttentionScores(0.25, window, softcap, s_aux), cu, flex_attention)
+    found = flexible(*inputs, AttentionScores(0.25, window, softcap, s_aux), (cu, cu), flex_attention)
     expected = by_the_formula(*inputs, window or 300, softcap, s_aux, lengths)
     refuse_unlike(found, expected, (*inputs, *([] if s_aux is None else [s_aux])))
 
@@ -147,7 +149,7 @@ def test_what_cuda_computes_is_the_formula(
 def test_blocks_are_left_out_where_no_token_sees_another(lengths: list[int], window: int | None) -> None:
     total = sum(lengths)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    found = seen_blocks(cu, total, window)
+    found = seen_blocks(cu, cu, total, total, window)
     expected = create_block_mask(found.mask_mod, 1, 1, total, total, device="cpu")
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     place = torch.arange(total)
@@ -157,6 +159,69 @@ def test_blocks_are_left_out_where_no_token_sees_another(lengths: list[int], win
     # Torch's own looks at every pair of tokens, and keeps blocks that are seen in full apart.
     assert torch.equal(found.to_dense(), expected.to_dense())
     assert found.shape == expected.shape == (1, 1, total, total)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("fresh", [[400, 30, 200], [400, 0, 1], [7, 300, 129]])
+def test_blocks_of_fewer_queries_are_left_out_where_they_see_no_key(fresh: list[int], window: int | None) -> None:
+    lengths = [400, 330, 500]
+    queries, keys = (torch.tensor([0, *each]).cumsum(0).to(torch.int32) for each in (fresh, lengths))
+    total, whole = sum(fresh), sum(lengths)
+    found = seen_blocks(queries, keys, total, whole, window)
+    row, place = (torch.cat([torch.tensor(part) for part in parts]) for parts in zip(*_places(lengths), strict=True))
+    of_row, own = (
+        torch.cat([values[row == i][lengths[i] - new :] for i, new in enumerate(fresh)]) for values in (row, place)
+    )
+    behind = own[:, None] - place
+    seen = (of_row[:, None] == row) & (behind >= 0) & (behind < (window or whole))
+    assert torch.equal(create_mask(found.mask_mod, 1, 1, total, whole, device="cpu")[0, 0], seen)
+    needed = torch.zeros(-(-total // 128) * 128, -(-whole // 128) * 128, dtype=torch.bool)
+    needed[:total, :whole] = seen
+    needed = needed.view(-(-total // 128), 128, -(-whole // 128), 128).any(3).any(1)
+    there = found.to_dense()[0, 0].bool()
+    assert bool((there | ~needed).all())
+    of_one_row = [len(set(of_row[block : block + 128].tolist())) == 1 for block in range(0, total, 128)]
+    assert torch.equal(there[of_one_row], needed[of_one_row])
+
+
+def _places(lengths: list[int]) -> list[tuple[list[int], list[int]]]:
+    """The row and the place in it of each token, row by row."""
+    return [([row] * length, list(range(length))) for row, length in enumerate(lengths)]
+
+
+# Rows 0 1 2 3 4, 0 1 5 and 0 1 5 6 of a line of 7 tokens; the second is within the third.
+SHARED = Prefixes.of([np.array(row) for row in ([0, 1, 2, 3, 4], [0, 1, 5], [0, 1, 5, 6])])
+FRESH = torch.tensor([0, 5, 6, 7], dtype=torch.int32)
+
+
+def of_whole_rows(inputs: tuple[Tensor, ...], window: int, softcap: float | None, s_aux: Tensor | None) -> Tensor:
+    """What the formula gives for the last tokens of each row, those that the row before does not have."""
+    query, key, value = inputs
+    last = []
+    for row, fresh in zip(SHARED.keys.split(SHARED.lengths().tolist()), FRESH.diff().tolist(), strict=True):
+        whole = (states[:, :, row] for states in (query, key, value))
+        last.append(by_the_formula(*whole, window, softcap, s_aux, [len(row)])[:, len(row) - fresh :])
+    return torch.cat(last, 1)
+
+
+@pytest.mark.parametrize(("softcap", "sunk"), [(None, False), *SHAPES])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_rows_see_the_tokens_that_they_share(
+    on_cuda: bool, window: int | None, softcap: float | None, sunk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    inputs = tuple(states[:, :, :7].detach().requires_grad_() for states in states(4, 2, 16))
+    s_aux = sinks(4) if sunk else None
+    if on_cuda:
+        key, value = (states[:, :, SHARED.keys] for states in inputs[1:])
+        scores = AttentionScores(0.25, window, softcap, s_aux)
+        found = flexible(inputs[0], key, value, scores, (FRESH, SHARED.cu_seqlens), flex_attention)
+    else:
+        settings = {"sliding_window": window, "softcap": softcap, "s_aux": s_aux, "prefixes": SHARED}
+        found, _ = packed_attention(nn.Identity(), *inputs, None, cu_seq_lens_q=FRESH, max_length_q=5, **settings)
+    expected = of_whole_rows(inputs, window or 7, softcap, s_aux)
+    refuse_unlike(found, expected, (*inputs, *([] if s_aux is None else [s_aux])))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 1), (8, 2, 2), (8, 2, 4), (8, 2, 8), (12, 4, 2)])

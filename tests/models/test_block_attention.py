@@ -24,20 +24,26 @@ def states(
 
 
 def by_the_formula(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """softmax(scale q k) v with a triangular mask, each key and value for a group of neighbouring heads."""
+    """softmax(scale q k) v with a triangular mask, each key and value for a group of neighbouring heads.
+
+    Queries are the last of the keys.
+    """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    weights = (scale * query @ key.transpose(2, 3)).exp() * torch.ones(query.shape[2], query.shape[2]).tril()
+    seen = torch.ones(key.shape[2], key.shape[2]).tril()[key.shape[2] - query.shape[2] :]
+    weights = (scale * query @ key.transpose(2, 3)).exp() * seen
     return weights / weights.sum(3, keepdim=True) @ value
 
 
+@pytest.mark.parametrize("queries", [LENGTH, 3])
 @pytest.mark.parametrize("block", [1, 2, 5, 128])
 @pytest.mark.parametrize(("heads", "lines"), [((4, 2, 2), 1), ((3, 1, 1), 2), ((2, 2, 2), 3)])
 def test_outputs_and_gradients_are_those_of_the_formula(
-    monkeypatch: pytest.MonkeyPatch, block: int, heads: tuple[int, int, int], lines: int
+    monkeypatch: pytest.MonkeyPatch, block: int, heads: tuple[int, int, int], lines: int, queries: int
 ) -> None:
     monkeypatch.setattr(module, "BLOCK", block)
-    inputs = states(torch.float64, lines, heads)
+    query, key, value = states(torch.float64, lines, heads)
+    inputs = [query[:, :, LENGTH - queries :].detach().requires_grad_(), key, value]
     found, expected = block_attention(*inputs, 0.3), by_the_formula(*inputs, 0.3)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     weights = torch.arange(expected.numel(), dtype=torch.float64).view_as(expected).sin()

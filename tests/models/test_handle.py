@@ -33,5 +33,5 @@ def test_pairs_are_split_by_what_both_responses_take(packing: bool, alone: list[
     ids = [Ragged.from_lists([[1] * length for length in lengths]) for lengths in ((2, 2, 2), (9, 6, 5), (1, 6, 2))]
     pairs = Pairs(*ids, rows=[{}, {}, {}])
     # Tokens read of a row are prompt + response - 1: 10 + 2, 7 + 7, 6 + 3. Padded, twice the longer: 20, 14, 12.
-    split = ForwardPlan(token_budget=24, packing=packing).split(pairs)
+    split = ForwardPlan(token_budget=24, packing=packing, share_prefixes=False).split(pairs)
     assert sorted(rows.tolist() for rows in split) == alone

@@ -16,6 +16,7 @@ from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import TokenRows
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
+from tests.forks import forked_rows
 from tests.saved import save, write_checkpoint
 from tests.strategies.reference import TEMPERATURE
 from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, rows_of, trained
@@ -107,6 +108,24 @@ def scalar_updates_by_two(folder: Path, stage: Stage) -> tuple[dict[str, Tensor]
     strategy = launch(stage)
     strategy.form_groups({"critic": Layout((0, 1), 1), "judge": Layout((0, 1), 1)})
     return scalar_updates(strategy, folder)
+
+
+def forked_update(strategy: TrainingStrategy, folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logprobs of rows that begin alike, and the gradient of a sum of them with a weight each."""
+    rows, handle = forked_rows(), trained(folder, Optimizer())
+    strategy.setup_role("actor", handle, folder)
+    weights = torch.linspace(-1, 1, rows.response_ids.numel()).view(rows.response_ids.shape)
+    with handle.training():
+        logprobs = handle.logprobs(rows)
+    strategy.backward("actor", (weights * logprobs).sum(), last=True)
+    return logprobs.detach(), {key: value.clone() for key, value in strategy.gradients("actor").items()}
+
+
+def forked_update_by_peers(folder: Path, stage: Stage) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same with all ranks to a sequence."""
+    strategy = launch(stage)
+    strategy.form_groups({"actor": Layout(tuple(range(strategy.world_size)), 1)})
+    return forked_update(strategy, folder)
 
 
 def bf16_gradient(folder: Path, stage: Stage, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -14,10 +14,19 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.single import SingleProcess
 from rlflow.values.layout import Layout
+from tests.forks import wide_casts
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
-from tests.strategies.subsets import bf16_gradient, held_bytes, scalar_updates, scalar_updates_by_two, side_by_side
+from tests.strategies.subsets import (
+    bf16_gradient,
+    forked_update,
+    forked_update_by_peers,
+    held_bytes,
+    scalar_updates,
+    scalar_updates_by_two,
+    side_by_side,
+)
 from tests.strategies.update import Outcome, Stage, rows_of
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3, "fsdp")
@@ -30,8 +39,8 @@ def reference(folder: Path) -> Reference:
     return plain_update(folder, lambda p: torch.optim.SGD(p, lr=0.1), 0.5, 2)
 
 
-def alone() -> SingleProcess:
-    strategy = SingleProcess("fp64")
+def alone(**settings: bool) -> SingleProcess:
+    strategy = SingleProcess("fp64", **settings)
     Fabric(accelerator="cpu", devices=1, strategy=strategy.processes).launch()
     return strategy
 
@@ -83,6 +92,18 @@ def test_a_critic_and_a_reward_model_train_on_divided_sequences(stage: Stage, ti
         assert distance(found[0], gradients) < 2e-6
         torch.testing.assert_close(found[1].double(), values, rtol=0, atol=1e-5)
         torch.testing.assert_close(found[2].double(), ends, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", slow_but(("fsdp",), STAGES))
+@pytest.mark.parametrize("peers", slow_but((2,), [2, 4]))
+def test_rows_that_share_prefixes_are_divided_alike(
+    peers: int, stage: Stage, tiny: Path, ranks2: RankPool, ranks4: RankPool
+) -> None:
+    with wide_casts():
+        scores, gradient = forked_update(alone(share_prefixes=False), tiny)
+    for found, of_peer in {2: ranks2, 4: ranks4}[peers].run(forked_update_by_peers, tiny, stage):
+        torch.testing.assert_close(found.double(), scores, rtol=0, atol=1e-5)
+        assert distance(of_peer, gradient) < 2e-6
 
 
 @pytest.mark.parametrize("stage", slow_but((2,), [2, 3, "fsdp"]))
