@@ -58,8 +58,9 @@ class Balance:
             groups: `[N]` int64, the group of each row, any numbers.
         """
         group = groups.unique(return_inverse=True)[1]
-        prompts = torch.full((int(group.max()) + 1 if len(group) else 0,), torch.iinfo(torch.int64).max)
-        shared = self._of_row(prompts.index_reduce_(0, group, tokens - lengths, "amin"))
+        shortest = np.full(int(group.max()) + 1 if len(group) else 0, np.iinfo(np.int64).max)
+        np.minimum.at(shortest, group.numpy(), (tokens - lengths).numpy())
+        shared = self._of_row(torch.from_numpy(shortest))
         return Costs(self._of_row(tokens) - shared[group], shared, group)
 
     def _of_row(self, tokens: Tensor) -> Tensor:
