@@ -161,7 +161,6 @@ class DataBuffer:
         if self._transport.watch is not None:
             self._transport.watch.flight(_label(name, layout), exchange.begun, time.perf_counter())
         exchange.finish()
-        self._transport.metadata_bytes += exchange.metadata_bytes
         self.bytes_received += exchange.bytes_received
         self._note_peak()
 
