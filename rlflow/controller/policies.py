@@ -16,7 +16,7 @@ from rlflow.dag.tasks import SyncWeights
 from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import Averaged, CausalLM
 from rlflow.module import handles
-from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.engine import NO_VERSION, RolloutEngine
 from rlflow.values.rollout import Rollout
 
 
@@ -49,7 +49,7 @@ class Policy:
         """The version of the weights after so many steps: 0 until `start_step`, then `changes_per_step` more each."""
         return self.changes_per_step * max(0, steps - self.start_step)
 
-    def bring(self, version: int, metrics: StepMetrics, callbacks: Callbacks | None, of_step: bool = True) -> bool:
+    def bring(self, version: int, metrics: StepMetrics, callbacks: Callbacks, of_step: bool = True) -> bool:
         """Send the trainer's weights to the engines, or wake these up if they have `version`; by all ranks of the sync.
 
         Each engine reads back what it was given, and compares it tensor by tensor.
@@ -68,8 +68,8 @@ class Policy:
             return False
         sends = self.sync.version != version
         if sends:
-            report = self.sync.run(version)
-            if report is not None and callbacks is not None:
+            self.sync.run(version)
+            if self.engine is not None:
                 callbacks.call(Callback.on_weight_sync, self.name, version)
         else:
             self.sync.wake_up()
@@ -78,15 +78,16 @@ class Policy:
         return sends
 
     def _compare(self, sync: WeightSync, version: int, metrics: StepMetrics) -> None:
-        """Log the reports of the last sync if no step has yet, and begin to compare logprobs with the engines'."""
-        reports = sync.take_reports()
+        """Log the last sync if no step has yet, and begin to compare logprobs with the engines'."""
         if self.gap is not None and self.probe is None:
             self.gap.open(version, metrics)
-        if reports and self.probe is not None:
+        if sync.is_logged:
+            return
+        if self.probe is not None:
             self.probe.run(version, metrics)
-        for report in reports:
-            if report is not None:
-                metrics.number("sync/verified_tensors", float(report.tensors))
+        if sync.report is not None:
+            metrics.number("sync/verified_tensors", float(sync.report.tensors))
+        sync.is_logged = True
 
     def sleep(self) -> None:
         """Let the engines free their memory, and the weights if training changes them; on all ranks of the sync."""
@@ -96,7 +97,7 @@ class Policy:
     def forget(self) -> None:
         """Note that the engines hold other weights, or none, so that the next `bring` sends them."""
         if self.sync is not None:
-            self.sync.forget()
+            self.sync.version = NO_VERSION
 
 
 class Policies(dict[str, Policy]):
