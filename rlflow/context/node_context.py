@@ -8,7 +8,6 @@ passes the call on to the context, which knows the node, this rank's rows and th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -335,7 +334,7 @@ class NodeContext:
             "problem": str(failure or ""),
             "parts": None if failed_all and not scores.parts else sorted(scores.parts),
         }
-        of_ranks = [json.loads(each) for each in self.transport.gather_bytes(json.dumps(here).encode(), ranks)]
+        of_ranks = self.transport.gather_json(here, ranks)
         for rank in of_ranks:
             if rank["problem"]:
                 raise UserError(rank["problem"]) from failure

@@ -127,6 +127,10 @@ class Transport:
         dist.all_gather(received, to_message(message.ljust(longest)), group=group)
         return [from_message(each)[: int(size)] for each, size in zip(received, sizes, strict=True)]
 
+    def gather_json(self, value: Any, ranks: tuple[int, ...] | None = None) -> list[Any]:
+        """What each of `ranks` gives, which is JSON-able, in their order; see `gather_bytes`."""
+        return [json.loads(message) for message in self.gather_bytes(json.dumps(value).encode(), ranks)]
+
     @_waits
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """The sum or the largest over all ranks, element by element, in a new tensor.

@@ -211,8 +211,8 @@ class Fit:
             self.saving.monitor(state.callback_metrics)
             if self.saving.is_due(done, metrics["time/elapsed"], state.should_stop or done == steps):
                 self._save(self.parts.take())
-            if self.controller.asked and done < steps and not state.should_stop:
-                self._end(self.parts.take(), self.controller.asked)
+            if self.metrics.asked and done < steps and not state.should_stop:  # by a signal, on any rank
+                self._end(self.parts.take(), self.metrics.asked)
         self.controller.close()
         self.saving.wait()
         saved = settings.saves_checkpoints and done > resume.done  # with the last checkpoint

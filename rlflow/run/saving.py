@@ -15,7 +15,7 @@ from rlflow.controller.run import Run
 from rlflow.errors import UserError, did_you_mean
 from rlflow.metrics import Metrics
 from rlflow.process import status
-from rlflow.run.agreement import attempt, gather
+from rlflow.run.agreement import attempt
 from rlflow.run.folder import RunFolder
 from rlflow.run.recording import Recording
 from rlflow.run.resume import Resume
@@ -221,7 +221,7 @@ class Saving:
                 here[1] += self._strategy.state_bytes(role) if self._settings.saves_checkpoints else 0
 
         self._attempt(measure)
-        self._model_bytes, self._state_bytes = map(sum, zip(*gather(self._transport, here), strict=True))
+        self._model_bytes, self._state_bytes = map(sum, zip(*self._transport.gather_json(here), strict=True))
 
     def _open(self, draft: Draft | None = None, with_models: bool = True) -> dict[str, Draft]:
         """Begin to write, if there is room: the models of all roles, and the checkpoint if there is one."""
@@ -304,5 +304,5 @@ def checkpoint_of(
         carried_over=controller.carried_over,
         take_over=controller.take_over,
         start=Progress(0, run.settings.seed, run.train.scan.digest, run.config),
-        gather=partial(gather, run.transport),
+        gather=run.transport.gather_json,
     )
