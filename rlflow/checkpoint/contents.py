@@ -94,7 +94,7 @@ class Checkpoint:
     def begin(self) -> None:
         """The first step of this run begins: what changes from now on was changed by the run."""
         state, tensors = self._changed()
-        self._before = _digests(self._entries(state)), _digests_of_tensors(tensors)
+        self._before = _digests(self._entries(state), tensors)
 
     def take(self) -> Snapshot:
         """This rank's state as it is now; asks no other rank."""
@@ -111,7 +111,7 @@ class Checkpoint:
             UserError: Ranks changed a tensor of the module's state to different ones.
         """
         entries, rank = self._entries(here.progress.state), self.strategy.global_rank
-        digests = _digests(entries), _digests_of_tensors(here.tensors)
+        digests = _digests(entries, here.tensors)
         of_ranks = self.gather([_marked(now, before) for now, before in zip(digests, self._before, strict=True)])
         writers = _changed_by([of_entries for of_entries, _ in of_ranks])
         every = self.gather({name: entries[name] for name, ranks in writers.items() if ranks[0] == rank})
@@ -188,12 +188,9 @@ def _changed_by(of_ranks: Sequence[Mapping[str, Digest]]) -> dict[str, list[int]
     return ranks
 
 
-def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
-    return {name: digest_of(value) for name, value in entries.items()}
-
-
-def _digests_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in tensors.items()}
+def _digests(entries: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, str]]:
+    of_entries = {name: digest_of(value) for name, value in entries.items()}
+    return of_entries, {name: digest(tensor) for name, tensor in tensors.items()}
 
 
 class RandomStates:

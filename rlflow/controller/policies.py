@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.controller.gap import LogprobGap, Probe
+from rlflow.controller.gap import LogprobGap, probe
 from rlflow.controller.run import Run
 from rlflow.controller.weight_sync import WeightSync, weight_sync
 from rlflow.dag.graph import Graph
@@ -34,7 +35,8 @@ class Policy:
         changes_per_step: Nodes per step that change the weights; 0 for a frozen policy.
         start_step: First step that changes the weights, from 0.
         gap: Compares logprobs of engine and trainer, and ends the run if weights are wrong; None for a frozen policy.
-        probe: Generates rows for this comparison after each sync, where the steps' own rows do not serve; else None.
+        probe: Function that generates rows for this comparison after each sync, given the version and the step's
+            metrics; None where the steps' own rows serve.
     """
 
     name: str
@@ -43,7 +45,7 @@ class Policy:
     changes_per_step: int = 0
     start_step: int = 0
     gap: LogprobGap | None = None
-    probe: Probe | None = None
+    probe: Callable[[int, StepMetrics], None] | None = None
 
     def version_after(self, steps: int) -> int:
         """The version of the weights after so many steps: 0 until `start_step`, then `changes_per_step` more each."""
@@ -84,7 +86,7 @@ class Policy:
         if sync.is_logged:
             return
         if self.probe is not None:
-            self.probe.run(version, metrics)
+            self.probe(version, metrics)
         if sync.report is not None:
             metrics.number("sync/verified_tensors", float(sync.report.tensors))
         sync.is_logged = True
@@ -197,7 +199,10 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step
     # With `max_staleness` or `partial_rollout` few rows of a step or none are of the trainer's version.
     served = scores_its_rows(name, graph) and not (run.plan.max_staleness or run.plan.cuts_off)
-    return Policy(name, engine, sync, changes, start, gap, None if served else Probe(run, task, gap))
+    if served:
+        return Policy(name, engine, sync, changes, start, gap)
+    (prompt,) = run.train.first().prompt_ids.rows()
+    return Policy(name, engine, sync, changes, start, gap, partial(probe, run, task, gap, prompt.tolist()))
 
 
 def scores_its_rows(policy: str, graph: Graph) -> bool:
