@@ -229,8 +229,7 @@ class RLModule:
         stop: tuple[int, ...],
         players: Mapping[str, CausalLM],
     ) -> Rollout:
-        if n < 1:
-            raise UserError(f"`n` is {n}; hold 1 conversation from each row or more")
+        check_asked(n, self.max_response_length, self.max_response_length)
         name, own = self._policy(policy)
         sampling = Sampling(self.max_response_length, own if temperature is None else temperature, stop)
         others = {seat: self._player(seat, model) for seat, model in players.items()}
