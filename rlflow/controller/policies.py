@@ -51,45 +51,17 @@ class Policy:
         """The version of the weights after so many steps: 0 until `start_step`, then `changes_per_step` more each."""
         return self.changes_per_step * max(0, steps - self.start_step)
 
-    def bring(self, version: int, metrics: StepMetrics, callbacks: Callbacks, of_step: bool = True) -> bool:
-        """Send the trainer's weights to the engines, or wake these up if they have `version`; by all ranks of the sync.
-
-        Each engine reads back what it was given, and compares it tensor by tensor.
-
-        Args:
-            version: Version of the trainer's weights now.
-            metrics: Metrics of the step.
-            callbacks: Get `on_weight_sync` if weights are sent to an engine on this rank.
-            of_step: Whether a step generates with the weights. If validation sent them, the next step logs and compares
-                them, so that a run which resumes between the two logs the same.
-
-        Returns:
-            Whether weights were sent.
-        """
-        if self.sync is None:
-            return False
-        sends = self.sync.version != version
-        if sends:
-            self.sync.run(version)
-            if self.engine is not None:
-                callbacks.call(Callback.on_weight_sync, self.name, version)
-        else:
-            self.sync.wake_up()
-        if of_step:
-            self._compare(self.sync, version, metrics)
-        return sends
-
-    def _compare(self, sync: WeightSync, version: int, metrics: StepMetrics) -> None:
-        """Log the last sync if no step has yet, and begin to compare logprobs with the engines'."""
+    def compare(self, version: int, metrics: StepMetrics) -> None:
+        """Log the last sync if no step has yet, and begin to compare logprobs with the engines'; by all its ranks."""
         if self.gap is not None and self.probe is None:
             self.gap.open(version, metrics)
-        if sync.is_logged:
+        if self.sync is None or self.sync.is_logged:
             return
         if self.probe is not None:
             self.probe(version, metrics)
-        if sync.report is not None:
-            metrics.number("sync/verified_tensors", float(sync.report.tensors))
-        sync.is_logged = True
+        if self.sync.report is not None:
+            metrics.number("sync/verified_tensors", float(self.sync.report.tensors))
+        self.sync.is_logged = True
 
     def sleep(self) -> None:
         """Let the engines free their memory, and the weights if training changes them; on all ranks of the sync."""
@@ -127,23 +99,38 @@ class Policies(dict[str, Policy]):
         """
         return {name: self._version(name, step, changed.get(name, 0)) for name in self}
 
-    def bring(self, name: str, steps: int, metrics: StepMetrics) -> None:
-        """For validation, send a policy's weights after `steps` steps to its engines; on all ranks of its sync."""
-        self._bring(name, self[name].version_after(steps), metrics, of_step=False)
-
     def sync(self, name: str, step: int, metrics: StepMetrics, changed: int = 0) -> None:
         """Send the weights that generate rows of `step`, see `versions_of`; called by all ranks of the sync."""
-        self._bring(name, self._version(name, step, changed), metrics)
+        version = self._version(name, step, changed)
+        self._bring(name, version)
+        self[name].compare(version, metrics)
+
+    def bring(self, name: str, steps: int) -> None:
+        """For validation, send a policy's weights after `steps` steps to its engines; called by all ranks.
+
+        The next step logs and compares them, so that a run which resumes between the two logs the same.
+        """
+        if self[name].sync is not None:
+            self._bring(name, self[name].version_after(steps))
 
     def _version(self, name: str, step: int, changed: int) -> int:
         policy = self[name]
         begun = step >= policy.start_step
         return policy.version_after(max(0, step - self._run.plan.max_staleness)) + (changed if begun else 0)
 
-    def _bring(self, name: str, version: int, metrics: StepMetrics, of_step: bool = True) -> None:
-        if not self[name].bring(version, metrics, self._callbacks, of_step):
+    def _bring(self, name: str, version: int) -> None:
+        """Send the trainer's weights to the engines, or wake these up if they have `version`; by all ranks of the sync.
+
+        Each engine reads back what it was given, and compares it tensor by tensor.
+        """
+        policy, owner = self[name], self._run.engines.owner
+        assert policy.sync is not None, name
+        if policy.sync.version == version:
+            policy.sync.wake_up()
             return
-        owner = self._run.engines.owner
+        policy.sync.run(version)
+        if policy.engine is not None:
+            self._callbacks.call(Callback.on_weight_sync, name, version)
         for other in self:
             if other != name and owner(other) == owner(name):
                 self[other].forget()  # its turn in the engine is over

@@ -279,7 +279,7 @@ class Fit:
         policies, name = self.controller.policies, self.run.follows
         follows = None if name is None else policies.get(name)
         if self.run.scores_validation and follows is not None:
-            policies.bring(follows.name, done, self.metrics.of(done))
+            policies.bring(follows.name, done)
         metrics = measure(self.run, 0 if follows is None else follows.version_after(done), done)
         if follows is not None and self.run.graph.policies() != (follows.name,):
             follows.sleep()  # else the next step generates with it first, and lets it sleep
