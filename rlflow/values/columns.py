@@ -87,7 +87,6 @@ def optional(entry: torch.dtype | type, model_input: Literal["per token", "any"]
     return dataclasses.field(default=NOT_MADE, metadata={_OPTIONAL: {"entry": entry, "model_input": model_input}})
 
 
-@functools.cache  # asked for at every cut, exchange and join of rows
 def columns(annotation: Any) -> tuple[Column, ...]:
     """The columns of a value of this annotated type; `None`, which is no value, has none.
 
@@ -97,8 +96,13 @@ def columns(annotation: Any) -> tuple[Column, ...]:
     """
     if annotation is NoneType:
         return ()
-    if not isinstance(annotation, type) or not dataclasses.is_dataclass(annotation) or annotation is Ragged:
-        return (_column("", annotation),)
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation) and annotation is not Ragged:
+        return _columns_of(annotation)
+    return (_column("", annotation),)
+
+
+@functools.cache  # asked for at every cut, exchange and join of rows
+def _columns_of(annotation: type) -> tuple[Column, ...]:
     hints = get_type_hints(annotation, include_extras=True)
     return tuple(
         dataclasses.replace(_column(field.name, hints[field.name]), **field.metadata.get(_OPTIONAL, {}))
