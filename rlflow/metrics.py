@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlflow.databuffer.transport import Transport, from_message, to_message
+from rlflow.databuffer.transport import Transport
 
 Kind = Literal["mean", "sum", "largest", "seconds", "worked"]
 _Entries = Mapping[tuple[Kind, str], tuple[float, float]]  # value and count of each; a count of 0: there is none
@@ -221,8 +220,7 @@ class Metrics:
     def _learn_names(self, mine: _Entries, transport: Transport) -> None:
         """Know what every rank logged; a collective of all ranks."""
         news = [*(mine.keys() - set(self._known))]
-        messages = {from_message(each) for each in transport.all_gather_ragged(to_message(json.dumps(news).encode()))}
-        names = {(kind, name) for message in messages for kind, name in json.loads(message)}
+        names = {(kind, name) for of_rank in transport.gather_json(news) for kind, name in of_rank}
         self._known = sorted(names.union(self._known))
 
 

@@ -29,7 +29,7 @@ from rlflow.run.checks import check_apart, check_monitors, check_rows
 from rlflow.run.fit import fit
 from rlflow.run.folder import require_folder, require_own
 from rlflow.run.prepare import prepare
-from rlflow.run.replay import Replay, Replayed, replay
+from rlflow.run.replay import Replayed, replay
 from rlflow.run.validation import validate
 from rlflow.settings import Settings
 from rlflow.short_names import made
@@ -124,20 +124,32 @@ class Trainer(RunningTrainer):
         run = partial(validate, state=self, resolved_config=self.resolved_config)
         return self._launch(module, data, self.settings.for_validation(), run)
 
-    def replay(self, module: RLModule, data: DataLike | PromptData, asked: Replay) -> list[Replayed]:
+    def replay(
+        self,
+        module: RLModule,
+        data: DataLike | PromptData,
+        run_dir: str | Path,
+        step: int,
+        node: str | None = None,
+        debugs: bool = False,
+    ) -> list[Replayed]:
         """Run nodes of a step of an earlier run once more, in this process, on the inputs that that run stored.
 
         Args:
             module: Module of that run.
             data: Data of that run.
-            asked: Which run, step and node.
+            run_dir: Folder of that run.
+            step: Step of that run, from 1.
+            node: Name of the node; None for all nodes with stored inputs.
+            debugs: Whether the debugger stops at the beginning of each node.
 
         Raises:
             UserError: Nothing was stored of the step, or `devices` is not 1.
         """
         if (ranks := self.world_size) != 1:
             raise UserError(f"`trainer.devices` gives {ranks} ranks, and a step is replayed in one process; set 1")
-        return self._launch(module, _data(data), self.settings, partial(replay, asked))
+        again = partial(replay, run_dir=Path(run_dir), step=step, node_id=node, debugs=debugs)
+        return self._launch(module, _data(data), self.settings, again)
 
     def _launch(
         self,

@@ -10,8 +10,8 @@
       logged-00000-of-00002.json      what rank 0 alone has: what it logged of steps in progress, its random generators
       surplus*, unfinished*, step-*   groups beyond a step's, unfinished, and generated ahead, see `.stored_groups`
 
-`.contents` lists the parts of a run that have a state. Every rank of a role writes the ranges of flattened tensors that
-it holds, and any ranks at any ZeRO stage read theirs.
+`rlflow.run.saving.checkpoint_of` lists the parts of a run that have a state. Every rank of a role writes the ranges of
+flattened tensors that it holds, and any ranks at any ZeRO stage read theirs.
 """
 
 from rlflow.checkpoint.contents import Checkpoint as Checkpoint

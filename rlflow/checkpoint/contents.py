@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the weights and optimizers of roles, and the state of every other part of a run, by name."""
+"""The contents of a checkpoint, taken and restored: weights and optimizers of roles, and the states of other parts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy
 import torch
 from torch import Tensor
 
-from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint.manifest import Progress, digest_of
 from rlflow.checkpoint.reading import read_module_tensors, read_of_rank, restore
 from rlflow.checkpoint.stored_groups import read_groups
@@ -22,16 +21,6 @@ from rlflow.errors import UserError
 from rlflow.module import RLModule
 from rlflow.state.tensors import digest, with_tensors, without_tensors
 from rlflow.strategies.strategy import TrainingStrategy
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.stateful import Stateful
-
-# The parts of a `Checkpoint`, grouped by the ranks that know their state. Rank 0 writes what all ranks have alike. What
-# only some ranks change is written by the first rank that changed the entry since the run began, or, if none did, by
-# the first rank that has it. Each rank writes its own state of the rest.
-ALIKE = ("steps", "gaps", "callbacks", "validation", "monitored")
-CHANGED = ("module", "chosen", "updates")
-OF_RANK = ("metrics", "samples", "remembered", "random")
 
 
 @dataclass(frozen=True)
@@ -53,6 +42,16 @@ class Snapshot:
     groups: Mapping[str, Groups]
 
 
+class StatefulPart(Protocol):
+    """A part of a run that has a state, JSON-able."""
+
+    def state_dict(self) -> Any:
+        """The state now."""
+
+    def load_state_dict(self, state: Any) -> list[str] | None:
+        """Take back what `state_dict` gave; returns lines that the user should know, if there are any."""
+
+
 @dataclass(eq=False)
 class Checkpoint:
     """The parts of a run, on one rank, whose states are a checkpoint: takes the states, and gives them back.
@@ -61,50 +60,33 @@ class Checkpoint:
         saving.save(parts.agreed(snapshot))         by all ranks
         parts.restore(folder, progress)             by all ranks of the run that continues
 
+    Parts have names. `module` is one of those whose states some ranks change.
+
     Attributes:
         strategy: Has the weights and optimizers of this rank's roles.
         roles: The roles that are trained, and averages of them.
         module: Coefficients, memories of prompts, replay buffers, and what else the module's `state_dict` has.
-        chosen: The rows of epochs that the module chose; None where it does not choose.
-        updates: Gradient norms of each role, which its later updates are compared with.
-        steps: Steps and draws that are done.
-        gaps: Logprob gaps of each policy, which the gaps of later steps are compared with.
-        callbacks: The user's callbacks.
-        validation: Validation before the first step, for the summary.
-        monitored: The metric that decides which checkpoints stay.
-        metrics: Metrics that this rank logged for steps in progress.
-        samples: Samples of steps in progress, for the loggers.
-        remembered: Values that nodes gave to memories of prompts in steps in progress.
-        random: The process's random generators, which a user's code may draw from. What rlflow draws is a function of
-            (seed, step, draw).
+        changed: Parts that only some ranks change. An entry of such a state is written by the first rank that changed
+            it since the run began, or, if none did, by the first rank that has it.
+        alike: Parts that all ranks have alike; rank 0 writes them.
+        of_rank: Parts of which each rank writes its own state. That of `random` is left out if the number of ranks is
+            another.
         carried_over: Gives groups of rows that later steps need: left over, unfinished, generated ahead; by the names
             of their files.
-        take_over: Gives them back, after the state of `steps`; called by all ranks.
-        seed: Seed of the run.
-        data: Digest of the training rows.
-        config: The resolved config, without secrets; None for a run without one.
+        take_over: Gives them back, after the states of `alike`; called by all ranks.
+        start: Progress at the start: seed, data and config of the run, no step and no state.
         gather: Gathers what is JSON-able of every rank; a collective of all.
     """
 
     strategy: TrainingStrategy
     roles: tuple[str, ...]
     module: RLModule
-    chosen: Stateful | None
-    updates: Stateful
-    steps: Stateful
-    gaps: Stateful
-    callbacks: Callbacks
-    validation: Stateful
-    monitored: Stateful
-    metrics: Stateful
-    samples: Stateful
-    remembered: Stateful
-    random: Stateful
+    changed: Mapping[str, StatefulPart]
+    alike: Mapping[str, StatefulPart]
+    of_rank: Mapping[str, StatefulPart]
     carried_over: Callable[[], dict[str, Groups]]
     take_over: Callable[[ReadGroups], None]
-    seed: int
-    data: str
-    config: Mapping[str, Any] | None
+    start: Progress
     gather: Callable[[Any], list[Any]]
     # Digests as the run began, of entries and of the module's tensors.
     _before: tuple[dict[str, str], dict[str, str]] = field(default=({}, {}), init=False)
@@ -112,14 +94,14 @@ class Checkpoint:
     def begin(self) -> None:
         """The first step of this run begins: what changes from now on was changed by the run."""
         state, tensors = self._changed()
-        self._before = _digests(_entries(state)), _digests_of_tensors(tensors)
+        self._before = _digests(self._entries(state), tensors)
 
     def take(self) -> Snapshot:
         """This rank's state as it is now; asks no other rank."""
         changed, tensors = self._changed()
-        state = changed | self._states(ALIKE)
-        progress = Progress(state["steps"]["step"], self.seed, self.data, self.config, state)
-        of_rank = {"ranks": self.strategy.world_size, **copy.deepcopy(self._states(OF_RANK))}
+        state = changed | _states(self.alike)
+        progress = replace(self.start, step=state["steps"]["step"], state=state)
+        of_rank = {"ranks": self.strategy.world_size, **copy.deepcopy(_states(self.of_rank))}
         return Snapshot(progress, tensors, of_rank, self.carried_over())
 
     def agreed(self, here: Snapshot) -> Snapshot:
@@ -128,12 +110,12 @@ class Checkpoint:
         Raises:
             UserError: Ranks changed a tensor of the module's state to different ones.
         """
-        entries, rank = _entries(here.progress.state), self.strategy.global_rank
-        digests = _digests(entries), _digests_of_tensors(here.tensors)
+        entries, rank = self._entries(here.progress.state), self.strategy.global_rank
+        digests = _digests(entries, here.tensors)
         of_ranks = self.gather([_marked(now, before) for now, before in zip(digests, self._before, strict=True)])
         writers = _changed_by([of_entries for of_entries, _ in of_ranks])
         every = self.gather({name: entries[name] for name, ranks in writers.items() if ranks[0] == rank})
-        state = {**here.progress.state, **{part: {} for part in CHANGED if part in here.progress.state}}
+        state = {**here.progress.state, "module": {}, **{part: {} for part in self.changed}}
         for name, value in (entry for of_rank in every for entry in of_rank.items()):
             part, _, of_part = name.partition("/")
             state[part][of_part] = value
@@ -161,31 +143,33 @@ class Checkpoint:
         Returns:
             A line for each callback that has lost its state, or begins without one.
         """
-        state, device = progress.state, self.strategy.root_device
+        device, lines = self.strategy.root_device, list[str]()
         restore(folder, self.strategy, self.roles)
-        self.module.load_state_dict(with_tensors(state["module"], read_module_tensors(folder)))
-        lines = self.callbacks.load_state_dict(state["callbacks"])
-        for name in (*CHANGED, *ALIKE):
-            if name not in ("module", "callbacks") and (part := getattr(self, name)) is not None:
-                part.load_state_dict(state[name])
+        self.module.load_state_dict(with_tensors(progress.state["module"], read_module_tensors(folder)))
+        for name, part in {**self.changed, **self.alike}.items():
+            lines += part.load_state_dict(progress.state[name]) or ()
         self.take_over(lambda name, like: read_groups(folder, name, like, device))
         for of_rank in read_of_rank(folder, self.strategy.global_rank, self.strategy.world_size):
-            for name in OF_RANK:
+            for name, part in self.of_rank.items():
                 if name != "random" or of_rank["ranks"] == self.strategy.world_size:  # else nobody continues those
-                    getattr(self, name).load_state_dict(of_rank[name])
+                    part.load_state_dict(of_rank[name])
         return lines
 
-    def _states(self, parts: Sequence[str]) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in parts}
-        return {name: part.state_dict() for name, part in found.items() if part is not None}
-
     def _changed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Copies of what this rank has of `CHANGED`: what is JSON-able, and the tensors of the module."""
-        state = self._states(CHANGED)
-        module, tensors = without_tensors(state["module"])
+        """Copies of what this rank has of the module and of `changed`: what is JSON-able, and the module's tensors."""
+        module, tensors = without_tensors(self.module.state_dict())
         copies = self.module.memories()  # their states are copies already, and may be long
-        state["module"] = {name: x if name in copies else copy.deepcopy(x) for name, x in module.items()}
-        return state, tensors
+        module = {name: x if name in copies else copy.deepcopy(x) for name, x in module.items()}
+        return {"module": module, **_states(self.changed)}, tensors
+
+    def _entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of the parts that some ranks change: `module/beta`, `updates/actor`."""
+        parts = ("module", *self.changed)
+        return {f"{part}/{name}": value for part in parts for name, value in state[part].items()}
+
+
+def _states(parts: Mapping[str, StatefulPart]) -> dict[str, Any]:
+    return {name: part.state_dict() for name, part in parts.items()}
 
 
 Digest = tuple[str, bool]  # of an entry, and whether this rank changed it since the run began
@@ -204,17 +188,9 @@ def _changed_by(of_ranks: Sequence[Mapping[str, Digest]]) -> dict[str, list[int]
     return ranks
 
 
-def _entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of the parts that some ranks change: `module/beta`, `updates/actor`."""
-    return {f"{part}/{name}": value for part in CHANGED for name, value in state.get(part, {}).items()}
-
-
-def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
-    return {name: digest_of(value) for name, value in entries.items()}
-
-
-def _digests_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in tensors.items()}
+def _digests(entries: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, str]]:
+    of_entries = {name: digest_of(value) for name, value in entries.items()}
+    return of_entries, {name: digest(tensor) for name, tensor in tensors.items()}
 
 
 class RandomStates:

@@ -15,7 +15,6 @@ from rlflow.commands.parser import call
 from rlflow.config.reading import read
 from rlflow.errors import UserError, one_line
 from rlflow.run.folder import RunFolder
-from rlflow.run.replay import Replay
 
 LEFT_OUT = ("placement", "logger", "callbacks", "config", "predict")
 # Settings of any strategy that SingleProcess computes with as well.
@@ -53,7 +52,7 @@ def replay(run_dir: Path, /, *, step: int, node: str | None = None, pdb: bool = 
         except UserError as error:
             raise UserError(f"{error} (the config of the run: {file})") from error
         try:
-            found.trainer.replay(found.module, found.data, Replay(run_dir, step, node, pdb))
+            found.trainer.replay(found.module, found.data, run_dir, step, node, debugs=pdb)
         except UserError:
             raise
         except Exception as error:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
-from rlflow.dag.annotations import choices
+from rlflow.dag.annotations import choices, hints_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def arguments_of(cls: type) -> dict[str, Argument]:
         constructor = vars(owner).get("__init__")
         if not inspect.isfunction(constructor):
             continue
-        hints = _hints(owner) | _hints(constructor)
+        hints = hints_of(owner) | hints_of(constructor)
         parameters = list(inspect.signature(constructor).parameters.values())[1:]
         for each in parameters:
             if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
@@ -150,11 +150,3 @@ def _classes(hint: Any) -> Iterator[type]:
 
 
 _VALUES = (NoneType, str, bytes, int, float, complex, list, tuple, set, frozenset, dict, Enum, PurePath)  # of YAML
-
-
-def _hints(annotated: Any) -> dict[str, Any]:
-    """The resolved type hints; empty where they cannot be resolved, as may be in a user's own code."""
-    try:
-        return get_type_hints(annotated)
-    except (NameError, AttributeError, TypeError, SyntaxError):
-        return {}

@@ -8,7 +8,6 @@ passes the call on to the context, which knows the node, this rank's rows and th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -93,7 +92,7 @@ class NodeContext:
         device: Device of the tensors that a node gets.
         dtype: Dtype of rewards and rollout logprobs.
         seed: Seed of the run.
-        stop_token_ids: Tokens that end every response, in addition to those of a call.
+        stop_token_ids: Tokens that end every response.
         decode: Token ids to text, special tokens left out.
         encode: Text of a prompt to token ids, in the chat template if the dataset's prompts are.
         written: Rows of the dataset and a template to token ids of prompts.
@@ -155,7 +154,7 @@ class NodeContext:
         Args:
             rows: `Batch` or `Pairs`, whose prompts are answered; or a `Rollout`, whose responses are continued.
             n: Responses to each row; a response that has ended, or has `longest` tokens, is copied once instead.
-            sampling: Tokens of the response, or of the continuation alone; temperature; further stop tokens.
+            sampling: Tokens of the response, or of the continuation alone; temperature.
             longest: Tokens of a continued response in all; not used for prompts.
             policy: Name of the policy, as `policy` gave it.
 
@@ -178,7 +177,7 @@ class NodeContext:
             rows,
             parents,
             n,
-            replace(sampling, stop_token_ids=(*self.stop_token_ids, *sampling.stop_token_ids)),
+            replace(sampling, stop_token_ids=self.stop_token_ids),
             seed=self.seed,
             draw=now.draw,
             node=now.node.id,
@@ -228,7 +227,7 @@ class NodeContext:
             rows.rows,
             parents,
             n,
-            replace(sampling, stop_token_ids=(*self.stop_token_ids, *sampling.stop_token_ids)),
+            replace(sampling, stop_token_ids=self.stop_token_ids),
             ConverseCall(now.draw, now.node.id, policy, now.versions, now.layout, players, self.rows_of, now.part),
             now.calls.before(callers),
         )
@@ -335,7 +334,7 @@ class NodeContext:
             "problem": str(failure or ""),
             "parts": None if failed_all and not scores.parts else sorted(scores.parts),
         }
-        of_ranks = [json.loads(each) for each in self.transport.gather_bytes(json.dumps(here).encode(), ranks)]
+        of_ranks = self.transport.gather_json(here, ranks)
         for rank in of_ranks:
             if rank["problem"]:
                 raise UserError(rank["problem"]) from failure

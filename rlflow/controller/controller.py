@@ -91,11 +91,6 @@ class Controller:
         """Gradient norms by role, for a checkpoint; after a resume also those of other ranks' roles, as they were."""
         return self._nodes.training.watch
 
-    @property
-    def asked(self) -> int:
-        """The signal that a rank received before the end of the last step, the same on every rank; 0 for none."""
-        return self._metrics.asked
-
     def step(self, step: int, at_first_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Run this rank's tasks until `step` is trained; called by all ranks, for one step after the other.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +17,10 @@ from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import handles
-from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
+from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.sampling import sampling_seed
 from rlflow.values.batch import TokenRows
+from rlflow.values.columns import to_device
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
@@ -193,59 +194,42 @@ def default_gap_limit(dtype: torch.dtype) -> float:
     return {torch.bfloat16: 0.05, torch.float16: 0.01}.get(dtype, 1e-3)
 
 
-class Probe:
-    """After a sync, lets the engine write a few short responses, and compares its logprobs with the trainer's.
+def probe(
+    run: Run, task: SyncWeights, gap: LogprobGap, prompt: Sequence[int], version: int, metrics: StepMetrics
+) -> None:
+    """After a sync, let the engine write a few short responses, and compare its logprobs with the trainer's.
+
+    Every rank of the role scores all rows: they are few, and scoring is a collective.
 
     Args:
         run: The run on this rank.
-        task: The sync of the policy; its ranks call `run` together.
+        task: The sync of the policy; called by all its ranks.
         gap: Records how much the two differ.
+        prompt: Token ids, the same on every rank.
+        version: Version of the weights that both have now.
+        metrics: Metrics of the step.
     """
-
-    def __init__(self, run: Run, task: SyncWeights, gap: LogprobGap) -> None:
-        handle = handles(run.module)[task.policy]
-        assert isinstance(handle, CausalLM)
-        prompts = [row.tolist() for row in run.train.first().prompt_ids.rows()]  # the same on every rank
-        self._task = task
-        self._handle = handle
-        self._engine = run.rank_engines.by_policy.get(task.policy)
-        self._transport = run.transport
-        self._gap = gap
-        self._prompts = [prompts[index % len(prompts)] for index in range(PROBES)]
-        self._sampling = Sampling(min(TOKENS, run.module.max_response_length), handle.temperature)
-        self._seed = run.settings.seed
-
-    def run(self, version: int, metrics: StepMetrics) -> None:
-        """Compare at `version`, which both have now."""
-        task, rank, ranks = self._task, self._transport.rank, probing_group(self._task)
-        completions = [] if self._engine is None else self._sampled(self._engine, version)
-        if rank not in ranks:
-            return
-        written = [(one.token_ids, one.logprobs) for one in completions]
-        written = self._transport.broadcast_json(written, task.target[0], ranks)
-        if rank in task.source:
-            self._compare(written, metrics)
-
-    def _sampled(self, engine: RolloutEngine, version: int) -> list[Completion]:
-        seeds = [sampling_seed(self._seed, version, "probe", (0,), index) for index in range(PROBES)]
-        return engine.generate(self._prompts, seeds, self._sampling, version)
-
-    def _compare(self, written: list[tuple[list[int], list[float]]], metrics: StepMetrics) -> None:
-        """Every rank of the role scores all rows: they are few, and scoring is a collective."""
-        device = self._transport.device
-        prompts = Ragged(
-            torch.tensor([token for prompt in self._prompts for token in prompt], device=device),
-            torch.tensor([len(prompt) for prompt in self._prompts], device=device),
-        )
-        responses = Ragged(
-            torch.tensor([token for tokens, _ in written for token in tokens], device=device),
-            torch.tensor([len(tokens) for tokens, _ in written], device=device),
-        )
-        rows = TokenRows.padded(prompts, responses)
-        mask = torch.arange(rows.response_ids.shape[1], device=device) < rows.lengths[:, None]
-        said = torch.zeros(mask.shape, dtype=torch.float64, device=device)
-        said[mask] = torch.tensor([p for _, logprobs in written for p in logprobs], dtype=said.dtype, device=device)
-        self._gap.record(metrics, self._handle.logprobs(rows), said, mask)
+    handle, engine = handles(run.module)[task.policy], run.rank_engines.by_policy.get(task.policy)
+    assert isinstance(handle, CausalLM)
+    transport, ranks, prompts = run.transport, probing_group(task), [prompt] * PROBES
+    completions: list[Completion] = []
+    if engine is not None:
+        seeds = [sampling_seed(run.settings.seed, version, "probe", (0,), index) for index in range(PROBES)]
+        sampling = Sampling(min(TOKENS, run.module.max_response_length), handle.temperature)
+        completions = engine.generate(prompts, seeds, sampling, version)
+    if transport.rank not in ranks:
+        return
+    here = [(one.token_ids, one.logprobs) for one in completions]
+    written = transport.broadcast_json(here, task.target[0], ranks)
+    if transport.rank not in task.source:
+        return
+    lists = prompts, [tokens for tokens, _ in written]
+    rows = TokenRows.padded(*(to_device(Ragged.from_lists(each), transport.device) for each in lists))
+    mask = torch.arange(rows.response_ids.shape[1], device=transport.device) < rows.lengths[:, None]
+    said = torch.zeros(mask.shape, dtype=torch.float64, device=transport.device)
+    every = [p for _, logprobs in written for p in logprobs]
+    said[mask] = torch.tensor(every, dtype=said.dtype, device=transport.device)
+    gap.record(metrics, handle.logprobs(rows), said, mask)
 
 
 def probing_group(task: SyncWeights) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ class Nodes:
             if node.kind == "compute" or node.kind == "filter":
                 require_finite(node, result, space, layout, self._transport)
             self._inputs.write_result(node, layout, step)
-        step.free(task.frees)
+        step.buffer.free(*task.frees)
         self._callbacks.call(Callback.on_node_end, node.id)
 
     def train(self, task: TrainNode, step: Step) -> None:
@@ -114,7 +114,7 @@ class Nodes:
                 within_node(node.id, node.place, self._transport.rank),
             ):
                 self.training.run(node, values, step, task.layout, dropped)
-        step.free(task.frees)
+        step.buffer.free(*task.frees)
 
     def hold_back(self, task: HoldBack, step: Step) -> None:
         """Keep the groups whose responses have all ended in the step, log their lengths, and hold back the others."""
@@ -122,7 +122,7 @@ class Nodes:
         layout = self._run.value_layouts[task.node_id]
         if layout.publishes(self._transport.rank):
             measure(task.node_id, step.buffer.get(task.node_id, layout), step.metrics, continued=True)
-        step.free(task.frees)
+        step.buffer.free(*task.frees)
 
     def note_age(self, run: RunNode, step: Step) -> None:
         """Log `<node>/staleness`: by how many versions the weights that began the responses were behind."""
@@ -163,12 +163,13 @@ class Nodes:
         The last is `[B]` bool on the CPU, of this rank's rows; None if none were dropped. Dropped rows are masked.
         """
         graph, rank, space = self._run.graph, self._transport.rank, step.spaces[node.inside]
-        values = {name: step.buffer.get(name, layout, step.spaces[graph.seen_in(node, name)]) for name in node.reads}
-        values = graph.seen(node, values)
         here = space.held(layout, rank)
         out = step.left_out(space, node)
         dropped = None if out is None else out[here]
-        for name, value in values.items():
+        values: dict[str, Any] = {}
+        for name in node.reads:
+            made = step.buffer.get(name, layout, step.spaces[graph.seen_in(node, name)])
+            value = values[name] = graph.fields[node.id, name].seen(made)
             if name in node.each:
                 below = step.spaces[graph.space_of(name)]
                 counts = space.counts_below(here, below)

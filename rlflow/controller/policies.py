@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.controller.gap import LogprobGap, Probe
+from rlflow.controller.gap import LogprobGap, probe
 from rlflow.controller.run import Run
 from rlflow.controller.weight_sync import WeightSync, weight_sync
 from rlflow.dag.graph import Graph
@@ -16,7 +17,7 @@ from rlflow.dag.tasks import SyncWeights
 from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import Averaged, CausalLM
 from rlflow.module import handles
-from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.engine import NO_VERSION, RolloutEngine
 from rlflow.values.rollout import Rollout
 
 
@@ -34,7 +35,8 @@ class Policy:
         changes_per_step: Nodes per step that change the weights; 0 for a frozen policy.
         start_step: First step that changes the weights, from 0.
         gap: Compares logprobs of engine and trainer, and ends the run if weights are wrong; None for a frozen policy.
-        probe: Generates rows for this comparison after each sync, where the steps' own rows do not serve; else None.
+        probe: Function that generates rows for this comparison after each sync, given the version and the step's
+            metrics; None where the steps' own rows serve.
     """
 
     name: str
@@ -43,50 +45,23 @@ class Policy:
     changes_per_step: int = 0
     start_step: int = 0
     gap: LogprobGap | None = None
-    probe: Probe | None = None
+    probe: Callable[[int, StepMetrics], None] | None = None
 
     def version_after(self, steps: int) -> int:
         """The version of the weights after so many steps: 0 until `start_step`, then `changes_per_step` more each."""
         return self.changes_per_step * max(0, steps - self.start_step)
 
-    def bring(self, version: int, metrics: StepMetrics, callbacks: Callbacks | None, of_step: bool = True) -> bool:
-        """Send the trainer's weights to the engines, or wake these up if they have `version`; by all ranks of the sync.
-
-        Each engine reads back what it was given, and compares it tensor by tensor.
-
-        Args:
-            version: Version of the trainer's weights now.
-            metrics: Metrics of the step.
-            callbacks: Get `on_weight_sync` if weights are sent to an engine on this rank.
-            of_step: Whether a step generates with the weights. If validation sent them, the next step logs and compares
-                them, so that a run which resumes between the two logs the same.
-
-        Returns:
-            Whether weights were sent.
-        """
-        if self.sync is None:
-            return False
-        sends = self.sync.version != version
-        if sends:
-            report = self.sync.run(version)
-            if report is not None and callbacks is not None:
-                callbacks.call(Callback.on_weight_sync, self.name, version)
-        else:
-            self.sync.wake_up()
-        if of_step:
-            self._compare(self.sync, version, metrics)
-        return sends
-
-    def _compare(self, sync: WeightSync, version: int, metrics: StepMetrics) -> None:
-        """Log the reports of the last sync if no step has yet, and begin to compare logprobs with the engines'."""
-        reports = sync.take_reports()
+    def compare(self, version: int, metrics: StepMetrics) -> None:
+        """Log the last sync if no step has yet, and begin to compare logprobs with the engines'; by all its ranks."""
         if self.gap is not None and self.probe is None:
             self.gap.open(version, metrics)
-        if reports and self.probe is not None:
-            self.probe.run(version, metrics)
-        for report in reports:
-            if report is not None:
-                metrics.number("sync/verified_tensors", float(report.tensors))
+        if self.sync is None or self.sync.is_logged:
+            return
+        if self.probe is not None:
+            self.probe(version, metrics)
+        if self.sync.report is not None:
+            metrics.number("sync/verified_tensors", float(self.sync.report.tensors))
+        self.sync.is_logged = True
 
     def sleep(self) -> None:
         """Let the engines free their memory, and the weights if training changes them; on all ranks of the sync."""
@@ -96,7 +71,7 @@ class Policy:
     def forget(self) -> None:
         """Note that the engines hold other weights, or none, so that the next `bring` sends them."""
         if self.sync is not None:
-            self.sync.forget()
+            self.sync.version = NO_VERSION
 
 
 class Policies(dict[str, Policy]):
@@ -124,23 +99,38 @@ class Policies(dict[str, Policy]):
         """
         return {name: self._version(name, step, changed.get(name, 0)) for name in self}
 
-    def bring(self, name: str, steps: int, metrics: StepMetrics) -> None:
-        """For validation, send a policy's weights after `steps` steps to its engines; on all ranks of its sync."""
-        self._bring(name, self[name].version_after(steps), metrics, of_step=False)
-
     def sync(self, name: str, step: int, metrics: StepMetrics, changed: int = 0) -> None:
         """Send the weights that generate rows of `step`, see `versions_of`; called by all ranks of the sync."""
-        self._bring(name, self._version(name, step, changed), metrics)
+        version = self._version(name, step, changed)
+        self._bring(name, version)
+        self[name].compare(version, metrics)
+
+    def bring(self, name: str, steps: int) -> None:
+        """For validation, send a policy's weights after `steps` steps to its engines; called by all ranks.
+
+        The next step logs and compares them, so that a run which resumes between the two logs the same.
+        """
+        if self[name].sync is not None:
+            self._bring(name, self[name].version_after(steps))
 
     def _version(self, name: str, step: int, changed: int) -> int:
         policy = self[name]
         begun = step >= policy.start_step
         return policy.version_after(max(0, step - self._run.plan.max_staleness)) + (changed if begun else 0)
 
-    def _bring(self, name: str, version: int, metrics: StepMetrics, of_step: bool = True) -> None:
-        if not self[name].bring(version, metrics, self._callbacks, of_step):
+    def _bring(self, name: str, version: int) -> None:
+        """Send the trainer's weights to the engines, or wake these up if they have `version`; by all ranks of the sync.
+
+        Each engine reads back what it was given, and compares it tensor by tensor.
+        """
+        policy, owner = self[name], self._run.engines.owner
+        assert policy.sync is not None, name
+        if policy.sync.version == version:
+            policy.sync.wake_up()
             return
-        owner = self._run.engines.owner
+        policy.sync.run(version)
+        if policy.engine is not None:
+            self._callbacks.call(Callback.on_weight_sync, name, version)
         for other in self:
             if other != name and owner(other) == owner(name):
                 self[other].forget()  # its turn in the engine is over
@@ -196,7 +186,10 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step
     # With `max_staleness` or `partial_rollout` few rows of a step or none are of the trainer's version.
     served = scores_its_rows(name, graph) and not (run.plan.max_staleness or run.plan.cuts_off)
-    return Policy(name, engine, sync, changes, start, gap, None if served else Probe(run, task, gap))
+    if served:
+        return Policy(name, engine, sync, changes, start, gap)
+    (prompt,) = run.train.first().prompt_ids.rows()
+    return Policy(name, engine, sync, changes, start, gap, partial(probe, run, task, gap, prompt.tolist()))
 
 
 def scores_its_rows(policy: str, graph: Graph) -> bool:

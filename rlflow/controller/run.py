@@ -21,6 +21,7 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.models.causal_lm import Averaged
 from rlflow.module import RLModule, environments, handles
+from rlflow.rewards.reward import TrainerState
 from rlflow.rollout.assignment import Engines, RankEngines
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.settings import Settings
@@ -182,6 +183,10 @@ class Run(RunPlan):
         if environments(self.module):
             return self.data.max_prompt_length
         return max(loader.scan.longest_prompt for loader in self.loaders if loader is not None)
+
+    def trainer_state(self, step: int) -> TrainerState:
+        """Where the run is before a step, counted from 0, as rewards read it."""
+        return TrainerState(step, self.steps, step * self.data.prompts_per_step / max(1, self.train.size))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""

@@ -107,11 +107,6 @@ class Step:
             self.buffer.put(task.value, None, graph.type_of(task.value), space, task.source)
         self.buffer.issue(task.value, task.target, self.spaces[task.reader_space], task.columns)
 
-    def free(self, names: Sequence[str]) -> None:
-        """Forget values that nobody reads any more."""
-        for name in names:
-            self.buffer.free(name)
-
     def left_out(self, space: RowSpace, node: Node) -> Tensor | None:
         """`[N]` bool, the rows that a node must not see because a reward that it depends on dropped them; or None.
 

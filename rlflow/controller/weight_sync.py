@@ -35,7 +35,10 @@ class WeightSync:
         bucket_bytes: Bytes of weights that are gathered, and sent, together.
         files: Reads the weights of a frozen policy; None where steps change them.
         keeps: Whether the engine keeps the weights while it sleeps: those of files, in an engine of the policy's own.
-        version: Version of the weights in the engines, the same on all ranks of the task.
+        version: Version of the weights in the engines, the same on all ranks of the task; `NO_VERSION` if the engines
+            hold others, or none.
+        report: Report of this rank's engine on the last sync; None without an engine.
+        is_logged: Whether a step has logged the last sync, the same on all ranks of the task.
     """
 
     task: SyncWeights
@@ -46,11 +49,12 @@ class WeightSync:
     files: Callable[[], Iterator[Bucket]] | None = None
     keeps: bool = False
     version: int = field(default=NO_VERSION, init=False)
-    _unlogged: list[SyncReport | None] = field(default_factory=list, init=False)
+    report: SyncReport | None = field(default=None, init=False)
+    is_logged: bool = field(default=True, init=False)
     _asleep: bool = field(default=False, init=False)
 
-    def run(self, version: int) -> SyncReport | None:
-        """Bring the engines to the weights that the trainer has now; return the report of this rank's engine, if any.
+    def run(self, version: int) -> None:
+        """Bring the engines to the weights that the trainer has now.
 
         Args:
             version: Version of these weights.
@@ -62,23 +66,13 @@ class WeightSync:
             buckets = self.files()
         else:
             buckets = self._gathered() if self.transport.rank in self.task.source else self._received()
-        report = None
         if self.engine is not None:
             self.engine.wake_up()
             self._asleep = False
-            report = self.engine.update_weights(buckets, version)
+            self.report = self.engine.update_weights(buckets, version)
         for _ in buckets:  # gathering is a collective of the role's ranks
             pass
-        self.version, self._unlogged = version, [report]
-        return report
-
-    def take_reports(self) -> list[SyncReport | None]:
-        """Reports of this rank's engine on weights sent since the last call; a None for each sync without an engine.
-
-        Their number is the same on all ranks of the task.
-        """
-        reports, self._unlogged = self._unlogged, []
-        return reports
+        self.version, self.is_logged = version, False
 
     def sleep(self) -> None:
         """Let this rank's engine free its memory, and with it the weights, unless it keeps them."""
@@ -86,17 +80,13 @@ class WeightSync:
             self.engine.sleep(keep_weights=self.keeps)
             self._asleep = True
         if not self.keeps:
-            self.forget()
+            self.version = NO_VERSION
 
     def wake_up(self) -> None:
         """Let this rank's engine, which holds the weights, take its memory back."""
         if self.engine is not None and self._asleep:
             self.engine.wake_up()
             self._asleep = False
-
-    def forget(self) -> None:
-        """The engines have let go of their weights."""
-        self.version = NO_VERSION
 
     def _gathered(self) -> Iterator[Bucket]:
         group, rank = sending_group(self.task), self.transport.rank

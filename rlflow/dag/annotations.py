@@ -40,6 +40,14 @@ def choices(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
+def hints_of(annotated: Any) -> dict[str, Any]:
+    """The types of a class's fields or a function's parameters; empty where a user's own code names one wrongly."""
+    try:
+        return get_type_hints(annotated)
+    except (NameError, AttributeError, TypeError, SyntaxError):
+        return {}
+
+
 def without_each(annotation: Any) -> tuple[Any, bool]:
     """Split `Each` off a parameter's type: return the type without it, and whether it was there."""
     found = choices(annotation)

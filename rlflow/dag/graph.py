@@ -123,10 +123,6 @@ class Graph:
             return None
         return tuple(column.name for column in every if column.name in read)
 
-    def seen(self, node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that `node` is called with, by name, each with the fields that it reads; others are absent."""
-        return {name: self.fields[node.id, name].seen(value) for name, value in values.items()}
-
     def trained_roles(self) -> tuple[str, ...]:
         """The roles that train nodes train, each once, in the order of execution."""
         return tuple(dict.fromkeys(node.role for node in self.order if node.kind == "train" and node.role is not None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -378,7 +377,7 @@ def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps:
         UserError: The same as from the constructor, on all ranks alike.
     """
     states = [(True, None) if loader is None else (loader.is_scanned, loader._key) for loader in loaders]
-    of_ranks = [json.loads(each) for each in transport.gather_bytes(json.dumps(states).encode())]
+    of_ranks = transport.gather_json(states)
     for loader, *of_loader in zip(loaders, *of_ranks, strict=True):
         if loader is None or all(is_scanned for is_scanned, _ in of_loader):
             continue

@@ -137,16 +137,15 @@ class DataBuffer:
 
     def clear(self) -> None:
         """Forget all values."""
-        for name in list(self._values):
-            self.free(name)
+        self.free(*self._values)
 
-    def free(self, name: str) -> None:
-        """Forget a value and its copies, when what this rank sends of it has left."""
-        made = self._values.pop(name)
-        for (layout, _), copy in made.copies.items():
-            if not copy.finished:
-                with self._waiting(name, layout):
-                    copy.wait()
+    def free(self, *names: str) -> None:
+        """Forget values and their copies, when what this rank sends of them has left."""
+        for name in names:
+            for (layout, _), copy in self._values.pop(name).copies.items():
+                if not copy.finished:
+                    with self._waiting(name, layout):
+                        copy.wait()
 
     @property
     def held_bytes(self) -> int:
@@ -161,7 +160,6 @@ class DataBuffer:
         if self._transport.watch is not None:
             self._transport.watch.flight(_label(name, layout), exchange.begun, time.perf_counter())
         exchange.finish()
-        self._transport.metadata_bytes += exchange.metadata_bytes
         self.bytes_received += exchange.bytes_received
         self._note_peak()
 

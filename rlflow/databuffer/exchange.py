@@ -51,7 +51,6 @@ class ValueExchange:
     Attributes:
         bytes_sent: Payload sent to other ranks.
         bytes_received: Payload received from other ranks; complete once finished.
-        metadata_bytes: Sizes, dtypes and scalars received from other ranks; complete once finished.
         held_bytes: Memory that the exchange holds: of the messages, and once finished of the result's tensors; 0 if the
             result is the object that was made.
         begun: When the exchange was started, in seconds of `time.perf_counter`.
@@ -72,7 +71,7 @@ class ValueExchange:
         path: RowPath | None = None,
     ) -> None:
         self.begun = time.perf_counter()
-        self.bytes_sent = self.bytes_received = self.metadata_bytes = self.held_bytes = 0
+        self.bytes_sent = self.bytes_received = self.held_bytes = 0
         self.finished, self.result = False, value
         self._transport, self._route, self._all_lengths, self._annotation = transport, route, lengths, annotation
         self._lengths = lengths[held]  # [B]
@@ -151,7 +150,6 @@ class ValueExchange:
         for name, (written, number) in said["numbers"].items():
             form = Form.from_json(written)
             self._data[name] = torch.tensor(number, dtype=form.dtype, device=form.device)
-        self.metadata_bytes += _SIZE + size
         return _SIZE + size
 
     def _send_sizes(self, send_sizes: list[int], packed: list[RowBytes], counts: list[int]) -> _SizesSent | None:
@@ -171,7 +169,6 @@ class ValueExchange:
     def _await_sizes(self, received: Tensor, work: dist.Work, counts: list[int]) -> list[int]:
         work.wait()
         parts = received.cpu().split(counts)
-        self.metadata_bytes += _SIZE * (sum(counts) - counts[self._me])
         rows = [part[1:].view(len(self._sized), -1) if self._sized else part[1:] for part in parts]
         self._sizes_received = torch.cat(rows, dim=1) if self._sized else None
         return [int(part[0]) for part in parts]

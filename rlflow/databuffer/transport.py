@@ -68,7 +68,6 @@ class Transport:
         rank: Rank of this process, from 0.
         world_size: Number of ranks.
         timeout: Timeout as given.
-        metadata_bytes: Bytes that this rank received in gathers; payload is counted by who sends it.
         watch: Receives the times of waits, if it is set.
         clock: Takes the times of waits.
     """
@@ -78,7 +77,6 @@ class Transport:
         self.device = torch.device(device)
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
-        self.metadata_bytes = 0
         self.timeout = timeout
         self.watch: Watch | None = None
         on_gpu = self.device.type == "cuda"
@@ -104,7 +102,6 @@ class Transport:
         sent = on_device(tensor.contiguous(), self.device)
         received = sent.new_empty((len(ranks), *sent.shape))
         dist.all_gather(list(received.unbind()), sent, group=self._groups[ranks])
-        self.metadata_bytes += received.nbytes
         return list(received.to(tensor.device).unbind())
 
     def all_gather_ragged(self, tensor: Tensor, ranks: tuple[int, ...] | None = None) -> list[Tensor]:
@@ -129,6 +126,10 @@ class Transport:
         received = list(torch.zeros(len(ranks), longest, dtype=torch.uint8).unbind())
         dist.all_gather(received, to_message(message.ljust(longest)), group=group)
         return [from_message(each)[: int(size)] for each, size in zip(received, sizes, strict=True)]
+
+    def gather_json(self, value: Any, ranks: tuple[int, ...] | None = None) -> list[Any]:
+        """What each of `ranks` gives, which is JSON-able, in their order; see `gather_bytes`."""
+        return [json.loads(message) for message in self.gather_bytes(json.dumps(value).encode(), ranks)]
 
     @_waits
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from rlflow.dag.annotations import choices
+from rlflow.dag.annotations import choices, hints_of
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 
@@ -19,7 +19,7 @@ def check_fields(module: object) -> None:
             such as `dual` of a `Clip` given for `Bounds`; or the class sets one of a class above it in its body, where
             the constructor does not see it.
     """
-    name, hints = type(module).__name__, _hints(type(module))
+    name, hints = type(module).__name__, hints_of(type(module))
     for field in dataclasses.fields(module) if dataclasses.is_dataclass(module) else ():
         value = getattr(type(module), field.name, field.default)
         if field.default is not dataclasses.MISSING and value is not field.default:
@@ -65,17 +65,9 @@ def make_models(module: object) -> None:
 
 def model_parameters(cls: type) -> dict[str, type[ModelHandle]]:
     """Which arguments of a constructor are models, by name."""
-    hints = _hints(cls) | _hints(inspect.getattr_static(cls, "__init__"))
+    hints = hints_of(cls) | hints_of(inspect.getattr_static(cls, "__init__"))
     found = {name: _kind(hints[name]) for name in inspect.signature(cls).parameters if name in hints}
     return {name: kind for name, kind in found.items() if kind is not None}
-
-
-def _hints(annotated: Any) -> dict[str, Any]:
-    """None where they cannot be read; a dataclass has its own and those of its bases, each from its own file."""
-    try:
-        return get_type_hints(annotated)
-    except (NameError, AttributeError, TypeError, SyntaxError):  # of the user's own code
-        return {}
 
 
 def _kind(annotation: Any) -> type[ModelHandle] | None:

@@ -301,9 +301,9 @@ class Children:
         path = parents.children(counts, node, first=made)
         return cls(path, parent, path.index - made[parent], calls[parent])
 
-    def seeds(self, run_seed: int, draw: int, turn: int = 0) -> list[int]:
+    def seeds(self, run_seed: int, draw: int) -> list[int]:
         """A seed for each of the `K` rows, see `sampling_seed`."""
-        return [self.seed(row, run_seed, draw, turn) for row in range(len(self.path))]
+        return [self.seed(row, run_seed, draw) for row in range(len(self.path))]
 
     def seed(self, row: int, run_seed: int, draw: int, turn: int = 0, seat: str = "") -> int:
         """The seed of one of the `K` rows, or of a seat such as `opponent` of the game that begins with this row."""

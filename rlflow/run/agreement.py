@@ -71,7 +71,7 @@ def agree(transport: Transport, mine: Facts) -> None:
     digest = hashlib.sha256(json.dumps(content).encode()).digest()
     if len({from_message(each) for each in transport.all_gather(to_message(digest))}) == 1:
         return
-    first, *others = ((lines, dict(known)) for lines, known in gather(transport, content))
+    first, *others = ((lines, dict(known)) for lines, known in transport.gather_json(content))
     for rank, theirs in enumerate(others, start=1):
         if (found := _difference(first, theirs)) is not None:
             here, there = found
@@ -175,12 +175,6 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def gather(transport: Transport, here: Any) -> list[Any]:
-    """A JSON-able value of every rank, by rank; called by all."""
-    messages = transport.all_gather_ragged(to_message(json.dumps(here).encode()))
-    return [json.loads(from_message(message)) for message in messages]
-
-
 def attempt(transport: Transport, folder: Path, action: Callable[[], None]) -> dict[int, str]:
     """Do an action on this rank, and learn from the other ranks whether they could.
 
@@ -200,7 +194,7 @@ def attempt(transport: Transport, folder: Path, action: Callable[[], None]) -> d
         action()
     except Exception as error:
         failed, why = error, not_written(error, folder, rank, node)
-    ranks = gather(transport, {"node": node, "why": why})
+    ranks = transport.gather_json({"node": node, "why": why})
     if failed is not None and not isinstance(failed, UserError | OSError):
         raise failed
     for of in ranks:

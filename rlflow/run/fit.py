@@ -6,12 +6,11 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.checkpoint import AUTO, Checkpoint, RandomStates, Snapshot
+from rlflow.checkpoint import AUTO, Checkpoint, Snapshot
 from rlflow.controller import Controller
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.policies import Policies
@@ -30,11 +29,10 @@ from rlflow.module import chooses_prompts, handles
 from rlflow.process import preemption, startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
-from rlflow.run.agreement import gather
 from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.recording import Recording, closing_lines, compared
 from rlflow.run.resume import Resume
-from rlflow.run.saving import Saving
+from rlflow.run.saving import Saving, checkpoint_of
 from rlflow.run.schedules import check_made
 from rlflow.run.setup import join, load_roles, locked_folder, open_folder, set_up_engines
 from rlflow.run.tables import memory_table, size_table, trusted_code
@@ -112,28 +110,7 @@ def _fit(
             stored_in = None if settings.fast_dev_run else folder.inputs
             inputs = NodeInputs(run, stored_in, settings.keep_inputs, settings.keep_inputs_of)
             controller = Controller(run, Policies(run, callbacks), prompts, metrics, trace, callbacks, inputs)
-            parts = Checkpoint(
-                strategy=strategy,
-                roles=run.stateful,
-                module=run.module,
-                chosen=run.train.chosen,
-                updates=controller.updates,
-                steps=controller,
-                gaps=controller.policies,
-                callbacks=callbacks,
-                validation=recording,
-                monitored=saving,
-                metrics=metrics,
-                samples=run.samples,
-                remembered=run.context.memories,
-                random=RandomStates(strategy.root_device),
-                carried_over=controller.carried_over,
-                take_over=controller.take_over,
-                seed=settings.seed,
-                data=run.train.scan.digest,
-                config=run.config,
-                gather=partial(gather, run.transport),
-            )
+            parts = checkpoint_of(run, controller, callbacks, recording, saving, metrics)
             for line in resume.restore(parts):
                 console.say(line)
             parts.begin()
@@ -234,8 +211,8 @@ class Fit:
             self.saving.monitor(state.callback_metrics)
             if self.saving.is_due(done, metrics["time/elapsed"], state.should_stop or done == steps):
                 self._save(self.parts.take())
-            if self.controller.asked and done < steps and not state.should_stop:
-                self._end(self.parts.take(), self.controller.asked)
+            if self.metrics.asked and done < steps and not state.should_stop:  # by a signal, on any rank
+                self._end(self.parts.take(), self.metrics.asked)
         self.controller.close()
         self.saving.wait()
         saved = settings.saves_checkpoints and done > resume.done  # with the last checkpoint
@@ -302,7 +279,7 @@ class Fit:
         policies, name = self.controller.policies, self.run.follows
         follows = None if name is None else policies.get(name)
         if self.run.scores_validation and follows is not None:
-            policies.bring(follows.name, done, self.metrics.of(done))
+            policies.bring(follows.name, done)
         metrics = measure(self.run, 0 if follows is None else follows.version_after(done), done)
         if follows is not None and self.run.graph.policies() != (follows.name,):
             follows.sleep()  # else the next step generates with it first, and lets it sleep

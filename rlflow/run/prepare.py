@@ -6,27 +6,30 @@ Fit, validation, `rlflow graph` and `rlflow simulate` have their graph, layouts 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlflow.controller.run import Run, RunPlan
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import engine_of
+from rlflow.dag.node import ROLLOUT, engine_of
 from rlflow.dag.planner import plan
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError, about, setting
 from rlflow.models.architecture import check_architecture
+from rlflow.models.arguments import make_models, model_parameters
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
+from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import require_peft
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule, chooses_prompts, environments, handles, has_validation_step
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings
 from rlflow.run import checks
-from rlflow.run.models import configure
 from rlflow.run.placement import followed_role, layouts, owner_of
 from rlflow.run.pretrained import load_config, load_tokenizer, loading, require_same_vocabulary, stop_tokens
 from rlflow.run.schedules import check_schedules
@@ -55,6 +58,67 @@ def read_graph(module: RLModule) -> Graph:
     averages = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, Averaged)}
     drops = module.scorer is not None and module.scorer.drops
     return Graph.read(module, models, policies, averages, drops)
+
+
+def configure(module: RLModule) -> None:
+    """Give a module the models of a run, and call its `configure_models`.
+
+    What the constructor was given is copied, since a run changes it; what was derived from it is made anew. A model of
+    the config takes the place of a given one, and of one that `configure_models` makes.
+
+    Raises:
+        UserError: The constructor was given something else than a model, or one of the config has a wrong name.
+    """
+    make_models(module)
+    given, of_run = dict(module.given_models), module.run_models
+    for role, handle in handles(module).items():
+        if handle is not of_run.get(role):
+            given[role] = handle
+        elif role in given:
+            given[role] = _as_changed(given[role], handle, module.run_settings[role])
+        else:
+            setattr(module, role, None)
+    module.given_models = given
+    for role in module.config_models:
+        _check_name(module, role)
+    chosen = {role: copy(handle) for role, handle in (given | dict(module.config_models)).items()}
+    copies = {id(handle): chosen[role] for role, handle in given.items()}
+    for role, handle in chosen.items():
+        if isinstance(handle, Averaged | WithoutAdapters) and id(handle.owner) in copies:
+            owner = copies[id(handle.owner)]
+            assert isinstance(owner, CausalLM)
+            handle.owner = owner
+        setattr(module, role, handle)
+    module.configure_models()
+    for role in module.config_models:
+        setattr(module, role, chosen[role])
+    module.run_models = handles(module)
+    module.run_settings = {role: _settings(handle) for role, handle in module.run_models.items()}
+
+
+def _settings(handle: ModelHandle) -> dict[str, Any]:
+    """What a user sets of a model; whether it is trained is the run's to change."""
+    names = set(signature(type(handle)).parameters) - {"trainable", "owner"}
+    return {name: value for name, value in vars(handle).items() if name in names}
+
+
+def _as_changed(given: ModelHandle, of_run: ModelHandle, before: Mapping[str, Any]) -> ModelHandle:
+    """The model as given, with what was changed of its copy since the run before was configured."""
+    changed = {name: value for name, value in _settings(of_run).items() if value is not before.get(name)}
+    if not changed:
+        return given
+    model = copy(given)
+    for name, value in changed.items():
+        setattr(model, name, value)
+    return model
+
+
+def _check_name(module: RLModule, role: str) -> None:
+    known = role in model_parameters(type(module)) or not hasattr(type(module), role)
+    taken = not known or not isinstance(vars(module).get(role), ModelHandle | None)
+    if not role.isidentifier() or role == ROLLOUT or taken:
+        why = f"`{role}` of {type(module).__name__} is something else" if taken else "that is no name for a model"
+        raise UserError(f"`models.{role}` is given, and {why}; give the model another name, such as `actor`")
 
 
 def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> RunPlan:

@@ -25,23 +25,6 @@ from rlflow.run.setup import join, load_roles, locked_folder, open_folder, set_u
 
 
 @dataclass(frozen=True)
-class Replay:
-    """Which nodes to run again: `Replay(Path("runs/grpo"), step=7, node="advantages")`.
-
-    Attributes:
-        run: Folder of the run.
-        step: Step of the run, from 1.
-        node: Name of the node; None for all nodes with stored inputs.
-        debugs: Whether the debugger stops at the beginning of each node.
-    """
-
-    run: Path
-    step: int
-    node: str | None = None
-    debugs: bool = False
-
-
-@dataclass(frozen=True)
 class Replayed:
     """The result of a node that was run again; `str` of it is the line on the terminal.
 
@@ -76,35 +59,40 @@ class Replayed:
         return f"{self.node}: {self.rows} rows, {found}{shown}"
 
 
-def replay(asked: Replay, run: Run, callbacks: Callbacks) -> list[Replayed]:
+def replay(
+    run: Run, callbacks: Callbacks, run_dir: Path, step: int, node_id: str | None = None, debugs: bool = False
+) -> list[Replayed]:
     """Run nodes of a step again, in the order of the graph, and print a line for each; called by `Trainer.replay`.
 
     Weights are those of the newest whole checkpoint from before the step, or for step 1 the models that the run began
     with. Without such a checkpoint, nodes that need a model are left out.
 
     Args:
-        asked: Which run, step and node.
         run: The run as prepared for this one process.
         callbacks: Callbacks of the trainer.
+        run_dir: Folder of the earlier run.
+        step: Step of that run, from 1.
+        node_id: Name of the node; None for all nodes with stored inputs.
+        debugs: Whether the debugger stops at the beginning of each node.
 
     Raises:
-        UserError: Nothing is stored of that step or node, or it is damaged; or the node in `asked` needs a model and
+        UserError: Nothing is stored of that step or node, or it is damaged; or the node `node_id` needs a model and
             there are no weights.
     """
     from transformers.utils import logging
 
-    stored = _stored(run, asked)
+    stored = _stored(run, run_dir, step, node_id)
     nodes = [run.graph.nodes[each.node] for each in stored]
     needs = any(_needs_weights(node) for node in nodes)
-    found, folder, lines = _weights(asked) if needs else (False, None, [])
-    if not found and asked.node is not None and _needs_weights(run.graph.nodes[asked.node]):
+    found, folder, lines = _weights(run_dir, step) if needs else (False, None, [])
+    if not found and node_id is not None and _needs_weights(run.graph.nodes[node_id]):
         raise UserError(
-            f"`--node` is {asked.node!r}, which needs a model: {'; '.join(lines)}; bring a checkpoint back, or"
+            f"`--node` is {node_id!r}, which needs a model: {'; '.join(lines)}; bring a checkpoint back, or"
             " give a node without one"
         )
     for line in lines:
         print(line)
-    logged = _logged(asked) if any(node.kind == "train" for node in nodes) else {}
+    logged = _logged(run_dir, step) if any(node.kind == "train" for node in nodes) else {}
     join(run, None)
     run.replays = True
     with ExitStack() as stack:
@@ -125,18 +113,19 @@ def replay(asked: Replay, run: Run, callbacks: Callbacks) -> list[Replayed]:
             if _needs_weights(node) and not found:
                 print(f"{node.id}: left out, for want of weights")
                 continue
-            results.append(replace(_run(run, controller, metrics, each, asked, logged), raised=bool(each.failed)))
+            again = _run(run, controller, metrics, each, step - 1, debugs, logged)
+            results.append(replace(again, raised=bool(each.failed)))
             print(results[-1])
     return results
 
 
-def _weights(asked: Replay) -> tuple[bool, Path | None, list[str]]:
+def _weights(run_dir: Path, step: int) -> tuple[bool, Path | None, list[str]]:
     """Whether there are weights from before the step; their checkpoint, or None for the run's first models; lines."""
-    done = asked.step - 1
+    done = step - 1
     if done == 0:
         return True, None, ["weights: the models that the run began with"]
     passed: list[str] = []
-    for folder in checkpoint.newest_first(asked.run):
+    for folder in checkpoint.newest_first(run_dir):
         at = int(folder.name.removeprefix("step-"))
         if at > done:
             continue
@@ -145,7 +134,7 @@ def _weights(asked: Replay) -> tuple[bool, Path | None, list[str]]:
             continue
         earlier = f", {done - at} steps before this one began: numbers that need a model will differ"
         return True, folder, [*passed, f"weights: {folder}{earlier if at < done else ''}"]
-    none = f"{asked.run} has no{' other' if passed else ''} checkpoint after {done} steps or fewer"
+    none = f"{run_dir} has no{' other' if passed else ''} checkpoint after {done} steps or fewer"
     return False, None, [*passed, none]
 
 
@@ -153,26 +142,24 @@ def _needs_weights(node: Node) -> bool:
     return bool(node.role or node.uses or node.generates)
 
 
-def _stored(run: Run, asked: Replay) -> list[StoredInputs]:
-    """The stored nodes to run, in the graph's order: all, or `asked.node` after those that train its models."""
-    folder = folder_of(RunFolder(asked.run).inputs, asked.step - 1)
+def _stored(run: Run, run_dir: Path, step: int, node_id: str | None) -> list[StoredInputs]:
+    """The stored nodes to run, in the graph's order: all, or `node_id` after those that train its models."""
+    folder = folder_of(RunFolder(run_dir).inputs, step - 1)
     kept = [node for node in run.graph.order if (folder / f"{node.id}.json").is_file()]
     names = [node.id for node in kept]
-    again = f"run again with `trainer.keep_inputs: [{asked.step}]`"
+    again = f"run again with `trainer.keep_inputs: [{step}]`"
     if not kept:
+        raise UserError(f"{run_dir} has no inputs of step {step}; {again}, or give a step in which a node raised")
+    if node_id is not None and node_id not in names:
         raise UserError(
-            f"{asked.run} has no inputs of step {asked.step}; {again}, or give a step in which a node raised"
-        )
-    if asked.node is not None and asked.node not in names:
-        raise UserError(
-            f"`--node` is {asked.node!r}, and of step {asked.step} {asked.run} has inputs of {', '.join(names)}; give"
+            f"`--node` is {node_id!r}, and of step {step} {run_dir} has inputs of {', '.join(names)}; give"
             f" one of these, or {again}"
         )
-    if asked.node is not None:
-        wanted = run.graph.nodes[asked.node]
+    if node_id is not None:
+        wanted = run.graph.nodes[node_id]
         used = {wanted.role, *wanted.uses, *wanted.generates}
         used |= {owner for average, owner in run.graph.averages.items() if average in used}
-        before = kept[: names.index(asked.node)]
+        before = kept[: names.index(node_id)]
         kept = [*(node for node in before if node.kind == "train" and node.role in used), wanted]
     found = [StoredInputs.read(folder, node.id) for node in kept]
     for each in found:
@@ -196,13 +183,14 @@ def _run(
     controller: Controller,
     metrics: Metrics,
     stored: StoredInputs,
-    asked: Replay,
+    step: int,
+    debugs: bool,
     logged: dict[str, float],
 ) -> Replayed:
-    step = asked.step - 1
+    """Run a node of a step, counted from 0."""
     node = run.graph.nodes[stored.node]
     run.module.load_state_dict(stored.state())
-    if asked.debugs:
+    if debugs:
         import pdb  # a script that is called as one of its modules, such as `code.py`, is no hindrance elsewhere
 
         setattr(run.module, node.id, partial(pdb.Pdb().runcall, getattr(run.module, node.id)))
@@ -223,10 +211,10 @@ def _run(
     return Replayed(node.id, rows, difference(now.buffer.get(node.id, layout), value, node.returns, space.lengths))
 
 
-def _logged(asked: Replay) -> dict[str, float]:
+def _logged(run_dir: Path, step: int) -> dict[str, float]:
     """The metrics that the run logged of the step, by name; NaN for null, empty if they are missing."""
-    lines = read_metrics(asked.run) if (asked.run / METRICS_FILE).is_file() else []
-    of_step = [line for line in lines if line["step"] == asked.step]
+    lines = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
+    of_step = [line for line in lines if line["step"] == step]
     return {name: math.nan if value is None else value for line in of_step for name, value in line.items()}
 
 

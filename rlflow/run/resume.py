@@ -14,7 +14,6 @@ from rlflow.checkpoint.stored_groups import SURPLUS, UNFINISHED, step_name
 from rlflow.controller.run import Run
 from rlflow.errors import UserError
 from rlflow.module import chooses_prompts
-from rlflow.run.agreement import gather
 from rlflow.run.folder import from_here
 
 # Sections and settings that change no number, or only how sums are rounded; the rows of `data.train` are compared.
@@ -84,7 +83,7 @@ class Resume:
 
 def _listed(run: Run, run_dir: Path) -> list[Path]:
     """The run's checkpoints as rank 0 sees them; a network file system may show others what was there before."""
-    names = gather(run.transport, [str(folder) for folder in checkpoint.newest_first(run_dir)])[0]
+    names = run.transport.gather_json([str(folder) for folder in checkpoint.newest_first(run_dir)])[0]
     return list(map(Path, names))
 
 
@@ -92,7 +91,7 @@ def _damage(run: Run, folder: Path) -> str | None:
     """What a checkpoint has in place of what was written, the same on all ranks: each file is read by one of them."""
     transport = run.transport
     here = checkpoint.damage(folder, transport.rank, transport.world_size)
-    return next((what for what in gather(transport, here) if what is not None), None)
+    return next((what for what in transport.gather_json(here) if what is not None), None)
 
 
 def _require_same(run: Run, folder: Path, progress: Progress) -> None:

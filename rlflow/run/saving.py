@@ -1,4 +1,4 @@
-"""Saves checkpoints and models of a run, and resumes a run from them."""
+"""Saves checkpoints and models of a run; `checkpoint_of` lists what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from functools import partial
 from pathlib import Path
 
 from rlflow import checkpoint
-from rlflow.checkpoint import Snapshot
+from rlflow.callbacks.hooks import Callbacks
+from rlflow.checkpoint import Checkpoint, Progress, RandomStates, Snapshot
+from rlflow.controller import Controller
 from rlflow.controller.run import Run
 from rlflow.errors import UserError, did_you_mean
+from rlflow.metrics import Metrics
 from rlflow.process import status
-from rlflow.run.agreement import attempt, gather
+from rlflow.run.agreement import attempt
 from rlflow.run.folder import RunFolder
+from rlflow.run.recording import Recording
 from rlflow.run.resume import Resume
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft
@@ -217,7 +221,7 @@ class Saving:
                 here[1] += self._strategy.state_bytes(role) if self._settings.saves_checkpoints else 0
 
         self._attempt(measure)
-        self._model_bytes, self._state_bytes = map(sum, zip(*gather(self._transport, here), strict=True))
+        self._model_bytes, self._state_bytes = map(sum, zip(*self._transport.gather_json(here), strict=True))
 
     def _open(self, draft: Draft | None = None, with_models: bool = True) -> dict[str, Draft]:
         """Begin to write, if there is room: the models of all roles, and the checkpoint if there is one."""
@@ -271,3 +275,34 @@ class Saving:
     def _attempt(self, action: Callable[[], None]) -> None:
         """See `attempt`."""
         self._nodes |= attempt(self._transport, self._folder.path, action)
+
+
+def checkpoint_of(
+    run: Run, controller: Controller, callbacks: Callbacks, recording: Recording, saving: Saving, metrics: Metrics
+) -> Checkpoint:
+    """What a checkpoint holds of a run on this rank, by the names of the parts; roles are loaded."""
+    chosen = {} if run.train.chosen is None else {"chosen": run.train.chosen}  # rows of epochs that the module chose
+    return Checkpoint(
+        strategy=run.strategy,
+        roles=run.stateful,
+        module=run.module,
+        changed={**chosen, "updates": controller.updates},  # gradient norms, which later updates are compared with
+        alike={
+            "steps": controller,  # steps and draws that are done
+            "gaps": controller.policies,  # logprob gaps, which the gaps of later steps are compared with
+            "callbacks": callbacks,
+            "validation": recording,  # before the first step, for the summary
+            "monitored": saving,  # the metric that decides which checkpoints stay
+        },
+        of_rank={
+            "metrics": metrics,  # logged for steps in progress
+            "samples": run.samples,  # of steps in progress, for the loggers
+            "remembered": run.context.memories,  # given to memories of prompts in steps in progress
+            # What rlflow draws is a function of (seed, step, draw); a user's code may draw from these.
+            "random": RandomStates(run.strategy.root_device),
+        },
+        carried_over=controller.carried_over,
+        take_over=controller.take_over,
+        start=Progress(0, run.settings.seed, run.train.scan.digest, run.config),
+        gather=run.transport.gather_json,
+    )

@@ -84,8 +84,8 @@ def check_made(run: Run, tried: Mapping[str, int], step: int) -> None:
     """
     module, graph, prompts = run.module, run.graph, run.data.prompts_per_step
     for role, updates in tried.items():
-        expected = updates_per_step(module, graph, role, prompts)
-        if not _ends_by_updates(module, role) or expected is None or updates == expected:
+        expected = updates_per_step(module, graph, role, prompts) if _ends_by_updates(module, role) else None
+        if expected is None or updates == expected:
             continue
         optimizer = handles(module)[role].optimizer
         raise UserError(

@@ -22,7 +22,6 @@ from rlflow.errors import about
 from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
 from rlflow.module import handles
-from rlflow.rewards.reward import TrainerState
 from rlflow.rollout.assignment import RankEngines, engines_of_rank
 from rlflow.rollout.engine import EnginePlace
 from rlflow.run.agreement import agree, attempt, facts, model_files
@@ -96,7 +95,7 @@ def join(run: Run, resolved_config: str | None) -> None:
         writers={node.id: node.generates for node in run.graph.order},
         longest_prompt=run.data.max_prompt_length,
         prompt_column=run.data.prompt,
-        trainer_state=partial(_trainer_state, run),
+        trainer_state=run.trainer_state,
     )
     run.module.attach(run.context)
 
@@ -191,10 +190,6 @@ def set_up_engines(run: Run) -> None:
             if len(engines) > 1:
                 engine.sleep()
     run.rank_engines.check_context(run.longest_prompt, run.module.max_response_length)
-
-
-def _trainer_state(run: Run, step: int) -> TrainerState:
-    return TrainerState(step, run.steps, step * run.data.prompts_per_step / max(1, run.train.size))
 
 
 def _agree(run: Run, transport: Transport, config: Mapping[str, Any] | None) -> None:

@@ -134,26 +134,16 @@ class RowPath:
 def _packed(numbers: Tensor, levels: tuple[str, ...]) -> Tensor:
     """`[B]` int64, paths `[B, depth]` as one number each: alike on all ranks, and in the order of the paths.
 
-    Each number of a child has 63 / (depth + 1) bits, and a prompt's id twice as many.
-
-    Raises:
-        UserError: A number needs more bits than it has.
+    Each number of a child has 63 / (depth + 1) bits, and a prompt's id twice as many: 2 million children of a row, and
+    ids up to 4 trillion, where paths have two numbers.
     """
     depth = numbers.shape[1]
     bits = 63 // (depth + 1)
     packed = numbers[:, 0]
     for level, number in zip(levels[1:depth], numbers[:, 1:].unbind(dim=1), strict=True):
-        if bool((number >= 1 << bits).any()):
-            raise UserError(
-                f"a row has child {int(number.max())} among those of `{level}`, and groups of rows {depth} levels deep"
-                f" are numbered for {1 << bits} children of a row at most; make fewer, or fewer levels"
-            )
+        assert bool((number < 1 << bits).all()), f"more than {1 << bits} rows of `{level}` below one"
         packed = (packed << bits) | number
-    if bool((numbers[:, 0] >= 1 << (63 - bits * (depth - 1))).any()):
-        raise UserError(
-            f"the prompt of id {int(numbers[:, 0].max())} has rows {depth} levels deep, whose groups are numbered for"
-            f" ids below {1 << (63 - bits * (depth - 1))}; make fewer levels"
-        )
+    assert bool((numbers[:, 0] < 1 << (63 - bits * (depth - 1))).all()), f"too many prompts for {depth} levels"
     return packed
 
 

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlflow.callbacks.hooks import Callbacks
-from rlflow.checkpoint import Checkpoint, RandomStates
+from rlflow.checkpoint import Checkpoint, Progress, RandomStates
 from rlflow.context.node_context import MemoryUpdates
 from rlflow.controller.gap import LogprobGap
 from rlflow.controller.samples import Samples
@@ -187,27 +186,16 @@ class OneOf:
 
 def checkpoint_of(module: RLModule, rank: int, updates: Stored, gather: Callable[[Any], list[Any]]) -> Checkpoint:
     """The parts of one rank; but for module and updates they have nothing."""
-    none = Stored()
     return Checkpoint(
         strategy=cast(Any, OneOf(rank)),
         roles=(),
         module=module,
-        chosen=None,
-        updates=updates,
-        steps=Stored(step=1),
-        gaps=none,
-        callbacks=Callbacks((), cast(Any, None), module),
-        validation=none,
-        monitored=none,
-        metrics=none,
-        samples=none,
-        remembered=none,
-        random=none,
+        changed={"updates": updates},
+        alike={"steps": Stored(step=1)},
+        of_rank={},
         carried_over=dict,
         take_over=lambda read: None,
-        seed=0,
-        data="rows",
-        config=None,
+        start=Progress(0, 0, "rows"),
         gather=gather,
     )
 

@@ -175,18 +175,6 @@ def stopped(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: Rank
     return replace(run, settings={**settings, "callbacks": [StopAfter(STEPS)], "ckpt_path": str(checkpoint)})
 
 
-def test_a_run_goes_on_from_a_surplus_to_the_bit(
-    stopped: Fit, runs: dict[int, list[Result]], ranks2: RankPool, tmp_path: Path
-) -> None:
-    for result, through in zip(ranks2.run(fit, replace(stopped, folder=tmp_path)), runs[2], strict=True):
-        assert result.record["groups"] == through.record["groups"][1:]
-        assert all(torch.equal(result.weights[name], through.weights[name]) for name in through.weights)
-        for found, expected in zip(result.steps, through.steps[1:], strict=True):
-            clocks = ("time/",)
-            timeless = {name: number for name, number in expected.items() if not name.startswith(clocks)}
-            assert {name: found[name] for name in timeless} == timeless
-
-
 def test_another_number_of_ranks_goes_on_from_a_surplus(
     stopped: Fit, runs: dict[int, list[Result]], tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from rlflow.strategies import SingleProcess
 from rlflow.types import Grouped, Sampled, Sourced
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
-from tests.controller.test_apart import fit_with_delays, fit_with_weights, numbers, same
+from tests.controller.test_apart import fit_with_delays, fit_with_weights, same
 from tests.controller.test_filling import is_hard
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.making import made
@@ -202,17 +202,6 @@ def stopped(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: Rank
     return given(policy, folder, **settings, callbacks=[StopAfter(STEPS)], ckpt_path=str(checkpoint))
 
 
-def test_a_run_goes_on_with_what_is_under_way_to_the_bit(
-    stopped: Fit, on_two: list[Result], ranks2: RankPool, tmp_path: Path
-) -> None:
-    for result, through in zip(ranks2.run(fit, replace(stopped, folder=tmp_path)), on_two, strict=True):
-        for step, expected in zip(result.record, through.record[2:], strict=True):
-            assert all(torch.equal(step[name], expected[name]) for name in expected)
-        assert same(result.weights, through.weights)
-        for found, wanted in zip(result.steps, through.steps[2:], strict=True):
-            assert numbers(found) == numbers(wanted)
-
-
 def test_another_number_of_ranks_goes_on_with_what_is_under_way(
     stopped: Fit, alone: tuple[Result, list[dict[str, Tensor]]], tmp_path: Path
 ) -> None:
@@ -309,20 +298,11 @@ def test_roles_apart_train_on_the_same_groups(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Recording, Picky])
-def test_steps_that_overlap_go_on_with_what_is_under_way_to_the_bit(
+def test_steps_that_overlap_have_responses_of_the_weights_that_they_say(
     kind: type[Recording], policy: Path, tmp_path: Path, ranks3: RankPool
 ) -> None:
-    ahead = {**AHEAD, "kind": kind, "save_every_n_steps": 1}
-    through = given(policy, tmp_path / "whole", **ahead, callbacks=[StopAfter(STEPS)])
-    whole = ranks3.run(fit_with_weights, through)
+    whole = ranks3.run(fit_with_weights, given(policy, tmp_path, **AHEAD, kind=kind))
     check_versions(whole[0][0], whole[2][1], policy)
-    stopped = given(policy, tmp_path / "parts", **ahead, callbacks=[StopAfter(2)])
-    ranks3.run(fit, stopped)
-    rest = replace(through, folder=tmp_path / "parts", settings={**through.settings, "ckpt_path": "last"})
-    results = ranks3.run(fit, rest)
-    assert same(results[2].weights, whole[2][0].weights)
-    for found, wanted in zip(results[2].steps, whole[2][0].steps[2:], strict=True):
-        assert numbers(found) == numbers(wanted)
 
 
 class Twice(Recording):

@@ -187,7 +187,7 @@ def test_a_batch_lacks_what_only_samples_have() -> None:
 def test_a_node_sees_what_it_asks_for_and_no_more_even_on_one_rank() -> None:
     graph = Graph.read(OfSides())
     made = Sides(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([5.0]))
-    seen = graph.seen(graph.nodes["wide"], {"sides": made})["sides"]
+    seen = graph.fields["wide", "sides"].seen(made)
     assert seen.width == 2
     with pytest.raises(UserError) as error:
         seen.other.sum()
@@ -195,7 +195,7 @@ def test_a_node_sees_what_it_asks_for_and_no_more_even_on_one_rank() -> None:
         "`other` was not sent here; `wide` reads `sides: Width`, a type that does not ask for it. Write `sides: Sides`,"
         " or a Protocol of your own that names `other` too"
     )
-    assert graph.seen(graph.nodes["whole"], {"sides": made})["sides"] is made
+    assert graph.fields["whole", "sides"].seen(made) is made
 
 
 def test_the_line_names_the_type_to_write() -> None:

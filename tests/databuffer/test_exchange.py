@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -198,41 +199,52 @@ def test_one_of_several_peers_publishes(ranks3: RankPool) -> None:
     assert ranks3.run(_sent_by_peers_to_a_third) == [4, 0, 0]
 
 
+class Counted(Transport):
+    """Counts the all-to-alls."""
+
+    count = 0
+
+    def all_to_all(self, *given: Any) -> Any:
+        self.count += 1
+        return super().all_to_all(*given)
+
+
 def _gathered_bytes() -> tuple[int, int, int]:
     """Rows of 3 and 2 responses tokens on two ranks; int64 tokens and a float32 number; both read all."""
     space = _space(TWO, [[0], [1]], [3, 2])
     rank = dist.get_rank()
-    buffer, before = DataBuffer(_transport()), _transport().metadata_bytes
+    transport = Counted()
+    buffer = DataBuffer(transport)
     buffer.put("tokens", torch.full((1, 5), rank), PerToken, space, TWO)  # padded to 5: the padding is not sent
     buffer.put("number", torch.tensor([0.5]), PerSample, space, TWO)
     for name in ("tokens", "number"):
         buffer.issue(name, ONE_OF_TWO_PEERS)
     assert buffer.get("tokens", ONE_OF_TWO_PEERS).tolist() == [[0, 0, 0], [1, 1, 0]]
     assert buffer.get("number", ONE_OF_TWO_PEERS).tolist() == [0.5, 0.5]
-    return buffer.bytes_sent, buffer.bytes_received, _transport().metadata_bytes - before
+    return buffer.bytes_sent, buffer.bytes_received, transport.count
 
 
 def test_only_payload_travels_where_the_row_space_knows_the_lengths(ranks2: RankPool) -> None:
-    # rank 0 sends 3 tokens x 8 bytes + 4 bytes, rank 1 sends 2 x 8 + 4
-    assert ranks2.run(_gathered_bytes) == [(28, 20, 0), (20, 28, 0)]
+    # rank 0 sends 3 tokens x 8 bytes + 4 bytes, rank 1 sends 2 x 8 + 4; one all-to-all for each of the two values
+    assert ranks2.run(_gathered_bytes) == [(28, 20, 2), (20, 28, 2)]
 
 
-def _ragged_metadata() -> tuple[int, int, int]:
+def _ragged_bytes() -> tuple[int, int, int]:
     """Rank 0 has one row of 4 entries, rank 1 one of none; both read both."""
     space = _space(TWO, [[0], [1]], [0, 0])
     rank = dist.get_rank()
-    buffer, before = DataBuffer(_transport()), _transport().metadata_bytes
+    transport = Counted()
+    buffer = DataBuffer(transport)
     buffer.put("prompt", Ragged.from_lists([[7, 7, 7, 7]] if rank == 0 else [[]]), Ragged, space, TWO)
     buffer.issue("prompt", ONE_OF_TWO_PEERS)
     found = buffer.get("prompt", ONE_OF_TWO_PEERS)
     assert found.lengths.tolist() == [4, 0]
     assert found.values.tolist() == [7, 7, 7, 7]
-    return buffer.bytes_sent, buffer.bytes_received, _transport().metadata_bytes - before
+    return buffer.bytes_sent, buffer.bytes_received, transport.count
 
 
-def test_the_sizes_of_ragged_rows_are_counted_as_metadata(ranks2: RankPool) -> None:
-    # metadata: the size of the other's message and of its row, 8 bytes each
-    assert ranks2.run(_ragged_metadata) == [(32, 0, 16), (0, 32, 16)]
+def test_the_sizes_of_ragged_rows_are_sent_before_them_and_are_no_payload(ranks2: RankPool) -> None:
+    assert ranks2.run(_ragged_bytes) == [(32, 0, 2), (0, 32, 2)]
 
 
 def _prompts_beside_samples() -> tuple[list[int], int]:

@@ -20,9 +20,10 @@ import rlflow.checkpoint.contents
 import rlflow.checkpoint.writing
 import rlflow.run.fit
 from rlflow import CausalLM, Environment, Optimizer, ValueModel
-from rlflow.algorithms import DAPO, GRPO, PPO
+from rlflow.algorithms import DAPO, DPO, GRPO, PPO, SFT
 from rlflow.callbacks import Callback
 from rlflow.controller.training import Training
+from rlflow.data.prompts import PromptData
 from rlflow.functional import KL
 from rlflow.loggers.jsonl import JSONLLogger
 from rlflow.module import RLModule
@@ -32,12 +33,17 @@ from rlflow.storage.draft import Draft
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from tests.controller.answering import Counting
 from tests.controller.runs import Fit, OddCharacters, sums, trainer_of
+from tests.data.listed import Listed
 
 STEPS, KILLED_AFTER = 4, 2
 STOP = tuple(range(40, 60))  # ends the responses of a random model after about six tokens
 ADAMW = Optimizer("adamw", lr=3e-3, warmup_steps=1, schedule="linear")
 UPDATES = {"epochs": 2, "samples_per_update": 4}
 LONGEST = 12
+PAIRS = [
+    {"question": f"{i}+{i}=", "good": "abcdefghijklm"[: i * 5 % 13], "bad": "nopqrstuvwxyz"[: i * 7 % 13 + 1]}
+    for i in range(16)
+]
 ROLES = {"grpo": ("actor",), "ppo": ("actor", "critic", "reference")}
 STRATEGIES: dict[str, Callable[[], TrainingStrategy]] = {
     "single": SingleProcess,
@@ -67,7 +73,8 @@ class Kind:
 
     Attributes:
         algorithm: `grpo`; `ppo` with a critic, a reference and a coefficient that adapts; `dapo` with groups left over;
-            `partial` with responses cut off; `turns` with an environment.
+            `partial` with responses cut off; `turns` with an environment, `cut turns` with conversations cut off;
+            `dpo` of pairs and `sft` of rows, which generate nothing.
         place: `one` rank, or two that do all `together`, live `apart`, or have steps `overlapping`.
         strategy: Of training.
         engine: Of generation.
@@ -100,8 +107,14 @@ class Kind:
             settings["max_staleness"] = 1
         if self.algorithm == "partial":
             settings["partial_rollout"] = 4
-        data = sums(16, 4, held_out=0 if self.algorithm == "turns" else 2)
-        if self.algorithm == "turns":
+        if self.algorithm == "cut turns":
+            settings["partial_rollout"] = 7
+        has_turns = self.algorithm in ("turns", "cut turns")
+        data = sums(16, 4, held_out=0 if has_turns else 2)
+        if self.algorithm in ("dpo", "sft"):
+            rejected = "bad" if self.algorithm == "dpo" else None
+            data = PromptData(Listed(PAIRS), Listed(PAIRS[:2]), 4, response="good", rejected=rejected)
+        if has_turns:
             data.chat_template, data.max_prompt_length = True, 120
         else:
             settings["val_check_interval"] = 2
@@ -111,17 +124,22 @@ class Kind:
     def _module(self, model: Path) -> RLModule:
         actor = CausalLM(str(model), optimizer=ADAMW, **UPDATES)  # type: ignore[arg-type]
         made: GRPO | PPO | DAPO
+        if self.algorithm == "sft":
+            return SFT(actor)
+        if self.algorithm == "dpo":
+            return DPO(actor, 0.5)
         if self.algorithm == "ppo":
             critic = ValueModel(str(model), optimizer=Optimizer("adamw", lr=1e-2), **UPDATES)  # type: ignore[arg-type]
             made = PPO(actor, Draws(), 2, LONGEST, critic=critic, kl=KL(0.1, target=1e-3, horizon=50.0))
         elif self.algorithm == "dapo":
             made = DAPO(actor, IsEven(), 2, LONGEST)
-        elif self.algorithm == "turns":
-            environment = Environment("tests.controller.answering.Counting", max_turns=2, max_turn_length=6)
+        elif self.algorithm in ("turns", "cut turns"):
+            answering = "Counting" if self.algorithm == "turns" else "Stateful"  # else what is cut off begins anew
+            environment = Environment(f"tests.controller.answering.{answering}", max_turns=2, max_turn_length=6)
             made = GRPO(actor, environment=environment, group_size=2, max_response_length=90)
         else:
             made = GRPO(actor, Draws(), 2, LONGEST)
-        if self.algorithm != "turns":
+        if "turns" not in self.algorithm:
             made.stop_token_ids = STOP
         return made
 
