@@ -64,6 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("resume") / "tiny", hidden_size=64, layers=1)
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_to_the_bit_with_its_critic_and_its_adapted_coefficient(
     model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
