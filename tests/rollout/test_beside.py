@@ -239,6 +239,7 @@ def test_a_process_that_exits_is_told_of_with_its_code_and_its_last_words(broken
         broken.generate(PROMPTS, SEEDS, SAMPLING, 0)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_works_is_told_of_at_once(broken: RolloutEngine) -> None:
     process = _process(broken)
     threading.Timer(0.5, process._popen.kill).start()
