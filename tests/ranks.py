@@ -169,8 +169,12 @@ def _answer(message: bytes) -> bytes:
 
 
 def return_freed_memory() -> None:
-    """Give what earlier tests freed back to the machine: many processes live as long as the session does."""
+    """Give what earlier tests freed back to the machine: many processes live as long as the session does.
+
+    What is left, such as modules that they imported, is not looked through again: it takes a second after a while.
+    """
     gc.collect()
+    gc.freeze()
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -188,7 +192,6 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
             break
         connection.send_bytes(_answer(message))
         return_freed_memory()
-        gc.freeze()  # what is left, such as modules that the function imported, need not be looked through again
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

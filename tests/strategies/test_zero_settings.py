@@ -37,7 +37,7 @@ def expected(tiny: Path) -> dict[str, Tensor]:
     [
         (2, {"bucket_elements": 1001}),
         (3, {"bucket_elements": 1001, "live_elements": 1}),
-        pytest.param(3, {"live_elements": 10**9}, marks=pytest.mark.slow),
+        (3, {"live_elements": 10**9}),
     ],
 )
 def test_limits_change_no_result(
