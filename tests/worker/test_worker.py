@@ -119,7 +119,7 @@ def test_long_arguments_and_values_pass() -> None:
 )
 def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    with closing(Worker(Limits(seconds=3))) as worker, pytest.raises(WorkerTimeout):
+    with closing(Worker(Limits(seconds=6))) as worker, pytest.raises(WorkerTimeout):
         worker.function(f"harm.{function}", str(pids))
     started = [int(line) for line in pids.read_text().split()]
     assert len(started) == processes
