@@ -93,6 +93,7 @@ WAYS = [(world_size, setting) for world_size in (1, 2) for setting in COVER[worl
         [("GRPO by turn", (1, COVER[1][1])), ("GRPO by turn", (2, COVER[2][3])), ("PPO", (2, COVER[2][2]))],
         itertools.product(["GRPO", "PPO", "RLOO", "GRPO by turn"], WAYS),
     ),
+    ids=lambda of: of if isinstance(of, str) else f"{of[0]}-{of[1].stage}",
 )
 def test_on_ranks_and_stages_the_step_is_the_reference_s(
     name: str, way: tuple[int, Setting], recording: Recording, tmp_path: Path, request: pytest.FixtureRequest
