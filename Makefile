@@ -39,7 +39,7 @@ learn: setup ## Train every algorithm with three seeds and check what they learn
 	$(RUN)/python -m benchmarks.learning $(LEARN)
 
 test: setup ## Run the tests but those of `make test-all`, in minutes
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN)/python -m pytest -n 2 --dist worksteal
 
 test-all: setup ## Run what `make test` leaves out, in hours; what passed on this code is not run again: ROW="bad data" PART=1/6
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest $(TESTS) -m "slow or row" --rows "$(ROW)" --part "$(PART)"

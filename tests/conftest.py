@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from rlflow.models.tiny import write_tiny_model
 from rlflow.process.environment import PLACE
+from tests import pictures
 from tests.leftovers import workers
 from tests.ranks import RankPool, return_freed_memory
 
@@ -21,6 +22,7 @@ pytest_plugins = ["tests.passed"]
 os.environ["RLFLOW_CACHE"] = ""  # nothing is kept for later runs
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
 PLACE_AT_FIRST = {name: os.environ[name] for name in PLACE if name in os.environ}
+pictures.leave_empty()
 settings.register_profile("rlflow", deadline=None)  # a busy machine is no fault
 settings.load_profile("rlflow")
 

@@ -23,7 +23,18 @@ import psutil
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["rlflow.run.fit", "deepspeed", "transformers.modeling_utils", "torch._inductor.compile_fx"]
+from tests import pictures
+
+PRELOADED = [
+    "rlflow.run.fit",
+    "rlflow.algorithms",
+    "deepspeed",
+    "peft",
+    "transformers.models.qwen2.modeling_qwen2",
+    "torch._inductor.compile_fx",
+    "matplotlib.backends.backend_agg",
+    "tests.controller.runs",
+]
 LARGEST = 2**30  # bytes of a rank between two functions
 GRACE_S = 5.0  # after one rank has failed, how long the others may still take to answer
 
@@ -158,8 +169,12 @@ def _answer(message: bytes) -> bytes:
 
 
 def return_freed_memory() -> None:
-    """Give what earlier tests freed back to the machine: many processes live as long as the session does."""
+    """Give what earlier tests freed back to the machine: many processes live as long as the session does.
+
+    What is left, such as modules that they imported, is not looked through again: it takes a second after a while.
+    """
     gc.collect()
+    gc.freeze()
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -167,6 +182,7 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(environment)
     torch.set_num_threads(1)
+    pictures.leave_empty()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     gc.freeze()  # what the libraries made stays, and need not be looked through after each function
     while True:

@@ -105,6 +105,7 @@ def test_a_reward_that_raises_on_one_rank_ends_the_run_in_one_line(ends: Callabl
     assert re.search(r"\(what it read is stored: rlflow replay \S+ --step 1 --node rewards\)$", line)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_others_in_time_with_its_name(
     folders: dict[str, Path], ends: Callable[[str], Ended]
 ) -> None:

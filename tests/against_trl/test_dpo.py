@@ -13,6 +13,7 @@ from tests.against_trl import ours
 from tests.against_trl.cases import TOLERANCE, Models, Result, gradient_distance
 from tests.against_trl.conftest import TheirResult
 
+pytestmark = pytest.mark.slow
 BETA = 0.3
 
 

@@ -32,6 +32,7 @@ from tests.against_trl.cases import GROUP, LONGEST, TEMPERATURE, TOLERANCE, Mode
 from tests.against_trl.conftest import TheirResult
 from tests.making import made
 
+pytestmark = pytest.mark.slow
 OFF_POLICY = {"epochs": 2}  # here and in TRL the setting with which old logprobs are computed
 
 

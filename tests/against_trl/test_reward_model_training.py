@@ -13,6 +13,8 @@ from tests.against_trl import ours
 from tests.against_trl.cases import TOLERANCE, Models, Result, gradient_distance, write_reward_model
 from tests.against_trl.conftest import TheirResult
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def training(models: Models, trl: TheirResult, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Result]:

@@ -14,6 +14,8 @@ from tests.against_trl import ours
 from tests.against_trl.cases import TOLERANCE, Models, Result, gradient_distance
 from tests.against_trl.conftest import TheirResult
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def sft(models: Models, trl: TheirResult) -> tuple[Result, Result]:

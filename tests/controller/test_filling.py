@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,7 @@ from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Re
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.making import made
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 NEEDED, STEPS, GROUP = 4, 3, 3
 EASY = ("0", "3", "6")  # digits that questions begin with
@@ -82,21 +85,24 @@ def picky(policy: Path, kind: type[Picky] = Picky, **settings: Any) -> Picky:
     return module
 
 
+Runs = Callable[[int], list[Result]]
+
+
 @pytest.fixture(scope="module")
-def runs(
-    policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool, ranks4: RankPool
-) -> dict[int, list[Result]]:
-    """Three steps of four groups each, of each rank, by the number of ranks."""
+def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool, ranks4: RankPool) -> Runs:
+    """Three steps of four groups each, of each rank, by the number of ranks; each run is made once."""
     folder = tmp_path_factory.mktemp("filling")
 
     def run(ranks: int, **given: Any) -> Fit:
         return Fit(picky(policy), sums(10, NEEDED), folder / str(ranks), settings={"max_steps": STEPS}, **given)
 
-    return {
-        1: [fit(run(1))],
-        2: ranks2.run(fit, run(2, strategy=ZERO2)),
-        4: ranks4.run(fit, run(4, strategy=ZERO2), timeout_s=200),
-    }
+    @cache
+    def results(ranks: int) -> list[Result]:
+        if ranks == 1:
+            return [fit(run(1))]
+        return {2: ranks2, 4: ranks4}[ranks].run(fit, run(ranks, strategy=ZERO2), timeout_s=200)
+
+    return results
 
 
 def groups(result: Result) -> list[list[int]]:
@@ -104,8 +110,8 @@ def groups(result: Result) -> list[list[int]]:
     return [list(dict.fromkeys(map(int, step))) for step in result.record["groups"]]
 
 
-def test_kept_groups_fill_each_step_and_what_is_left_opens_the_next(runs: dict[int, list[Result]]) -> None:
-    (alone,) = runs[1]
+def test_kept_groups_fill_each_step_and_what_is_left_opens_the_next(runs: Runs) -> None:
+    (alone,) = runs(1)
     kept = [group for step in groups(alone) for group in step]
     assert [len(step) for step in groups(alone)] == [NEEDED] * STEPS
     assert kept == sorted(set(kept))
@@ -115,8 +121,8 @@ def test_kept_groups_fill_each_step_and_what_is_left_opens_the_next(runs: dict[i
         assert versions == [step - 1] * (before * GROUP) + [step] * ((NEEDED - before) * GROUP)
 
 
-def test_the_filter_s_metrics_count_draws_and_groups(runs: dict[int, list[Result]]) -> None:
-    (alone,) = runs[1]
+def test_the_filter_s_metrics_count_draws_and_groups(runs: Runs) -> None:
+    (alone,) = runs(1)
     before = 0.0
     for step in alone.steps:
         drawn = step["filter/draws"] * NEEDED
@@ -124,8 +130,8 @@ def test_the_filter_s_metrics_count_draws_and_groups(runs: dict[int, list[Result
         before = step["filter/surplus"]
 
 
-def test_metrics_of_what_repeats_are_of_all_draws(runs: dict[int, list[Result]]) -> None:
-    (alone,) = runs[1]
+def test_metrics_of_what_repeats_are_of_all_draws(runs: Runs) -> None:
+    (alone,) = runs(1)
     draws = iter(alone.record["drawn"])
     for step in alone.steps:
         rewards = [reward for _ in range(int(step["filter/draws"])) for reward in next(draws)]
@@ -133,34 +139,32 @@ def test_metrics_of_what_repeats_are_of_all_draws(runs: dict[int, list[Result]])
         assert step["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_number_of_ranks_keeps_the_same_groups_with_the_same_values(
-    ranks: int, runs: dict[int, list[Result]]
-) -> None:
-    for result in runs[ranks]:
+@pytest.mark.parametrize("ranks", slow_but((2,), (2, 4)))
+def test_every_number_of_ranks_keeps_the_same_groups_with_the_same_values(ranks: int, runs: Runs) -> None:
+    for result in runs(ranks):
         for name in ("groups", "versions", "rewards", "prompts", "prompt_versions"):
-            assert result.record[name] == runs[1][0].record[name]
+            assert result.record[name] == runs(1)[0].record[name]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_metrics_of_draws_are_the_same_for_every_number_of_ranks(ranks: int, runs: dict[int, list[Result]]) -> None:
+@pytest.mark.parametrize("ranks", slow_but((2,), (2, 4)))
+def test_the_metrics_of_draws_are_the_same_for_every_number_of_ranks(ranks: int, runs: Runs) -> None:
     names = ("filter/kept", "filter/draws", "filter/surplus", "rollout/tokens", "rollout/length", "reward/mean")
-    for result in runs[ranks]:
-        for found, expected in zip(result.steps, runs[1][0].steps, strict=True):
+    for result in runs(ranks):
+        for found, expected in zip(result.steps, runs(1)[0].steps, strict=True):
             assert [found[name] for name in names] == pytest.approx([expected[name] for name in names], rel=1e-12)
             assert found["sync/logprob_gap"] < 1e-5  # of the rows of this step's policy
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_weights_are_the_same_for_every_number_of_ranks(ranks: int, runs: dict[int, list[Result]]) -> None:
-    for result in runs[ranks]:
-        assert difference(result.weights, runs[1][0].weights) < FLOAT32
+@pytest.mark.parametrize("ranks", slow_but((2,), (2, 4)))
+def test_the_weights_are_the_same_for_every_number_of_ranks(ranks: int, runs: Runs) -> None:
+    for result in runs(ranks):
+        assert difference(result.weights, runs(1)[0].weights) < FLOAT32
 
 
 def test_a_node_after_the_filter_sees_prompts_of_kept_groups_with_the_policy_of_now(
-    runs: dict[int, list[Result]],
+    runs: Runs,
 ) -> None:
-    (alone,) = runs[1]
+    (alone,) = runs(1)
     assert alone.record["prompts"] == groups(alone)
     assert alone.record["prompt_versions"] == [[step] * NEEDED for step in range(STEPS)]
 
@@ -175,13 +179,11 @@ def stopped(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: Rank
     return replace(run, settings={**settings, "callbacks": [StopAfter(STEPS)], "ckpt_path": str(checkpoint)})
 
 
-def test_another_number_of_ranks_goes_on_from_a_surplus(
-    stopped: Fit, runs: dict[int, list[Result]], tmp_path: Path
-) -> None:
+def test_another_number_of_ranks_goes_on_from_a_surplus(stopped: Fit, runs: Runs, tmp_path: Path) -> None:
     result = fit(replace(stopped, folder=tmp_path, strategy=SingleProcess))
     for name in ("groups", "versions", "rewards", "prompts"):
-        assert result.record[name] == runs[1][0].record[name][1:]
-    assert difference(result.weights, runs[1][0].weights) < FLOAT32
+        assert result.record[name] == runs(1)[0].record[name][1:]
+    assert difference(result.weights, runs(1)[0].weights) < FLOAT32
 
 
 class KeepsFew(Picky):

@@ -24,6 +24,7 @@ from tests.controller.test_ranks import FLOAT32, difference
 from tests.making import made
 from tests.ranks import RankPool
 from tests.saved import write_state
+from tests.slow import slow_but
 
 NEEDED, STEPS, GROUP, LONGEST, PART = 4, 4, 3, 12, 4
 
@@ -180,10 +181,16 @@ def on_two(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankP
     return ranks2.run(fit, given(policy, tmp_path_factory.mktemp("on_two"), callbacks=[StopAfter(STEPS)]))
 
 
+@pytest.mark.parametrize("ranks", slow_but((2,), (2, 4)))
 def test_another_number_of_ranks_trains_on_the_same_groups(
-    alone: tuple[Result, list[dict[str, Tensor]]], on_two: list[Result], policy: Path, tmp_path: Path, ranks4: RankPool
+    ranks: int,
+    alone: tuple[Result, list[dict[str, Tensor]]],
+    policy: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    for result in (*on_two, *ranks4.run(fit, given(policy, tmp_path), timeout_s=200)):
+    on_four = ranks == 4 and request.getfixturevalue("ranks4").run(fit, given(policy, tmp_path), timeout_s=200)
+    for result in on_four or request.getfixturevalue("on_two"):
         assert trained(result) == trained(alone[0])
         for step, expected in zip(result.record, alone[0].record, strict=True):
             for name in ("versions", "response_ids"):
@@ -216,17 +223,21 @@ class Shared(TransformersEngine):
     tensor_parallel_size = 2
 
 
+@pytest.mark.parametrize("ranks", slow_but((2,), (2, 4)))
 def test_ranks_that_share_an_engine_hold_back_the_same(
-    alone: tuple[Result, list[dict[str, Tensor]]], policy: Path, tmp_path: Path, ranks2: RankPool, ranks4: RankPool
+    ranks: int,
+    alone: tuple[Result, list[dict[str, Tensor]]],
+    policy: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    for ranks in (ranks2, ranks4):
-        run = replace(given(policy, tmp_path / str(ranks.world_size)), engine=Shared())
-        for result in ranks.run(fit, run):
-            assert trained(result) == trained(alone[0])
-            assert difference(result.weights, alone[0].weights) < FLOAT32
-            for step, expected in zip(result.steps, alone[0].steps, strict=True):
-                for name in ("rollout/tokens", "rollout/continued", "rollout/under_way", "rollout/staleness"):
-                    assert step[name] == pytest.approx(expected[name]), name
+    run = replace(given(policy, tmp_path), engine=Shared())
+    for result in request.getfixturevalue(f"ranks{ranks}").run(fit, run):
+        assert trained(result) == trained(alone[0])
+        assert difference(result.weights, alone[0].weights) < FLOAT32
+        for step, expected in zip(result.steps, alone[0].steps, strict=True):
+            for name in ("rollout/tokens", "rollout/continued", "rollout/under_way", "rollout/staleness"):
+                assert step[name] == pytest.approx(expected[name]), name
 
 
 class Masking(Recording):

@@ -21,7 +21,8 @@ from tests.controller.runs import ActorCritic, Fit, StopsAfter, answers, fit, gr
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
 from tests.saved import load_model
-from tests.strategies.update import strategy_of
+from tests.slow import slow_but
+from tests.strategies.update import Stage, strategy_of
 
 LENGTHS = (3, 9, 1, 12, 5, 2, 7, 4)
 ADAMW = Optimizer("adamw", lr=1e-2)
@@ -32,8 +33,9 @@ def saved(folder: Path) -> dict[str, dict[str, Tensor]]:
     return {name: load_model(folder / name) for name in ("model", "model-critic")}
 
 
+@pytest.mark.parametrize("stage", slow_but((3, "fsdp"), (0, 1, 2, 3, "fsdp")))
 def test_an_actor_and_a_critic_train_alike_at_every_stage_and_both_are_saved(
-    policy: Path, tmp_path: Path, ranks2: RankPool
+    stage: Stage, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     def run(name: str, **given: Any) -> Fit:
         return Fit(ActorCritic(str(policy)), answers(LENGTHS, 4), tmp_path / name, settings={"max_steps": 2}, **given)
@@ -45,12 +47,11 @@ def test_an_actor_and_a_critic_train_alike_at_every_stage_and_both_are_saved(
     assert alone.steps[0]["critic/value"] == 0  # a new output layer
     assert alone.steps[1]["critic/value"] != 0
     assert difference({k: expected["model"][k] for k in start}, start) > 1e-3
-    for stage in (0, 1, 2, 3, "fsdp"):
-        for result in ranks2.run(fit, run(str(stage), strategy=partial(strategy_of, stage))):
-            for metric in ("actor/loss", "critic/loss", "critic/grad_norm", "critic/value", "critic/last_value"):
-                assert result.steps[1][metric] == pytest.approx(alone.steps[1][metric], rel=1e-4), (stage, metric)
-        found = saved(tmp_path / str(stage))
-        assert all(difference(found[name], expected[name]) < FLOAT32 for name in expected), stage
+    for result in ranks2.run(fit, run("ranks", strategy=partial(strategy_of, stage))):
+        for metric in ("actor/loss", "critic/loss", "critic/grad_norm", "critic/value", "critic/last_value"):
+            assert result.steps[1][metric] == pytest.approx(alone.steps[1][metric], rel=1e-4), metric
+    found = saved(tmp_path / "ranks")
+    assert all(difference(found[name], expected[name]) < FLOAT32 for name in expected)
 
 
 def test_a_reference_stays_what_it_was_at_the_start(policy: Path, tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ from tests.strategies.update import Stage
 FLOAT32 = 1e-5  # norm of the difference over the norm
 FLOAT64 = 1e-10
 CLIPS = {"clip_low", "clip_high"}
-# Every number of ranks once, and what is not a sum over samples that look at their own group alone; the slow test of
-# every setting has the others.
-FEW = [("GRPO", 1), ("GRPO", 2), ("GRPO", 4)]
-FEW += [(name, 2) for name in ("PPO", "SFT", "DPO")]
+# Every number of ranks once; by two stages what is not a sum over samples that look at their own group alone. The slow
+# test of every setting has the others.
+FEW = [("GRPO", COVER[ranks], ranks) for ranks in RANKS]
+FEW += [(name, COVER[2][2:], 2) for name in ("PPO", "SFT", "DPO")]
 OVER_TOKENS = ("sequence-mean-token-sum", "constant", "sequence-mean-token-mean")  # and ranks
 
 Truth = Callable[[str], dict[str, Update]]
@@ -82,9 +82,10 @@ def check(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("name", "world_size"), FEW)
+@pytest.mark.parametrize(("name", "settings", "world_size"), FEW, ids=[f"{name}-{ranks}" for name, _, ranks in FEW])
 def test_neither_ranks_nor_stage_nor_batches_nor_packing_nor_balance_move_the_step(
     name: str,
+    settings: list[Setting],
     world_size: int,
     recording: Recording,
     expected: Truth,
@@ -92,7 +93,7 @@ def test_neither_ranks_nor_stage_nor_batches_nor_packing_nor_balance_move_the_st
     request: pytest.FixtureRequest,
 ) -> None:
     ranks = request.getfixturevalue(f"ranks{world_size}")
-    check(name, COVER[world_size], ranks, recording, expected, tmp_path)
+    check(name, settings, ranks, recording, expected, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("GRPO", 2), ("PPO", 2)])

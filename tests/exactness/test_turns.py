@@ -87,19 +87,25 @@ def test_in_float64_the_step_is_the_reference_s(name: str, recording: Recording,
     assert all(each < FLOAT64 for each in found)
 
 
+WAYS = [(world_size, setting) for world_size in (1, 2) for setting in COVER[world_size]]
+
+
 @pytest.mark.parametrize(
-    ("name", "world_size"),
-    slow_but([("GRPO by turn", 1), ("PPO", 2)], itertools.product(["GRPO", "PPO", "RLOO", "GRPO by turn"], [1, 2])),
+    ("name", "way"),
+    slow_but(
+        [("GRPO by turn", (1, COVER[1][1])), ("GRPO by turn", (2, COVER[2][3])), ("PPO", (2, COVER[2][2]))],
+        itertools.product(["GRPO", "PPO", "RLOO", "GRPO by turn"], WAYS),
+    ),
+    ids=lambda of: of if isinstance(of, str) else f"{of[0]}-{of[1].stage}",
 )
 def test_on_ranks_and_stages_the_step_is_the_reference_s(
-    name: str, world_size: int, recording: Recording, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, way: tuple[int, Setting], recording: Recording, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    world_size, setting = way
     expected, ranks = truth(TURNS[name], recording), request.getfixturevalue(f"ranks{world_size}")
-    for number, setting in enumerate(COVER[world_size]):
-        given = recording, TURNS[name], setting, tmp_path / str(number)
-        for outcomes in ranks.run(one_step, *given, timeout_s=240):
-            apart = differences(outcomes, expected)
-            assert all(each <= FLOAT32 for each in apart), f"{setting}: {apart}"
+    for outcomes in ranks.run(one_step, recording, TURNS[name], setting, tmp_path, timeout_s=240):
+        apart = differences(outcomes, expected)
+        assert all(each <= FLOAT32 for each in apart), f"{setting}: {apart}"
 
 
 @pytest.mark.parametrize(

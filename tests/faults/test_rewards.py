@@ -33,7 +33,7 @@ KINDS = {
     "starts_children": "took longer than 2 s",
     "prints": "after 100 MB",
 }
-CHEAP = ("spins_in_c", "none")
+CHEAP = ("spins_in_c",)
 
 
 @pytest.mark.parametrize(

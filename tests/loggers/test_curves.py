@@ -5,10 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from rlflow.loggers import JSONLLogger
 from rlflow.loggers.curves import draw_curves
+from tests import pictures
+
+
+@pytest.fixture(autouse=True)
+def _curves_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Figure, "savefig", pictures.drawn)
 
 
 def picture(folder: Path, lines: list[dict[str, float]]) -> np.ndarray:

@@ -26,13 +26,19 @@ from tests.own_folder import make, write
 GREEDY = """
 import torch
 
-from rlflow import PerSample, Rollout, node
+from rlflow import PerSample, PerToken, Rollout, node
 from rlflow.algorithms import GRPO
 
 
 class Greedy(GRPO):
     @node
     def rewards(self, rollout: Rollout) -> PerSample:
+        return torch.empty(10**13, dtype=torch.float32)[: len(rollout.lengths)]
+
+
+class GreedyLoss(GRPO):
+    @node(role="actor", type="train")
+    def actor_loss(self, rollout: Rollout) -> PerToken:
         return torch.empty(10**13, dtype=torch.float32)[: len(rollout.lengths)]
 
 
@@ -65,7 +71,7 @@ def last_line(capfd: pytest.CaptureFixture[str], changes: dict[str, Any], code: 
     return line
 
 
-@pytest.mark.parametrize(("name", "line"), [("Greedy", 11), ("Listing", 17)])
+@pytest.mark.parametrize(("name", "line"), [("Greedy", 11), ("Listing", 23)])
 def test_a_node_that_asks_for_too_much_is_named_with_its_line(
     name: str, line: int, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +104,16 @@ if __name__ == "__main__":
 """
 
 
+def test_a_train_node_that_asks_for_too_much_is_named_with_its_role_and_its_settings(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = last_line(capfd, {"module.class_path": "greedy.GreedyLoss", "strategy.init_args": {"token_budget": 65536}})
+    assert "ran out of memory: step 1, node `actor_loss` of role `actor`, greedy.py:17 (" in said
+    lower = "lower `strategy.init_args.token_budget` (65536); set `module.init_args.actor.gradient_checkpointing`"
+    assert lower in said
+
+
+@pytest.mark.slow
 def test_a_backward_pass_that_runs_out_names_the_role_and_its_settings(folder: Path) -> None:
     (folder / "limited.py").write_text(LIMITED)
     rows = "".join(f'{{"question": "{"1+" * 100}1=", "answer": "{number}"}}\n' for number in range(64))

@@ -126,8 +126,7 @@ def test_signals_that_are_sent_to_the_parent_reach_the_child(scripts: dict[str, 
     assert script.stdout is not None
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         script.send_signal(number)
-        time.sleep(0.2)  # two at once would come in the order of their numbers
-    assert script.stdout.readline() == "SIGTERM SIGINT SIGUSR1\n"
+        assert script.stdout.readline() == f"{number.name}\n"
     assert ending(script) == (0, "")
 
 
@@ -159,7 +158,7 @@ def test_the_child_of_a_parent_that_is_killed_dies_too(scripts: dict[str, subpro
     script = scripts["waits"]
     child = waiting(script)
     script.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while _runs(child):
         assert time.monotonic() < deadline
         time.sleep(0.02)

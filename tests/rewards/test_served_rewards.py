@@ -46,7 +46,8 @@ class Server:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        looks_every = 0.01  # seconds, whether it shall end
+        threading.Thread(target=self._server.serve_forever, args=(looks_every,), daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -178,7 +178,7 @@ def _failing_at_once(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
         (_without_the_norm, WeightSyncError, r"^the engine does not hold .* not sent: model\.norm\.weight$"),
         (_with_a_stranger, WeightSyncError, "^the trainer sends `stranger`, which the engine does not have$"),
         (_failing, KeyError, "gathering failed"),
-        (_failing_at_once, KeyError, "gathering failed"),
+        pytest.param(_failing_at_once, KeyError, "gathering failed", marks=pytest.mark.slow),
     ],
 )
 def test_a_sync_that_fails_leaves_no_version_and_the_next_succeeds(
@@ -239,6 +239,7 @@ def test_a_process_that_exits_is_told_of_with_its_code_and_its_last_words(broken
         broken.generate(PROMPTS, SEEDS, SAMPLING, 0)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_works_is_told_of_at_once(broken: RolloutEngine) -> None:
     process = _process(broken)
     threading.Timer(0.5, process._popen.kill).start()

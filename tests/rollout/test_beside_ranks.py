@@ -1,4 +1,4 @@
-"""vLLM beside some ranks of a gloo job: the others have none, and bring the weights."""
+"""An engine beside some ranks of a gloo job: the others have none, and bring the weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.rollout import Completion, EnginePlace, EngineSubprocess, RolloutEngine, Sampling, VLLMEngine
+from rlflow.rollout import (
+    Completion,
+    EnginePlace,
+    EngineSubprocess,
+    RolloutEngine,
+    Sampling,
+    TransformersEngine,
+    VLLMEngine,
+)
 from rlflow.rollout.engine_subprocess import free_address
 from tests.ranks import RankPool
-from tests.rollout.stepping import stepped
+from tests.rollout.stepping import assert_alike, stepped
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb
 
 SEEDS = list(range(len(PROMPTS)))
@@ -26,10 +34,15 @@ def _setup(engine: RolloutEngine, folder: Path, rank: int, size: int) -> Rollout
     return engine
 
 
-def _alone(folder: Path, tensor_parallel_size: int) -> list[list[Completion]]:
+def _made(kind: str, ranks: int) -> RolloutEngine:
+    """An engine for so many ranks; transformers' is for one."""
+    return VLLMEngine(ranks, kv_cache_gib=0.25) if kind == "vllm" else TransformersEngine()
+
+
+def _alone(kind: str, folder: Path, tensor_parallel_size: int) -> list[list[Completion]]:
     """What an engine in the processes of all ranks generates after each of two syncs; without ranks, in this one."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    engine = _setup(VLLMEngine(tensor_parallel_size, kv_cache_gib=0.25), folder, rank, size)
+    engine = _setup(_made(kind, tensor_parallel_size), folder, rank, size)
     model = load(folder)
     completions = []
     for version in range(2):
@@ -40,7 +53,7 @@ def _alone(folder: Path, tensor_parallel_size: int) -> list[list[Completion]]:
     return completions
 
 
-def _beside(folder: Path, owners: list[int]) -> list[list[Completion]]:
+def _beside(kind: str, folder: Path, owners: list[int]) -> list[list[Completion]]:
     """The same where only `owners` have an engine, and only rank 0 has the weights; at last prompt by prompt."""
     rank, size, model = dist.get_rank(), dist.get_world_size(), load(folder)
     address = [free_address() if rank == owners[0] else ""]
@@ -51,7 +64,7 @@ def _beside(folder: Path, owners: list[int]) -> list[list[Completion]]:
             assert len(list(_from_rank_0(model))) == 9
         return []
     engine = EngineSubprocess(
-        VLLMEngine(len(owners), kv_cache_gib=0.25),
+        _made(kind, len(owners)),
         index=owners.index(rank),
         size=len(owners),
         address=address[0],
@@ -75,15 +88,18 @@ def _from_rank_0(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
         yield bucket
 
 
-def test_vllm_beside_one_of_two_ranks_answers_as_it_does_alone(ranks2: RankPool, tied: Path) -> None:
-    expected = _alone(tied, 1)
-    assert ranks2.run(_beside, tied, [1], timeout_s=300) == [[], expected]
+@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_an_engine_beside_one_of_two_ranks_answers_as_it_does_alone(kind: str, ranks2: RankPool, tied: Path) -> None:
+    nothing, found = ranks2.run(_beside, kind, tied, [1], timeout_s=300)
+    assert nothing == []
+    for completions, expected in zip(found, _alone(kind, tied, 1), strict=True):
+        assert_alike(completions, expected)
 
 
 @pytest.mark.slow
 def test_vllm_beside_two_of_three_ranks_answers_as_it_does_on_two(
     ranks2: RankPool, ranks3: RankPool, tied: Path
 ) -> None:
-    expected, same = ranks2.run(_alone, tied, 2, timeout_s=300)
+    expected, same = ranks2.run(_alone, "vllm", tied, 2, timeout_s=300)
     assert expected == same
-    assert ranks3.run(_beside, tied, [1, 2], timeout_s=300) == [[], expected, expected]
+    assert ranks3.run(_beside, "vllm", tied, [1, 2], timeout_s=300) == [[], expected, expected]

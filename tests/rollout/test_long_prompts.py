@@ -39,11 +39,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[Completion]:
-    """Of vLLM, every prompt computed at once."""
+def at_once(folder: Path) -> Iterator[RolloutEngine]:
+    """vLLM, which computes every prompt at once."""
+    engine = setup(vllm(AT_ONCE), folder)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, at_once: RolloutEngine) -> list[Completion]:
+    """Of the engine that computes every prompt at once."""
     assert sum(LENGTHS) < AT_ONCE
+    at_once.update_weights(buckets(trained(folder)), 0)
     with random_numbers() as entered:
-        completions = answers(vllm(AT_ONCE), folder)
+        completions = at_once.generate(prompts(), SEEDS, SAMPLING, 0)
     assert not any(generator.rewinds for generator in entered)
     return completions
 
@@ -211,10 +220,12 @@ def test_an_engine_of_two_ranks_draws_the_same_numbers_for_the_same_tokens(
     check_same(at_once, expected, bits=False)
 
 
-def test_a_prompt_of_a_hundred_tokens_is_computed_once_for_its_eight_responses(folder: Path) -> None:
-    engine, cached = setup(VLLMEngine(kv_cache_gib=0.25), folder), []
+def test_a_prompt_of_a_hundred_tokens_is_computed_once_for_its_eight_responses(
+    at_once: RolloutEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, cached = at_once, []
     assert isinstance(engine, VLLMEngine)
-    engine.update_weights(buckets(trained(folder)), 0)
+    engine.update_weights(buckets(trained(folder)), 2)
     generate = engine._llm.generate
 
     def watched(*arguments: Any, **keywords: Any) -> Any:
@@ -222,12 +233,11 @@ def test_a_prompt_of_a_hundred_tokens_is_computed_once_for_its_eight_responses(f
         cached.extend(request.num_cached_tokens for request in requests)
         return requests
 
-    engine._llm.generate = watched
+    monkeypatch.setattr(engine._llm, "generate", watched)
     (prompt,) = prompts([100])
-    together = engine.generate([prompt] * 8, SEEDS[:8], SAMPLING, 0)
-    engine.update_weights(buckets(trained(folder)), 1)  # empties the cache
-    alone = [engine.generate([prompt], [seed], SAMPLING, 1)[0] for seed in SEEDS[:8]]
-    engine.close()
+    together = engine.generate([prompt] * 8, SEEDS[:8], SAMPLING, 2)
+    engine.update_weights(buckets(trained(folder)), 3)  # empties the cache
+    alone = [engine.generate([prompt], [seed], SAMPLING, 3)[0] for seed in SEEDS[:8]]
     assert cached[:8] == [0] + 7 * [96]  # whole blocks of 32
     assert together == alone
 

@@ -17,7 +17,7 @@ from tests.saved import save
 from tests.strategies.reference import ROWS, TEMPERATURE
 from tests.strategies.update import Stage, all_weights, backward, launch, rows_of
 
-UPDATES, SYNCS = 10, 100
+UPDATES, SYNCS = 10, 10
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def alone_with(weights: dict[str, Tensor], model: Path, precision: str) -> Tenso
 @pytest.mark.parametrize(
     ("stage", "precision"),
     slow_but(
-        [(3, "bf16"), ("fsdp", "fp32")],
+        [(3, "bf16")],
         [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16")],
     ),
 )

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,8 +18,10 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from rlflow.errors import UserError
+from rlflow.process import status
 from rlflow.process.environment import PLACE
-from rlflow.strategies.launcher import RankLauncher, _say, require_command
+from rlflow.process.status import Board
+from rlflow.strategies.launcher import RankLauncher, _say, _Watch, require_command
 
 HERE = socket.gethostname()
 SCRIPT = Path(__file__).with_name("ranks_script.py")
@@ -31,10 +34,10 @@ class Ending:
     errors: str
 
     def ranks_alive(self) -> list[int]:
-        """Ranks whose processes are there after the launcher has ended; they have a second to go."""
+        """Ranks whose processes are there after the launcher has ended; they have some seconds to go."""
         processes = {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is process (\d+)", self.output)}
         assert processes.keys() == {0, 1}, self
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + 5.0
         while alive := [rank for rank, pid in processes.items() if _runs(pid)]:
             if time.monotonic() > deadline:
                 break
@@ -49,10 +52,10 @@ def _runs(pid: int) -> bool:
     )  # nobody reaps an orphan's zombie here
 
 
-def ends(happening: str) -> Ending:
-    """How the script ends."""
+def started(happening: str) -> subprocess.Popen[str]:
+    """The script, which runs."""
     environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "MASTER_PORT")}
-    script = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, str(SCRIPT), happening],
         cwd=SCRIPT.parents[2],
         env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},
@@ -60,6 +63,10 @@ def ends(happening: str) -> Ending:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def ending_of(script: subprocess.Popen[str]) -> Ending:
+    """How the script ends."""
     try:
         written = script.communicate(timeout=240)
     finally:
@@ -67,6 +74,23 @@ def ends(happening: str) -> Ending:
     return Ending(script.returncode, *written)
 
 
+def ends(happening: str) -> Ending:
+    """How the script ends that is started now."""
+    return ending_of(started(happening))
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Scripts that run at once, since each waits for seconds."""
+    happenings = ("rank 1 leaves with code 0 and rank 0 hangs", "rank 0 is killed")
+    running = {happening: started(happening) for happening in happenings}
+    yield running
+    for script in running.values():
+        script.kill()
+        script.communicate()
+
+
+@pytest.mark.slow
 def test_a_rank_that_exits_ends_one_that_hangs_with_its_code_and_one_line() -> None:
     ending = ends("rank 1 exits with 3 and rank 0 hangs")
     why = "exited with code 3 (before its first step), before the run came to its end"
@@ -75,8 +99,10 @@ def test_a_rank_that_exits_ends_one_that_hangs_with_its_code_and_one_line() -> N
     assert ending.ranks_alive() == []
 
 
-def test_a_rank_that_leaves_with_code_0_has_died_and_is_named_with_what_it_did() -> None:
-    ending = ends("rank 1 leaves with code 0 and rank 0 hangs")
+def test_a_rank_that_leaves_with_code_0_has_died_and_is_named_with_what_it_did(
+    scripts: dict[str, subprocess.Popen[str]],
+) -> None:
+    ending = ending_of(scripts["rank 1 leaves with code 0 and rank 0 hangs"])
     why = "exited with code 0 (step 2, run rewards), before the run came to its end"
     line = f"rank 1 on {HERE} {why}; ended the other ranks\n"
     assert (ending.code, ending.errors) == (1, line)
@@ -100,9 +126,27 @@ def test_a_user_s_error_that_all_ranks_find_is_told_once_by_rank_0() -> None:
     assert ending.ranks_alive() == []
 
 
-def test_when_rank_0_is_killed_the_others_end() -> None:
-    ending = ends("rank 0 is killed")
+def test_when_rank_0_is_killed_the_others_end(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    ending = ending_of(scripts["rank 0 is killed"])
     assert ending.ranks_alive() == []
+
+
+@pytest.mark.parametrize(
+    ("end", "how", "code"),
+    [("sys.exit(3)", "exited with code 3", 3), ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", 1)],
+)
+def test_the_line_of_a_rank_says_how_its_process_ended(
+    end: str, how: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", f"import os, signal, sys; {end}"])
+    process.wait(60)
+    board = Board.make()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(status, "_board", board)
+        patched.setattr(status, "_mine", board[0])
+        board[1].write(1, "step 2, run rewards")
+        assert _Watch({1: process}, 0)._reported(1) == code
+    assert capfd.readouterr().err.startswith(f"rank 1 on {HERE} {how} (step 2, run rewards)")
 
 
 def test_a_terminal_that_is_gone_does_not_stop_the_ending() -> None:

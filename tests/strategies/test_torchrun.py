@@ -118,6 +118,23 @@ def require_same_training(config: Path, folder: Path, other: Path) -> None:
     assert any(bool((found[name] != before[name]).any()) for name in expected if name in before)
 
 
+def of_a_node(folder: Path, *arguments: str) -> None:
+    """A command of this rank, which has a node of its own, in the variables that torchrun sets there."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}.items():
+            patched.setenv(name, value)
+        command(folder, *arguments)
+
+
+def test_two_ranks_on_nodes_of_their_own_train_as_two_devices_do(
+    config: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    ranks2.run(of_a_node, tmp_path, "fit", *given(config, tmp_path / "nodes", devices=1, nodes=2))
+    ranks2.run(command, tmp_path, "fit", *given(config, tmp_path / "fabric", devices=2, nodes=1))
+    require_same_training(config, tmp_path / "nodes", tmp_path / "fabric")
+
+
+@pytest.mark.slow
 def test_two_agents_of_torchrun_train_as_two_devices_do(config: Path, tmp_path: Path, ranks2: RankPool) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
