@@ -185,7 +185,7 @@ class RLModule:
             n: Responses to each prompt; the result has `B * n` rows.
             temperature: Instead of the policy's own; 0 takes the likeliest token.
         """
-        return self._generate(None, batch, n, temperature, None)
+        return self._generate(None, batch, n, temperature, None, ())
 
     def converse(self, batch: Batch, environment: Environment, n: int = 1, temperature: float | None = None) -> Rollout:
         """Hold `n` conversations with an environment from each prompt.
@@ -198,7 +198,7 @@ class RLModule:
             n: Conversations from each prompt; the result has `B * n` rows.
             temperature: Instead of the policy's own; 0 takes the likeliest token.
         """
-        return self._converse(None, batch, environment, n, temperature, {})
+        return self._converse(None, batch, environment, n, temperature, (), {})
 
     def _generate(
         self,
@@ -207,6 +207,7 @@ class RLModule:
         n: int,
         temperature: float | None,
         max_new_tokens: int | None,
+        stop: tuple[int, ...],
     ) -> Rollout:
         """With this policy, or with the only one of the node."""
         longest = self.max_response_length if max_new_tokens is None else max_new_tokens
@@ -214,7 +215,7 @@ class RLModule:
         if self.mask_truncated and isinstance(rows, Rollout):
             rows = to_be_continued(rows, self.max_response_length)
         name, own = self._policy(policy)
-        sampling = Sampling(longest, own if temperature is None else temperature)
+        sampling = Sampling(longest, own if temperature is None else temperature, stop)
         rollout = self._running().generate(rows, n, sampling, self.max_response_length, name)
         return without_truncated(rollout) if self.mask_truncated else rollout
 
@@ -225,11 +226,12 @@ class RLModule:
         environment: Environment,
         n: int,
         temperature: float | None,
+        stop: tuple[int, ...],
         players: Mapping[str, CausalLM],
     ) -> Rollout:
         check_asked(n, self.max_response_length, self.max_response_length)
         name, own = self._policy(policy)
-        sampling = Sampling(self.max_response_length, own if temperature is None else temperature)
+        sampling = Sampling(self.max_response_length, own if temperature is None else temperature, stop)
         others = {seat: self._player(seat, model) for seat, model in players.items()}
         rollout = self._running().converse(rows, environment, n, sampling, name, others)
         return without_truncated(rollout) if self.mask_truncated else rollout

@@ -92,7 +92,7 @@ class NodeContext:
         device: Device of the tensors that a node gets.
         dtype: Dtype of rewards and rollout logprobs.
         seed: Seed of the run.
-        stop_token_ids: Tokens that end every response.
+        stop_token_ids: Tokens that end every response, in addition to those of a call.
         decode: Token ids to text, special tokens left out.
         encode: Text of a prompt to token ids, in the chat template if the dataset's prompts are.
         written: Rows of the dataset and a template to token ids of prompts.
@@ -154,7 +154,7 @@ class NodeContext:
         Args:
             rows: `Batch` or `Pairs`, whose prompts are answered; or a `Rollout`, whose responses are continued.
             n: Responses to each row; a response that has ended, or has `longest` tokens, is copied once instead.
-            sampling: Tokens of the response, or of the continuation alone; temperature.
+            sampling: Tokens of the response, or of the continuation alone; temperature; further stop tokens.
             longest: Tokens of a continued response in all; not used for prompts.
             policy: Name of the policy, as `policy` gave it.
 
@@ -177,7 +177,7 @@ class NodeContext:
             rows,
             parents,
             n,
-            replace(sampling, stop_token_ids=self.stop_token_ids),
+            replace(sampling, stop_token_ids=(*self.stop_token_ids, *sampling.stop_token_ids)),
             seed=self.seed,
             draw=now.draw,
             node=now.node.id,
@@ -227,7 +227,7 @@ class NodeContext:
             rows.rows,
             parents,
             n,
-            replace(sampling, stop_token_ids=self.stop_token_ids),
+            replace(sampling, stop_token_ids=(*self.stop_token_ids, *sampling.stop_token_ids)),
             ConverseCall(now.draw, now.node.id, policy, now.versions, now.layout, players, self.rows_of, now.part),
             now.calls.before(callers),
         )

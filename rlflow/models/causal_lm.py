@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -80,6 +80,7 @@ class CausalLM(ModelHandle):
         *,
         temperature: float | None = None,
         max_new_tokens: int | None = None,
+        stop: Sequence[int] = (),
     ) -> Any:
         """Sample `n` responses to each row with this model's weights, in a node that is marked `generates=` its name.
 
@@ -98,6 +99,7 @@ class CausalLM(ModelHandle):
             temperature: Instead of the model's own; 0 takes the likeliest token.
             max_new_tokens: Most tokens that a response grows by. It is never longer than the module's
                 `max_response_length`, which is the default.
+            stop: Tokens that end a response, in addition to those that always do.
 
         Returns:
             A `Rollout` of `B * n` rows with `rows` as parents; fewer where some of them have ended.
@@ -109,7 +111,8 @@ class CausalLM(ModelHandle):
             raise UserError(
                 f"{self.model!r} generates in nodes that `Trainer.fit` runs; there is no step in progress here"
             )
-        return self._generator(rows, n, temperature, max_new_tokens)
+        chosen = self.temperature if temperature is None else temperature
+        return self._generator(rows, n, chosen, max_new_tokens, tuple(stop))
 
     def converse(
         self,
@@ -119,6 +122,7 @@ class CausalLM(ModelHandle):
         *,
         players: Mapping[str, CausalLM] = MappingProxyType({}),
         temperature: float | None = None,
+        stop: Sequence[int] = (),
     ) -> Any:
         """Hold `n` conversations of this model with an environment from each row, in a node marked as for `generate`.
 
@@ -135,6 +139,7 @@ class CausalLM(ModelHandle):
                 of the module, trained or frozen, and the node names them in addition to this one. This model speaks for
                 all other seats.
             temperature: Instead of the model's own; 0 takes the likeliest token.
+            stop: Tokens that end a turn, in addition to those that always do.
 
         Returns:
             A `Rollout` of `B * n` rows, with `turn`, `returns` and `ended`. Where an environment has seats, a row for
@@ -148,7 +153,7 @@ class CausalLM(ModelHandle):
             raise UserError(
                 f"{self.model!r} converses in nodes that `Trainer.fit` runs; there is no step in progress here"
             )
-        return self._converser(rows, environment, n, temperature, players)
+        return self._converser(rows, environment, n, temperature, tuple(stop), players)
 
     def score(self, rows: Tokens) -> tuple[PerToken, PerToken]:
         """Log-probability of each response token, and entropy of the distribution that it was drawn from.
