@@ -151,8 +151,8 @@ class PackedModel(nn.Module):
             scores = [self.own_scores(forward, tokens.to(device), prompt) for tokens, prompt in sequences]
         line, attention, self.divided = pack(rows, share_prefixes), self.divided, None
         packed: Tensor = forward(*line.to(device).arguments(), prefixes=line.to(device).prefixes)[0]
-        shared = " (`share_prefixes: false` may help)" if share_prefixes else ""
-        self._refuse_unlike(packed, torch.cat(scores), f"its own forward and the packed one{shared}")
+        mend = ", or set `strategy.init_args.share_prefixes: false`" if share_prefixes else ""
+        self._refuse_unlike(packed, torch.cat(scores), "its own forward and the packed one", mend)
         self.divided = attention
         if attention is None:
             return
@@ -162,7 +162,7 @@ class PackedModel(nn.Module):
         found, *_ = own.in_order(peers.gather(values, [len(part.scored) for part in parts]))
         self._refuse_unlike(found, packed, "forwards of whole sequences and of divided ones")
 
-    def _refuse_unlike(self, found: Tensor, expected: Tensor, ways: str) -> None:
+    def _refuse_unlike(self, found: Tensor, expected: Tensor, ways: str, mend: str = "") -> None:
         """Scaled or capped outputs, attention of its own or a state that runs on show as other scores `[R]`."""
         largest = max(1.0, float(expected.abs().mean()))
         allowed = largest * (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.25)
@@ -170,7 +170,7 @@ class PackedModel(nn.Module):
         if not difference <= allowed:
             raise UserError(
                 f"{type(self.model).__name__} cannot be scored here: {ways} differ by {difference:.2g} per token "
-                f"(allowed {allowed:.2g}); use a model with plain causal attention and plain logits"
+                f"(allowed {allowed:.2g}); use a model with plain causal attention and plain logits{mend}"
             )
 
     @contextmanager

@@ -125,7 +125,7 @@ def test_what_is_nested_too_deeply_is_a_problem(form: str) -> None:
     [
         ("<|channel|>commentary to=functions.guess<|message|>{", "the arguments of this call of guess are not JSON: "),
         ("<|channel|>commentary to=functions.guess<|message|>[]", "`arguments` of a tool call is an object of names"),
-        ("<|channel|>commentary to=functions.guess", "this tool call has no <|message|>, behind which its arguments"),
+        ("<|channel|>commentary to=functions.guess", "this tool call has no <|message|>, and its arguments"),
         ("<|channel|>commentary to=functions.<|message|>{}", "this tool call names no tool; write to=functions.NAME"),
         ("<|channel|>commentary to=browser.open<|message|>{}", "there is no `browser.open` to write to; tools are"),
     ],

@@ -84,8 +84,8 @@ def positions_are_wrong_after_packing(patch: pytest.MonkeyPatch) -> None:
     """Where responses begin."""
     pack = handle.pack  # type: ignore[attr-defined]
 
-    def moved(rows: Any) -> ModelInput:
-        packed = pack(rows)
+    def moved(rows: Any, share_prefixes: bool) -> ModelInput:
+        packed = pack(rows)  # each row whole
         positions, lengths = packed.position_ids[0].clone(), rows.prompt_ids.lengths.cpu()
         row = (positions == 0).cumsum(0) - 1
         there = lengths[rows.lengths.cpu() > 0][row]
