@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from rlflow.models import prefixes
-from rlflow.models.causal_lm import CausalLM
+from rlflow.errors import UserError
+from rlflow.models import packed, prefixes
+from rlflow.models.attention import packed_attention
+from rlflow.models.causal_lm import CausalLM, ScoringModel
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.lora import LoRA
 from rlflow.models.packing import pack, take
@@ -177,3 +180,16 @@ def test_a_divided_line_scores_row_by_row() -> None:
     for part in parts:
         assert part.prefixes is not None
         assert part.prefixes.cu_seqlens[-1] == len(part.prefixes.keys)
+
+
+def test_a_model_that_does_not_see_what_rows_share_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(*inputs: Any, prefixes: object, **settings: Any) -> Any:
+        return packed_attention(*inputs, **settings)
+
+    monkeypatch.setattr(packed, "packed_attention", blind)
+    model = ScoringModel.load(tiny, torch.float32, torch.device("cpu"))
+    model.check(model, torch.device("cpu"))
+    with pytest.raises(
+        UserError, match=r"packed one differ by .* or set `strategy\.init_args\.share_prefixes: false`$"
+    ):
+        model.check(model, torch.device("cpu"), share_prefixes=True)
