@@ -180,18 +180,22 @@ def deal(costs: Costs, shards: int) -> Tensor:
         sums[poorest] += totals[group]
     while shards > 1:
         rich, poor = int(sums.argmax()), int(sums.argmin())
-        moves = [
-            _Move.best(rows, own, shared[group], group in held[poor], sums[rich], sums[poor], group)
-            for group, rows in held[rich].items()
-        ]
-        move = min(moves, key=lambda each: (each.larger, each.group), default=None)
-        if move is None or move.larger >= sums[rich]:
+        moves = []  # the larger of the two sums afterwards, the group and its rows that move, and the two sums
+        for group in sorted(held[rich]):
+            rows, extra = held[rich][group], 0 if group in held[poor] else shared[group]
+            for moved in (_about(rows, own, (sums[rich] - sums[poor] - extra) / 2), rows):
+                cost = sum(own[row] for row in moved)
+                less = cost + (shared[group] if len(moved) == len(rows) else 0)
+                left, right = sums[rich] - less, sums[poor] + cost + extra
+                moves.append((max(left, right), group, moved, left, right))
+        larger, group, moved, left, right = min(moves, key=lambda move: move[0], default=(sums[rich], 0, [], 0, 0))
+        if larger >= sums[rich]:
             break
-        sums[rich], sums[poor] = move.rich, move.poor
-        held[poor].setdefault(move.group, []).extend(move.rows)
-        stays = [row for row in held[rich].pop(move.group) if row not in move.rows]
+        sums[rich], sums[poor] = left, right
+        held[poor].setdefault(group, []).extend(moved)
+        stays = [row for row in held[rich].pop(group) if row not in moved]
         if stays:
-            held[rich][move.group] = stays
+            held[rich][group] = stays
     shard = torch.empty_like(costs.own)
     for number, groups in enumerate(held):
         for rows in groups.values():
@@ -199,46 +203,15 @@ def deal(costs: Costs, shards: int) -> Tensor:
     return shard
 
 
-@dataclass(frozen=True)
-class _Move:
-    """Rows of a group that the richest shard gives to the poorest, and what the two then have."""
-
-    group: int
-    rows: list[int]
-    rich: int
-    poor: int
-
-    @property
-    def larger(self) -> int:
-        return max(self.rich, self.poor)
-
-    @classmethod
-    def best(cls, rows: list[int], own: list[int], shared: int, known: bool, rich: int, poor: int, group: int) -> _Move:
-        """The dearest rows that do not turn the difference round, or the cheapest, or all, whichever is best.
-
-        Args:
-            rows: Rows of the group on the richest shard.
-            own: Costs by row.
-            shared: Cost of the group's prompt.
-            known: Whether the poorest shard has rows of the group.
-            rich: Sum of the richest shard.
-            poor: Sum of the poorest.
-            group: Number of the group.
-        """
-        extra = 0 if known else shared
-        room, some = (rich - poor - extra) / 2, []
-        for row in sorted(rows, key=lambda row: -own[row]):
-            if 0 < own[row] <= room:
-                some.append(row)
-                room -= own[row]
-        costly = [row for row in rows if own[row] > 0]
-        ways = [some or [min(costly, key=lambda row: own[row])], rows] if costly else [rows]
-        moves = []
-        for given in ways:
-            moved = sum(own[row] for row in given)
-            left = rich - moved - (shared if len(given) == len(rows) else 0)
-            moves.append(cls(group, given, left, poor + extra + moved))
-        return min(moves, key=lambda move: move.larger)
+def _about(rows: list[int], own: list[int], most: float) -> list[int]:
+    """The dearest rows that cost at most so much together; if none does, the cheapest that costs anything."""
+    found = []
+    for row in sorted(rows, key=lambda row: -own[row]):
+        if 0 < own[row] <= most:
+            found.append(row)
+            most -= own[row]
+    costly = [row for row in rows if own[row] > 0]
+    return found or sorted(costly, key=lambda row: own[row])[:1]
 
 
 def grouped(shard: Tensor, shards: int) -> tuple[Tensor, ...]:
