@@ -156,6 +156,17 @@ def test_mini_batches_hold_each_row_once_and_the_last_what_is_left() -> None:
     assert sorted(torch.cat(parts).tolist()) == list(range(10))
 
 
+def test_mini_batches_are_cut_from_shuffled_groups() -> None:
+    path = torch.tensor([[group, sample] for group in range(16) for sample in range(4)])
+    rows = torch.cat([path.T, torch.ones(3, 64, dtype=torch.int64)])
+    space = RowSpace.of_shards("rollout", Layout((0,), 1), [rows])
+    of_8 = [[int(root) for root in space.roots[part]] for part in space.mini_batches(8)]
+    assert [len(set(roots)) for roots in of_8] == [2] * 8
+    assert sum(of_8, []) != space.roots.tolist()
+    of_6 = [len(set(space.roots[part].tolist())) for part in space.mini_batches(6)]
+    assert max(of_6) == 2  # 4 + 2 or 2 + 4: a group is cut where a mini-batch is full
+
+
 def test_mini_batches_differ_between_steps_and_not_between_calls() -> None:
     first, again, next_step = (_space([1] * 32, step=step).mini_batches(8) for step in (0, 0, 1))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
