@@ -100,12 +100,16 @@ def _update(strategy: TrainingStrategy, model: Path, parts: int, devices: int) -
 
 
 def _rows(numbers: range, device: torch.device) -> TokenRows:
-    """Rows of various lengths, the same in every process; padded to one width, so that weights are by position."""
+    """Rows of various lengths, the same in every process; padded to one width, so that weights are by position.
+
+    Four rows in turn have one prompt, which they share.
+    """
     prompts, lengths = [], []
     responses = torch.zeros(len(numbers), LONGEST, dtype=torch.int64)
     for row, number in enumerate(numbers):
-        generator = torch.Generator().manual_seed(number)
-        prompts.append(torch.randint(32, 120, (3 + number % 5,), generator=generator).tolist())
+        generator = torch.Generator().manual_seed(1000 + number // 4)
+        prompts.append(torch.randint(32, 120, (9 + number // 4,), generator=generator).tolist())
+        generator.manual_seed(number)
         length = LONGEST - number
         responses[row, :length] = torch.randint(32, 120, (length,), generator=generator)
         lengths.append(length)

@@ -111,11 +111,11 @@ def resident(what: str) -> int:
 
 def added_memory(name: str, shares: bool) -> int:
     """Kilobytes by which one update raises the peak of a process of its own."""
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-m", "benchmarks.prefixes", "--only", name, "--memory", str(int(shares))],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
-    return int(told.stdout.splitlines()[-1])
+    return int(output.stdout.splitlines()[-1])
 
 
 def measure(name: str, case: Case, repeats: int, folder: Path) -> dict[str, float | str]:

@@ -50,14 +50,16 @@ class Balance:
     def costs(self, tokens: Tensor, lengths: Tensor, groups: Tensor) -> Costs:
         """What rows cost, in tokens of short rows; a row of no token costs nothing.
 
-        The rows of a group have a prompt in common: the shortest of theirs, where they differ.
+        A prompt that the rows of a group have in common costs once wherever some of them are. Prompts themselves are
+        not known here. Where those of a group differ, as those of seats do, the shortest is taken for theirs, which is
+        too little.
 
         Args:
             tokens: `[N]` int64, of prompts and responses.
             lengths: `[N]` int64, of responses.
-            groups: `[N]` int64, the group of each row, any numbers.
+            groups: `[N, ...]` int64, numbers that rows of a group have in common.
         """
-        group = groups.unique(return_inverse=True)[1]
+        group = groups.unique(dim=0, return_inverse=True)[1]
         shortest = np.full(int(group.max()) + 1 if len(group) else 0, np.iinfo(np.int64).max)
         np.minimum.at(shortest, group.numpy(), (tokens - lengths).numpy())
         shared = self._of_row(torch.from_numpy(shortest))
@@ -193,7 +195,7 @@ def deal(costs: Costs, shards: int) -> Tensor:
             break
         sums[rich], sums[poor] = left, right
         held[poor].setdefault(group, []).extend(moved)
-        stays = [row for row in held[rich].pop(group) if row not in moved]
+        stays = sorted({*held[rich].pop(group)}.difference(moved))
         if stays:
             held[rich][group] = stays
     shard = torch.empty_like(costs.own)
@@ -246,8 +248,7 @@ def group_partition(groups: Tensor, shards: int) -> tuple[Tensor, ...]:
 def even_parts(costs: list[int], number: int) -> list[list[int]]:
     """Deal rows, the dearest first, each to the part with the smallest sum so far: even sums, whatever the counts.
 
-    Inside a rank, where parts run one after another, nothing asks for even counts; a part of one dear row and one of
-    many cheap rows take the same room, and so fewer parts are needed than `deal` would make.
+    A part of one dear row and one of many cheap rows take the same room. Rows share nothing here.
 
     Args:
         costs: Cost of each row, at least 0; ties go by the row's number.

@@ -327,7 +327,7 @@ class RowSpace:
         if can_stay and self.balance.mode == "off":
             return at_home, predicted
         update, updates = self._updates(layout.samples_per_update)
-        costs = self.balance.costs(self.tokens, self.lengths, self.roots)
+        costs = self.balance.costs(self.tokens, self.lengths, self.path[:, : max(1, self.path.shape[1] - 1)])
         shard = torch.empty_like(self.lengths)
         for rows in grouped(update, updates):
             shard[rows] = deal(costs.take(rows), layout.shards)

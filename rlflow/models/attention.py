@@ -171,7 +171,7 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, scores: AttentionSco
     """As the models' papers have it; `seen` `[queries, L]`. Memory grows with the square of the longest sequence."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    of_pairs = (query @ key.transpose(2, 3)) * scores.scale  # [S, heads, L, L]
+    of_pairs = (query @ key.transpose(2, 3)) * scores.scale  # [S, heads, queries, L]
     if scores.cap is not None:
         of_pairs = scores.cap * torch.tanh(of_pairs / scores.cap)
     of_pairs = of_pairs.masked_fill(~seen, -torch.inf)

@@ -150,7 +150,8 @@ class PackedModel(nn.Module):
         with self._as_transformers_has_it():
             scores = [self.own_scores(forward, tokens.to(device), prompt) for tokens, prompt in sequences]
         line, attention, self.divided = pack(rows, share_prefixes), self.divided, None
-        packed: Tensor = forward(*line.to(device).arguments(), prefixes=line.to(device).prefixes)[0]
+        there = line.to(device)
+        packed: Tensor = forward(*there.arguments(), prefixes=there.prefixes)[0]
         mend = ", or set `strategy.init_args.share_prefixes: false`" if share_prefixes else ""
         self._refuse_unlike(packed, torch.cat(scores), "its own forward and the packed one", mend)
         self.divided = attention

@@ -19,7 +19,7 @@ from rlflow.errors import UserError
 from rlflow.models.prefixes import Prefixes, families, gather, neighbours
 from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.columns import to_device
-from rlflow.values.cuts import PerToken
+from rlflow.values.cuts import Cut, PerToken
 from rlflow.values.host_copy import bring_over, on_host, rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
@@ -263,19 +263,13 @@ def pack(rows: Tokens, share_prefixes: bool = False) -> ModelInput:
 
 def _shared(line: ModelInput) -> ModelInput:
     """The same rows with each shared prefix once, in another order, if there are any; what is scored stays in order."""
-    per_token = {name: data for name, data in line.columns.items() if MODEL_INPUTS[name].per_read_token}
-    tokens = line.input_ids[0]
-    if per_token:  # a token is shared where all that is read with it is the same
-        together = torch.cat([tokens[:, None], *(data.flatten(1).long() for data in per_token.values())], 1)
-        tokens = together.unique(dim=0, return_inverse=True)[1]
     assert line.cu_seqlens is not None
-    starts = line.cu_seqlens.tolist()
-    rows = np.split(tokens.numpy(), starts[1:-1])
+    starts, rows = line.cu_seqlens.tolist(), _compared(line)
     order, shared = neighbours(rows)
     if not any(shared):
         return line
     keys, taken, fresh = [], [], []  # in the order of the line
-    places = np.empty(len(tokens), np.int64)  # in the new line, of each token of this one
+    places = np.empty(starts[-1], np.int64)  # in the new line, of each token of this one
     before, end = np.empty(0, np.int64), 0
     for row, common in zip(order, shared, strict=True):
         own = len(rows[row]) - common
@@ -294,9 +288,29 @@ def _shared(line: ModelInput) -> ModelInput:
         max_seqlen=max(fresh),
         scored=torch.from_numpy(places)[line.scored],
         useful_tokens=end,
-        columns={name: data[chosen] if name in per_token else data for name, data in line.columns.items()},
+        columns={
+            name: data[chosen] if MODEL_INPUTS[name].per_read_token else data for name, data in line.columns.items()
+        },
         prefixes=Prefixes.of(keys),
     )
+
+
+def _compared(line: ModelInput) -> list[NDArray[np.int64]]:
+    """For each row of a line a number for each token: the same for the same token, read with the same columns.
+
+    Rows that are read with any number of entries, which belong to no token, are unlike.
+    """
+    assert line.cu_seqlens is not None
+    read, beside = line.input_ids[0], []
+    for name, data in line.columns.items():
+        if MODEL_INPUTS[name].per_read_token:
+            beside.append(data.flatten(1).long())
+        elif MODEL_INPUTS[name].cut is Cut.RAGGED:
+            lengths = line.cu_seqlens.diff().long()
+            beside.append(torch.arange(len(lengths)).repeat_interleave(lengths)[:, None])
+    if beside:
+        read = torch.cat([read[:, None], *beside], 1).unique(dim=0, return_inverse=True)[1]
+    return np.split(read.numpy(), line.cu_seqlens[1:-1].tolist())
 
 
 def _in_line(name: str, data: Tensor | Ragged, counts: Tensor, mask: Tensor) -> Tensor:
@@ -352,23 +366,19 @@ def shared_micro_batches(rows: Tokens | Pairs, budget: int, at_least: int = 1) -
     A pair costs what its two rows do together.
     """
     if isinstance(rows, Pairs):
-        pairs = zip(fed(rows.chosen), fed(rows.rejected), strict=True)
+        pairs = zip(_by_row(rows.chosen), _by_row(rows.rejected), strict=True)
         of_rows = [([number], sum(cost for _, cost in families(pair, budget))) for number, pair in enumerate(pairs)]
     else:
-        of_rows = families(fed(rows), budget)
+        of_rows = families(_by_row(rows), budget)
     parts = packed_micro_batches(torch.tensor([cost for _, cost in of_rows], dtype=torch.int64), budget, at_least)
     members = [[number for family in part.tolist() for number in of_rows[family][0]] for part in parts]
     return [torch.tensor(sorted(numbers), dtype=torch.int64) for numbers in members]
 
 
-def fed(rows: Tokens) -> list[NDArray[np.int64]]:
-    """The tokens of each row that the model reads."""
-    here = on_cpu(rows)
-    of_rows = zip(here.prompt_ids.rows(), here.response_ids, here.lengths.tolist(), strict=True)
-    return [
-        np.concatenate([prompt.numpy(), response[: length - 1].numpy()]) if length else np.empty(0, np.int64)
-        for prompt, response, length in of_rows
-    ]
+def _by_row(rows: Tokens) -> list[NDArray[np.int64]]:
+    """See `_compared`; nothing of a row without a response."""
+    of_line = iter(_compared(pack(rows)))
+    return [next(of_line) if length else np.empty(0, np.int64) for length in on_host(rows.lengths).tolist()]
 
 
 def padded_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ Tokens = NDArray[np.int64]  # `[tokens]` of one row, as the model reads them
 # A prefix of fewer tokens is read by each row anew. Short prompts begin alike by chance or by a chat template, and the
 # keys of rows that share are copied in every layer: below about 8 tokens that takes longer than the tokens do.
 SHORTEST = 8
-# A token that a row shares takes a key and a value in each layer in place of all activations: at most a sixteenth of
-# the memory of a token (4 of 34 widths in arXiv 2205.05198, equation 1, halved at least by fewer heads of keys).
+# A token that a row shares takes a key and a value in each layer in place of all activations: 4 of 34 widths (arXiv
+# 2205.05198, equation 1), and half of it or less where keys have fewer heads than queries. So about a sixteenth.
 SHARED_COST = 16
 
 
@@ -96,22 +97,40 @@ def families(rows: Sequence[Tokens], budget: int) -> list[tuple[list[int], int]]
 
     Args:
         rows: The tokens of each row.
-        budget: Most that a family may cost. A larger one is cut, in the order of the line; each part computes its
-            prefix again.
+        budget: Most that a family may cost. A larger one is cut at its shallowest fork, so that where all rows begin
+            with a chat template, those of one prompt stay together. Of rows that fork at one place, as many are
+            together as the budget takes. Each part computes its prefix again.
 
     Returns:
         Row numbers and cost of each.
     """
-    found: list[tuple[list[int], int]] = []
-    for number, shared in zip(*neighbours(rows), strict=True):
-        own = len(rows[number])
-        more = own - shared + shared // SHARED_COST
-        if shared and found[-1][1] + more <= budget:
-            members, cost = found[-1]
-            found[-1] = [*members, number], cost + more
-        else:
-            found.append(([number], own))
-    return found
+    order, shared = neighbours(rows)
+    lengths = [len(rows[number]) for number in order]
+    added = [own - common + common // SHARED_COST for own, common in zip(lengths, shared, strict=True)]
+    before = [0, *accumulate(added)]
+
+    def cost(first: int, end: int) -> int:
+        return lengths[first] + before[end] - before[first + 1]
+
+    found: list[tuple[int, int]] = []
+    todo = [(0, len(order))] if order else []
+    while todo:
+        first, end = todo.pop()
+        least = min(shared[first + 1 : end], default=1)
+        if end - first == 1 or (least > 0 and cost(first, end) <= budget):
+            found.append((first, end))
+            continue
+        forks = [first, *(place for place in range(first + 1, end) if shared[place] == least), end]
+        leaves = first  # where the rows begin that are not yet in a part, each a branch of its own
+        for start, stop in pairwise(forks):
+            if stop - start > 1 or least == 0 or cost(leaves, stop) > budget:
+                found += [(leaves, start)] if leaves < start else []
+                leaves = start
+            if stop - start > 1:
+                todo.append((start, stop))
+                leaves = stop
+        found += [(leaves, end)] if leaves < end else []
+    return [(order[first:end], cost(first, end)) for first, end in found]
 
 
 def gather(states: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -210,13 +210,13 @@ class TrainingStrategy:
             model.use_float32_head()
         scale = LossScale() if optimizer is not None and self.dtype == torch.float16 else None
         role = self.roles[name] = Role(handle, model, optimizer, updates, loss_scale=scale)
-        forward, plan = self._wrap(name, role), self._forward_plan(name)
-        model.check(forward, self.root_device, plan.share_prefixes, plan.peers)
+        forward = self._wrap(name, role)
+        handle.attach(forward, self._forward_plan(name))
+        model.check(forward, self.root_device, handle.plan.share_prefixes, handle.plan.peers)
         if handle.lora is not None:
             without_adapters = [Weight(weight.name, weight.parameter) for weight in model.weights()]
             buckets = self._full(without_adapters, SAVE_BUCKET_BYTES)
             model.base_digest = digest_of(each for bucket in buckets for each in bucket)
-        handle.attach(forward, plan)
         if isinstance(handle, Averaged) and handle.owner.trainable:
             role.average = self._average_of(role, handle)
 

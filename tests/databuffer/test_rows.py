@@ -162,7 +162,7 @@ def test_mini_batches_are_cut_from_shuffled_groups() -> None:
     space = RowSpace.of_shards("rollout", Layout((0,), 1), [rows])
     of_8 = [[int(root) for root in space.roots[part]] for part in space.mini_batches(8)]
     assert [len(set(roots)) for roots in of_8] == [2] * 8
-    assert sum(of_8, []) != space.roots.tolist()
+    assert [root for roots in of_8 for root in roots] != space.roots.tolist()
     of_6 = [len(set(space.roots[part].tolist())) for part in space.mini_batches(6)]
     assert max(of_6) == 2  # 4 + 2 or 2 + 4: a group is cut where a mini-batch is full
 

@@ -59,6 +59,13 @@ def test_in_float64_they_are_equal(name: str, way: str, family: Family) -> None:
     assert distance(gradient, expected) < 1e-10
 
 
+@pytest.mark.parametrize("name", slow_but(("qwen2",), FAMILIES))
+def test_with_transformers_casts_to_float32_they_are_equal_to_1e6(name: str, family: Family) -> None:
+    (values, gradient), (whole, expected) = (outcome(family(name), torch.float64, shares) for shares in (True, False))
+    torch.testing.assert_close(values, whole, rtol=0, atol=1e-6)
+    assert distance(gradient, expected) < 1e-6
+
+
 @pytest.mark.parametrize("name", slow_but(("qwen3_moe",), FAMILIES))
 def test_in_float32_they_are_equal_to_its_precision(name: str, family: Family) -> None:
     (values, gradient), (whole, expected) = (outcome(family(name), torch.float32, shares) for shares in (True, False))

@@ -206,14 +206,14 @@ def of_whole_rows(inputs: tuple[Tensor, ...], window: int, softcap: float | None
 
 @pytest.mark.parametrize(("softcap", "sunk"), [(None, False), *SHAPES])
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("on_cuda", [False, True])
+@pytest.mark.parametrize("by_flex", [False, True])
 def test_rows_see_the_tokens_that_they_share(
-    on_cuda: bool, window: int | None, softcap: float | None, sunk: bool, monkeypatch: pytest.MonkeyPatch
+    by_flex: bool, window: int | None, softcap: float | None, sunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     inputs = tuple(states[:, :, :7].detach().requires_grad_() for states in states(4, 2, 16))
     s_aux = sinks(4) if sunk else None
-    if on_cuda:
+    if by_flex:
         key, value = (states[:, :, SHARED.keys] for states in inputs[1:])
         scores = AttentionScores(0.25, window, softcap, s_aux)
         found = flexible(inputs[0], key, value, scores, (FRESH, SHARED.cu_seqlens), flex_attention)

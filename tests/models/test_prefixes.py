@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from rlflow.errors import UserError
-from rlflow.models import packed, prefixes
+from rlflow.models import packed, packing, prefixes
 from rlflow.models.attention import packed_attention
 from rlflow.models.causal_lm import CausalLM, ScoringModel
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.lora import LoRA
-from rlflow.models.packing import pack, take
+from rlflow.models.packing import pack, shared_micro_batches, take
 from rlflow.models.prefixes import families, gather, neighbours
 from rlflow.values.batch import Pairs, TokenRows
+from rlflow.values.columns import Column
+from rlflow.values.cuts import Cut
 from rlflow.values.ragged import Ragged
 from tests.forks import forked_rows, rows_of, wide_casts
 from tests.models.conftest import one_by_one
@@ -116,10 +118,37 @@ def test_families_stay_together_and_cost_what_their_line_does() -> None:
     assert [rows[number].tolist()[-1] for number in order] == [9, 2, 5, 3]
     assert shared == [0, 0, 11, 10]
     # 12 tokens, 2 more of 13 and 1 more of 11; a 16th of the 21 that are looked at again is 0 for each.
-    assert families(rows, 100) == [([1], 5), ([0, 3, 2], 15)]
-    assert families(rows, 14) == [([1], 5), ([0, 3], 14), ([2], 11)]
+    assert sorted(families(rows, 100)) == [([0, 3, 2], 15), ([1], 5)]
+    assert sorted(families(rows, 14)) == [([0, 3], 14), ([1], 5), ([2], 11)]
     long = np.arange(1000)
     assert families([np.append(long, row) for row in range(3)], 5000) == [([0, 1, 2], 1001 + 2 * (1 + 62))]
+
+
+def test_a_large_family_is_cut_where_its_prompts_part_and_not_within_one() -> None:
+    prompts = [[*TEN, prompt, *[prompt] * 29] for prompt in (1, 2, 3)]  # all begin with a chat template of 10 tokens
+    rows = [np.array([*prompt, sample, 7]) for sample in (4, 5, 6) for prompt in prompts]
+    # 42 + 2 x 2 new ones, and 40 // 16 = 2 for what two rows look at again: 50 each
+    assert sorted(families(rows, 129)) == [([0, 3, 6], 50), ([1, 4, 7], 50), ([2, 5, 8], 50)]
+    (whole,) = families(rows, 130)
+    assert whole[1] == 50 + 2 * (50 - 10)  # the template costs nothing again: 10 // 16
+
+
+def test_micro_batches_of_unlike_experts_stay_within_the_budget() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = rows_of([([5] * 40, [sample + 2, 3, 4]) for sample in range(8)])
+    experts = torch.randint(0, 8, (8 * 42, 2, 1), dtype=torch.uint8, generator=generator)
+    rows = replace(rows, columns={"experts": Ragged(experts, torch.full((8,), 42))})
+    parts = shared_micro_batches(rows, 100)
+    assert all(pack(take(rows, part), share_prefixes=True).useful_tokens <= 100 for part in parts)
+
+
+def test_rows_with_entries_of_no_token_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    column = Column("patches", Cut.RAGGED, model_input="any")
+    monkeypatch.setitem(packing.MODEL_INPUTS, column.name, column)
+    rows = rows_of([(TEN, [1, 2]), (TEN, [3, 4])])
+    line = pack(replace(rows, columns={"patches": Ragged.from_lists([[4, 5], [6]])}), share_prefixes=True)
+    assert line.prefixes is None
+    assert line.columns["patches"].tolist() == [4, 5, 6]
 
 
 def test_micro_batches_have_whole_families_within_the_budget() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_every_node_and_exchange_of_the_plan_is_on_the_timeline(largest: Predict
         "advantages -> actor_loss",
         "actor_loss",
     ]
+
+
+def test_a_prompt_is_computed_once_for_its_samples_on_a_rank(largest: PredictedStep) -> None:
+    # 8 prompts of 512 tokens on each of 512 ranks, 16 samples of 1,536 to each
+    load = largest.workload
+    loss = load.graph.nodes["actor_loss"]
+    assert load.computed_tokens(loss, 512) == 8 * 512 + 128 * 1536
+    assert load.computed_tokens(loss, 2**16) == 512 + 1536  # a sample to a rank
+    assert replace(load, share_prefixes=False).computed_tokens(loss, 512) == 128 * 2048
 
 
 def test_an_edge_moves_the_bytes_of_its_columns(largest: PredictedStep) -> None:
