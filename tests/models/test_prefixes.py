@@ -112,6 +112,22 @@ def test_gradients_of_what_is_taken_often_are_summed_in_float32() -> None:
     assert states.grad[0, 0, :, 0].tolist() == [0, 300]  # in bfloat16 a sum of ones ends at 256
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14),
+    st.integers(1, 40),
+)
+def test_every_row_is_in_one_family_that_costs_the_tokens_of_its_line(rows: list[list[int]], budget: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prefixes, "SHORTEST", 1)
+        found = families([np.array(row) for row in rows], budget)
+    assert sorted(number for members, _ in found for number in members) == list(range(len(rows)))
+    for members, cost in found:  # nothing is looked at again by 16 tokens, which would cost one more
+        assert cost == len(
+            {tuple(rows[number][: length + 1]) for number in members for length in range(len(rows[number]))}
+        )
+        assert cost <= budget or len(members) == 1
+
+
 def test_families_stay_together_and_cost_what_their_line_does() -> None:
     rows = [np.array(row) for row in ([*TEN, 1, 2], [9] * 5, [*TEN, 3], [*TEN, 1, 4, 5])]
     order, shared = neighbours(rows)
