@@ -317,14 +317,16 @@ class RLModule:
             )
         return parts
 
-    def log(self, name: str, x: Tensor, mask: Tensor | None = None) -> None:
+    def log(self, name: str, x: Tensor | float, mask: Tensor | None = None) -> None:
         """Log the mean of `x` over all rows of all ranks, or over the entries where `mask` is True.
 
         Args:
             name: The metric, such as `actor/kl`.
-            x: `[B]` or `[B, T]`; 0-dim for a number that is equal on all ranks.
+            x: `[B]` or `[B, T]`; 0-dim, or a number, for what is equal on all ranks.
             mask: Entries that count, in the shape of `x`; needed for `[B, T]`, where padding must not count.
         """
+        if not isinstance(x, Tensor):
+            x = torch.tensor(float(x), dtype=torch.float64, device=self._running().device)
         if x.dim() > 1 and mask is None:
             raise UserError(
                 f"log({name!r}) was given {list(x.shape)} without a mask; padding would count. Pass `mask=`"

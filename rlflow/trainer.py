@@ -21,6 +21,7 @@ from rlflow.loggers.lightning import LoggerLike
 from rlflow.module import RLModule, handles
 from rlflow.process import startup, status
 from rlflow.process.devices import require_accelerator, require_known_gpu
+from rlflow.process.environment import require_started
 from rlflow.process.scratch import scratch_folder
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings, Share
@@ -193,6 +194,7 @@ class Trainer(RunningTrainer):
                     f"`trainer.num_nodes` is {settings.num_nodes}; SingleProcess runs on 1. For more use"
                     " `strategy: deepspeed` or `strategy: fsdp`."
                 )
+            require_started(settings.world_size)
             fabric = Fabric(
                 accelerator=settings.accelerator,
                 devices=settings.devices,

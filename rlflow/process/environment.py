@@ -8,11 +8,30 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rlflow.errors import UserError
+
 # Fabric, DeepSpeed and vLLM set them for good.
 PLACE = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 ARGUMENTS = "RLFLOW_ARGUMENTS"  # of a rank; they may hold secrets, and every user can read command lines
 
 _takes_arguments = False
+
+
+def require_started(world_size: int) -> None:
+    """Refuse a run of fewer or more ranks than torchrun has started processes: each would train alone, or wait.
+
+    Args:
+        world_size: Ranks of the run.
+
+    Raises:
+        UserError: Torchrun started another number of processes.
+    """
+    started = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if started is not None and int(started) != world_size:
+        raise UserError(
+            f"torchrun started {started} processes, and `trainer.devices` x `trainer.num_nodes` is {world_size}; give"
+            " `trainer.devices` the processes of a machine, and `trainer.num_nodes` the machines"
+        )
 
 
 @contextmanager

@@ -210,6 +210,7 @@ class NamesRows(DPO):
         numbers = torch.tensor([float(row["question"].split("+")[0]) for row in batch.rows])
         self.log("val/number", numbers)
         self.log("val/mean", self.mean(numbers))
+        self.log("val/plain", 1.5)
         assert not torch.is_grad_enabled()
 
 
@@ -217,6 +218,7 @@ def test_each_held_out_row_counts_once_on_any_number_of_ranks(policy: Path, tmp_
     run = Fit(NamesRows(CausalLM(str(policy))), data(held_out=5), tmp_path, partial(DeepSpeedStrategy, 2))
     summary = ranks2.run(fit, run)[0].summary
     assert (summary["number_before"], summary["mean_before"]) == (2.0, 2.0)  # (0 + 1 + 2 + 3 + 4) / 5
+    assert summary["plain_before"] == 1.5
 
 
 class PairsAndRows(Sourced, Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.errors import UserError
 from rlflow.process import environment
-from rlflow.process.environment import ARGUMENTS, handed_arguments
+from rlflow.process.environment import ARGUMENTS, handed_arguments, require_started
 
 TAKES = "import sys; from rlflow.process import environment; environment.take_arguments(); print(sys.argv[1:])"
 
@@ -33,3 +35,15 @@ def test_a_script_of_a_user_who_reads_its_arguments_itself_gets_them(monkeypatch
     monkeypatch.setattr(sys, "argv", ["train.py", "--password", "opensesame"])
     with handed_arguments():
         assert sys.argv[-1] == "opensesame"
+
+
+@pytest.mark.parametrize(("run_id", "started", "refused"), [("1", "2", True), ("1", "1", False), (None, "2", False)])
+def test_processes_of_torchrun_that_a_run_does_not_count_are_refused(
+    run_id: str | None, started: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if run_id is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("WORLD_SIZE", started)
+    said = r"^torchrun started 2 processes, and `trainer.devices` x `trainer.num_nodes` is 1; give"
+    with pytest.raises(UserError, match=said) if refused else contextlib.nullcontext():
+        require_started(1)
