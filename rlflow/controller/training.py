@@ -168,8 +168,8 @@ class Training:
             _sequences(scored),
         )
         prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other ones, of the same rows
-        parts = len(handle.plan.split(scored, prompts=prompts))
-        total, learnt_from, of_dropped, sequences, most, asked = self._agree(here, parts, layout)
+        parts = handle.plan.split(scored, prompts=prompts)
+        total, learnt_from, of_dropped, sequences, most, asked = self._agree(here, len(parts), layout)
         if learnt_from == 0 < of_dropped and not again:  # what a reward failed on is the same in every epoch
             self.watch.note_dropped(role, metrics)
         if learnt_from == 0:
@@ -182,7 +182,9 @@ class Training:
         method = getattr(self._module, node.id)
         loss_here: Tensor | float = 0.0  # float64, on the device
         balance_here: Tensor | None = None  # as it, of the load of experts
-        for part, micro in enumerate(handle.plan.split(scored, most, prompts)):
+        if most > len(parts):
+            parts = handle.plan.split(scored, most, prompts)
+        for part, micro in enumerate(parts):
             with handle.training():
                 loss = method(**self._take(mini, micro), **dict.fromkeys(node.after, Trained()))
             counts = rows_at(mask, micro)

@@ -63,7 +63,9 @@ class ForwardPlan:
 
     def micro_batches(self, rows: Tokens, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch, as many on every rank of the role; there may be empty ones."""
-        return self.split(rows, self.agree(len(self.split(rows, prompts=prompts))), prompts)
+        parts = self.split(rows, prompts=prompts)
+        most = self.agree(len(parts))
+        return parts if most == len(parts) else self.split(rows, most, prompts)
 
     def split(self, rows: Tokens | Pairs, at_least: int = 1, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
         """Row numbers of each micro-batch of this rank alone, at least so many; there may be empty ones.
