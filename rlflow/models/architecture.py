@@ -9,6 +9,7 @@ import torch
 from rlflow.errors import UserError
 from rlflow.models.attention import heads_of
 from rlflow.models.logprobs import unknown_logit_settings
+from rlflow.models.mixers import MIXERS, STATE_LAYERS, mixers_of
 from rlflow.models.remote_code import class_beside
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 ATTENTION = {"full_attention", "sliding_attention"}
+FEED_FORWARD = {"mlp", "moe"}  # layers of one token each
 NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")  # also for a model's own code
 # Keys of a configuration that say who wrote it and how, what is fed to the model, and what is stored between tokens
 NOT_ARCHITECTURE = {
@@ -67,13 +69,16 @@ def check_architecture(
 
 
 def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: bool) -> str | None:
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
-    if kind._is_stateful and not kind._supports_attention_backend:
-        return (
-            f"carries a state from token to token{_layers(others)}, and packed sequences would hand it on to each"
-            " other; use a model that looks back by attention alone"
-        )
-    if not kind._supports_attention_backend:
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION - FEED_FORWARD
+    if kind._is_stateful or kinds & STATE_LAYERS:
+        mixers = mixers_of(_on_meta(config, trust_remote_code))
+        if not mixers or mixers - MIXERS.keys():
+            by = f" by {', '.join(sorted(mixers - MIXERS.keys()))}" if mixers else _layers(sorted(kinds))
+            return (
+                f"carries a state from token to token{by}, which would pass from row to row of a packed line; use a"
+                f" model whose layers are attention, or mixers that are known here: {', '.join(MIXERS)}"
+            )
+    elif not kind._supports_attention_backend:
         return (
             "has attention of its own, which cannot be kept within packed sequences; use a model for which transformers"
             " supports attention functions"
@@ -81,7 +86,7 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: boo
     lacking = [name for name in NEEDED if getattr(config, name, None) is None]
     if lacking:
         return f"has a configuration that does not say `{lacking[0]}`; give a decoder whose configuration does"
-    if others:
+    if others := sorted(kinds - STATE_LAYERS):
         return f"has layers{_layers(others)}, which are not computed here; use a model of full or sliding attention"
     if any("dynamic" in rope.get("rope_type", "") for rope in rotary_embeddings(config)):
         return (
@@ -91,14 +96,18 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: boo
     if scores_tokens:
         if unknown := unknown_logit_settings(config):
             return f"shapes its logits ({', '.join(unknown)}) in a way that is not known here; use a model without it"
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):  # its layers, without weights
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
-        head = model.get_output_embeddings()
+        head = _on_meta(config, trust_remote_code).get_output_embeddings()
         if head.bias is not None:
             return "has a bias in its output layer, which tokens are scored without here; use a model without one"
     return None
+
+
+def _on_meta(config: Any, trust_remote_code: bool) -> Any:
+    """The model's layers, without weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
 
 
 def _layers(kinds: list[str]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation
 from rlflow.models.lora import LoRA
+from rlflow.models.mixers import has_mixers, reads_side_by_side
 from rlflow.models.moe import Routing
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
@@ -49,6 +50,7 @@ class ForwardPlan:
         token_budget: Most tokens of a micro-batch; a longer row stands alone.
         packing: Feed rows without padding. Off, each micro-batch is right-padded.
         share_prefixes: Compute a prefix that several rows of a micro-batch have once, where rows are packed.
+        side_by_side: Cut micro-batches as those of padded rows, of like length: mixers pad them, see `MixerOfRows`.
         agree: The largest of the counts that the ranks of the role pass in, a collective; by default of one rank.
         peers: Who divides the lines of this rank's rows; they have the same rows.
         gathers: Whether a weight is whole only while its layer's forward runs.
@@ -57,6 +59,7 @@ class ForwardPlan:
     token_budget: int = 4096
     packing: bool = True
     share_prefixes: bool = True
+    side_by_side: bool = False
     agree: Callable[[int], int] = int
     peers: Peers = ALONE
     gathers: bool = False
@@ -77,7 +80,7 @@ class ForwardPlan:
         """
         if self.packing and self.share_prefixes and not prompts:
             return shared_micro_batches(rows, self.token_budget, at_least)
-        cut = packed_micro_batches if self.packing else padded_micro_batches
+        cut = packed_micro_batches if self._without_padding else padded_micro_batches
         return cut(self._costs(rows, prompts), self.token_budget, at_least)
 
     def _costs(self, rows: Tokens | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
@@ -91,7 +94,11 @@ class ForwardPlan:
                 costs = torch.maximum(costs, token_counts(TokenRows(other, rows.response_ids, rows.lengths)))
             return costs
         chosen, rejected = token_counts(rows.chosen), token_counts(rows.rejected)
-        return chosen + rejected if self.packing else 2 * torch.maximum(chosen, rejected)
+        return chosen + rejected if self._without_padding else 2 * torch.maximum(chosen, rejected)
+
+    @property
+    def _without_padding(self) -> bool:
+        return self.packing and not self.side_by_side
 
     def model_input(self, rows: Tokens) -> ModelInput:
         """What one forward pass over all of `rows` reads."""
@@ -202,9 +209,10 @@ class ModelHandle(ABC):
         """
         forward.eval()  # a DeepSpeed engine's returns nothing
         self._forward = forward
-        # Rows that share a token would share what dropout does to it.
+        # Rows that share a token would share what dropout does to it; and a shared prefix would need its state.
         noisy = self.lora is not None and self.lora.dropout > 0
-        self.plan = replace(plan, share_prefixes=False) if noisy else plan
+        shares = plan.share_prefixes and not noisy and not has_mixers(forward)
+        self.plan = replace(plan, share_prefixes=shares, side_by_side=reads_side_by_side(forward))
 
     def freeze(self) -> None:
         """Train no longer; called before the weights are loaded."""

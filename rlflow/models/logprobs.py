@@ -20,7 +20,15 @@ CHUNK_ELEMENTS = 2**26
 # Settings of configurations that shape logits, and the types of models in which their meaning is known.
 LOGIT_SETTINGS = {
     "logit_scale": {"cohere", "cohere2", "cohere2_moe"},  # multiplies
-    "logits_scaling": {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"},  # divides
+    "lm_head_multiplier": {"falcon_h1"},  # multiplies
+    "logits_scaling": {  # divides
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+    },
     "final_logit_softcapping": {"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "vaultgemma", "nanochat"},
 }
 
@@ -47,7 +55,8 @@ class Softmax:
         """The softmax of a transformers configuration of a known type of model, see `unknown_logit_settings`."""
         text = config.get_text_config()
         known = {name: getattr(text, name, None) for name, types in LOGIT_SETTINGS.items() if text.model_type in types}
-        scale = (known.get("logit_scale") or 1.0) / (known.get("logits_scaling") or 1.0)
+        factor = (known.get("logit_scale") or 1.0) * (known.get("lm_head_multiplier") or 1.0)
+        scale = factor / (known.get("logits_scaling") or 1.0)
         return cls(scale=scale, cap=known.get("final_logit_softcapping"))
 
     def products_in(self, hidden: Tensor) -> torch.dtype:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, Attention, packed_attention
 from rlflow.models.lora import LoRA, adapter_of, add_adapters, save_adapter
+from rlflow.models.mixers import ROW_NUMBERS, has_mixers, keep_rows_apart, row_numbers
 from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, Peers, pack, whole
 from rlflow.models.prefixes import SHORTEST, Prefixes, gather
@@ -50,6 +51,8 @@ class PackedModel(nn.Module):
         AttentionInterface.register(PACKED_ATTENTION, packed_attention)
         model.set_attn_implementation(PACKED_ATTENTION)
         use_onednn(model)
+        keep_rows_apart(model)
+        self.has_mixers = has_mixers(model)
         self.model = model
         self.dtype: torch.dtype = model.dtype  # that it computes in, whatever its parameters are held in
         self.divided: Attention | None = None  # attends over a line that ranks divide among them
@@ -206,13 +209,19 @@ class PackedModel(nn.Module):
         return plain_name(name.removeprefix("model."))
 
     def weights(self) -> list[Weight]:
-        """What the forward computes with, each adapter merged into its weight; tied weights come once."""
+        """What the forward computes with, each adapter merged into its weight; tied weights come once.
+
+        Buffers that files hold are among them, such as the bias that corrects a router's choice of experts.
+        """
         adapters = {} if self.lora is None else adapter_of(self)
-        return [
+        found = [
             Weight(self.hf_name(name), parameter, adapters.get(name))
             for name, parameter in self.named_parameters()
             if not is_adapter(name)
         ]
+        computed = {name for name, _ in self.model.named_non_persistent_buffers()}
+        stored = ((name, buffer) for name, buffer in self.model.named_buffers() if name not in computed)
+        return found + [Weight(plain_name(name), buffer) for name, buffer in stored]
 
     def trained(self) -> list[Weight]:
         """What an optimizer changes."""
@@ -321,6 +330,7 @@ class PackedModel(nn.Module):
             max_length_k=max_seqlen if prefixes is None else prefixes.max_seqlen,
             divided=self.divided,
             prefixes=prefixes,
+            **({ROW_NUMBERS: row_numbers(cu_seqlens)} if self.has_mixers and cu_seqlens is not None else {}),
             **({} if routing is None else {ROUTING: routing}),
         ).last_hidden_state  # [S, L, H]
         values: tuple[Tensor, ...] = self.output_layer(gather(states.flatten(0, 1), 0, scored), targets, *readout)

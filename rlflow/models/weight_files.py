@@ -145,7 +145,8 @@ def finish(model: Any, files: WeightFiles) -> None:
         path, _, key = name.rpartition(".")
         owner = model.get_submodule(path)
         owner._buffers[key] = torch.empty_like(buffer, device="cpu")
-        owners.add(owner)
+        # A model may compute the buffers of its layers, as Falcon-H1 does.
+        owners |= {owner, *(model.get_submodule(path[:end]) for end in range(len(path)) if path[end] == ".")}
     for owner in owners:
         owner._is_hf_initialized = False  # so `initialize_weights` does it once more, and no other
     with torch.random.fork_rng(devices=[]):

@@ -24,7 +24,7 @@ class Weight:
 
     Attributes:
         name: Its name in Hugging Face form, `model.layers.0.self_attn.q_proj.weight` say.
-        parameter: It, without its adapter.
+        parameter: It, without its adapter; a parameter, or a buffer that is in a model's files.
         adapter: The peft layer that adds to it; None where nothing does.
     """
 
