@@ -49,7 +49,10 @@ def check_architecture(
     Raises:
         UserError: It cannot be trained or scored here.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
 
     auto = "AutoModelForCausalLM" if scores_tokens else "AutoModelForSequenceClassification"
     beside = class_beside(config, auto) if trust_remote_code else None
@@ -60,6 +63,8 @@ def check_architecture(
     elif kind is None:
         named = f", and `auto_map` of its config.json names no {auto}" if trust_remote_code else ""
         reason = f"is no causal language model of transformers'{named}; give one"
+    elif not scores_tokens and beside is None and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        reason = "is no model for sequence classification of transformers', as one of values or rewards is; give one"
     elif getattr(config, "quantization_config", None) is not None:
         reason = "has quantised weights, which cannot be trained; give the model without quantisation"
     else:

@@ -88,9 +88,12 @@ def mixers_of(model: nn.Module) -> set[str]:
 
 def keep_rows_apart(model: nn.Module) -> None:
     """Let each mixer of a transformers model start anew at each row of a line."""
-    for module in model.modules():
-        if type(module).__name__ in MIXERS:
-            module.__class__ = _of_rows(type(module))
+    mixer: Any
+    for mixer in model.modules():
+        kernels = MIXERS.get(type(mixer).__name__)
+        if kernels is not None:
+            mixer.__class__ = _of_rows(type(mixer))
+            mixer.kernels_know_rows = bool(kernels) and all(kernel.knows_rows() for kernel in kernels)
 
 
 def has_mixers(model: nn.Module) -> bool:
@@ -103,6 +106,15 @@ def reads_side_by_side(model: nn.Module) -> bool:
     return any(isinstance(module, MixerOfRows) and not module.kernels_know_rows for module in model.modules())
 
 
+def read_by_kernels(model: nn.Module) -> set[str]:
+    """Names of a model's linear layers whose weights a kernel reads on CUDA, without calling the layers."""
+    return {
+        f"{name}.out_proj"
+        for name, module in model.named_modules()
+        if CONVOLUTION_AND_SCAN in MIXERS.get(type(module).__name__, ())
+    }
+
+
 def row_numbers(cu_seqlens: Tensor) -> Tensor:
     """`[1, N]` int32, the number of each token's row, of rows that start at `cu_seqlens` `[S + 1]`."""
     rows = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
@@ -110,14 +122,9 @@ def row_numbers(cu_seqlens: Tensor) -> Tensor:
 
 
 @cache
-def _of_rows(kind: type[nn.Module]) -> type[nn.Module]:
+def _of_rows(kind: Any) -> Any:
     """The same mixer, reading rows; it has the name of its class."""
-    return type(kind.__name__, (MixerOfRows, kind), {"kernels_know_rows": _kernels_know_rows(kind.__name__)})
-
-
-def _kernels_know_rows(name: str) -> bool:
-    kernels = MIXERS[name]
-    return bool(kernels) and all(kernel.knows_rows() for kernel in kernels)
+    return type(kind.__name__, (MixerOfRows, kind), {})
 
 
 class MixerOfRows:
@@ -129,9 +136,7 @@ class MixerOfRows:
 
     kernels_know_rows: bool
 
-    def forward(
-        self, hidden_states: Tensor, *arguments: Any, seq_idx: Tensor | None = None, **keywords: Any
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *arguments: Any, seq_idx: Tensor | None = None, **keywords: Any) -> Tensor:
         """`[1, N, H]` to `[1, N, H]`.
 
         Rows are known by an argument, so that a checkpointed layer knows the same in its backward pass.

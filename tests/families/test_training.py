@@ -88,7 +88,12 @@ def test_an_update_on_two_ranks_is_that_of_single_rows(
 
 
 @pytest.mark.parametrize(
-    ("actor", "critic"), [pytest.param("gemma2", "gpt_oss"), pytest.param("granite", "phi3", marks=pytest.mark.slow)]
+    ("actor", "critic"),
+    [
+        pytest.param("gemma2", "gpt_oss"),
+        pytest.param("granite", "phi3", marks=pytest.mark.slow),
+        pytest.param("glm4_moe", "deepseek_v3", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_divide_sequences_of_any_family(actor: str, critic: str, family: Family, ranks2: RankPool) -> None:
     # Each rank has half of the heads, and of their sinks.
@@ -120,6 +125,21 @@ def test_adapters_of_experts_and_routers_are_refused(targets: tuple[str, ...], f
         UserError, match=r"^`lora\.targets` is \('\w+',.*(is no linear layer; name linear ones|Experts\()$"
     ):
         CausalLM(str(family("qwen3_moe")), lora=LoRA(targets=targets)).load(family("qwen3_moe"), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "why"),
+    [
+        ("qwen3_5", ("in_proj_qkv", "conv1d"), r"'model.layers.0.linear_attn.conv1d' is no linear layer"),
+        ("granitemoehybrid", ("out_proj",), r"a kernel for CUDA reads the weight of 'model.layers.0.mamba.out_proj'"),
+        ("falcon_h1", ("out_proj",), r"'out_proj' is incompatible with Mamba-based models"),
+    ],
+)
+def test_adapters_that_a_mixer_would_not_compute_are_refused(
+    name: str, targets: tuple[str, ...], why: str, family: Family
+) -> None:
+    with pytest.raises(UserError, match=rf"^`lora\.targets` is \({targets[0]!r}.*{why}"):
+        CausalLM(str(family(name)), lora=LoRA(256, targets=targets)).load(family(name), torch.float32, CPU)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -55,11 +55,17 @@ def test_a_model_of_plain_attention_is_taken(name: str) -> None:
     check_architecture(getattr(transformers, f"{name}Config")(**SMALL), "`model`", scores_tokens=True)
 
 
-@pytest.mark.parametrize("scores_tokens", [True, False])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_model_of_known_mixers_is_taken(name: str, scores_tokens: bool) -> None:
-    check_architecture(configuration(name), "`model`", scores_tokens)
+def test_a_model_of_known_mixers_is_taken(name: str) -> None:
+    check_architecture(configuration(name), "`model`", scores_tokens=True)
     assert has_states(configuration(name))
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "granite"])
+def test_a_family_without_sequence_classification_has_no_values(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^`critic` is of the type '{name}': it is no model for sequence class"):
+        check_architecture(configuration(name), "`critic`", scores_tokens=False)
+    check_architecture(configuration("qwen3_5"), "`critic`", scores_tokens=False)
 
 
 def test_a_mixer_that_is_not_known_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +79,7 @@ def test_a_bias_of_an_output_layer_that_is_replaced_is_no_hindrance() -> None:
 
 
 def test_logits_that_are_shaped_are_no_hindrance_where_none_are_made() -> None:
-    check_architecture(transformers.HyperCLOVAXConfig(**SMALL, logits_scaling=3.0), "`model`", scores_tokens=False)
+    check_architecture(transformers.LlamaConfig(**SMALL, logits_scaling=3.0), "`model`", scores_tokens=False)
 
 
 @pytest.mark.parametrize(
