@@ -201,7 +201,8 @@ def check_positions(config: Any, tokens: int, role: str, of: str, prompt: int | 
 def cached_bytes(config: Any, dtype: torch.dtype, ranks: int) -> int:
     """Bytes of the keys and values of a token on each of the ranks that share a model.
 
-    Layers with a sliding window are left out, for they forget: the least that a long sequence takes.
+    Layers with a sliding window are left out, for they forget: the least that a long sequence takes. Layers that carry
+    a state take as much for a row of any length.
     """
     count, shared = heads_of(config)
     text = config.get_text_config()
@@ -210,5 +211,7 @@ def cached_bytes(config: Any, dtype: torch.dtype, ranks: int) -> int:
     if kinds is None:
         layers = 0 if getattr(text, "sliding_window", None) else text.num_hidden_layers
     else:
-        layers = list(kinds).count("full_attention")
+        layers = sum(kind in ("full_attention", "hybrid") for kind in kinds)
+    if (latent := getattr(text, "kv_lora_rank", None)) is not None:  # keys and values are made of one vector of a token
+        return int(layers * (latent + text.qk_rope_head_dim) * dtype.itemsize)
     return 2 * layers * max(1, shared // ranks) * width * dtype.itemsize

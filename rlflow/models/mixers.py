@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from inspect import signature
+from math import prod
 from typing import Any
 
 import torch
@@ -54,13 +55,29 @@ DELTA_RULE = Kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "cu_se
 SCAN = Kernel("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", ROW_NUMBERS)
 CONVOLUTION_AND_SCAN = Kernel("mamba_ssm.ops.triton.ssd_combined", "mamba_split_conv1d_scan_combined", ROW_NUMBERS)
 
-GATED_DELTA_NET = (CONVOLUTION, DELTA_RULE)  # arXiv 2412.06464
-MAMBA2 = (CONVOLUTION, SCAN, CONVOLUTION_AND_SCAN)  # arXiv 2405.21060
-SHORT_CONVOLUTION = (CONVOLUTION,)
-KIMI_DELTA_ATTENTION: tuple[Kernel, ...] = ()  # arXiv 2510.26692; transformers tells its kernel nothing of rows
 
-# The kernels of each mixer, by the name of transformers' class.
-MIXERS: dict[str, tuple[Kernel, ...]] = {
+@dataclass(frozen=True)
+class Mixer:
+    """A kind of mixer.
+
+    Attributes:
+        kernels: What computes its states on CUDA, all of which must know rows; none where transformers does not tell
+            them.
+        state: Names of the sizes whose product is a row's state, without what the convolution keeps.
+    """
+
+    kernels: tuple[Kernel, ...] = ()
+    state: tuple[str, ...] = ()
+
+
+GATED_DELTA_NET = Mixer((CONVOLUTION, DELTA_RULE), ("num_v_heads", "head_k_dim", "head_v_dim"))  # arXiv 2412.06464
+KIMI_DELTA_ATTENTION = Mixer((), ("num_heads", "head_dim", "head_dim"))  # arXiv 2510.26692
+MAMBA2 = Mixer(  # arXiv 2405.21060
+    (CONVOLUTION, SCAN, CONVOLUTION_AND_SCAN), ("num_heads", "head_dim", "ssm_state_size")
+)
+SHORT_CONVOLUTION = Mixer((CONVOLUTION,))
+
+MIXERS = {  # by the name of transformers' class
     "FalconH1Mixer": MAMBA2,
     "GraniteMoeHybridMambaLayer": MAMBA2,
     "KimiLinearDeltaAttention": KIMI_DELTA_ATTENTION,
@@ -90,10 +107,11 @@ def keep_rows_apart(model: nn.Module) -> None:
     """Let each mixer of a transformers model start anew at each row of a line."""
     mixer: Any
     for mixer in model.modules():
-        kernels = MIXERS.get(type(mixer).__name__)
-        if kernels is not None:
-            mixer.__class__ = _of_rows(type(mixer))
-            mixer.kernels_know_rows = bool(kernels) and all(kernel.knows_rows() for kernel in kernels)
+        own: Any = type(mixer)
+        kind = MIXERS.get(own.__name__)
+        if kind is not None:
+            mixer.__class__ = _of_rows(own)
+            mixer.kernels_know_rows = bool(kind.kernels) and all(kernel.knows_rows() for kernel in kind.kernels)
 
 
 def has_mixers(model: nn.Module) -> bool:
@@ -111,8 +129,18 @@ def read_by_kernels(model: nn.Module) -> set[str]:
     return {
         f"{name}.out_proj"
         for name, module in model.named_modules()
-        if CONVOLUTION_AND_SCAN in MIXERS.get(type(module).__name__, ())
+        if CONVOLUTION_AND_SCAN in MIXERS.get(type(module).__name__, SHORT_CONVOLUTION).kernels
     }
+
+
+def state_size(model: nn.Module) -> int:
+    """Numbers that the mixers of a transformers model keep of a row, however long it is."""
+    total = 0
+    for module in model.modules():
+        if (kind := MIXERS.get(type(module).__name__)) is not None:
+            total += sum(child.weight.numel() for child in module.children() if isinstance(child, nn.Conv1d))
+            total += prod(getattr(module, size) for size in kind.state) if kind.state else 0
+    return total
 
 
 def row_numbers(cu_seqlens: Tensor) -> Tensor:
