@@ -187,6 +187,14 @@ def weights(model: Any) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith("correction_bias"))]
 
 
+@torch.no_grad()
+def change(model: Any, seed: int, scale: float = 0.02) -> None:
+    """Change every tensor that a sync sends."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, weight in weights(model):
+        weight += scale * torch.randn(weight.shape, generator=generator)
+
+
 def prompts(lengths: Sequence[int]) -> list[list[int]]:
     """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(0)

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from rlflow.errors import UserError
 from rlflow.rollout import EngineSubprocess, Sampling, TransformersEngine, WeightSyncError
-from tests.families.states import CONFIGS, gaps, prompts, reference, weights, write_model
-from tests.rollout.trained import perturb, setup
+from tests.families.states import CONFIGS, change, gaps, prompts, reference, weights, write_model
+from tests.rollout.trained import setup
 from tests.slow import slow_but
 
 LENGTHS = [5, 300, 17, 64, 1, 129, 5, 33]
@@ -33,7 +33,7 @@ def test_each_row_has_the_logprobs_of_a_row_alone_after_each_sync(name: str, tmp
             engine.update_weights([weights(model)], version)
             completions = engine.generate(prompts(LENGTHS), SEEDS, SAMPLING, version)
             assert max(gaps(model, prompts(LENGTHS), completions)) < LIMITS[name]
-            perturb(model, version, scale=0.02)
+            change(model, version)
         assert max(gaps(model, prompts(LENGTHS), completions)) > 100 * LIMITS[name]  # weights one update old
 
 
