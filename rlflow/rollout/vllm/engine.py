@@ -31,12 +31,14 @@ from rlflow.rollout.engine import (
     WeightSyncError,
     in_dtype_held,
 )
+from rlflow.rollout.vllm import delta_rule
 from rlflow.rollout.vllm.process import (
     import_vllm,
     installed,
     make_rewindable,
     model_classes_kept,
     process_state_kept,
+    register_qwen3_5,
     shared_memory_named,
 )
 from rlflow.rollout.vllm.weights import (
@@ -206,6 +208,10 @@ class VLLMEngine(InProcessEngine):
             )
         vllm = import_vllm(self.allow_untested)
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
+        if config.model_type in QWEN3_5:
+            register_qwen3_5()
+        if config.model_type in DELTA_RULE and place.device.type == "cpu":
+            delta_rule.prepare(config, place.dtype)
         # Ranks join the process group that training, or the process's first engine, has made; without, vLLM makes one.
         makes_group = not dist.is_initialized()
         on_cpu = place.device.type == "cpu"
@@ -352,6 +358,8 @@ def _completion(request: Any) -> Completion:
 # Types of models with Mamba-2 layers. On the CPU, vLLM's scan returns the state after a prompt, and a cache of prefixes
 # needs those after each chunk.
 MAMBA2 = ("falcon_h1", "granitemoehybrid", "nemotron_h")
+QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
+DELTA_RULE = (*QWEN3_5, "qwen3_next")
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes, as vLLM's `CPUAttentionBackend` says
 # Types of models that vLLM 0.32 serves otherwise than training needs.
 UNSERVED = {

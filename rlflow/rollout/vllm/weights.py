@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 UNITS = 256  # unit vectors multiplied together when a packed weight is read back
 SINKS = "sinks"  # of attention, GPT-OSS's
+UNPACKED = "_cpu_unpacked_conv_weight"  # vLLM's copy of a convolution that it has packed
 DECAY = "A"  # of Mamba's layers: -exp of the trainer's A_log, in float32
 
 
@@ -66,8 +67,8 @@ def renew_convolutions(model: Any) -> None:
     parameter as it was before. Elsewhere this does nothing.
     """
     for module in model.modules():
-        if hasattr(module, "conv_weights") and hasattr(module.conv1d, "_cpu_unpacked_conv_weight"):
-            module.conv_weights = module.conv1d._cpu_unpacked_conv_weight
+        if hasattr(module, "conv_weights") and hasattr(module.conv1d, UNPACKED):
+            module.conv_weights = getattr(module.conv1d, UNPACKED)
 
 
 def pieces_of(model: Any, model_type: str) -> Iterator[Piece]:
@@ -192,7 +193,7 @@ def read_back(model: Any, place: str, model_type: str, wide_head: bool = False) 
         return read_experts(module, kind, model_type)
     parameter: Tensor = module.get_parameter(kind)
     if path.endswith(".conv1d") and kind == "weight":
-        return _convolution(model.get_submodule(path.removesuffix(".conv1d")), parameter)
+        return _convolution(model.get_submodule(path.removesuffix(".conv1d")))
     if kind != "weight" or not parameter.is_cpu:
         return parameter
     # The CPU build computes with packed copies, and keeps the parameters empty or unused.
@@ -205,10 +206,14 @@ def read_back(model: Any, place: str, model_type: str, wide_head: bool = False) 
     return parameter
 
 
-def _convolution(mixer: Any, parameter: Tensor) -> Tensor:
-    """The weight `[channels, 1, width]` of a mixer's convolution; Mamba's layers compute with a view of it."""
-    weight: Tensor = getattr(mixer, "conv_weights", parameter)
-    return weight.view(len(parameter), 1, -1)
+def _convolution(mixer: Any) -> Tensor:
+    """The weight `[channels, 1, width]` that the convolution of a mixer computes with."""
+    weight: Tensor = mixer.conv1d.weight
+    if hasattr(mixer, "conv_weights"):  # Mamba's layers compute with a view
+        weight = mixer.conv_weights
+    elif hasattr(mixer.conv1d, UNPACKED):  # the delta rule's with what is packed
+        (weight,) = _in_order(weight[None], None)
+    return weight.view(len(weight), 1, -1)
 
 
 def _unpacked(layer: Any, columns: int, dtype: torch.dtype) -> Tensor:
@@ -254,7 +259,9 @@ EXPERT_SIZES = {
     "gpt_oss": "intermediate_size",
     "granitemoehybrid": "intermediate_size",
     "mixtral": "intermediate_size",
+    "qwen3_5_moe_text": "moe_intermediate_size",
     "qwen3_moe": "moe_intermediate_size",
+    "qwen3_next": "moe_intermediate_size",
 }
 # What the trainer calls the parts of vLLM's experts, and along which dimension ranks divide them.
 STACKED = {"w13_weight": ("gate_up_proj", 1), "w2_weight": ("down_proj", 2)}  # [E, out, in]
@@ -381,7 +388,7 @@ def read_experts(module: Any, kind: str, model_type: str) -> Tensor:
     """What the kernel computes with at an experts' parameter, such as `w13_weight`, in the trainer's layout."""
     parameter: Tensor = module.get_parameter(kind)
     if parameter.is_cpu and parameter.dim() == 3:
-        parameter = _unpacked_experts(parameter, _kernel(module).isa)
+        parameter = _in_order(parameter, _kernel(module).isa)
     return in_trainers_layout(parameter, kind, model_type)
 
 
@@ -394,8 +401,8 @@ def _kernel(module: Any) -> Any:
     return module.quant_method.moe_kernel.fused_experts
 
 
-def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
-    """The weights `[E, N, K]` of experts, from those that the CPU build has packed for its kernel."""
+def _in_order(packed: Tensor, isa: str | None) -> Tensor:
+    """The weights `[E, N, K]` that the CPU build has packed for its kernel of experts; None of a convolution."""
     order = _order(packed.shape[1], packed.shape[2], packed.dtype, isa)
     plain = torch.empty_like(packed).flatten(1)
     plain[:, order] = packed.flatten(1)
@@ -403,19 +410,20 @@ def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def _order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor:
+def _order(rows: int, columns: int, dtype: torch.dtype, isa: str | None) -> Tensor:
     """`[N * K]` int64, for each element of a packed weight its index in the flattened plain weight.
 
     Found by packing the indices themselves as if they were weights, one digit to the base 256 at a time, so that each
     number is exact in every dtype.
     """
-    from vllm._custom_ops import cpu_prepack_moe_weight
+    from vllm._custom_ops import causal_conv1d_weight_pack, cpu_prepack_moe_weight
 
     places = torch.arange(rows * columns)
     order, unit = torch.zeros_like(places), 1
     while unit < len(places):
-        digits = (places // unit % DIGIT).to(dtype).view(1, rows, columns)
-        order += unit * cpu_prepack_moe_weight(digits, isa).flatten().long()
+        digits = (places // unit % DIGIT).to(dtype).view(rows, columns)
+        packed = causal_conv1d_weight_pack(digits) if isa is None else cpu_prepack_moe_weight(digits[None], isa)
+        order += unit * packed.flatten().long()
         unit *= DIGIT
     assert torch.equal(order.sort().values, places), "packing is more than another order"
     return order
