@@ -1,7 +1,6 @@
-"""Small models of families whose layers carry a state from token to token, and of two whose experts have a bias.
+"""Models whose layers carry a state from token to token, with weights by which states reach far.
 
-They are made from transformers' configuration classes and a seed. Weights are large enough for a state to reach far,
-and for tokens to differ by a nat. The reference is transformers' own forward of one row at a time.
+Tokens differ by a nat. The reference is transformers' own forward of one row at a time.
 """
 
 from __future__ import annotations
@@ -11,143 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlflow.models.tiny import tiny_tokenizer
+from rlflow.models.weights import stored_buffers
 from rlflow.rollout import Completion
+from tests.families.models import STATEFUL, configuration
 
 CONTEXT = 512
-
-COMMON: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": 1,
-    "tie_word_embeddings": False,
-}
-DELTA_RULE: dict[str, Any] = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-}
-MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 16,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 32,
-}
-QWEN_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
-GROUPED_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-# The configuration class of each, and what it says beside COMMON; None leaves a setting of COMMON out.
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": ("Qwen3_5TextConfig", DELTA_RULE),
-    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", DELTA_RULE | QWEN_EXPERTS),
-    "qwen3_next": ("Qwen3NextConfig", DELTA_RULE | QWEN_EXPERTS),
-    "nemotron_h": (
-        "NemotronHConfig",
-        {
-            "num_hidden_layers": None,
-            "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 32,
-            "ssm_state_size": 16,
-            "n_groups": 1,
-            "conv_kernel": 4,
-            "expand": 2,
-            "chunk_size": 32,
-            "use_mamba_kernels": False,
-        },
-    ),
-    "falcon_h1": ("FalconH1Config", MAMBA | {"mamba_d_ssm": 128}),
-    "granitemoehybrid": (
-        "GraniteMoeHybridConfig",
-        MAMBA
-        | {
-            "layer_types": ["mamba", "attention", "mamba", "mamba"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 32,
-            "shared_intermediate_size": 64,
-        },
-    ),
-    "lfm2": (
-        "Lfm2Config",
-        {
-            "tie_word_embeddings": True,
-            "layer_types": ["conv", "conv", "full_attention", "conv"],
-            "conv_L_cache": 3,
-            "block_auto_adjust_ff_dim": False,
-        },
-    ),
-    "kimi_linear": (
-        "KimiLinearConfig",
-        GROUPED_EXPERTS
-        | {
-            "head_dim": None,
-            "num_key_value_heads": 2,
-            "num_local_experts": 4,
-            "kv_lora_rank": 32,
-            "qk_rope_head_dim": 32,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "linear_head_dim": 32,
-            "linear_num_heads": 2,
-            "layer_types": DELTA_RULE["layer_types"],
-        },
-    ),
-    "glm4_moe": ("Glm4MoeConfig", GROUPED_EXPERTS),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        GROUPED_EXPERTS
-        | {
-            "head_dim": None,
-            "num_key_value_heads": 2,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-        },
-    ),
-}
+STATES = (
+    *STATEFUL,
+    "glm4_moe",
+    "deepseek_v3",
+)  # two of another kind: a bias that is no parameter chooses their experts
 
 
 def write_model(name: str, folder: Path, seed: int = 0, **settings: Any) -> Path:
     """Write the family's model with random weights, and a tokenizer, in Hugging Face form; return the folder."""
-    kind, given = CONFIGS[name]
-    said = {key: value for key, value in (COMMON | given | settings).items() if value is not None}
+    config = configuration(name)
+    for key, value in {"max_position_embeddings": CONTEXT, **settings}.items():
+        setattr(config, key, value)
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**said, dtype="float32"))
+        model = AutoModelForCausalLM.from_config(config)
     draw(model, seed)
     model.save_pretrained(folder)
     tiny_tokenizer(CONTEXT).save_pretrained(folder)
@@ -164,7 +49,7 @@ def draw(model: nn.Module, seed: int) -> None:
         if "conv" in name and weight.dim() == 3:
             weight.copy_(0.4 * noise)
         elif "embed" in name and weight.dim() > 1:
-            weight.copy_((0.3 if tied else 0.5) * noise)
+            weight.copy_((0.03 if tied else 0.5) * noise)
         elif name == "lm_head.weight":
             weight.copy_(0.15 * noise)
         elif weight.dim() > 1:
@@ -183,8 +68,8 @@ def reference(folder: Path) -> Any:
 
 
 def weights(model: Any) -> list[tuple[str, Tensor]]:
-    """What a sync sends: parameters, and the bias of routers."""
-    return [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith("correction_bias"))]
+    """What a sync sends: parameters, and the buffers of files, which are the biases of routers."""
+    return [*model.named_parameters(), *stored_buffers(model)]
 
 
 @torch.no_grad()

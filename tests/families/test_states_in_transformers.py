@@ -11,19 +11,19 @@ from transformers import AutoConfig
 
 from rlflow.errors import UserError
 from rlflow.rollout import EngineSubprocess, Sampling, TransformersEngine, WeightSyncError
-from tests.families.states import CONFIGS, change, gaps, prompts, reference, weights, write_model
+from tests.families.states import STATES, change, gaps, prompts, reference, weights, write_model
 from tests.rollout.trained import setup
 from tests.slow import slow_but
 
 LENGTHS = [5, 300, 17, 64, 1, 129, 5, 33]
 SEEDS = list(range(len(LENGTHS)))
 SAMPLING = Sampling(16, 1.0, (0,), limits=(3, 16, 7, 16, 16, 2, 9, 16))  # rows are dropped three times
-LIMITS = dict.fromkeys(CONFIGS, 1e-5) | {"granitemoehybrid": 2e-5}
+LIMITS = dict.fromkeys(STATES, 1e-5) | {"granitemoehybrid": 2e-5}
 # One part; parts of 8 tokens of a row; parts of one token of a row, if padding did not have to be masked.
 PREFILLS = [16384, 64, 8]
 
 
-@pytest.mark.parametrize("name", slow_but(["nemotron_h", "lfm2"], CONFIGS))
+@pytest.mark.parametrize("name", slow_but(["nemotron_h", "lfm2"], STATES))
 def test_each_row_has_the_logprobs_of_a_row_alone_after_each_sync(name: str, tmp_path: Path) -> None:
     folder = write_model(name, tmp_path)
     model = reference(folder)

@@ -34,6 +34,8 @@ LIMITS = {
     "qwen3_5_moe": 1e-5,
     "qwen3_next": 1e-5,
 }
+# Settings beside the family's: Nemotron-H without experts, which vLLM has on GPUs alone.
+DENSE = {"nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}}
 KERNEL_HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # that vLLM's own delta rule takes
 BF16: dict[str, dict[str, int]] = {
     "nemotron_h": {},
@@ -50,7 +52,7 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., tuple[Any, Any]]]:
     made: list[Any] = []
 
     def make(name: str, dtype: torch.dtype = torch.float32, **settings: int) -> tuple[Any, Any]:
-        folder = write_model(name, tmp_path, **settings)
+        folder = write_model(name, tmp_path, **DENSE.get(name, {}), **settings)
         made.append(
             setup(VLLMEngine(kv_cache_gib=0.25, max_num_batched_tokens=IN_PARTS, max_num_seqs=64), folder, dtype)
         )

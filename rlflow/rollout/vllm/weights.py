@@ -282,7 +282,8 @@ def unserved_experts(config: PretrainedConfig, tensor_parallel_size: int, on_cpu
         on_cpu: Whether vLLM's build is for the CPU.
     """
     found = experts(config.to_dict())
-    if found is None:
+    dense = config.model_type == "nemotron_h" and "moe" not in config.layer_types  # it says how many it would have
+    if found is None or dense:
         return None
     if config.model_type not in EXPERT_SIZES:
         return f"is a mixture of experts ({found[0]} {found[1]}), whose weights it cannot read back to verify a sync"
