@@ -364,7 +364,10 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes, as vLL
 # Types of models that vLLM 0.32 serves otherwise than training needs.
 UNSERVED = {
     "cohere2": "sees one token more through its sliding windows in vLLM than in transformers",
+    "deepseek_v3": "has latent attention, and vLLM's logprobs differ from transformers' by up to 0.14 on the CPU",
     "glm4": "has fused layers in vLLM, which lists them by other names than transformers'",
+    "kimi_linear": "has Kimi's delta rule, which vLLM does not build on the CPU, so that logprobs were never compared",
+    "lfm2": "has convolutions alone, and vLLM's logprobs differ from transformers' by up to 0.37 on the CPU",
 }
 
 
@@ -383,6 +386,11 @@ def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) 
 
     if reason := UNSERVED.get(config.model_type) or unserved_experts(config, tensor_parallel_size, on_cpu):
         return reason
+    if tensor_parallel_size > 1 and config.model_type in (*MAMBA2, *DELTA_RULE):
+        return (
+            f"carries a state, and the parts of its layers on {tensor_parallel_size} ranks are not read back to verify a"
+            " sync; set `tensor_parallel_size: 1`"
+        )
     if type(config) not in MODEL_MAPPING and "AutoModel" not in (getattr(config, "auto_map", None) or {}):
         return "is of code stored with it that names no `AutoModel` in `auto_map`, by which vLLM serves such code"
     if not on_cpu:
