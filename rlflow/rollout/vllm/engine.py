@@ -388,8 +388,8 @@ def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) 
         return reason
     if tensor_parallel_size > 1 and config.model_type in (*MAMBA2, *DELTA_RULE):
         return (
-            f"carries a state, and the parts of its layers on {tensor_parallel_size} ranks are not read back to verify a"
-            " sync; set `tensor_parallel_size: 1`"
+            f"carries a state, and the parts of its layers on {tensor_parallel_size} ranks are not read back to verify"
+            " a sync; set `tensor_parallel_size: 1`"
         )
     if type(config) not in MODEL_MAPPING and "AutoModel" not in (getattr(config, "auto_map", None) or {}):
         return "is of code stored with it that names no `AutoModel` in `auto_map`, by which vLLM serves such code"
