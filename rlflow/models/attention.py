@@ -229,7 +229,8 @@ def flexible(
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
-    cap = scores.cap
+    # A number would be compiled as an argument of any value, which torch passes to no kernel; a tensor it does.
+    cap = None if scores.cap is None else torch.full((), scores.cap, device=query.device)
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return score if cap is None else cap * torch.tanh(score / cap)
