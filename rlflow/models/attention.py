@@ -23,6 +23,9 @@ from rlflow.values.host_copy import on_host
 
 PACKED_ATTENTION = "rlflow_packed"
 BLOCK = 128  # tokens of a block of flex attention's mask
+# On the CPU in bfloat16, rows of a line of at most so many tokens on average are computed in common blocks: that took
+# 0.2 of the time at 12 tokens, 0.8 at 64, and 1.07 at 96.
+SHORT = 64
 Attention = Callable[..., tuple[Tensor, None]]
 
 
@@ -117,7 +120,10 @@ def packed_attention(
         if scores.plain:
             return _varlen(query, key, value, scores, (cu_seq_lens_q, cu_keys), (max_length_q, longest)), None
         return flexible(query, key, value, scores, (cu_seq_lens_q, cu_keys), _compiled_flex_attention()), None
-    queries, keys = (on_host(starts).diff().tolist() for starts in (cu_seq_lens_q, cu_keys))
+    starts = on_host(cu_seq_lens_q), on_host(cu_keys)
+    if _by_blocks(query, value, longest, scores) and key.shape[2] <= SHORT * (len(cu_keys) - 1):
+        return block_attention(query, key, value, scores.scale, starts).transpose(1, 2), None
+    queries, keys = (of_line.diff().tolist() for of_line in starts)
     sequences = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)
     # A row that another one has whole has no query of its own.
     outputs = [_causal(q, k, v, scores).transpose(1, 2) for q, k, v in sequences if q.shape[2]]
@@ -152,12 +158,18 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores) 
     reach = length if scores.window is None else scores.window
     if not scores.plain:
         return _written_out(query, key, value, scores, _seen(queries, length, reach, query.device))
-    if query.is_cpu and query.dtype == torch.bfloat16 and length <= reach and query.shape[3] == value.shape[3]:
+    if _by_blocks(query, value, length, scores):
         return block_attention(query, key, value, scores.scale)
     whole = queries == length <= reach
     mask = {"is_causal": True} if whole else {"attn_mask": _seen(queries, length, reach, query.device)}
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(query, key, value, scale=scores.scale, enable_gqa=grouped, **mask)
+
+
+def _by_blocks(query: Tensor, value: Tensor, longest: int, scores: AttentionScores) -> bool:
+    """Whether `block_attention` computes rows of at most `longest` tokens."""
+    narrow = query.is_cpu and query.dtype == torch.bfloat16 and query.shape[3] == value.shape[3]
+    return narrow and scores.plain and (scores.window is None or longest <= scores.window)
 
 
 def _seen(queries: int, length: int, reach: int, device: torch.device) -> Tensor:
