@@ -196,7 +196,7 @@ def complete(draft: Draft, disk: Disk, roles: Iterable[str], progress: Progress,
 
 
 def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex:
-    """The index of a role's files, from the records of the ranks that wrote them; asserts that no element lacks a file."""
+    """The index of a role's files, from the records of its ranks; asserts that each element is in exactly one file."""
     shares = {record.rank: record.more[role] for record in records if role in record.more}
     (lead,) = (share for share in shares.values() if "shapes" in share)
     ranges = {}

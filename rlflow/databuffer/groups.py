@@ -94,7 +94,7 @@ class Groups:
         return list(dict.fromkeys([self.spaces[space].home[0], *of_values]))
 
     def trimmed(self) -> Groups:
-        """The groups with each value cut to its longest row on this rank, so that its width depends on its rows alone."""
+        """The groups with each value cut to its longest row on this rank: its width then depends on its rows alone."""
         values = dict(self.values)
         for name, value in self.values.items():
             space = self.spaces[value.space]

@@ -1,8 +1,9 @@
 """Causal attention in bfloat16 on the CPU: a block of queries at a time, by plain products of matrices.
 
-Torch's own kernel reaches a tenth of the products' rate where a processor has no AMX, and computes what the mask hides.
-Here a block of queries meets no later block's keys, oneDNN multiplies, and the backward pass computes the probabilities
-again, so memory grows with a sequence's length and not with its square (as in FlashAttention-2, arXiv 2307.08691).
+On a processor without AMX, torch's own kernel reaches a tenth of the rate of matrix products, and it also computes what
+the mask hides. Here a block of queries is not multiplied with keys of later blocks, and oneDNN multiplies. The backward
+pass computes the probabilities again, so memory grows with the length of a sequence and not with its square (as in
+FlashAttention-2, arXiv 2307.08691).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ BLOCK = 128  # queries; of 64 to 512, no other was faster for sequences of 100 t
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """`[S, heads, L, head_dim]`, each token attends to itself and to those before it; `L` may be the last of the keys.
+    """`[S, heads, L, head_dim]`: each token attends to itself and to those before. The L queries are of the last keys.
 
     Scores are rounded to bfloat16, as transformers' eager attention rounds them; their softmax is taken in float32.
 
     Args:
         query: `[S, heads, L, head_dim]`.
-        key: `[S, kv_heads, K, head_dim]`, each for `heads / kv_heads` heads of the query.
+        key: `[S, kv_heads, K, head_dim]`, K at least L; a head of keys serves `heads / kv_heads` heads of queries.
         value: Shaped as `key`.
         scale: Factor on the products of queries and keys.
     """
@@ -87,7 +88,7 @@ def _blocks(queries: int, keys: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _weights(query: Tensor, key: Tensor, scale: float, queries: int) -> Tensor:
-    """`[S * kv_heads, group * queries, keys]`, what each query of a block makes of the keys; the last are its own."""
+    """`[S * kv_heads, group * queries, keys]`, attention of each query of a block to the keys it sees, its own last."""
     later = query.new_full((queries, queries), -torch.inf).triu_(1)
     hidden = torch.nn.functional.pad(later, (key.shape[1] - queries, 0)).repeat(query.shape[1] // queries, 1)
     return torch.baddbmm(hidden, query, key.transpose(1, 2), alpha=scale).softmax(2)
