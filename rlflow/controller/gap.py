@@ -51,8 +51,8 @@ class LogprobGap:
 
     1. The mean gap is above a limit, which holds for every model.
     2. The gap of uncertain tokens is several times that of earlier steps. A token of probability p counts as 1 - p,
-       since rounding of a logit changes the logprob by about this share. So this figure depends neither on the entropy
-       nor on how many tokens of a trained policy are certain.
+       since a rounding error of its logit changes its logprob by about 1 - p times that error. So this figure depends
+       neither on the entropy nor on how many tokens of a trained policy are certain.
     3. The engine's logprobs spread more or less than the trainer's.
 
     In bfloat16 a healthy gap depends on the model, so the last two find faults that the first cannot.

@@ -27,7 +27,7 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 
 def heads_of(config: Any) -> tuple[int, int]:
-    """Numbers of a model's attention heads, from its transformers configuration: of queries, of keys and values."""
+    """Numbers of attention heads in a transformers configuration: those of queries, and those of keys and values."""
     text = config.get_text_config()
     count: int = text.num_attention_heads
     return count, getattr(text, "num_key_value_heads", None) or count

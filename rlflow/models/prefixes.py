@@ -40,8 +40,8 @@ class Prefixes:
         cu_seqlens  [0, 3, 6]
         max_seqlen  3
 
-    A row's queries are its tokens that the line has for this row alone; `ModelInput.cu_seqlens` counts them. They are
-    the last tokens of the row: all 3 of the first row, and 1 of 3 of the second.
+    A row's queries are the tokens that it adds to the line; `ModelInput.cu_seqlens` counts them. They are the last
+    tokens of the row: all 3 of the first row, and 1 of 3 of the second.
 
     Attributes:
         keys: `[K]` int64, place in the line of each token of each row.

@@ -24,7 +24,7 @@ from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, Answered
 
 POLL_S = 0.2
 GRACE_S = 2.0  # seconds that rank 0 has, after another rank has died, to raise an error of its own
-MISSING_S = 10.0  # seconds that a rank whose collective failed waits for rank 0 to report the rank that was missing
+MISSING_S = 10.0  # seconds that a rank whose collective failed waits for a process that knows which rank was missing
 END_S = 60.0  # seconds that other ranks have to end after rank 0 is done
 REPORTED = 2  # the exit code of a rank that has reported a `UserError` on the terminal
 

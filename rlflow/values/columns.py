@@ -57,7 +57,7 @@ class Column:
         return not self.home if only is None else self.name in only
 
     def sent(self, only: Collection[str] | None) -> bool:
-        """Whether rows of the column are sent to that node; paths and scalars, which all its ranks have, are not."""
+        """Whether rows of the column are sent to that node; paths are known there, and a scalar has no rows."""
         return self.asked(only) and self.cut not in (Cut.SCALAR, Cut.PATH)
 
     @property

@@ -78,7 +78,7 @@ class Grouped(Protocol):
 
 
 class Sourced(Protocol):
-    """The dataset's row of each sample, for code that reads its other columns."""
+    """The row of the dataset behind each row, for code that reads its columns."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
