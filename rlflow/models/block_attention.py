@@ -1,9 +1,9 @@
 """Causal attention in bfloat16 on the CPU: a block of queries at a time, by plain products of matrices.
 
-Torch's own kernel reaches a tenth of the products' rate where a processor has no AMX, and computes what the mask hides.
-Here a block of queries meets no later block's keys, oneDNN multiplies, and the backward pass computes the probabilities
-again, so memory grows with a sequence's length and not with its square (as in FlashAttention-2, arXiv 2307.08691). Many
-short rows of a line make blocks together.
+On a processor without AMX, torch's own kernel reaches a tenth of the rate of matrix products, and it also computes what
+the mask hides. Here a block of queries is not multiplied with keys of later blocks, and oneDNN multiplies. The backward
+pass computes the probabilities again, so memory grows with the length of a sequence and not with its square (as in
+FlashAttention-2, arXiv 2307.08691). A block may hold several short rows of a line.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ BLOCK = 128  # queries; of 64 to 512, no other was faster for sequences of 100 t
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, starts: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """`[S, heads, L, head_dim]`, each token attends to itself and to those before it; `L` may be the last of the keys.
+    """`[S, heads, L, head_dim]`: each token attends to itself and to those before. The L queries are of the last keys.
 
     Scores are rounded to bfloat16, as transformers' eager attention rounds them; their softmax is taken in float32.
 
     Args:
         query: `[S, heads, L, head_dim]`.
-        key: `[S, kv_heads, K, head_dim]`, each for `heads / kv_heads` heads of the query.
+        key: `[S, kv_heads, K, head_dim]`, K at least L; a head of keys serves `heads / kv_heads` heads of queries.
         value: Shaped as `key`.
         scale: Factor on the products of queries and keys.
         starts: Where a line has several rows, on the host: `[rows + 1]` each, where their queries start and where their
@@ -119,7 +119,7 @@ def _put(states: Tensor, block: _Block, found: Tensor) -> None:
 
 
 def _weights(query: Tensor, key: Tensor, scale: float, block: _Block) -> Tensor:
-    """`[S * kv_heads, group * queries, keys]`, what each query of a block makes of the block's keys."""
+    """`[S * kv_heads, group * queries, keys]`, attention of each query of a block to the block's keys."""
     hidden = query.new_zeros(block.unseen.shape).masked_fill_(block.unseen, -torch.inf)
     hidden = hidden.repeat(query.shape[1] // len(hidden), 1)
     return torch.baddbmm(hidden, query, key[:, block.keys].transpose(1, 2), alpha=scale).softmax(2)
