@@ -103,9 +103,8 @@ def test_pairs_are_the_problems_of_the_same_split_with_a_wrong_answer_more() -> 
 
 
 def test_what_pairs_add_to_problems_is_not_in_later_draws_of_them() -> None:
-    arguments: dict[str, Any] = {"size": 40, "validation_size": 5}
-    assert "rejected" in ReasoningGymPairs("chain_sum", **arguments)[0]
-    assert "rejected" not in ReasoningGym("chain_sum", **arguments)[0]
+    assert "rejected" in ReasoningGymPairs("chain_sum", size=40, validation_size=5)[0]
+    assert "rejected" not in ReasoningGym("chain_sum", size=40, validation_size=5)[0]
 
 
 def test_the_seed_draws_the_wrong_answers() -> None:
