@@ -31,7 +31,7 @@ setup(
     package_data={"rlflow": ["__init__.pyi", "py.typed"], "rlflow.configs": ["*.yaml"]},
     entry_points={"console_scripts": ["rlflow = rlflow.cli:main"]},
     install_requires=[
-        "torch>=2.9",
+        "torch>=2.13",  # whose varlen_attn lets heads share keys
         "lightning>=2.6.6,<2.7",  # 2.6.2 and 2.6.3 were malicious releases (GHSA-w37p-236h-pfx3)
         "transformers>=5.19,<6",
         "jsonargparse[signatures]>=4.53,<5",

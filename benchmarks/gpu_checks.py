@@ -1,4 +1,4 @@
-"""The cases of `gpu.py` that compare a device's numbers with the CPU's: gradients, and engines after weight syncs."""
+"""The cases of `gpu.py` that compare a device with the CPU: attention, gradients, engines after weight syncs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
 from rlflow import CausalLM, Optimizer
+from rlflow.models.attention import packed_attention
+from rlflow.models.prefixes import Prefixes
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
-from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
+from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.types import Ragged
 from rlflow.values.batch import TokenRows
+from rlflow.values.columns import to_device
 
 ROWS, LONGEST = 12, 24
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of gradients relative to their norm, and of logprobs. float32 resolves 6e-8 and sums up; bf16 4e-3.
 GRADIENT_LIMIT = {"fp32": 1e-4, "bf16": 0.05}
+ATTENTION_LIMIT = 0.02  # of bf16, relative to the norm
 LOGPROB_LIMIT = {"fp32": 1e-3, "bf16": 0.05}  # the mean's; vLLM's float32 attention on GPUs may use TF32
 SYNCS = 3
 
@@ -54,15 +59,23 @@ def small_model(folder: Path) -> Path:
     return write_tiny_model(folder / "model", seed=3, **sizes)
 
 
+def strategy_of(name: str, precision: Any, **settings: Any) -> TrainingStrategy:
+    """FSDP2 by `fsdp`, DeepSpeed by `zero0` to `zero3`."""
+    if name == "fsdp":
+        return FSDPStrategy(precision, **settings)
+    stage: Any = int(name.removeprefix("zero"))
+    return DeepSpeedStrategy(stage, precision, **settings)
+
+
 def check_gradients(
-    folder: Path, device: str, devices: int, *, stage: int, precision: str = "fp32", offload: bool = False
+    folder: Path, device: str, devices: int, *, strategy: str, precision: str = "fp32", **settings: Any
 ) -> Found:
     """Gradients of the same rows at once and in three micro-batches, against float64 on the CPU in one piece."""
     model = small_model(folder)
     expected, expected_norm = _gradients(SingleProcess("fp64"), "cpu", 1, model, [1])[1]
-    strategy = DeepSpeedStrategy(stage, precision, offload_optimizer=offload)  # type: ignore[arg-type]
+    trained = strategy_of(strategy, precision, **settings)
     values, limits = {}, {}
-    for parts, (found, norm) in _gradients(strategy, device, devices, model, [1, 3]).items():
+    for parts, (found, norm) in _gradients(trained, device, devices, model, [1, 3]).items():
         values[f"gradient_error_{parts}"] = _distance(found, expected)
         values[f"norm_error_{parts}"] = abs(norm - expected_norm) / expected_norm
         limits[f"gradient_error_{parts}"] = limits[f"norm_error_{parts}"] = GRADIENT_LIMIT[precision]
@@ -123,6 +136,35 @@ def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
     error = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
     return math.sqrt(error / sum(float(gradient.square().sum()) for gradient in expected.values()))
+
+
+def check_attention(folder: Path, device: str, devices: int, *, share: bool, **scores: Any) -> Found:
+    """Packed attention of three rows in bf16, and its gradients, against float64 on the CPU of the same numbers.
+
+    The rows have 700, 130 and 400 tokens; with `share` the last two have a common prefix of 100, computed once.
+    """
+    rows, fresh = [np.arange(700), np.arange(700, 830), np.arange(830, 1230)], [700, 130, 400]
+    if share:
+        rows[2], fresh[2] = np.concatenate([rows[1][:100], np.arange(830, 1130)]), 300
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, sum(fresh), 64, generator=generator).bfloat16() for heads in (8, 2, 2, 8)]
+    if scores.pop("sinks", False):
+        scores["s_aux"] = torch.randn(8, generator=generator).bfloat16()
+
+    def computed(on: str, dtype: torch.dtype) -> list[Tensor]:
+        *states, weights = (each.to(on, dtype).requires_grad_() for each in inputs)
+        more = {name: each.to(on, dtype).requires_grad_() for name, each in scores.items() if isinstance(each, Tensor)}
+        starts = torch.tensor([0, *fresh]).cumsum(0).to(on, torch.int32)
+        prefixes = to_device(Prefixes.of(rows), torch.device(on)) if share else None
+        line = {"cu_seq_lens_q": starts, "max_length_q": max(fresh), "prefixes": prefixes}
+        found, _ = packed_attention(torch.nn.Identity(), *states, None, **line, **scores | more)
+        gradients = torch.autograd.grad((found * weights.transpose(1, 2)).sum(), [*states, *more.values()])
+        return [each.detach().double().cpu() for each in (found, *gradients)]
+
+    names = ("output", "query", "key", "value", "sinks")
+    pairs = zip(names, computed(device, torch.bfloat16), computed("cpu", torch.float64), strict=False)
+    values = {f"error_of_{name}": float((found - expected).norm() / expected.norm()) for name, found, expected in pairs}
+    return {"values": values, "limits": dict.fromkeys(values, ATTENTION_LIMIT)}
 
 
 def check_engine(folder: Path, device: str, devices: int, *, engine: str, precision: str = "fp32") -> Found:

@@ -6,21 +6,26 @@ import json
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checks import LOGPROB_LIMIT, Found, small_model
+from gpu_checks import LOGPROB_LIMIT, Found, small_model, strategy_of
 from step.workloads import W1, share_of_digits
 
 from rlflow import Callback, CausalLM, Optimizer, PromptData, Trainer
 from rlflow.algorithms import GRPO
 from rlflow.data import JSONL
+from rlflow.models.handle import ForwardPlan
+from rlflow.models.packing import take
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import CallableReward
 from rlflow.rollout import TransformersEngine, VLLMEngine
-from rlflow.strategies import DeepSpeedStrategy
+from rlflow.types import Ragged
+from rlflow.values.batch import TokenRows
+from rlflow.values.columns import to_device
 
 GIB = 2**30
 STEPS = 4
@@ -37,13 +42,14 @@ def run_grpo(
     device: str,
     devices: int,
     *,
-    stage: int,
+    strategy: str,
+    engine: str = "vllm",
     precision: str = "fp32",
     tensor_parallel_size: int = 1,
     apart: bool = False,
     max_staleness: int = 0,
 ) -> Found:
-    """A few steps with vLLM that change the weights a lot: finite, every sync verified, engine and trainer agree."""
+    """A few steps that change the weights a lot: finite, every sync verified, engine and trainer agree."""
     model, prompts = folder / "model", folder / "prompts.jsonl"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the others are started once this has been written
         small_model(folder)
@@ -54,8 +60,10 @@ def run_grpo(
         max_steps=STEPS,
         devices=devices,
         accelerator=device,  # type: ignore[arg-type]
-        strategy=DeepSpeedStrategy(stage, precision),  # type: ignore[arg-type]
-        rollout=VLLMEngine(tensor_parallel_size, gpu_memory_utilization=0.3, kv_cache_gib=0.25, max_model_len=256),
+        strategy=strategy_of(strategy, precision),
+        rollout=VLLMEngine(tensor_parallel_size, gpu_memory_utilization=0.3, kv_cache_gib=0.25, max_model_len=256)
+        if engine == "vllm"
+        else TransformersEngine(),
         placement={"rollout": 0, "actor": 1} if apart else None,
         max_staleness=max_staleness,
         callbacks=[kept],
@@ -78,7 +86,7 @@ def run_grpo(
     return {"values": values, "limits": limits | {"steps_without_sync": 2 * max_staleness}}
 
 
-def measure_speed(folder: Path, device: str, devices: int, *, engine: str, stage: int, steps: int = 5) -> Found:
+def measure_speed(folder: Path, device: str, devices: int, *, engine: str, strategy: str, steps: int = 3) -> Found:
     """A step in bf16 with gradient checkpointing: 32 prompts `a+b=`, 8 responses of at most 512 tokens, one update.
 
     Medians over the steps: tokens generated and trained a second, the share of the chip's dense bf16 peak that training
@@ -93,8 +101,8 @@ def measure_speed(folder: Path, device: str, devices: int, *, engine: str, stage
         run_dir=str(folder / "run"),
         max_steps=WARM_UP + steps,
         accelerator=device,  # type: ignore[arg-type]
-        strategy=weighed(DeepSpeedStrategy, "setup_role", "actor_gib", memory)(stage=stage, precision="bf16"),
-        rollout=weighed(ENGINES[engine], "setup", "rollout_gib", memory)(),
+        strategy=weighed(strategy_of(strategy, "bf16"), "setup_role", "actor_gib", memory),
+        rollout=weighed(ENGINES[engine](), "setup", "rollout_gib", memory),
         callbacks=[kept],
     )
     module = GRPO(
@@ -121,16 +129,51 @@ def measure_speed(folder: Path, device: str, devices: int, *, engine: str, stage
     return {"values": values, "limits": {"logprob_gap": LOGPROB_LIMIT["bf16"]}}
 
 
-def weighed(cls: Any, method: str, name: str, memory: dict[str, float]) -> Any:
-    """`cls` whose `method` writes down how many GiB of the GPU it took."""
+def weighed(part: Any, method: str, name: str, memory: dict[str, float]) -> Any:
+    """`part`, whose `method` writes down how many GiB of the GPU it took."""
+    called = getattr(part, method)
 
-    def weigh(self: Any, *arguments: Any, **more: Any) -> None:
+    def weigh(*arguments: Any, **more: Any) -> None:
         free = torch.cuda.mem_get_info()[0]
-        getattr(super(subclass, self), method)(*arguments, **more)
+        called(*arguments, **more)
         memory[name] = (free - torch.cuda.mem_get_info()[0]) / GIB
 
-    subclass = type(cls.__name__, (cls,), {method: weigh})
-    return subclass
+    setattr(part, method, weigh)
+    return part
+
+
+def measure_prefixes(folder: Path, device: str, devices: int, *, prompt: int, response: int, samples: int) -> Found:
+    """Forward and backward passes in bf16 over the samples of four prompts: shared prefixes over whole rows.
+
+    Seconds are medians of five after one to warm up, the two ways in turn; GiB what a pass adds to torch's peak.
+    """
+    model = write_tiny_model(folder / "model", **SPEED, max_position=16_384)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((4, 1, prompt), (4, samples, response))
+    prompts, responses = (torch.randint(2, 120, shape, generator=generator) for shape in shapes)
+    both = (part.expand(4, samples, -1).flatten(0, 1).tolist() for part in (prompts, responses))
+    rows = to_device(TokenRows.padded(*map(Ragged.from_lists, both)), torch.device(device))
+    handle = CausalLM(str(model), gradient_checkpointing=True)
+    loaded = handle.load(model, torch.bfloat16, torch.device(device))
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    gib = {}
+    for repeat in range(6):
+        for shares in (True, False):
+            handle.attach(loaded, ForwardPlan(16_384, share_prefixes=shares))
+            loaded.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held, start = torch.cuda.memory_allocated(), time.perf_counter()
+            for part in handle.plan.micro_batches(rows):
+                with handle.training():
+                    handle.logprobs(take(rows, part)).sum().backward()
+            torch.cuda.synchronize()
+            gib[shares] = (torch.cuda.max_memory_allocated() - held) / GIB
+            if repeat:
+                seconds[shares].append(time.perf_counter() - start)
+    shared, whole = (statistics.median(seconds[way]) for way in (True, False))
+    values = {"shared_s": shared, "whole_s": whole, "ratio": shared / whole, "gib_ratio": gib[True] / gib[False]}
+    return {"values": values, "limits": {}}
 
 
 class Kept(Callback):

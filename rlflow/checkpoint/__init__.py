@@ -1,17 +1,18 @@
-"""Checkpoints that a run continues from to the bit: safetensors by parameter name, and JSON. No pickle.
+"""Checkpoints from which a run resumes to the bit: safetensors by parameter name, and JSON. No pickle.
 
     checkpoint/step-00000020/
-      state.json                      step, what the run was started with, the state of its parts by name; the format's
-                                      number; size, SHA-256 and rank of every file; its own digest
-      actor.json                      updates done, what the role's state belongs to, each parameter's shape and ranges
+      state.json                      step, seed, data and config of the run; state of its parts by name; number of the
+                                      format; size, SHA-256 and rank of every file; digest of all this
+      actor.json                      number of updates, a description of the model under adapters, shape and ranges of
+                                      each parameter
       actor-00000-of-00002.safetensors    rank 0's ranges of `<Hugging Face name>/weight`, `.../exp_avg`, ...
       actor-00001-of-00002.safetensors
       module-state-00000-of-00002.safetensors   tensors of the module's state that rank 0 writes, by name
-      logged-00000-of-00002.json      what rank 0 alone has: what it logged of steps in progress, its random generators
-      surplus*, unfinished*, step-*   groups beyond a step's, unfinished, and generated ahead, see `.stored_groups`
+      logged-00000-of-00002.json      state of rank 0 alone: metrics of steps in progress, its random generators
+      surplus*, unfinished*, step-*   groups for later steps: surplus, unfinished, generated ahead; see `.stored_groups`
 
 `rlflow.run.saving.checkpoint_of` lists the parts of a run that have a state. Every rank of a role writes the ranges of
-flattened tensors that it holds, and any ranks at any ZeRO stage read theirs.
+flattened tensors that it holds. Any number of ranks, at any ZeRO stage, can read the ranges that they need.
 """
 
 from rlflow.checkpoint.contents import Checkpoint as Checkpoint

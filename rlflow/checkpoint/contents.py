@@ -25,15 +25,15 @@ from rlflow.strategies.strategy import TrainingStrategy
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of one rank after some steps. Nothing of it changes, so it can be saved in the middle of the next step.
+    """State of one rank between two steps, without weights and optimizers. It does not change during the next step.
 
-    Weights and optimizers are no part of it; they are written from where they lie.
+    So it can be written while the next step runs. Weights and optimizers are written straight from the strategy.
 
     Attributes:
         progress: Progress of the run, for `state.json`, which rank 0 writes.
         tensors: Tensors of the module's state, by the keys that lead to them, for this rank's `module-state-*`.
-        of_rank: State that only this rank has, JSON-able, for its `logged-*`.
-        groups: Rows and values of later steps, by the names of their files.
+        of_rank: State of this rank alone, JSON-able, for its file `logged-*`.
+        groups: Groups that later steps need, by the beginning of their file names, such as `surplus`.
     """
 
     progress: Progress
@@ -43,39 +43,39 @@ class Snapshot:
 
 
 class StatefulPart(Protocol):
-    """A part of a run that has a state, JSON-able."""
+    """A part of a run that has a state, which is JSON-able."""
 
     def state_dict(self) -> Any:
         """The state now."""
 
     def load_state_dict(self, state: Any) -> list[str] | None:
-        """Take back what `state_dict` gave; returns lines that the user should know, if there are any."""
+        """Restore what `state_dict` returned; returns lines to show to the user, if there are any."""
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """The parts of a run, on one rank, whose states are a checkpoint: takes the states, and gives them back.
+    """The parts of a run, on one rank, whose states make up a checkpoint; it takes these states and restores them.
 
         snapshot = parts.take()                     between two steps
         saving.save(parts.agreed(snapshot))         by all ranks
-        parts.restore(folder, progress)             by all ranks of the run that continues
+        parts.restore(folder, progress)             by all ranks of the run that resumes
 
-    Parts have names. `module` is one of those whose states some ranks change.
+    Every part has a name. The part `module` is treated like those of `changed`.
 
     Attributes:
-        strategy: Has the weights and optimizers of this rank's roles.
-        roles: The roles that are trained, and averages of them.
-        module: Coefficients, memories of prompts, replay buffers, and what else the module's `state_dict` has.
-        changed: Parts that only some ranks change. An entry of such a state is written by the first rank that changed
-            it since the run began, or, if none did, by the first rank that has it.
-        alike: Parts that all ranks have alike; rank 0 writes them.
-        of_rank: Parts of which each rank writes its own state. That of `random` is left out if the number of ranks is
-            another.
-        carried_over: Gives groups of rows that later steps need: left over, unfinished, generated ahead; by the names
-            of their files.
-        take_over: Gives them back, after the states of `alike`; called by all ranks.
+        strategy: Strategy that holds the weights and optimizers of this rank's roles.
+        roles: Names of the roles that are trained, and of averages of them.
+        module: The algorithm. Its `state_dict` has coefficients, memories of prompts, replay buffers and the like.
+        changed: Parts that only some ranks change. The checkpoint has each entry of such a state as it is on the first
+            rank that changed it since the run began. If no rank did, it is that of the first rank that has the entry.
+        alike: Parts whose state is the same on all ranks; rank 0 writes it.
+        of_rank: Parts whose state differs from rank to rank; each rank writes its own. The part `random` is restored
+            only if the run resumes on the same number of ranks.
+        carried_over: Returns the groups that later steps need (surplus, unfinished, generated ahead), by the names of
+            their files.
+        take_over: Restores these groups, after the states of `alike`; called by all ranks.
         start: Progress at the start: seed, data and config of the run, no step and no state.
-        gather: Gathers what is JSON-able of every rank; a collective of all.
+        gather: Returns the JSON-able value of every rank, in order; a collective of all ranks.
     """
 
     strategy: TrainingStrategy
@@ -88,16 +88,16 @@ class Checkpoint:
     take_over: Callable[[ReadGroups], None]
     start: Progress
     gather: Callable[[Any], list[Any]]
-    # Digests as the run began, of entries and of the module's tensors.
+    # Digests of entries and of the module's tensors when the run began.
     _before: tuple[dict[str, str], dict[str, str]] = field(default=({}, {}), init=False)
 
     def begin(self) -> None:
-        """The first step of this run begins: what changes from now on was changed by the run."""
+        """Record the state before the run's first step, to tell later which entries this rank changed."""
         state, tensors = self._changed()
         self._before = _digests(self._entries(state), tensors)
 
     def take(self) -> Snapshot:
-        """This rank's state as it is now; asks no other rank."""
+        """This rank's state as it is now, taken without communication."""
         changed, tensors = self._changed()
         state = changed | _states(self.alike)
         progress = replace(self.start, step=state["steps"]["step"], state=state)
@@ -105,10 +105,12 @@ class Checkpoint:
         return Snapshot(progress, tensors, of_rank, self.carried_over())
 
     def agreed(self, here: Snapshot) -> Snapshot:
-        """This rank's snapshot, with what all ranks together know and the tensors that it is to write. A collective.
+        """This rank's snapshot, completed by what other ranks changed; a collective of all ranks.
+
+        Its progress is then the same on all ranks, and its tensors are those that this rank is to write.
 
         Raises:
-            UserError: Ranks changed a tensor of the module's state to different ones.
+            UserError: Two ranks changed a tensor of the module's state to different values.
         """
         entries, rank = self._entries(here.progress.state), self.strategy.global_rank
         digests = _digests(entries, here.tensors)
@@ -134,7 +136,7 @@ class Checkpoint:
         return replace(here, progress=replace(here.progress, state=state), tensors=tensors)
 
     def restore(self, folder: Path, progress: Progress) -> list[str]:
-        """Bring the parts to where a checkpoint was taken; called by all ranks, whose roles are loaded.
+        """Restore all parts from a checkpoint; called by all ranks after their roles were loaded.
 
         Args:
             folder: Folder of the checkpoint.
@@ -151,12 +153,12 @@ class Checkpoint:
         self.take_over(lambda name, like: read_groups(folder, name, like, device))
         for of_rank in read_of_rank(folder, self.strategy.global_rank, self.strategy.world_size):
             for name, part in self.of_rank.items():
-                if name != "random" or of_rank["ranks"] == self.strategy.world_size:  # else nobody continues those
+                if name != "random" or of_rank["ranks"] == self.strategy.world_size:  # else no rank continues those
                     part.load_state_dict(of_rank[name])
         return lines
 
     def _changed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Copies of what this rank has of the module and of `changed`: what is JSON-able, and the module's tensors."""
+        """The states of the module and of `changed` on this rank: copies of what is JSON-able, and the tensors."""
         module, tensors = without_tensors(self.module.state_dict())
         copies = self.module.memories()  # their states are copies already, and may be long
         module = {name: x if name in copies else copy.deepcopy(x) for name, x in module.items()}
@@ -172,7 +174,7 @@ def _states(parts: Mapping[str, StatefulPart]) -> dict[str, Any]:
     return {name: part.state_dict() for name, part in parts.items()}
 
 
-Digest = tuple[str, bool]  # of an entry, and whether this rank changed it since the run began
+Digest = tuple[str, bool]  # digest of an entry, and whether this rank changed the entry since the run began
 
 
 def _marked(now: Mapping[str, str], before: Mapping[str, str]) -> dict[str, Digest]:
@@ -180,7 +182,7 @@ def _marked(now: Mapping[str, str], before: Mapping[str, str]) -> dict[str, Dige
 
 
 def _changed_by(of_ranks: Sequence[Mapping[str, Digest]]) -> dict[str, list[int]]:
-    """The ranks that changed an entry since the run began, by name of the entry; if none did, those that have it."""
+    """By name of an entry, the ranks that changed it since the run began; if none did, the ranks that have it."""
     ranks = {}
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
         having = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
@@ -194,10 +196,10 @@ def _digests(entries: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
 
 
 class RandomStates:
-    """The states of Python's, numpy's and torch's own generators, JSON-able.
+    """The states of the random generators of Python, numpy and torch, JSON-able.
 
     Args:
-        device: Device of the rank; a GPU's generator is among them.
+        device: Device of the rank; if it is a GPU, the states include that of its generator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -216,7 +218,7 @@ class RandomStates:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generators to what `state_dict` gave."""
+        """Set the generators to the states that `state_dict` returned."""
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
         kind, keys, place, has_gauss, cached = state["numpy"]

@@ -1,4 +1,4 @@
-"""What says that a checkpoint is complete: the run's progress, and every file with its size and SHA-256."""
+"""The manifest of a complete checkpoint: the run's progress, and the size and SHA-256 of every file."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ FORMAT = 11
 LAST = "last"
 AUTO = "auto"  # `last` if there is one
 STATE = "state.json"
-OF_RANK = "logged"  # in the names of files of what a rank alone has
-MODULE = "module-state"  # in the names of files of the module's tensors; no role is called so
+OF_RANK = "logged"  # how names of files with the state of one rank begin
+MODULE = "module-state"  # how names of files with the module's tensors begin; no role has this name
 NAME = re.compile(r"step-\d{8}")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, and what it must be continued with.
+    """Progress of a run, and what has to be the same when it resumes.
 
     Attributes:
-        step: Steps that are done.
+        step: Number of steps that are done.
         seed: Seed of the run.
         data: Digest of the training rows.
         config: The resolved config, without secrets; None for a run without one.
@@ -42,7 +42,7 @@ class Progress:
 
 
 def write_manifest(folder: Path, progress: Progress, files: Mapping[str, tuple[str, int, int]]) -> None:
-    """Write it into a checkpoint that is complete but for it, with a digest of itself.
+    """Write `state.json`, the last file of a checkpoint, with a digest of its own content.
 
     Args:
         folder: Folder of the checkpoint.
@@ -60,20 +60,20 @@ def folder_of(parent: Path, step: int) -> Path:
 
 
 def newest_first(run_dir: Path) -> list[Path]:
-    """The run's checkpoints, damaged ones too; drafts are none."""
+    """Folders of the run's checkpoints, the newest first, damaged ones included; drafts are left out."""
     return sorted(found for found in (run_dir / "checkpoint").glob("step-*") if NAME.fullmatch(found.name))[::-1]
 
 
 def lacks(folder: Path) -> str | None:
-    """What is missing from a checkpoint, has another size, or is not what was written; None for nothing.
+    """What is wrong with a checkpoint: a missing file, a file of another size, or a damaged `state.json`; else None.
 
-    Compares the sizes of its files; `changed_files` compares their contents.
+    Sizes of files are compared here; `changed_files` compares their contents.
     """
     if not (folder / STATE).is_file():
         return f"no {STATE}"
     try:
         stored = _read(folder)
-        files = stored["files"] if stored["format"] == FORMAT else {}  # of another format, `read_progress` says so
+        files = stored["files"] if stored["format"] == FORMAT else {}  # `read_progress` reports another format
         sizes = {name: written["size"] for name, written in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"a {STATE} that is not what was written"
@@ -93,20 +93,20 @@ def find(
     report: Callable[[str], object] = lambda line: None,
     listed: Callable[[Path], list[Path]] = newest_first,
 ) -> Path | None:
-    """The checkpoint that `trainer.ckpt_path` names: `last` of the run's own folder that is whole, or a given folder.
+    """Find the checkpoint that `trainer.ckpt_path` names: the run's newest undamaged one, or a given folder.
 
     Args:
-        path: `trainer.ckpt_path` as the user wrote it.
+        path: `trainer.ckpt_path` as the user wrote it: `last`, `auto` or a folder.
         run_dir: Folder of the run.
-        damage: Returns what a checkpoint has in place of what was written; None for nothing.
-        report: Receives a line for each checkpoint that is damaged and passed over for an older one.
+        damage: Says what is wrong with a checkpoint, see the function `damage`; None if nothing is.
+        report: Receives a line for each damaged checkpoint that is skipped.
         listed: Lists the checkpoints of a run, newest first.
 
     Returns:
-        Its folder; None where `auto` finds none, which is otherwise `last`.
+        The checkpoint's folder; None where `auto` finds none. Otherwise `auto` does the same as `last`.
 
     Raises:
-        UserError: There is none, or the one that is named is damaged.
+        UserError: The run has no undamaged checkpoint, or the given folder is damaged.
     """
     if path not in (LAST, AUTO):
         folder = Path(path)
@@ -137,7 +137,7 @@ def find(
 
 
 def monitored_value(folder: Path, monitor: str | None) -> float | None:
-    """The value that a checkpoint which lacks nothing has of a metric; None for none."""
+    """The value of the metric `monitor` in a checkpoint that lacks no file; None if it has no such value."""
     value = _read(folder).get("state", {}).get("monitored", {}).get(monitor)
     return None if value is None else float(value)
 
@@ -151,7 +151,7 @@ def read_progress(folder: Path, seed: int, data: str) -> Progress:
         data: Digest of that run's training rows.
 
     Raises:
-        UserError: It cannot be continued by this run: another format, seed or dataset.
+        UserError: This run cannot resume from it: its format, seed or dataset is another.
     """
     stored = _read(folder)
     if (version := stored.pop("format")) != FORMAT:
@@ -188,7 +188,7 @@ def changed_files(folder: Path, rank: int, world_size: int) -> list[str]:
 
 
 def damage(folder: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """What a checkpoint has in place of what was written, in the files that this rank reads; None for nothing.
+    """What is wrong with a checkpoint, in words after "has", as far as this rank reads its files; None for nothing.
 
     Args:
         folder: Folder of the checkpoint.
@@ -205,10 +205,10 @@ def damage(folder: Path, rank: int = 0, world_size: int = 1) -> str | None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The manifest; of an older format, which has no digest of itself, whatever is there.
+    """The content of `state.json`. An older format has no digest of its own content and is returned unchecked.
 
     Raises:
-        ValueError: It is not what was written.
+        ValueError: The content does not match its digest.
     """
     stored: dict[str, Any] = json.loads((folder / STATE).read_text())
     written = stored.pop("sha256", None)
@@ -218,5 +218,5 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def digest_of(stored: Any) -> str:
-    """SHA-256 of what JSON holds, without regard to its form."""
+    """SHA-256 of a JSON-able value, the same for any order of keys."""
     return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()

@@ -66,8 +66,9 @@ def read_module_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_of_rank(folder: Path, rank: int, world_size: int) -> list[Any]:
-    """The JSON that each rank wrote of itself, dealt to this run's ranks: `rank` gets every `world_size`-th.
+    """The states that ranks wrote for themselves alone, dealt to this run's ranks: every `world_size`-th to `rank`.
 
-    With as many ranks as wrote the checkpoint each gets its own, in a list of one; with more ranks some get none.
+    With as many ranks as wrote the checkpoint, each rank gets its own state, in a list of one. With more ranks, some
+    get none.
     """
     return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{OF_RANK}-*.json"))[rank::world_size]]

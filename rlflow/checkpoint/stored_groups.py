@@ -36,8 +36,8 @@ from rlflow.values.ragged import Ragged
 
 SURPLUS = "surplus"
 UNFINISHED = "unfinished"  # groups with responses that were cut off
-LENGTHS = "lengths"  # of a ragged column, after the column's name
-NAMES = "names"  # of the parts of a column, after the column's name
+LENGTHS = "lengths"  # key of the lengths of a ragged column, after the column's name
+NAMES = "names"  # key of the names of a column's parts, after the column's name
 
 
 def step_name(step: int) -> str:
@@ -150,7 +150,7 @@ def read_rows(folder: Path, name: str, stored: dict[str, Any], like: Groups, dev
             shards = dealt[value.space][before].shards
             wrote = [before.peers(shard)[0] for shard in range(before.shards)]
             parts = [_rows(*written(rank), value_name, value, device) for rank in wrote]
-            place = torch.cat(shards).argsort()  # of each row by id, in the joined parts
+            place = torch.cat(shards).argsort()  # place of each stored row in the joined parts
             held = spaces[value.space].held(value.layout, like.rank)
             rows = take_rows(join_rows(parts, value.annotation), value.annotation, place[held])
         if rows is not None:
@@ -178,9 +178,9 @@ def of_ranks(stored: dict[str, Any], ranks: Collection[int]) -> dict[str, Any]:
 
 
 def _columns(name: str, value: GroupValue) -> Iterator[tuple[str, Any]]:
-    """Name (`<value>/<column>`) and data of each column of this rank's rows; empty if it holds none of the value."""
+    """Name (`<value>/<column>`) and data of each column of this rank's rows; nothing if it has no rows of the value."""
     for column in columns(value.annotation) if value.rows is not None else ():
-        if column.cut is not Cut.PATH:  # the space has it
+        if column.cut is not Cut.PATH:  # paths are stored with the space
             yield f"{name}/{column.name}", column.of(value.rows)
 
 
@@ -221,9 +221,9 @@ def _dealt(space: dict[str, Any]) -> dict[Layout, Partition]:
 def _space_from_json(
     like: RowSpace, stored: dict[str, Any], dealt: dict[Layout, Partition] | None, layouts: list[Layout]
 ) -> RowSpace:
-    """The stored rows as a space: where `dealt` says they lie; if it is None, dealt to `layouts` again by group."""
+    """The stored rows as a space with the partitions `dealt`; if that is None, whole groups are dealt to `layouts`."""
     arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ("path", *NUMBERS)}
-    arrays["path"] = arrays["path"].view(-1, like.path.shape[1])  # of no rows it has no width
+    arrays["path"] = arrays["path"].view(-1, like.path.shape[1])  # an empty list has lost the width
     arrays["dropped"] = torch.tensor(stored["dropped"], dtype=torch.bool)
     made_in = like.home[0]
     if dealt is not None:

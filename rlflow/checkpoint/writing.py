@@ -4,7 +4,7 @@ A save is four calls; the `Disk` of each rank does the writing:
 
     draft.open()                        one rank: the folder `step-00000020.draft`
     write_share(draft, disk, ...)       all ranks: their files, then a record of sizes and digests
-    leave(draft, disk)                  all ranks: no more files are written or read
+    leave(draft, disk)                  all ranks: record that they write and read no more files
     complete(draft, disk, ...)          one rank: waits for all records, writes indexes and manifest, renames the folder
 """
 
@@ -34,7 +34,7 @@ from rlflow.strategies.strategy import TrainingStrategy
 
 
 def role_share(strategy: TrainingStrategy, role: str, disk: Disk) -> tuple[dict[str, Any], Callable[[Path], str]]:
-    """What one rank records of a role, and the function that writes the rank's file of it.
+    """The record of one rank's share of a role, and a function that writes the share to a file.
 
     Args:
         strategy: Strategy that holds the role.
@@ -44,7 +44,7 @@ def role_share(strategy: TrainingStrategy, role: str, disk: Disk) -> tuple[dict[
     Returns:
         The record for `index_of`, JSON-able: `ranges` by parameter, (start, length); on the role's leading rank also
         `updates`, `untrained`, `kinds`, `shapes` and `loss_scale`. And a function that writes the safetensors file at a
-        path, tensor by tensor, and gives its SHA-256; it refuses numbers that are not finite.
+        path, tensor by tensor, and returns its SHA-256; it refuses numbers that are not finite.
     """
     entries: list[StoredTensor] = []
     copies: list[Tensor] = []
@@ -84,7 +84,7 @@ def role_share(strategy: TrainingStrategy, role: str, disk: Disk) -> tuple[dict[
 
 
 def _file_of(role: str, rank: int, world_size: int) -> str:
-    """The name of a rank's file of a role's state."""
+    """The name of the file with a rank's share of a role's state."""
     return f"{of_rank(role, rank, world_size)}.safetensors"
 
 
@@ -106,12 +106,12 @@ def write_share(
         disk: The disk that writes. Unless it is asynchronous, weights must not change until it has written them.
         strategy: The strategy that holds this rank's roles.
         roles: All trained roles, also those on other ranks.
-        snapshot: The rest of what this rank stores; None for the roles alone.
+        snapshot: The rest of this rank's state; None to write the roles alone.
     """
     rank, world_size = draft.rank, len(draft.nodes)
     digests: dict[str, str] = {}
     failed: list[BaseException] = []
-    try:  # small, and of objects that change while the run continues
+    try:  # written now: it is small, and some of its objects change while the run continues
         for name in [] if snapshot is None else _write_snapshot(draft.path, snapshot, rank, world_size):
             digests[name] = ""
     except (OSError, SafetensorError) as error:
@@ -129,7 +129,7 @@ def write_share(
         return Record(rank, draft.file_records(digests), {role: of_role for role, (of_role, _) in shares.items()})
 
     def report(error: BaseException | None) -> None:
-        written = {*digests, *files.values()}  # what is cut short too
+        written = {*digests, *files.values()}  # incomplete files too
         draft.report(error, record, [draft.path / name for name in written])
 
     disk.do(write)
@@ -137,7 +137,7 @@ def write_share(
 
 
 def _write_snapshot(folder: Path, snapshot: Snapshot, rank: int, world_size: int) -> Iterator[str]:
-    """Write the state of one rank, without `state.json`; gives the name of each file that it has written."""
+    """Write the state of one rank, without `state.json`; yields the name of each file that it has written."""
     name = f"{of_rank(OF_RANK, rank, world_size)}.json"
     (folder / name).write_text(json.dumps(snapshot.of_rank))
     yield name
@@ -196,7 +196,7 @@ def complete(draft: Draft, disk: Disk, roles: Iterable[str], progress: Progress,
 
 
 def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex:
-    """The index of a role's files, from the records of the ranks that wrote them; asserts that no element lacks."""
+    """The index of a role's files, from the records of its ranks; asserts that each element is in exactly one file."""
     shares = {record.rank: record.more[role] for record in records if role in record.more}
     (lead,) = (share for share in shares.values() if "shapes" in share)
     ranges = {}

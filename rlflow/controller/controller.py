@@ -1,4 +1,4 @@
-"""One rank's execution of its plan. No rank commands another: all run the same global order, each its own tasks."""
+"""The controller of one rank, which runs its plan. No rank commands another; all follow the same global order."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ from rlflow.values.layout import Layout
 class Controller:
     """Runs the tasks of one rank's plan, step after step, without a barrier between them.
 
-    The plan is made before the run, the same on every rank; each rank runs the tasks that name it, in its order. Where
-    steps overlap, a slot has tasks of two steps; with `max_staleness` 1:
+    The plan is made before the run and is the same on every rank. Each rank runs the tasks in which it takes part, in
+    the plan's order. One pass through the plan is a slot. If steps overlap, a slot has tasks of two steps; with
+    `max_staleness` 1:
 
         slot                  0           1           2
         tasks without lag     generate 0  generate 1  generate 2
@@ -48,7 +49,7 @@ class Controller:
         metrics: Metrics of this rank, reduced once a step.
         trace: Trace of this rank's tasks.
         callbacks: Called at tasks and nodes.
-        inputs: Stores what nodes read in some steps.
+        inputs: Stores the inputs of nodes in some steps.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Controller:
         self._metrics = metrics
         self._trace = trace
         self._callbacks = callbacks
-        self._steps: dict[int, Step] = {}  # in progress: several where the plan overlaps them
+        self._steps: dict[int, Step] = {}  # steps in progress by number: several if steps overlap
         self._draws = Draws(run, loader)
         self._nodes = Nodes(run, policies, callbacks, self._draws, inputs)
         self._ahead = _made_ahead(run)
@@ -78,23 +79,23 @@ class Controller:
 
     @property
     def draws(self) -> int:
-        """How often prompts were drawn: once a step, or more where a filter or partial rollout draws again."""
+        """Number of draws of prompts so far: one a step, or more if a filter or partial rollout draws again."""
         return self._draws.count
 
     @property
     def tried(self) -> Mapping[str, int]:
-        """Updates of the last step by role, for the roles that this rank trained in it; skipped updates count too."""
+        """Number of updates in the last step by role that this rank trained; skipped updates are counted too."""
         return self._nodes.training.tried
 
     @property
     def updates(self) -> UpdateWatch:
-        """Gradient norms by role, for a checkpoint; after a resume also those of other ranks' roles, as they were."""
+        """Gradient norms by role, for a checkpoint; after a resume it also has norms of roles on other ranks."""
         return self._nodes.training.watch
 
     def step(self, step: int, at_first_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Run this rank's tasks until `step` is trained; called by all ranks, for one step after the other.
 
-        With `max_staleness` N the first call also generates the N steps that come after.
+        With `max_staleness` N, the first call also generates the N steps after it.
 
         Args:
             step: Number of the step, from 0.
@@ -142,24 +143,24 @@ class Controller:
                     self._reduce(now)
 
     def close(self) -> None:
-        """Free the values of steps in progress, which are generated and will not be trained; at the end of the run."""
+        """Free the values of steps that are generated and will not be trained; called at the end of the run."""
         for step in self._steps.values():
             step.buffer.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps are done, and how often prompts were drawn."""
+        """Numbers of steps that are done, and of draws of prompts."""
         return {"step": self._done, "draws": self._draws.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after the steps that were done; before the first `step`."""
+        """Resume after the steps that were done; called before the first `step`."""
         self._slot = state["step"] + self._run.plan.max_staleness
         self._draws.count = state["draws"]
 
     def carried_over(self) -> dict[str, Groups]:
         """For a checkpoint, the groups of rows that later steps need, by name.
 
-        `surplus` has groups that a draw gave beyond the step's, `unfinished` those with responses that were cut off,
-        `step-00000007` what this rank made for training in a step that is generated and not trained.
+        `surplus` has groups beyond those of the last step, `unfinished` has groups with responses that were cut off,
+        and `step-00000007` has the values that this rank made in a step that is generated and not yet trained.
         """
         carried = self._draws.carried_over()
         if self._ahead is not None:
@@ -167,10 +168,10 @@ class Controller:
         return carried
 
     def take_over(self, read: ReadGroups) -> None:
-        """Take back what `carried_over` gave, after `load_state_dict`; called by all ranks.
+        """Restore the groups of `carried_over`, after `load_state_dict`; called by all ranks.
 
         Args:
-            read: Reads the groups of a name from the checkpoint.
+            read: Reads the groups with a name from the checkpoint.
 
         Raises:
             UserError: The groups are of another algorithm.
@@ -188,7 +189,7 @@ class Controller:
 
     @property
     def _done(self) -> int:
-        """Steps that are trained; the slots are as many ahead as the plan lets steps overlap."""
+        """Number of steps that are trained; slots are `max_staleness` ahead of it."""
         return self._slot - self._run.plan.max_staleness
 
     def replay(self, node_id: str, step: int, draw: int, put: Callable[[Layout, Step], None]) -> Step:
@@ -198,10 +199,10 @@ class Controller:
             node_id: Name of the node.
             step: Number of the step, from 0.
             draw: Number of the draw of prompts that the node ran on.
-            put: Puts what the node reads into the step, in this layout.
+            put: Puts the values that the node reads into the step, in the layout that it is given.
 
         Returns:
-            The step, with what the node returned in its buffer.
+            The step, which has the node's value in its buffer.
         """
         node, run = self._run.graph.nodes[node_id], self._run
         tasks = (task for task in run.plan.every() if isinstance(task, RunNode | TrainNode))
@@ -215,11 +216,11 @@ class Controller:
         return self._steps[step]
 
     def _begin(self, step: int, draw: int) -> None:
-        """Make room for a step's rows; the first of them are those of `draw`."""
+        """Begin a step, whose first rows come from the draw `draw`."""
         self._steps[step] = Step(self._run, step, draw, self._metrics.of(step))
 
     def _in_progress(self) -> range:
-        """The steps that are generated and not trained."""
+        """Numbers of the steps that are generated and not yet trained."""
         return range(self._done, min(self._slot, self._run.steps))
 
     def _run_slot(self, slot: int) -> None:
@@ -235,7 +236,7 @@ class Controller:
 
     @contextmanager
     def _watching(self, task: Task, step: int) -> Iterator[None]:
-        """Wrap a task: trace and log its time, report it as this rank's status, and add it to errors."""
+        """A context for a task: traces and logs its time, reports it as this rank's status, and adds it to errors."""
         started, rank = time.perf_counter(), self._run.rank
         report(rank, f"step {step + 1}, {task}")
         try:
@@ -248,7 +249,7 @@ class Controller:
         ended = time.perf_counter()
         report(rank, f"step {step + 1}")
         self._trace.span(str(task), type(task).__name__, started, ended, step=step)
-        if (name := time_metric(task)) is not None:  # once a step is reduced, nothing may begin to log of it again
+        if (name := time_metric(task)) is not None:  # a reduced step must not log again
             self._metrics.of(step).seconds(name, ended - started)
 
     def _fill(self, task: Fill, step: Step) -> None:
@@ -258,7 +259,7 @@ class Controller:
                 self._nodes.note_age(repeated, step)
 
     def _reduce(self, step: Step) -> None:
-        """Reduce a step's metrics over all ranks, and let go of the step."""
+        """Reduce a step's metrics over all ranks, and remove the step."""
         clock, run = self._run.transport.clock, self._run
         step.metrics.seconds("time/step", time.perf_counter() - self._slot_began)
         step.metrics.seconds("time/elapsed", time.perf_counter() - self._began)
@@ -269,7 +270,7 @@ class Controller:
         worked = time.perf_counter() - self._slot_began - waited
         run.context.memories.learn(run.module.memories(), step.number)
         self._reduced = self._metrics.reduce(step.number, run.transport, worked, preemption.received())
-        clock.settle()  # of this very collective, which belongs to no later step
+        clock.settle()  # the wait for this collective must not count in a later step
         self._draws.learn(self._reduced)
         self.policies.check(self._reduced)
         self._reduced = dict(sorted(self._reduced.items()))
@@ -300,7 +301,7 @@ class Controller:
 
 
 def time_metric(task: Task) -> str | None:
-    """The metric of a task's time; None where it has none."""
+    """The name of the metric for a task's time; None if it has none."""
     if isinstance(task, RunNode | TrainNode):
         return f"time/{task.node_id}"
     if isinstance(task, SyncWeights):
@@ -309,7 +310,7 @@ def time_metric(task: Task) -> str | None:
 
 
 def _made_ahead(run: Run) -> Groups | None:
-    """The form of what this rank makes for training in a step that is generated and not trained; None for nothing."""
+    """Groups without rows, for the values that this rank makes in a step generated ahead of training; None for none."""
     every = list(run.plan.every())
     ahead = [task for task in every if isinstance(task, Load | RunNode) and not task.lag]
     if not run.plan.crossing() or not any(run.rank in task.ranks for task in ahead):

@@ -1,7 +1,7 @@
-"""How a step gets its prompts: they are drawn, drawn again until the step is full, and carried over to the next.
+"""The prompts of a step: they are drawn, and drawn again until the step is full; the rest is carried over.
 
-Two things are carried from one draw to the next: groups beyond those that a step needs (`surplus`), and groups with
-responses that `trainer.partial_rollout` cut off (`unfinished`).
+Two kinds of groups are carried from one draw to the next: groups beyond those that a step needs (`surplus`), and groups
+with responses that `trainer.partial_rollout` cut off (`unfinished`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlflow.values.columns import to_device
 from rlflow.values.host_copy import on_host
 from rlflow.values.layout import Layout
 
-NOT_BOOL = 2  # in place of 0 and 1, for a filter that did not answer with bools
+NOT_BOOL = 2  # in place of 0 and 1, for a filter whose value is not bool
 
 
 class Draws:
@@ -37,11 +37,11 @@ class Draws:
         loader: Loader of the training rows.
 
     Attributes:
-        count: How often prompts were drawn, the draw in progress included.
+        count: Number of draws of prompts, the draw in progress included.
         repeats: Whether a step takes as many draws as it needs.
-        surplus: Groups that were there beyond the last step's, with their values; they open the next. None without.
-        unfinished: Groups with responses that were cut off, with their prompts, on the ranks that began them; the next
-            draw continues them. None without.
+        surplus: Groups beyond those of the last step, with their values; the next step begins with them. None for none.
+        unfinished: Groups with responses that were cut off, with their prompts, on the ranks that generated them; the
+            next draw continues them. None for none.
     """
 
     def __init__(self, run: Run, loader: Prefetch) -> None:
@@ -52,12 +52,12 @@ class Draws:
         self._run = run
         self._loader = loader
         self._transport = run.transport
-        self._any_finished = True  # whether the last draw left the step a group
+        self._any_finished = True  # whether all responses of some group had ended in the last draw
         fill = run.plan.fill
         repeated = () if fill is None else fill.tasks
         self._cuts = None if run.replays else next((task for task in repeated if isinstance(task, HoldBack)), None)
-        # The forms of what is carried: all rows that a draw makes, with the values that later tasks read of them; and
-        # prompts with their samples.
+        # Groups without rows, which name the spaces and values of groups that are carried over. For the surplus: all
+        # rows that a draw makes, and the values that later tasks read. For unfinished groups: prompts and samples.
         self._of_step = self._samples = no_groups(run, [], [])
         if fill is not None:
             runs = [run.graph.nodes[task.node_id] for task in repeated if isinstance(task, RunNode)]
@@ -69,18 +69,18 @@ class Draws:
 
     @property
     def cuts_off(self) -> bool:
-        """Whether responses are cut off, and continued with the next draw."""
+        """Whether long responses are cut off and continued with the next draw."""
         return self._cuts is not None
 
     def part_of(self, node_id: str) -> Part | None:
-        """How far the responses of a node get; None where they are not cut off."""
+        """Most tokens that a draw generates for a response of a node, and responses to continue; None for no limit."""
         longest = self._run.settings.partial_rollout
         if self._cuts is None or node_id != self._cuts.node_id or longest is None:
             return None
         return Part(longest, None if self.unfinished is None else self.unfinished.values[node_id].rows)
 
     def load(self, task: Load, step: Step) -> None:
-        """Read this rank's rows of a draw; the prompts of unfinished groups are before them."""
+        """Read this rank's rows of a draw; prompts of unfinished groups come before them."""
         layout = task.layout
         self._choose(step.draw, layout)
         batch, ids = self._loader.batch(step.draw, layout.shard(self._transport.rank), layout.shards)
@@ -93,11 +93,11 @@ class Draws:
             step.put(Groups.joined([prompts, step.groups(prompts)]))
 
     def hold_back(self, task: HoldBack, step: Step) -> None:
-        """Leave the step the groups whose responses have all ended, and hold back the others for the next draw.
+        """Hold back groups with unfinished responses for the next draw; the step has the other groups afterwards.
 
         Args:
-            task: Task that says what is held back.
-            step: Step that has the samples of this draw, and of those before that were unfinished.
+            task: Task that names the rollout node.
+            step: Step with the samples of this draw, continued ones included.
         """
         layout, rank = self._run.value_layouts[task.node_id], self._transport.rank
         drawn, space = step.groups(self._samples), step.spaces[task.node_id]
@@ -111,15 +111,15 @@ class Draws:
         step.put(drawn.only(ended))
 
     def fill(self, task: Fill, step: Step, run: Callable[[Task, int], None]) -> None:
-        """Draw until the step has its groups. Its rows and values are then in place as if they were drawn together.
+        """Draw prompts until the step has all its groups, which it then has as if one draw had brought them.
 
         Args:
-            task: Task that says what is repeated with each draw.
-            step: Step that holds the rows and values of a draw, and gets those of the step.
+            task: Task with the tasks that are repeated with each draw.
+            step: Step that has the rows and values of a draw, and in the end those of the whole step.
             run: Runs one task.
 
         Raises:
-            UserError: The filter did not answer with one bool a row, equal within a group; or it left too few groups.
+            UserError: The filter did not return one bool a row, equal within a group; or it kept too few groups.
         """
         needed, most = self._run.data.prompts_per_step, self._run.module.max_draws
         parts = [] if self.surplus is None else [self.surplus]
@@ -153,12 +153,12 @@ class Draws:
             step.metrics.number("rollout/under_way", float(unfinished))
 
     def log(self, step: Step) -> None:
-        """How many draws there were, on ranks that count them."""
+        """Log the number of draws, on ranks that count them."""
         if self.repeats:
             step.metrics.largest(f"{self._part}/draws_total", float(self.count))
 
     def learn(self, reduced: dict[str, float]) -> None:
-        """Take the count from the metrics of a step, on ranks without a part in drawing."""
+        """Take the number of draws from a step's metrics, on ranks that do not draw prompts."""
         self.count = int(reduced.get(f"{self._part}/draws_total", self.count))
 
     def carried_over(self) -> dict[str, Groups]:
@@ -167,7 +167,7 @@ class Draws:
         return {name: groups for name, groups in found.items() if groups is not None}
 
     def take_over(self, read: ReadGroups) -> None:
-        """Take back what `carried_over` gave."""
+        """Restore the groups of `carried_over`."""
         fill, rank = self._run.plan.fill, self._transport.rank
         if fill is not None and rank in fill.ranks:
             self.surplus = read(SURPLUS, self._of_step)
@@ -176,11 +176,11 @@ class Draws:
 
     @property
     def _part(self) -> str:
-        """The part of the metrics that say how steps are filled."""
+        """First part of the names of metrics about draws: `filter` or `rollout`."""
         return "rollout" if self._run.graph.filter is None else "filter"
 
     def _draw(self, task: Fill, step: Step, run: Callable[[Task, int], None]) -> bool:
-        """The tasks of a `Fill` on the next prompts; whether any group went through all of them."""
+        """Run the tasks of a `Fill` on the next prompts; returns whether any group went through all of them."""
         step.draw = self.count
         self.count += 1
         for repeated in task.tasks:
@@ -190,7 +190,7 @@ class Draws:
         return True
 
     def _choose(self, draw: int, layout: Layout) -> None:
-        """Let the module choose the rows of the epoch that begins with this draw, if one does."""
+        """If an epoch begins with this draw, let the module choose its rows."""
         chosen = self._run.train.chosen
         epoch = None if chosen is None else chosen.begin(draw)
         if epoch is None:
@@ -206,7 +206,7 @@ class Draws:
         """The ids of the groups that the filter keeps, ascending."""
         graph, layout = self._run.graph, self._run.value_layouts[filter_id]
         space = step.spaces[graph.space_of(filter_id)]
-        answer, found = torch.empty(0, dtype=torch.uint8), "something"  # elsewhere
+        answer, found = torch.empty(0, dtype=torch.uint8), "something"  # on ranks without the filter
         if self._transport.rank in layout.ranks:
             here: Tensor = step.buffer.get(filter_id, layout)
             found = f"{str(here.dtype).removeprefix('torch.')} of shape {list(here.shape)}"
@@ -223,7 +223,7 @@ class Draws:
 
 
 def kept_groups(filter_id: str, answers: Tensor, groups: Tensor) -> Tensor:
-    """The groups that the filter leaves in the step, ascending.
+    """The groups that the filter keeps in the step, ascending.
 
     Args:
         filter_id: Name of the filter, for the error.

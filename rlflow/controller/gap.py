@@ -1,4 +1,4 @@
-"""The gap between rollout and training logprobs: the alarm for stale or wrong weights in the rollout engine."""
+"""The gap between the engine's and the trainer's logprobs, which shows stale or wrong weights in the engine."""
 
 from __future__ import annotations
 
@@ -24,42 +24,46 @@ from rlflow.values.columns import to_device
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
-GAP = "sync/logprob_gap"  # the one policy's; with several, each by its name: `sync/logprob_gap/solver`
+GAP = "sync/logprob_gap"  # for one policy; with several, one for each: `sync/logprob_gap/solver`
 LARGEST_GAP = "sync/logprob_gap_max"
 UNCERTAIN_GAP = "sync/logprob_gap_uncertain"
 SPREAD = "sync/logprob_spread"
-# Sums over the tokens compared, from which the last two figures are computed and which no logger sees: their number,
-# 1 - probability, and both sides' logprobs and squares.
+# Sums over the compared tokens, from which the last two figures are computed: the number of tokens, 1 - probability,
+# and logprobs and their squares for trainer and engine. No logger receives them.
 SUMS = tuple(f"sync/{name}" for name in ("tokens", "uncertain", "trainer", "trainer_square", "engine", "engine_square"))
 
-STEPS = 16  # whose gaps are remembered
-TIMES = 3.0  # so many times their median is a fault; a healthy gap of an uncertain token stays within 1.5 times
-OFF = 0.03  # so far from 1 is a spread that is a fault; it is about the trainer's temperature over the engine's
-SMALLEST_VARIANCE = 1e-4  # of logprobs, below which rounding is what spreads them
-SMALLEST = {torch.float64: 1e-4, torch.float32: 1e-4}  # gaps of an uncertain token that are no fault; else 1e-3
+STEPS = 16  # number of last steps whose gaps are remembered
+TIMES = 3.0  # a gap above this multiple of their median is a fault; healthy gaps stay within 1.5 times the median
+OFF = 0.03  # a spread this far from 1 is a fault; the spread is about the trainer's temperature over the engine's
+SMALLEST_VARIANCE = 1e-4  # variance of logprobs below which rounding dominates, so no spread is computed
+SMALLEST = {torch.float64: 1e-4, torch.float32: 1e-4}  # gaps up to this for an uncertain token are no fault; else 1e-3
 PROBES = 4  # responses that a probe compares
-TOKENS = 8  # of each of them, at most
+TOKENS = 8  # most tokens of each
 
 
 class LogprobGap:
     """Compares the engine's logprobs of its tokens with the trainer's, at equal weights.
 
-    It watches the followed role's forward passes from the rollout until that role's first update, and takes the first
-    over each of this rank's rows; of these, rows that other weights generated do not count.
+    It watches the forward passes of the policy's model from the rollout until the model's first update, and uses the
+    first pass over each of this rank's rows. Rows that other weights generated do not count.
 
-    Three figures are a fault: a mean above a limit that holds for every model; a gap that is several times that of the
-    steps before; and logprobs of the engine that spread more or less than the trainer's. The second and the third see
-    what the first cannot in bfloat16, where a healthy gap depends on the model. The second is of uncertain tokens: a
-    token of probability p counts 1 - p, for rounding moves a logprob by about that share of what it moves a logit by,
-    so that neither entropy nor the certain tokens of a trained policy show in it.
+    The run stops for any of three faults:
+
+    1. The mean gap is above a limit, which holds for every model.
+    2. The gap of uncertain tokens is several times that of earlier steps. A token of probability p counts as 1 - p,
+       since a rounding error of its logit changes its logprob by about 1 - p times that error. So this figure depends
+       neither on the entropy nor on how many tokens of a trained policy are certain.
+    3. The engine's logprobs spread more or less than the trainer's.
+
+    In bfloat16 a healthy gap depends on the model, so the last two find faults that the first cannot.
 
     Args:
         limit: Largest mean |logprob - rollout logprob| over all tokens of a step; above it the run stops. None takes
-            the limit of `dtype`, and watches the other two figures too.
+            the limit of `dtype`, and checks the other two figures too.
         dtype: Dtype of the trainer's numbers.
-        policy: Name of the policy, where there are several.
-        made_by: The nodes whose rows this policy alone generates; None for all rows.
-        engine: Name of the engine's class; a gap is compared only with those of the same class.
+        policy: Name of the policy if there are several; else empty.
+        made_by: The nodes whose rows only this policy generates; None for all rows.
+        engine: Name of the engine's class; gaps are compared only with those of the same class.
     """
 
     def __init__(
@@ -77,21 +81,21 @@ class LogprobGap:
         self._made_by = made_by
         self._kind = f"{dtype}, {engine}"
         self._metrics: StepMetrics | None = None
-        self._version: int | None = None  # while watching
-        self._compared = False  # whether a number was taken since `open`
-        self._healthy: deque[tuple[float, float]] = deque(maxlen=STEPS)  # gap of uncertain tokens, and how many
+        self._version: int | None = None  # version of the weights that are compared; None while nothing is compared
+        self._compared = False  # whether rows were compared since `open`
+        self._healthy: deque[tuple[float, float]] = deque(maxlen=STEPS)  # gap of uncertain tokens, and their number
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step is compared with; JSON-able and the same on every rank."""
+        """The gaps of earlier steps, with which the next is compared; JSON-able and the same on every rank."""
         return {"of": self._kind, "steps": [list(step) for step in self._healthy]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, unless it is of another dtype or engine."""
+        """Restore what `state_dict` returned, unless it is of another dtype or engine."""
         if state["of"] == self._kind:
             self._healthy.extend((gap, uncertain) for gap, uncertain in state["steps"])
 
     def open(self, version: int, metrics: StepMetrics) -> None:
-        """Begin to compare: from now on the trainer has the weights of `version`, which the engine generates with.
+        """Begin to compare: from now on the trainer has the weights `version`, with which the engine generates.
 
         Args:
             version: Version of the weights.
@@ -100,12 +104,16 @@ class LogprobGap:
         self._version, self._metrics, self._compared = version, metrics, False
 
     def close(self, if_compared: bool = False) -> None:
-        """Compare no more: the trainer's weights are about to change; or, `if_compared`, once rows were compared."""
+        """Stop comparing, since the trainer's weights are about to change, or because a node has scored rows.
+
+        Args:
+            if_compared: Whether to stop only if rows were compared since `open`.
+        """
         if self._compared or not if_compared:
             self._version = None
 
     def observe(self, rows: Any, logprobs: Tensor) -> None:
-        """Compare the logprobs `[B, T]` of a forward pass over `rows` with those that came with them."""
+        """Compare the logprobs `[B, T]` of a forward pass over `rows` with the engine's, which the rows have."""
         if self._version is None or self._metrics is None or not isinstance(rows, Rollout):
             return
         if self._made_by is not None and rows.path.levels[-1] not in self._made_by:
@@ -114,7 +122,7 @@ class LogprobGap:
         self.record(self._metrics, logprobs, rows.logprobs, rows.loss_mask & (rows.version == self._version)[:, None])
 
     def record(self, metrics: StepMetrics, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
-        """Compare logprobs `[B, T]` of equal weights where `mask` is true."""
+        """Compare logprobs `[B, T]` of equal weights where `mask` is True."""
         ours, theirs = (x.detach().double().where(mask, 0.0) for x in (trainer, engine))
         gap, uncertain = (ours - theirs).abs(), (1 - ours.exp()).sum()  # where masked, the logprob is 0
         metrics.mean(self._named(GAP), gap.sum(), mask.sum())
@@ -125,10 +133,10 @@ class LogprobGap:
             metrics.sum(self._named(name), of_all)
 
     def check(self, reduced: dict[str, float]) -> None:
-        """Stop the run if the step's figures are a fault, else remember them.
+        """Stop the run if the step's figures show a fault, else remember them.
 
         Args:
-            reduced: The step's metrics, the same on every rank; gets the spread in place of what it is made of.
+            reduced: The step's metrics, the same on every rank. The sums in it are replaced by the spread.
 
         Raises:
             UserError: The engine did not generate with the trainer's weights.
@@ -153,7 +161,7 @@ class LogprobGap:
         self._compare(reduced[self._named(UNCERTAIN_GAP)], uncertain)
 
     def _compare(self, gap: float, uncertain: float) -> None:
-        """Compare a gap with those of the steps before; a gap over few tokens varies more."""
+        """Compare a gap with those of earlier steps; the limit is wider for few tokens, whose gap varies more."""
         if self._healthy:
             usual = statistics.median(gap for gap, _ in self._healthy)
             before = sum(tokens for _, tokens in self._healthy)
@@ -178,7 +186,7 @@ class LogprobGap:
 
 
 def _spread(tokens: float, moments: list[float]) -> float | None:
-    """The engine's logprobs' standard deviation over the trainer's; None where the trainer's are all alike."""
+    """Standard deviation of the engine's logprobs, divided by that of the trainer's; None if these hardly differ."""
     if not tokens:
         return None
     trainer, trainer_square, engine, engine_square = (of_all / tokens for of_all in moments)
@@ -187,9 +195,9 @@ def _spread(tokens: float, moments: list[float]) -> float | None:
 
 
 def default_gap_limit(dtype: torch.dtype) -> float:
-    """1e-3 in float32 and float64, where a healthy gap is 1e-6; 0.05 in bfloat16, where one is 0.005 to 0.02.
+    """The default limit of the mean gap: 1e-3 in float32 and float64, 0.05 in bfloat16, 0.01 in float16.
 
-    In float16, whose numbers have 3 more bits than bfloat16's, 0.01.
+    A healthy gap is 1e-6 in float32 and 0.005 to 0.02 in bfloat16. Numbers in float16 have 3 more bits than those.
     """
     return {torch.bfloat16: 0.05, torch.float16: 0.01}.get(dtype, 1e-3)
 
@@ -204,7 +212,7 @@ def probe(
     Args:
         run: The run on this rank.
         task: The sync of the policy; called by all its ranks.
-        gap: Records how much the two differ.
+        gap: Records the differences.
         prompt: Token ids, the same on every rank.
         version: Version of the weights that both have now.
         metrics: Metrics of the step.
@@ -233,5 +241,5 @@ def probe(
 
 
 def probing_group(task: SyncWeights) -> tuple[int, ...]:
-    """The engine's first rank and the role's ranks."""
+    """The ranks that take part in a probe: the engine's first rank and the ranks of the role."""
     return tuple(sorted({task.target[0], *task.source}))

@@ -1,11 +1,11 @@
-"""Stores what nodes read and returned in a step, so that `rlflow replay` can run them again.
+"""Stores the inputs and results of nodes in a step, so that `rlflow replay` can run the nodes again.
 
-step-00000007/advantages.json                          rows, what the node is, and why its inputs are stored
+step-00000007/advantages.json                          the rows that the node sees, their layout, and the draw
 step-00000007/advantages-00000-of-00002.safetensors    rank 0's rows, in the form of `rlflow.checkpoint.stored_groups`
 step-00000007/advantages-00000-of-00002.written.json   SHA-256 of the files that rank 0 wrote, by name
 step-00000007/advantages.state.json, .safetensors      the module's own state before the call
-step-00000007/advantages.made.json, ...                what it returned, in the same form; none where it raised
-step-00000007/advantages.failed-00000-of-00002.txt     what it raised on rank 0; none where it did not
+step-00000007/advantages.made.json, ...                the node's result in the same form; none if it raised
+step-00000007/advantages.failed-00000-of-00002.txt     the error that the node raised on rank 0; none if it did not
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ MADE = "made"
 WRITTEN = "written"
 STATE = "state"
 FAILED = "failed"
-EACH = "each "  # before the name of rows that a node reads as `Each`
+EACH = "each "  # prefix of the names of rows that a node reads as `Each`
 
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """Stores what this rank's nodes read, in the steps of `trainer.keep_inputs` and wherever a node raises.
+    """Stores the inputs of this rank's nodes, in the steps of `trainer.keep_inputs` and whenever a node raises.
 
     Attributes:
         run: The run on this rank.
@@ -71,10 +71,10 @@ class NodeInputs:
 
     @contextmanager
     def around(self, node: Node, layout: Layout, step: Step) -> Iterator[None]:
-        """Wrap the call of a node: its inputs are written before the call in a step of `steps`, else if it raises.
+        """A context for the call of a node: writes its inputs before the call in a step of `steps`, else if it raises.
 
-        A note on the error says how to replay it: `rlflow replay runs/grpo --step 7 --node advantages`. Nothing is
-        written if a collective failed, because the cause is on another rank.
+        A note on the error says how to replay the node: `rlflow replay runs/grpo --step 7 --node advantages`. Nothing
+        is written if a collective failed, because the cause is on another rank.
         """
         asked = self._are_asked(node, step)
         if asked:
@@ -83,14 +83,14 @@ class NodeInputs:
             yield
         except Exception as error:
             if not asked and self.folder is not None and not of_a_collective(error):
-                with contextlib.suppress(Exception):  # the error that is here is the one to be reported
+                with contextlib.suppress(Exception):  # the node's own error is the one to report
                     self._write(node, layout, step, readable(shown(one_line(error))))
                     again = f"rlflow replay {self.folder.parent} --step {step.number + 1} --node {node.id}"
                     error.add_note(f"what it read is stored: {again}")
             raise
 
     def write_result(self, node: Node, layout: Layout, step: Step) -> None:
-        """Write what the node returned, if its inputs were asked for."""
+        """Write the result of the node, if `steps` and `nodes` include it."""
         if self._are_asked(node, step) and node.makes_value:
             space = step.buffer.space(node.id)
             value = GroupValue(node.returns, space.name, layout, step.buffer.get(node.id, layout))
@@ -102,7 +102,7 @@ class NodeInputs:
         return step.number + 1 in self.steps and (not self.nodes or node.id in self.nodes)
 
     def _write(self, node: Node, layout: Layout, step: Step, failed: str = "") -> None:
-        """Write what a node reads on this rank, and the module's state; `failed` is what it raised, or empty."""
+        """Write the inputs of a node on this rank, and the module's state; `failed` is the error it raised, if any."""
         graph, rank, folder = self.run.graph, self.run.rank, self._folder(step)
         spaces, values = {node.inside: self._laid(step.spaces[node.inside], node, layout, step)}, {}
         for name in node.reads:
@@ -127,7 +127,7 @@ class NodeInputs:
             save_file(
                 {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, f"{path}.safetensors"
             )
-            # Each rank that raised writes a state of its own over that of another.
+            # Not signed if the node raised: each rank on which it raised overwrites the state.
             written += [] if failed else [f"{path.name}.json", f"{path.name}.safetensors"]
         self._sign(step, node.id, written)
 
@@ -136,19 +136,19 @@ class NodeInputs:
         return folder_of(self.folder, step.number)
 
     def _write_groups(self, step: Step, name: str, groups: Groups, more: dict[str, Any]) -> list[str]:
-        """Write rows and their description; the names of the files that no other rank writes."""
+        """Write rows and their description; returns the names of the files that only this rank writes."""
         folder, ranks = self._folder(step), self.run.transport.world_size
         folder.mkdir(parents=True, exist_ok=True)
         signature_of(folder, name, self.run.rank, ranks).unlink(missing_ok=True)
         written = write_rows(folder, name, groups, ranks)
-        draft = folder / f"{name}.json.{self.run.rank}"  # several ranks may write the same; the last counts
+        draft = folder / f"{name}.json.{self.run.rank}"  # several ranks may write the same file; the last one stays
         content = {**described(groups, ranks), **more}
         draft.write_text(json.dumps({"sha256": digest_of(content), **content}))
         os.replace(draft, folder / f"{name}.json")
         return written
 
     def _sign(self, step: Step, name: str, written: Collection[str]) -> None:
-        """Write the digests of files that are written and stay as they are."""
+        """Write the digests of files that are written and do not change any more."""
         folder = self._folder(step)
         signature = signature_of(folder, name, self.run.rank, self.run.transport.world_size)
         signature.write_text(json.dumps({file: sha256(folder / file) for file in written}))
@@ -156,7 +156,7 @@ class NodeInputs:
     def _laid(
         self, space: RowSpace, node: Node, layout: Layout, step: Step, partition: Partition | None = None
     ) -> RowSpace:
-        """The space with the node's layout alone; rows that the node does not see are marked as dropped."""
+        """The space with only the partition in the node's layout; rows that the node must not see are dropped."""
         at = space.partition(layout) if partition is None else partition
         out = step.left_out(space, node)
         return replace(space, dropped=space.dropped if out is None else out, lies={layout: at})
@@ -168,12 +168,12 @@ def folder_of(folder: Path, step: int) -> Path:
 
 
 def signature_of(folder: Path, name: str, rank: int, world_size: int) -> Path:
-    """The file with the SHA-256 of what a rank wrote under a name; missing if the run was killed while it wrote."""
+    """The file with the SHA-256 of a rank's files under a name; missing if the run was killed while it wrote these."""
     return folder / f"{of_rank(name, rank, world_size)}.{WRITTEN}.json"
 
 
 def key_of(graph: Graph, node: Node, value: str) -> str:
-    """The name under which the rows of a value that a node reads are stored: `rollout`, or for `Each` `each answer`."""
+    """The name under which the rows of a value are stored: `rollout`, or `each answer` if it is read as `Each`."""
     return f"{EACH}{graph.space_of(value)}" if value in node.each else graph.seen_in(node, value)
 
 
@@ -190,8 +190,8 @@ class StoredInputs:
         draw: Number of the draw of prompts that the node ran on, from 0.
         failed: Error that the node raised, by rank; ranks where it did not raise are left out.
         ranks: Ranks that ran the node.
-        there: Ranks whose rows are stored; fewer than `ranks` where the node raised on some ranks alone, say.
-        described: How the rows of these ranks are dealt, as `<node>.json` has it.
+        there: Ranks whose rows are stored; fewer than `ranks` if, say, the node raised only on some ranks.
+        described: The rows of these ranks and their layout, in the form of `<node>.json`.
     """
 
     folder: Path
@@ -207,7 +207,7 @@ class StoredInputs:
         """Read the description of a node's inputs and compare all files with their SHA-256; tensors are read later.
 
         Raises:
-            UserError: No rank's rows are there, or a file is missing or damaged.
+            UserError: No rank's rows are stored, or a file is missing or damaged.
         """
         found, ranks = _described(folder, node)
         there = tuple(rank for rank in ranks if (folder / f"{of_rank(node, rank, found['ranks'])}.json").is_file())
@@ -231,7 +231,7 @@ class StoredInputs:
             return with_tensors(json.loads(Path(f"{path}.json").read_text()), load_file(f"{path}.safetensors"))
 
     def put(self, run: Run, layout: Layout, step: Step) -> None:
-        """Put what the node reads into a step of this one process: the rows of all ranks, ordered by path."""
+        """Put the node's inputs into a step of this one process: the rows of all ranks, ordered by path."""
         graph, node = run.graph, run.graph.nodes[self.node]
         if missing := sorted({*self.described["values"]} ^ {*node.reads}):
             raise UserError(
@@ -247,7 +247,7 @@ class StoredInputs:
                 step.buffer.issue(name, layout, step.spaces[node.inside])
 
     def made(self, run: Run, layout: Layout, step: int) -> tuple[Any, RowSpace] | None:
-        """What the node returned in the run, on all ranks, and its rows; None where that was not stored."""
+        """The result of the node in the run, from all ranks, and its row space; None if it was not stored."""
         name, node = f"{self.node}.{MADE}", run.graph.nodes[self.node]
         if not (self.folder / f"{name}.json").is_file():
             return None
@@ -270,7 +270,7 @@ class StoredInputs:
 
 @contextmanager
 def readable_as(folder: Path, name: str) -> Iterator[None]:
-    """Wrap the reading of files, so that an error becomes a `UserError` that names the file."""
+    """A context for reading files, in which an error becomes a `UserError` that names the file."""
     try:
         yield
     except UserError:
@@ -287,14 +287,14 @@ def _described(folder: Path, name: str) -> tuple[dict[str, Any], tuple[int, ...]
     """The content of `<name>.json`, and the ranks that ran the node."""
     with readable_as(folder, name):
         found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-        written = found.pop("sha256", None)  # none in that of an older run
+        written = found.pop("sha256", None)  # an older run has none
         if written not in (None, digest_of(found)):
             raise UserError(f"{folder / name}.json is not what the run wrote: its SHA-256 is another; {MEND}")
         return found, tuple(list(found["spaces"].values())[0]["dealt"][0][0]["ranks"])  # noqa: RUF015 (none is damage)
 
 
 def _check_written(folder: Path, name: str, ranks: Iterable[int], world_size: int) -> None:
-    """Refuse files that differ from what ranks wrote; a rank without digests (older, or killed) is not checked."""
+    """Refuse files that differ from what ranks wrote; files without digests (of an older or killed run) pass."""
     for rank in ranks:
         signature = signature_of(folder, name, rank, world_size)
         if not signature.is_file():
@@ -318,8 +318,8 @@ def _signed(signature: Path) -> dict[str, str]:
 def difference(here: Any, there: Any, annotation: Any, lengths: Tensor) -> float:
     """The largest absolute difference of two values of one type, over all columns.
 
-    It is 0 if everything is equal, and infinite if shapes, names, texts or integers differ, or a number is NaN in one
-    value alone. Padding of columns per token is not compared.
+    It is 0 if everything is equal, and infinite if shapes, names, texts or integers differ, or if a number is NaN in
+    only one of the values. Padding of columns per token is not compared.
 
     Args:
         here: A value of `B` rows.
@@ -361,4 +361,4 @@ def _apart(one: Tensor, other: Tensor) -> float:
         return 0.0 if torch.equal(one, other) else float("inf")
     differs = one.ne(other) & ~(one.isnan() & other.isnan())
     apart = (one.double() - other.double())[differs].abs()
-    return float(apart.where(~apart.isnan(), math.inf).max()) if len(apart) else 0.0  # NaN where one alone is
+    return float(apart.where(~apart.isnan(), math.inf).max()) if len(apart) else 0.0  # NaN if only one of them is

@@ -1,4 +1,4 @@
-"""`Nodes` runs a node on one rank: it gets what the node reads, calls the method, and stores rows and value."""
+"""`Nodes` runs a node on one rank: it gets the values that the node reads, calls the method, and stores the result."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Nodes:
         policies: Policies that generate, with the versions of their weights.
         callbacks: Called before and after each node that is not trained.
         draws: Draws of prompts.
-        inputs: Stores what nodes read, in steps that `trainer.keep_inputs` names and where a node raises.
+        inputs: Stores the inputs of nodes, in steps of `trainer.keep_inputs` and whenever a node raises.
 
     Attributes:
         training: Makes the updates of train nodes.
@@ -73,11 +73,11 @@ class Nodes:
         self.training = Training(run, policies.before_update)
 
     def run(self, task: RunNode, step: Step) -> None:
-        """Call a node on this rank's rows, and put what it returns into the step's buffer; by all ranks of the task.
+        """Call a node on this rank's rows, and put its value into the step's buffer; called by all ranks of the task.
 
         Raises:
-            UserError: On all these ranks, a number of a sample is infinite or NaN; or on this rank, the result does not
-                fit the node's annotation or the rows that it saw.
+            UserError: A number of a sample is infinite or NaN, which all these ranks raise. Or, on this rank, the
+                result does not fit the node's annotation or the rows that the node saw.
         """
         node, layout = self._run.graph.nodes[task.node_id], task.layout
         self._callbacks.call(Callback.on_node_start, node.id)
@@ -103,7 +103,7 @@ class Nodes:
         self._callbacks.call(Callback.on_node_end, node.id)
 
     def train(self, task: TrainNode, step: Step) -> None:
-        """Train a role on this rank's rows, by all ranks of the task; nothing before the role's `start_step`."""
+        """Train a role on this rank's rows, if its `start_step` has come; called by all ranks of the task."""
         node = self._run.graph.nodes[task.node_id]
         values, space, dropped = self._read(node, task.layout, step)
         if self.training.begun(node, step.number):
@@ -125,7 +125,7 @@ class Nodes:
         step.buffer.free(*task.frees)
 
     def note_age(self, run: RunNode, step: Step) -> None:
-        """Log `<node>/staleness`: by how many versions the weights that began the responses were behind."""
+        """Log `<node>/staleness`: how many versions behind the weights were with which the responses began."""
         node, staleness = self._run.graph.nodes[run.node_id], self._run.plan.max_staleness
         if not node.generates or not (staleness or self._draws.repeats) or self._transport.rank != run.layout.ranks[0]:
             return
@@ -137,7 +137,7 @@ class Nodes:
     def _call(
         self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], dropped: Tensor | None, step: Step
     ) -> tuple[Any, Calls]:
-        """Call the module's method; its result, and the calls of `generate` that it made."""
+        """Call the module's method; returns its result, and the calls of `generate` that it made."""
         versions = self._policies.versions_of(step.number, self._run.graph.changed_before(node))
         part = self._draws.part_of(node.id)
         running = Running(node, space, layout, step.draw, versions, step.metrics, part, dropped=dropped)
@@ -158,9 +158,10 @@ class Nodes:
         return result, running.calls
 
     def _read(self, node: Node, layout: Layout, step: Step) -> tuple[dict[str, Any], RowSpace, Tensor | None]:
-        """The values that `node` reads on this rank, by parameter; the rows that it sees; and which a reward dropped.
+        """The values that `node` reads on this rank, by parameter; its row space; and which rows a reward dropped.
 
-        The last is `[B]` bool on the CPU, of this rank's rows; None if none were dropped. Dropped rows are masked.
+        The last is `[B]` bool on the CPU, for this rank's rows; None if none were dropped. The values have the dropped
+        rows masked.
         """
         graph, rank, space = self._run.graph, self._transport.rank, step.spaces[node.inside]
         here = space.held(layout, rank)
@@ -203,7 +204,7 @@ def without_dropped(value: Any, dropped: Tensor) -> Any:
 
 
 def each_without(each: Each[Any], annotation: Any, dropped: Tensor) -> Each[Any]:
-    """A copy of `each` without the rows where `dropped`, `[K]` bool on the CPU, is True; its `counts` are smaller."""
+    """A copy of `each` without the rows for which `dropped`, `[K]` bool on the CPU, is True; `counts` shrink too."""
     kept = ~dropped
     parent, counts = on_host(each.parent)[kept], on_host(each.counts)
     counts = torch.zeros_like(counts).index_add(0, parent, torch.ones_like(parent))
@@ -213,7 +214,7 @@ def each_without(each: Each[Any], annotation: Any, dropped: Tensor) -> Each[Any]
 def new_rows(
     node: Node, value: Any, above: RowSpace, layout: Layout, rank: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the other ranks must know of the rows that a node made on this rank.
+    """Paths, lengths and versions of the rows that a node made on this rank, for the row space on all ranks.
 
     A node that saw the prompts 4 and 7 returned the responses 4 0, 4 2 and 7 1, of 3, 2 and 7 tokens to prompts of 2:
 
@@ -221,15 +222,15 @@ def new_rows(
 
     Args:
         node: The node that made the rows.
-        value: Value that it returned.
-        above: The rows that it saw.
-        layout: How these are dealt to its ranks.
+        value: Value that the node returned.
+        above: The rows that the node saw.
+        layout: Layout of the node.
         rank: This rank.
 
     Returns:
-        On the CPU the paths of the rows `[B, depth]`, the number among a parent's children last; and `[B]` each, their
-        response tokens, what a model reads of them, and the version of the policy that generated them, -1 where none
-        did.
+        Four tensors on the CPU: the paths of the rows `[B, depth]`, whose last number is the row's number among its
+        siblings; and `[B]` each, the response tokens, the tokens that a model reads, and the version of the policy that
+        generated the row, -1 where none did.
 
     Raises:
         UserError: The value has no paths, or a row has no parent that the node saw on this rank.
@@ -260,7 +261,7 @@ def new_rows(
 
 
 def _counts(value: Any) -> dict[str, Tensor]:
-    """The columns `[B]` of a value that `new_rows` computes with, by name, on the device where they are."""
+    """The columns `[B]` of a value from which `new_rows` computes, by name, on their own device."""
     found: dict[str, Tensor] = {}
     lengths, prompts = getattr(value, "lengths", None), getattr(value, "prompt_ids", None)
     if isinstance(lengths, Tensor):
@@ -275,7 +276,7 @@ def _counts(value: Any) -> dict[str, Tensor]:
 
 
 def _require_parents(node: Node, above: RowSpace, held: Tensor, parents: Tensor, rank: int) -> None:
-    """Refuse rows that descend from none of those at the positions `held`: paths `[B, depth]`."""
+    """Refuse rows whose parents' paths `[B, depth]` are not those of rows at the positions `held`."""
     position = ancestors(above.path, parents)
     orphans = ~torch.isin(position, held)
     if bool(orphans.any()):
@@ -294,13 +295,13 @@ def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, tran
 
     Args:
         node: The node that made the value.
-        value: Value that it returned.
-        space: The rows of the value.
-        layout: How they are dealt to the node's ranks.
-        transport: Collectives between the ranks.
+        value: Value that the node returned.
+        space: Row space of the value.
+        layout: Layout of the node.
+        transport: Transport to the other ranks.
 
     Raises:
-        UserError: A rank has such a number: all ranks raise it, with the first sample by its path.
+        UserError: A rank has such a number. All ranks raise the error, which names the first such sample by its path.
     """
     if not node.makes_value or node.returns is Any:
         return
@@ -327,7 +328,7 @@ def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, tran
 
 
 def _numbers(value: Any, annotation: Any) -> dict[str, Tensor] | None:
-    """The floating point columns `[B]` or `[B, ...]` of a value, by column or part; None if its type has no such."""
+    """The floating point columns `[B]` or `[B, ...]` of a value, by column or part; None if its type has none."""
     found: dict[str, Tensor] = {}
     cuts = [column for column in columns(annotation) if column.cut in (Cut.SAMPLE, Cut.PARTS)]
     for column in cuts:
@@ -340,13 +341,13 @@ def _numbers(value: Any, annotation: Any) -> dict[str, Tensor] | None:
 def measure(
     node_id: str, rollout: Rollout, metrics: StepMetrics, sampled: int | None = None, continued: bool = False
 ) -> None:
-    """Log `<node>/length` and `<node>/truncated`, means over this rank's responses, and `<node>/tokens`, their sum.
+    """Log `<node>/length` and `<node>/truncated`, means over this rank's responses, and `<node>/tokens`, a sum.
 
     Args:
         node_id: Name of the node.
         rollout: This rank's responses; with `trainer.partial_rollout` those that have ended.
         metrics: Metrics of the step.
-        sampled: Tokens that were sampled for them, if that is known; None for the tokens of the responses.
+        sampled: Number of tokens that were sampled for the responses; None for the number of their tokens.
         continued: Whether to log `<node>/continued` too, the share of responses with tokens of newer weights.
     """
     rows, tokens = float(len(rollout.lengths)), on_host(rollout.policy_lengths).sum()

@@ -23,20 +23,20 @@ from rlflow.values.rollout import Rollout
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy that generates, as one rank sees it.
+    """A policy that generates, on one rank.
 
-    The version of its weights counts how often nodes have changed them: with two train nodes per step and `start_step`
-    10 it is 0 up to step 10 (from 0), then 2, 4, 6, ... Skipped updates count too.
+    The version of its weights is the number of times that train nodes have changed them. With two train nodes per step
+    and `start_step` 10 it is 0 up to step 10 (counted from 0), then 2, 4, 6, ... Skipped updates count too.
 
     Attributes:
         name: Name of the policy, which is the role of its model.
-        engine: Rollout engine on this rank; None where this rank does not generate with the policy.
-        sync: Sends the weights to the engines; None on ranks without a part in it.
-        changes_per_step: Nodes per step that change the weights; 0 for a frozen policy.
+        engine: Rollout engine on this rank; None if this rank does not generate with the policy.
+        sync: Sends the weights to the engines; None on ranks that take no part in it.
+        changes_per_step: Number of nodes per step that change the weights; 0 for a frozen policy.
         start_step: First step that changes the weights, from 0.
         gap: Compares logprobs of engine and trainer, and ends the run if weights are wrong; None for a frozen policy.
         probe: Function that generates rows for this comparison after each sync, given the version and the step's
-            metrics; None where the steps' own rows serve.
+            metrics; None if the rows of steps are compared.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Policy:
     probe: Callable[[int, StepMetrics], None] | None = None
 
     def version_after(self, steps: int) -> int:
-        """The version of the weights after so many steps: 0 until `start_step`, then `changes_per_step` more each."""
+        """The version of the weights after `steps` steps: 0 up to `start_step`, then `changes_per_step` more a step."""
         return self.changes_per_step * max(0, steps - self.start_step)
 
     def compare(self, version: int, metrics: StepMetrics) -> None:
-        """Log the last sync if no step has yet, and begin to compare logprobs with the engines'; by all its ranks."""
+        """Log the last sync if no step has done so, and begin to compare logprobs; called by all ranks of the sync."""
         if self.gap is not None and self.probe is None:
             self.gap.open(version, metrics)
         if self.sync is None or self.sync.is_logged:
@@ -64,7 +64,7 @@ class Policy:
         self.sync.is_logged = True
 
     def sleep(self) -> None:
-        """Let the engines free their memory, and the weights if training changes them; on all ranks of the sync."""
+        """Let the engines free their memory, and weights that training changes; called by all ranks of the sync."""
         if self.sync is not None:
             self.sync.sleep()
 
@@ -75,7 +75,7 @@ class Policy:
 
 
 class Policies(dict[str, Policy]):
-    """All policies of a run by name, as this rank knows them, in the same order on every rank.
+    """All policies of a run by name, in the same order on every rank.
 
     Args:
         run: The run on this rank.
@@ -89,18 +89,18 @@ class Policies(dict[str, Policy]):
         super().__init__({task.policy: _policy(run, task) for task in tasks})
 
     def versions_of(self, step: int, changed: Mapping[str, int]) -> dict[str, int]:
-        """The version of each policy that generates rows of `step`: the weights after the last step trained by then.
+        """The version of each policy with which rows of `step` are generated: that after the last step trained by then.
 
         For one train node and `max_staleness` 2 these are 0 0 0 1 2 3 in the steps 0 to 5.
 
         Args:
             step: Number of the step, from 0.
-            changed: How often this step changes a policy's weights before it generates, by policy.
+            changed: By policy, how often this step changes its weights before it generates.
         """
         return {name: self._version(name, step, changed.get(name, 0)) for name in self}
 
     def sync(self, name: str, step: int, metrics: StepMetrics, changed: int = 0) -> None:
-        """Send the weights that generate rows of `step`, see `versions_of`; called by all ranks of the sync."""
+        """Send the weights that generate the rows of `step`, see `versions_of`; called by all ranks of the sync."""
         version = self._version(name, step, changed)
         self._bring(name, version)
         self[name].compare(version, metrics)
@@ -108,7 +108,7 @@ class Policies(dict[str, Policy]):
     def bring(self, name: str, steps: int) -> None:
         """For validation, send a policy's weights after `steps` steps to its engines; called by all ranks.
 
-        The next step logs and compares them, so that a run which resumes between the two logs the same.
+        The next step logs and compares them. So a run that resumes in between logs the same.
         """
         if self[name].sync is not None:
             self._bring(name, self[name].version_after(steps))
@@ -119,9 +119,10 @@ class Policies(dict[str, Policy]):
         return policy.version_after(max(0, step - self._run.plan.max_staleness)) + (changed if begun else 0)
 
     def _bring(self, name: str, version: int) -> None:
-        """Send the trainer's weights to the engines, or wake these up if they have `version`; by all ranks of the sync.
+        """Send the trainer's weights to the engines, or wake engines that have `version` already.
 
-        Each engine reads back what it was given, and compares it tensor by tensor.
+        Called by all ranks of the sync. Each engine reads back the weights that it was sent, and compares them tensor
+        by tensor.
         """
         policy, owner = self[name], self._run.engines.owner
         assert policy.sync is not None, name
@@ -136,7 +137,7 @@ class Policies(dict[str, Policy]):
                 self[other].forget()  # its turn in the engine is over
 
     def scored(self, role: str) -> None:
-        """Note that a node has scored rows with a role; once logprobs were compared, the step compares no more."""
+        """Note that a node has scored rows with a role; if logprobs were compared, the step compares no more."""
         if role in self and (gap := self[role].gap) is not None:
             gap.close(if_compared=True)
 
@@ -150,7 +151,7 @@ class Policies(dict[str, Policy]):
         return {policy.name: policy.gap.state_dict() for policy in self.values() if policy.gap is not None}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take back what `state_dict` gave; policies may have come and gone."""
+        """Restore what `state_dict` returned; policies may have been added or removed since."""
         for policy in self.values():
             if policy.gap is not None and policy.name in state:
                 policy.gap.load_state_dict(state[policy.name])
@@ -159,7 +160,7 @@ class Policies(dict[str, Policy]):
         """Stop the run if a policy's engines did not generate with the trainer's weights.
 
         Args:
-            reduced: The step's metrics over all ranks; those of the comparison are added.
+            reduced: The step's metrics over all ranks; metrics of the comparison are added.
 
         Raises:
             UserError: The logprobs of an engine differ too much from the trainer's; on all ranks.
@@ -184,7 +185,7 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     handle.watch = gap.observe
     changes = sum(name in graph.changed_by(node) for node in graph.order)
     start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step
-    # With `max_staleness` or `partial_rollout` few rows of a step or none are of the trainer's version.
+    # With `max_staleness` or `partial_rollout`, few or no rows of a step come from the trainer's present weights.
     served = scores_its_rows(name, graph) and not (run.plan.max_staleness or run.plan.cuts_off)
     if served:
         return Policy(name, engine, sync, changes, start, gap)
@@ -193,13 +194,13 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
 
 
 def scores_its_rows(policy: str, graph: Graph) -> bool:
-    """Whether a policy's model scores rows that it alone generated with each of a step's weights, before they change.
+    """Whether, for each version of its weights in a step, a policy's model scores rows that it alone generated.
 
     Args:
         policy: Name of the policy.
         graph: Graph of the module.
     """
-    generated: dict[int, set[str]] = {}  # by how often the step has changed the weights before
+    generated: dict[int, set[str]] = {}  # by the number of times that the step has changed the weights before
     scored: dict[int, set[str]] = {}
     for node in graph.order:
         changed = graph.changed_before(node)[policy]

@@ -1,4 +1,4 @@
-"""A run as seen from one rank: the algorithm, its plan, its models and data, and the other ranks."""
+"""`Run`, a run on one rank: the algorithm, its plan, models and data, and the transport to the other ranks."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class RunPlan:
-    """What follows from the algorithm and the ranks alone.
+    """The part of a run that follows from the algorithm and the number of ranks: graph, layouts, plan, engines.
 
     Attributes:
         graph: Graph of the module.
-        layouts: Layouts by role, and by `engine_of` for the engines of each policy.
+        layouts: Layouts of roles by name, and layouts of each policy's engines by `engine_of`.
         plan: Plan of all ranks.
         engines: Engine of each policy, as configured.
-        follows: The language model that validation generates with, the first that is trained; None without.
+        follows: The first language model that is trained, with which validation generates; None if there is none.
     """
 
     graph: Graph
@@ -52,38 +52,37 @@ class RunPlan:
 
     @property
     def lead(self) -> str:
-        """The followed role, else the first trained one: its tokenizer reads the data."""
+        """The role whose tokenizer encodes the data: `follows`, or if that is None the first trained role."""
         return self.follows or self.graph.trained_roles()[0]
 
 
 @dataclass(eq=False)
 class Run(RunPlan):
-    """All that a run is made of. `rlflow.run.prepare` makes it before processes start; no model is loaded.
+    """All parts of a run. `rlflow.run.prepare` makes it before processes start; no model is loaded then.
 
     Attributes:
         module: The algorithm.
-        data: Prompts of the run, the columns resolved.
+        data: Prompts of the run, with resolved columns.
         settings: Settings of the trainer.
-        strategy: How training is spread.
+        strategy: Strategy that divides training over ranks.
         paths: Model folder or hub name of each role that a node uses.
         policies: Model folder or hub name of each policy that generates, in the graph or to validate.
-        configs: The transformers configuration of each of these.
+        configs: The transformers configuration of each role and policy.
         tokenizer: Tokenizer of the lead.
         stop_token_ids: Tokens that end a response: the end tokens of the tokenizer, of the model's generation config
             and of the module.
         train: Loader of the training rows.
-        validation: Loader of the held-out rows; None without.
+        validation: Loader of the held-out rows; None if there are none.
         generates: Whether a rollout engine is needed, for the graph or to validate.
         scores_validation: Whether validation generates responses and scores them.
-        loss_node: Node whose loss is measured on held-out rows: the lead's train node that reads `batch` alone; None
-            where there is none, or the module has a `validation_step`.
-        replays: Whether nodes of an earlier run are run again: responses are generated whole, as that run left them,
-            and no update is left out.
-        transport: Transport to the other ranks. This and what follows is set by `rlflow.run.setup.join`, on a rank that
-            has met the others.
-        samples: Samples of steps in progress, which loggers will have.
+        loss_node: Node whose loss is measured on held-out rows: the lead's train node that reads only `batch`. None if
+            there is no such node, or the module has a `validation_step`.
+        replays: Whether nodes of an earlier run are run again (`rlflow replay`). Then no response is cut off for the
+            next draw, and no update is skipped for a large norm.
+        transport: Transport to the other ranks. `rlflow.run.setup.join` sets this attribute and those below it.
+        samples: Samples of steps in progress, for the loggers.
         rank_engines: Engines of this rank, by policy.
-        context: Context that the module is attached to.
+        context: Context to which the module is attached.
         config: The resolved config, without secrets; None for a run without one.
     """
 
@@ -115,21 +114,21 @@ class Run(RunPlan):
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes files and the terminal."""
+        """Whether this is rank 0, which writes the run's files and to the terminal."""
         return self.rank == 0
 
     @cached_property
     def value_layouts(self) -> dict[str, Layout]:
-        """The layout in which each value is made."""
+        """The layout in which each value is made, by name."""
         return self.plan.layouts()
 
     def in_step(self, space: RowSpace, step: int) -> RowSpace:
-        """The rows as those of this step, from 0, with the seed and the balancing of the run."""
+        """The rows as rows of `step` (from 0), with the seed and the balancing of the run."""
         return space.at(seed=self.settings.seed, step=step, balance=self.settings.balancing)
 
     @property
     def validating(self) -> RolloutEngine | None:
-        """This rank's engine of the policy that validation is of; None where there is none."""
+        """This rank's engine of the policy that is validated; None if it has none."""
         return None if self.follows is None else self.rank_engines.by_policy.get(self.follows)
 
     @property
@@ -139,7 +138,7 @@ class Run(RunPlan):
 
     @property
     def is_scanned(self) -> bool:
-        """Whether it is known what the rows are; else ranks that have joined find out together."""
+        """Whether the rows of the data are scanned; if not, ranks scan them together after they have joined."""
         return all(loader is None or loader.is_scanned for loader in self.loaders)
 
     @cached_property
@@ -147,7 +146,7 @@ class Run(RunPlan):
         """Number of steps of the run.
 
         Raises:
-            UserError: There are fewer rows than one step takes.
+            UserError: There are fewer rows than one step needs.
         """
         max_steps, max_epochs = self.settings.max_steps, self.settings.max_epochs
         by_epochs = self.train.steps_per_epoch * (math.inf if max_epochs is None else max_epochs)
@@ -155,14 +154,14 @@ class Run(RunPlan):
 
     @property
     def generating(self) -> Layout:
-        """Where validation generates and most of a step's samples are made; on all ranks if nothing is generated."""
+        """The layout in which validation, or else the first policy, generates; all ranks if nothing generates."""
         names = [engine_of(policy) for policy in (self.follows, *self.policies) if policy is not None]
         ranks = tuple(sorted({rank for layout in self.layouts.values() for rank in layout.ranks}))
         return next((self.layouts[name] for name in names if name in self.layouts), Layout(ranks, len(ranks)))
 
     @property
     def stateful(self) -> tuple[str, ...]:
-        """Roles whose state a checkpoint has: those that are trained, then averages of them."""
+        """Roles whose state is in checkpoints: trained roles, then averages of them."""
         found = handles(self.module)
         return (*self.graph.trained_roles(), *(role for role in self.paths if isinstance(found[role], Averaged)))
 
@@ -176,16 +175,16 @@ class Run(RunPlan):
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt of all rows to draw from; where environments write prompts, the data's limit.
+        """Tokens of the longest prompt of all rows; with environments, which add to prompts, `data.max_prompt_length`.
 
-        Whether nodes write prompts is not known before they run: `data.max_prompt_length` holds for each of those too.
+        Prompts that nodes write are not known before the run; `data.max_prompt_length` limits them too.
         """
         if environments(self.module):
             return self.data.max_prompt_length
         return max(loader.scan.longest_prompt for loader in self.loaders if loader is not None)
 
     def trainer_state(self, step: int) -> TrainerState:
-        """Where the run is before a step, counted from 0, as rewards read it."""
+        """The progress of the run before `step` (from 0), as rewards read it."""
         return TrainerState(step, self.steps, step * self.data.prompts_per_step / max(1, self.train.size))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -195,7 +194,7 @@ class Run(RunPlan):
         return text
 
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, with special tokens: what a model reads."""
+        """The text of token ids with special tokens, as a model reads them."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
         assert isinstance(text, str)
         return text

@@ -22,11 +22,11 @@ class Samples:
     """Samples for the loggers. The first rank that generates collects them; rank 0 receives them and logs them.
 
     Args:
-        transport: Transport to the other ranks; has formed the group of `group`.
+        transport: Transport to the other ranks, on which the process group of `group` was formed.
         speaker: The rank that collects samples.
-        decode: Token ids to text.
-        decode_with_special: The same with special tokens, for what a policy reads.
-        rows_of: Places in the dataset of prompts, by their ids.
+        decode: Converts token ids to text, without special tokens.
+        decode_with_special: Converts token ids to text, with special tokens.
+        rows_of: Converts ids of prompts to their row numbers in the dataset.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Samples:
         self._steps: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
 
     def keep(self, step: int, rollout: Written, scores: Scores) -> None:
-        """Keep some of these, on the rank that does."""
+        """Collect some samples of a rollout; on other ranks than `speaker` nothing is done."""
         if self._transport.rank != self._speaker:
             return
         samples, prompts = self._steps[step], rollout.prompt_ids.on_host().rows()
@@ -85,7 +85,7 @@ class Samples:
         return {"steps": list(self._steps.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; one after another of several ranks."""
+        """Add the samples that `state_dict` returned; called for each rank's state if this rank gets several."""
         self._steps.update(dict(state["steps"]))
 
 

@@ -32,14 +32,14 @@ class Step:
     Args:
         run: The run on this rank.
         number: Number of the step, from 0.
-        draw: Number of the last draw of prompts that it was made of, from 0.
+        draw: Number of the last draw that brought prompts for the step, from 0.
         metrics: Metrics that this rank logs for the step.
 
     Attributes:
         buffer: Values of the step.
-        spaces: Rows of the step by name, as far as this rank makes or reads them.
-        cut_off: `[B]` bool, which of the responses that this rank has just sampled are unfinished, see
-            `trainer.partial_rollout`; None where none is cut off.
+        spaces: Row spaces of the step by name, as far as this rank makes or reads their rows.
+        cut_off: `[B]` bool, for the responses that this rank has just sampled, whether they are unfinished, see
+            `trainer.partial_rollout`; None if none is cut off.
     """
 
     def __init__(self, run: Run, number: int, draw: int, metrics: StepMetrics) -> None:
@@ -60,15 +60,15 @@ class Step:
         tokens: Tensor,
         versions: Tensor | None = None,
     ) -> RowSpace:
-        """Share all rows that the ranks of `layout` just made among these ranks; a collective of theirs.
+        """Make a row space of the rows that the ranks of `layout` have just made; a collective of these ranks.
 
         Args:
             name: Name of the rows.
             layout: Layout in which they were made.
             path: `[B, depth]`, paths of this rank's rows.
-            lengths: `[B]`, response tokens of each.
-            tokens: `[B]`, what a model reads of each.
-            versions: `[B]`, version of the policy that generated each; None where none did.
+            lengths: `[B]`, response tokens of each row.
+            tokens: `[B]`, tokens that a model reads of each row.
+            versions: `[B]`, version of the policy that generated each row; None if they were not generated.
         """
         run = self._run
         space = RowSpace.gather(
@@ -85,7 +85,7 @@ class Step:
         return self.spaces[name]
 
     def tell(self, task: Tell) -> None:
-        """Broadcast all rows of a space to the ranks that do not know them."""
+        """Broadcast a row space to the ranks that do not know it."""
         name, transport = task.value, self._run.transport
         message = space_to_message(self.spaces[name]) if transport.rank == task.teller else None
         message = transport.broadcast_bytes(message, task.teller, task.ranks)
@@ -93,13 +93,13 @@ class Step:
             return
         space = self._run.in_step(space_from_message(message), self.number)
         known = self.spaces.get(name)
-        if known is not None and torch.equal(known.path, space.path):  # again, after they were scored
+        if known is not None and torch.equal(known.path, space.path):  # sent once more after its rows were scored
             known.dropped.copy_(space.dropped)
         else:
             self.spaces[name] = space
 
     def exchange(self, task: Exchange) -> None:
-        """Start to bring a value to a layout, by its own rows or by rows above or below them that it is read with."""
+        """Start to send a value to a layout, in its own row space or in that of rows above or below."""
         graph = self._run.graph
         space = self.spaces[graph.space_of(task.value)]
         made_here = self._run.rank in task.source.ranks
@@ -108,17 +108,17 @@ class Step:
         self.buffer.issue(task.value, task.target, self.spaces[task.reader_space], task.columns)
 
     def left_out(self, space: RowSpace, node: Node) -> Tensor | None:
-        """`[N]` bool, the rows that a node must not see because a reward that it depends on dropped them; or None.
+        """`[N]` bool, the rows that a node must not see because a reward that it depends on dropped them.
 
-        It is None where the node depends on no scores, or nothing was dropped. Rows of another branch of the tree are
-        not left out if they were made from the scores: the node that made them saw no dropped rows.
+        It is None if the node depends on no scores, or nothing was dropped. Rows of another branch of the tree are not
+        left out if they were made from the scores, since the node that made them saw no dropped rows.
         """
         if not node.follows:
             return None
         out = space.dropped.clone()
         made_of = () if space.name == BATCH else self._run.graph.nodes[space.name].follows
         for name in node.follows:
-            scored = self.spaces.get(name)  # a replay has the rows alone that the node sees, marked already
+            scored = self.spaces.get(name)  # a replay has only rows that the node sees, with dropped ones marked
             if scored is None or scored is space or not scored.dropped.any():
                 continue
             of_another_branch = space.levels_shared_with(scored) < min(len(space.levels), len(scored.levels))
@@ -137,14 +137,14 @@ class Step:
         return Groups(like.rank, spaces, values)
 
     def put(self, groups: Groups) -> None:
-        """Take these groups in place of the step's own, as if it had made them itself."""
+        """Replace the step's rows and values by these groups, as if the step had made them itself."""
         for name, space in groups.spaces.items():
             self.spaces[name] = self._run.in_step(space, self.number)
         for name, value in groups.values.items():
             self.buffer.put(name, value.rows, value.annotation, self.spaces[value.space], value.layout)
 
     def log_exchanges(self, held_bytes: int) -> None:
-        """Log what the step's values took to travel, and to hold with those of the other steps in progress."""
+        """Log the step's exchanges, and `held_bytes`, the bytes of values of all steps in progress."""
         buffer, metrics = self.buffer, self.metrics
         metrics.sum("exchange/bytes", buffer.bytes_sent)
         metrics.largest("exchange/busiest_rank_bytes", max(buffer.bytes_sent, buffer.bytes_received))
@@ -156,7 +156,7 @@ class Step:
 
 
 def no_groups(run: Run, spaces: Sequence[str], values: Sequence[str]) -> Groups:
-    """Groups with these names and no rows: the form in which one step hands groups on to another."""
+    """Groups with these spaces and values, without rows: they name what is carried over from step to step."""
     layouts, graph = run.value_layouts, run.graph
     return Groups(
         run.rank,

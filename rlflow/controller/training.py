@@ -33,14 +33,14 @@ from rlflow.values.host_copy import bring_over, on_device, on_host, remember, ro
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 
-NORMS = 32  # of the last updates that had a gradient, whose median is what a norm is compared with
-FEWEST = 8  # of them; before, none is too large
+NORMS = 32  # number of last updates with a gradient whose median norm later norms are compared with
+FEWEST = 8  # number of norms that are needed before one counts as too large
 
 
 class StepGivenUp(BaseException):
-    """A rank received a signal before the step's first update: all ranks raise this, and no weight has changed.
+    """A rank received a signal before the step's first update. All ranks raise this, and no weight has changed.
 
-    Only where every train node runs on all ranks of the run, which then meet before each update.
+    It is raised only if every train node runs on all ranks of the run, which then exchange counts before each update.
 
     Args:
         number: Number of the signal.
@@ -55,17 +55,18 @@ class Training:
     """Runs train nodes so that the gradient depends on neither micro-batches, packing, ranks nor ZeRO stage.
 
     The masked loss of every micro-batch is divided by the token (or sample) count of the whole mini-batch over all
-    ranks and micro-batches, which ranks exchange before its first backward pass. With `token-mean`, a mini-batch of 10
-    tokens in three micro-batches, whose token losses sum to s1, s2 (rank 0) and s3 (rank 1), has the gradient of
+    ranks and micro-batches. Ranks exchange this count before the first backward pass. For example, with `token-mean`, a
+    mini-batch has 10 tokens in three micro-batches. Their token losses sum to s1 and s2 on rank 0, and to s3 on rank 1.
+    The gradient is that of
 
         s1 / 10 + s2 / 10 + s3 / 10
 
     Args:
         run: The run on this rank.
-        before_update: Called with a role whose weights are about to change.
+        before_update: Called with the name of a role whose weights are about to change.
 
     Attributes:
-        tried: Updates of the last step by role; also those that were skipped, or had no token to learn from.
+        tried: Number of updates in the last step by role, with those that were skipped or had no token to learn from.
         watch: Decides which updates are skipped, and when too many were.
     """
 
@@ -76,7 +77,7 @@ class Training:
         self._strategy = run.strategy
         self._transport = run.transport
         self._before_update = before_update
-        # A step may be left before its first update where all ranks of the run meet before each.
+        # A step can be given up before its first update only if all ranks of the run exchange counts before each.
         trained = [task for task in run.plan.every() if isinstance(task, TrainNode)]
         self._gives_up = all(len(task.ranks) == run.transport.world_size for task in trained)
         self._at_first_update: Callable[[], None] | None = None
@@ -89,7 +90,7 @@ class Training:
         """Begin a step; called by `Controller.step`.
 
         Args:
-            at_first_update: Called before the step's first update on this rank, unless the step is given up there.
+            at_first_update: Called before the step's first update on this rank, unless the step is given up.
         """
         self.tried.clear()
         self._at_first_update = at_first_update
@@ -103,18 +104,19 @@ class Training:
     def run(
         self, node: Node, values: Mapping[str, Any], step: Step, layout: Layout, dropped: Tensor | None = None
     ) -> None:
-        """Run all epochs and mini-batches of one train node in one step; by all ranks of the role.
+        """Run all epochs and mini-batches of one train node in one step; called by all ranks of the role.
 
-        An update per mini-batch: exchange counts, then per micro-batch call the node's method, which returns a loss
-        `[B, T]` or `[B]`, and backpropagate; then clip and step the optimizer. Later epochs shuffle their order.
-        All ranks make as many micro-batches as the one that needs most, so that their collectives match.
+        Each mini-batch is one update. Ranks exchange counts. For each micro-batch the node's method returns a loss
+        `[B, T]` or `[B]`, which is backpropagated. Then gradients are clipped, and the optimizer updates the weights.
+        Later epochs shuffle the mini-batches. All ranks make as many micro-batches as the rank that needs most, so that
+        their collectives match.
 
         Args:
             node: The train node.
             values: This rank's rows in `layout`, by the node's parameters.
             step: The step, whose metrics get `<role>/loss`, `<role>/grad_norm` and the like.
-            layout: How the rows are dealt; `samples_per_update` is the size of a mini-batch over all ranks.
-            dropped: `[B]` bool on the CPU, this rank's rows that count in no loss; None where there are none.
+            layout: Layout of the rows; its `samples_per_update` is the size of a mini-batch over all ranks.
+            dropped: `[B]` bool on the CPU, this rank's rows that count in no loss; None if there are none.
 
         Raises:
             StepGivenUp: A rank received a signal before the step's first update.
@@ -167,10 +169,10 @@ class Training:
             0 if out is None else int(out.sum()),
             _sequences(scored),
         )
-        prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other ones, of the same rows
+        prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other prompts of the rows
         parts = handle.plan.split(scored, prompts=prompts)
         total, learnt_from, of_dropped, sequences, most, asked = self._agree(here, len(parts), layout)
-        if learnt_from == 0 < of_dropped and not again:  # what a reward failed on is the same in every epoch
+        if learnt_from == 0 < of_dropped and not again:  # counted in one epoch: all drop the same rows
             self.watch.note_dropped(role, metrics)
         if learnt_from == 0:
             return  # on all ranks
@@ -181,7 +183,7 @@ class Training:
             self._at_first_update = None
         method = getattr(self._module, node.id)
         loss_here: Tensor | float = 0.0  # float64, on the device
-        balance_here: Tensor | None = None  # as it, of the load of experts
+        balance_here: Tensor | None = None  # the load-balancing loss of experts, float64, on the device
         if most > len(parts):
             parts = handle.plan.split(scored, most, prompts)
         for part, micro in enumerate(parts):
@@ -200,7 +202,7 @@ class Training:
                 metrics.mean(f"{role}/routed_otherwise", otherwise, float(replayed))
             self._strategy.backward(role, share, last=part == most - 1)
         self._before_update(role)
-        if layout.publishes(self._transport.rank):  # the shares of all shards add up to one loss an update
+        if layout.publishes(self._transport.rank):  # shares of all shards add up to the update's loss
             once = 1.0 if self._transport.rank == layout.ranks[0] else 0.0
             metrics.mean(f"{role}/loss", loss_here, once)
             if balance_here is not None:
@@ -213,10 +215,11 @@ class Training:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
     def _agree(self, counts: tuple[int, int, int, int], micro_batches: int, layout: Layout) -> tuple[int, ...]:
-        """Exchange what ranks must know before an update; a collective of the ranks of `layout`.
+        """Exchange counts before an update; a collective of the ranks of `layout`.
 
-        `counts` are of this rank's rows of the mini-batch: the loss's denominator, entries in the mask, dropped rows,
-        and sequences. Returned are their sums, the largest `micro_batches`, and the signal that a rank received, or 0.
+        `counts` has four numbers for this rank's rows of the mini-batch: the loss's denominator, entries in the mask,
+        dropped rows, and sequences. Returned are the sums of these over shards, the largest `micro_batches` of any
+        rank, and the signal that a rank received, or 0.
         """
         here = torch.tensor([*counts, micro_batches, preemption.received()])
         every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 6]
@@ -226,28 +229,28 @@ class Training:
 
 @dataclass
 class UpdateWatch:
-    """Decides which updates are skipped, and ends the run when too many were; all ranks see the same norms.
+    """Decides which updates are skipped, and ends the run if too many were; all ranks see the same norms.
 
-    With `skip_spikes: 10` and norms of about 0.5 in the last updates, one with the norm 7 is skipped.
+    With `skip_spikes: 10` and norms of about 0.5 in the last updates, an update with the norm 7 is skipped.
 
     Attributes:
-        times: `trainer.skip_spikes`: a norm above so many times the median of the role's last norms is too large; None
-            to skip only infinite and NaN norms.
-        most: `trainer.max_skipped`: so many skipped updates of a role in a row end the run.
+        times: `trainer.skip_spikes`: a norm above this multiple of the median of the role's last norms is too large.
+            None to skip only infinite and NaN norms.
+        most: `trainer.max_skipped`: this number of skipped updates of a role in a row ends the run.
     """
 
     times: float | None = None
     most: int = 3
-    _skipped: Counter[str] = field(default_factory=Counter)  # in a row, by role
+    _skipped: Counter[str] = field(default_factory=Counter)  # number of updates skipped in a row, by role
     _norms: dict[str, deque[float]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What the next update of each role is compared with, by role; JSON-able."""
+        """By role, the norms with which the next is compared, and the updates skipped in a row; JSON-able."""
         roles = sorted({*self._norms, *self._skipped})
         return {role: {"norms": [*self._norms.get(role, ())], "skipped": self._skipped[role]} for role in roles}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         for role, of in state.items():
             self._norms[role] = deque(of["norms"], maxlen=NORMS)
             self._skipped[role] = of["skipped"]
@@ -264,9 +267,9 @@ class UpdateWatch:
 
         Args:
             role: The role that is trained.
-            norm: Norm of its whole gradient before clipping, the same on all ranks.
+            norm: Norm of the role's whole gradient before clipping, the same on all ranks.
             largest: Value that `largest` returned before the update.
-            scale: Loss scale of a float16 role, whose overflows do not count while the scale can fall; else None.
+            scale: Loss scale of a float16 role; overflows are not counted while it can fall. None for other roles.
             metrics: Metrics of the step.
 
         Raises:
@@ -278,18 +281,18 @@ class UpdateWatch:
             metrics.number(f"{role}/grad_norm", norm)
             if norm <= largest:
                 self._skipped[role] = 0
-                if norm > 0:  # where all advantages are 0 there is none
+                if norm > 0:  # it is 0 if all advantages are
                     self._norms.setdefault(role, deque(maxlen=NORMS)).append(norm)
                 return
         metrics.number(f"{role}/skipped_updates", 1.0)
-        if scale is not None and scale.can_fall:  # the next update is tried with a smaller one
+        if scale is not None and scale.can_fall:  # the next update has a smaller scale
             return
         how = f"{norm:.3g}, where up to {largest:.3g} is usual," if math.isfinite(norm) else "infinite or NaN"
         remedy = "Lower the learning rate, or look for NaN in rewards and loss"
         self._count(role, f"the gradient of `{role}` was {how}", remedy)
 
     def note_dropped(self, role: str, metrics: StepMetrics) -> None:
-        """Count an update as skipped, because a reward failed on all of its samples, which were dropped.
+        """Count an update as skipped because a reward failed on all of its samples, so that they were dropped.
 
         Args:
             role: The role that is trained.
@@ -302,7 +305,7 @@ class UpdateWatch:
         self._count(role, f"the reward of `{role}` failed on all samples", "Mend the reward")
 
     def _count(self, role: str, what: str, remedy: str) -> None:
-        """One more update in a row was skipped, for this reason."""
+        """Count one more update that was skipped in a row; end the run if there are too many."""
         self._skipped[role] += 1
         if self._skipped[role] >= self.most:
             raise UserError(
@@ -320,13 +323,13 @@ def _check_shape(node: Node, loss: Tensor, mask: Tensor) -> None:
 
 
 def _scored(values: Mapping[str, Any]) -> Any:
-    """The one value that has a loss mask, or is pairs: the rows that the loss is of. The graph's checks found it."""
+    """The one value that has a loss mask or is `Pairs`, whose rows the loss has; checked with the graph."""
     (found,) = [value for value in values.values() if isinstance(value, Pairs) or _has_mask(value)]
     return found
 
 
 def _sequences(scored: Any) -> int:
-    """Sequences that a model reads for these rows: rows with a response token; for pairs two each."""
+    """Number of sequences that a model reads for these rows: rows with a response token, or two for each pair."""
     return 2 * len(scored.prompt_ids) if isinstance(scored, Pairs) else int((on_host(scored.lengths) > 0).sum())
 
 
@@ -335,9 +338,9 @@ def _has_mask(value: Any) -> bool:
 
 
 def _mask(scored: Any, dropped: Tensor | None, per_sample: bool) -> Tensor:
-    """What the loss counts: tokens `[B, T]`, or samples `[B]` with a token; for pairs, each that was not dropped.
+    """The mask of the loss: tokens `[B, T]`, or samples `[B]` that have a token; for pairs, those not dropped.
 
-    The `loss_mask` of dropped rows is empty: a train node gets it so.
+    Dropped rows of other values need no mask here, since their `loss_mask` is empty already.
     """
     if isinstance(scored, Pairs):
         counts = torch.ones(len(scored.prompt_ids), dtype=torch.bool) if dropped is None else ~dropped

@@ -1,4 +1,4 @@
-"""Validation: responses to every held-out prompt, scored; the loss of held-out responses; or the module's own step."""
+"""Validation: scores of responses to held-out prompts, the loss of held-out responses, or `validation_step`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
 
 FULL_REWARD = 1.0
-POLICY = "actor"  # how the policy that is validated is called within
-DRAW = 0  # the same seeds at every validation, so that a difference is the policy's
+POLICY = "actor"  # name of the policy that is validated in calls below
+DRAW = 0  # the same seeds at every validation, so that only the policy makes a difference
 
 
 def measure(run: Run, version: int, done: int) -> dict[str, float]:
@@ -39,7 +39,7 @@ def measure(run: Run, version: int, done: int) -> dict[str, float]:
     Args:
         run: The run on this rank.
         version: Version of the policy's weights.
-        done: Steps that were trained before, which rewards are given.
+        done: Number of steps trained before; passed to rewards.
     """
     report(run.rank, "validation")
     strategy, metrics = run.strategy, dict[str, float]()
@@ -53,17 +53,21 @@ def measure(run: Run, version: int, done: int) -> dict[str, float]:
 
 
 def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
-    """`val_samples` responses to each held-out prompt at the policy's temperature, and one at temperature 0.
+    """Metrics of responses: `val_samples` for each held-out prompt at the policy's temperature, and one at 0.
 
-    Ranks that do not generate only learn the result. Where the module has an environment, responses are conversations,
-    and what it gave is part of their reward. In a game of several seats, rewards are those of the first: over all seats
-    they cancel out where one wins what the other loses.
+    Ranks that do not generate only receive the result. If the module has an environment, responses are conversations,
+    and the environment's rewards are part of theirs. In a game of several seats, the reward is that of the first seat:
+    over all seats it would cancel out if one wins what another loses.
 
     Returns:
-        `val/reward`, `val/length`, `val/truncated` and `val/accuracy`, the share of responses with a reward of at
-        least 1; `val/errors`, the samples that the reward failed on, which count 0; the same under `val_greedy/`; with
-        several samples `val/pass@k` for each power of two up to their number; for conversations `val/turns`,
-        `val/tool_calls` and `val/tool_errors`; and of games `val/reward_<seat>`.
+        By name, each under `val/` and, for responses at temperature 0, under `val_greedy/`:
+
+        reward, length, truncated    means over responses
+        accuracy                     share of responses with a reward of at least 1
+        errors                       number of samples on which the reward failed, which count as 0
+        pass@k                       with several samples, for each power of two up to their number
+        turns, tool_calls, tool_errors    for conversations
+        reward_<seat>                for games
     """
     module, transport, layout, loader = run.module, run.transport, run.generating, run.validation
     environment = next(iter(environments(module).values()), None)
@@ -128,7 +132,7 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
 
 @torch.no_grad()
 def score_rows(run: Run) -> dict[str, float]:
-    """What the module's `validation_step` logs of all held-out rows, or their loss."""
+    """Metrics of all held-out rows: those that the module's `validation_step` logs, or the loss of a train node."""
     module, transport, loader, lead = run.module, run.transport, run.validation, run.layouts[run.lead]
     assert loader is not None
     layout, all_metrics = Layout(lead.ranks, lead.shards), Metrics()
@@ -141,7 +145,7 @@ def score_rows(run: Run) -> dict[str, float]:
     space = RowSpace.gather(name, transport, layout, path=ids[:, None], lengths=lengths, tokens=rows.tokens)
     node = Node(name, inputs=(), role=None, kind="compute", returns=Any, file="", line=0)
     batch = to_device(rows, run.strategy.root_device)
-    logged = metrics if run.loss_node is None else Metrics().of(0)  # what a train node logs is of training
+    logged = metrics if run.loss_node is None else Metrics().of(0)  # the train node's own metrics are dropped
     with run.context.within(Running(node, space, layout, DRAW, {}, logged, validates=True)):
         if run.loss_node is None:
             module.validation_step(batch)
@@ -151,17 +155,17 @@ def score_rows(run: Run) -> dict[str, float]:
 
 
 def measure_loss(module: RLModule, node: Node, batch: Batch, metrics: StepMetrics, counts: bool) -> None:
-    """`val/loss`, the loss of a train node as in training; and of a language model `val/token_accuracy`.
+    """Log `val/loss`, the loss of a train node as in training, and for a language model `val/token_accuracy`.
 
-    The second is the share of the response tokens that count which are the likeliest in their places. Sums over all
-    ranks' rows are divided at the end, so neither depends on how many ranks and micro-batches there are.
+    The latter is the share of response tokens in the loss mask that are the likeliest token at their place. Sums over
+    the rows of all ranks are divided at the end, so neither depends on the number of ranks and micro-batches.
 
     Args:
         module: The algorithm.
-        node: Train node of the module, which reads `batch` alone.
+        node: Train node of the module that reads only `batch`.
         batch: This rank's rows.
-        metrics: Metrics that the numbers go to.
-        counts: Whether this rank's rows count; of peers with the same rows one's do.
+        metrics: Metrics to which the numbers are logged.
+        counts: Whether this rank's rows count; among peers with the same rows, those of one rank do.
     """
     assert node.role is not None
     handle = handles(module)[node.role]

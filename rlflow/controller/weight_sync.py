@@ -1,4 +1,4 @@
-"""Weight sync: a policy's weights on their way into its engines, which may run on other ranks than training."""
+"""Weight sync: sends a policy's weights to its engines, which may be on other ranks than training."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ Bucket = list[tuple[str, Tensor]]
 
 @dataclass(eq=False)
 class WeightSync:
-    """Brings weights from the ranks that train to those that generate, seen from one rank.
+    """One rank's part in sending weights from the ranks that train to those that generate.
 
-    Every rank of the role gathers its weights bucket by bucket. Where engines are on ranks without the role, the
-    first rank of the role sends each bucket on to them by broadcast. Every engine reads back all that it was given.
+    Every rank of the role gathers its weights bucket by bucket. If engines are on ranks without the role, the first
+    rank of the role broadcasts each bucket to them. Every engine reads back all weights that it was sent.
 
     Attributes:
-        task: Task that says whose weights go where.
-        strategy: Strategy that holds the role, on its ranks.
-        engine: Engine of this rank; None without.
-        transport: Transport to the other ranks; has formed the group of `sending_group`.
+        task: Task with the policy, the ranks that send, and the ranks that receive.
+        strategy: Strategy that holds the role, on the role's ranks.
+        engine: Engine of this rank; None if it has none.
+        transport: Transport to the other ranks, on which the process group of `sending_group` was formed.
         bucket_bytes: Bytes of weights that are gathered, and sent, together.
-        files: Reads the weights of a frozen policy; None where steps change them.
-        keeps: Whether the engine keeps the weights while it sleeps: those of files, in an engine of the policy's own.
+        files: Reads the weights of a frozen policy from files; None if steps change the weights.
+        keeps: Whether the engine keeps the weights while it sleeps. It does if they come from files and no other policy
+            uses the engine.
         version: Version of the weights in the engines, the same on all ranks of the task; `NO_VERSION` if the engines
-            hold others, or none.
+            have other weights, or none.
         report: Report of this rank's engine on the last sync; None without an engine.
         is_logged: Whether a step has logged the last sync, the same on all ranks of the task.
     """
@@ -54,13 +55,13 @@ class WeightSync:
     _asleep: bool = field(default=False, init=False)
 
     def run(self, version: int) -> None:
-        """Bring the engines to the weights that the trainer has now.
+        """Send the trainer's present weights to the engines; called by all ranks of the task.
 
         Args:
             version: Version of these weights.
 
         Raises:
-            WeightSyncError: The engine does not hold what was sent.
+            WeightSyncError: The engine does not have the weights that were sent.
         """
         if self.files is not None:
             buckets = self.files()
@@ -75,7 +76,7 @@ class WeightSync:
         self.version, self.is_logged = version, False
 
     def sleep(self) -> None:
-        """Let this rank's engine free its memory, and with it the weights, unless it keeps them."""
+        """Let this rank's engine free its memory, weights included unless `keeps` is set."""
         if self.engine is not None:
             self.engine.sleep(keep_weights=self.keeps)
             self._asleep = True
@@ -83,7 +84,7 @@ class WeightSync:
             self.version = NO_VERSION
 
     def wake_up(self) -> None:
-        """Let this rank's engine, which holds the weights, take its memory back."""
+        """Let this rank's engine, which has the weights, allocate its memory again."""
         if self.engine is not None and self._asleep:
             self.engine.wake_up()
             self._asleep = False
@@ -107,7 +108,7 @@ class WeightSync:
             self.transport.broadcast_bytes(torch.cat(payload), rank, group)
 
     def _received(self) -> Iterator[Bucket]:
-        """The buckets that the sender sends, up to an empty one."""
+        """Receive the sender's buckets, up to an empty one."""
         group, sender = sending_group(self.task), self.task.source[0]
         while header := self.transport.broadcast_json(None, sender, group):
             payload = self.transport.broadcast_bytes(None, sender, group)
@@ -121,14 +122,14 @@ class WeightSync:
 
 
 def sending_group(task: SyncWeights) -> tuple[int, ...]:
-    """The first rank of the role and the engines' ranks without the role: who meets in the broadcasts."""
+    """The ranks that take part in the broadcasts: the first rank of the role, and engines' ranks without the role."""
     if not task.source:  # every engine reads the files
         return (task.target[0],)
     return tuple(sorted({task.source[0], *set(task.target) - set(task.source)}))
 
 
 def weight_sync(run: Run, task: SyncWeights) -> WeightSync | None:
-    """This rank's part in bringing a policy's weights to its engines, if it has one.
+    """This rank's part in sending a policy's weights to its engines; None if it has none.
 
     Args:
         run: The run.

@@ -36,12 +36,12 @@ def type_name(annotation: Any) -> str:
 
 
 def choices(annotation: Any) -> tuple[Any, ...]:
-    """The types that a union is of; of another type that one."""
+    """The types of a union; for any other type, that type alone."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def hints_of(annotated: Any) -> dict[str, Any]:
-    """The types of a class's fields or a function's parameters; empty where a user's own code names one wrongly."""
+    """The types of a class's fields or a function's parameters; empty if one of them cannot be resolved."""
     try:
         return get_type_hints(annotated)
     except (NameError, AttributeError, TypeError, SyntaxError):
@@ -54,7 +54,7 @@ def without_each(annotation: Any) -> tuple[Any, bool]:
     if Each not in [get_origin(choice) or choice for choice in found]:
         return annotation, False
     plain = tuple(get_args(choice)[0] if get_origin(choice) is Each else choice for choice in found)
-    return (Any if Each in plain else Union[plain]), True  # noqa: UP007 - of types that are known at run time alone
+    return (Any if Each in plain else Union[plain]), True  # noqa: UP007 - the types are known only at run time
 
 
 def without_grown(annotation: Any) -> tuple[Any, bool]:
@@ -67,14 +67,14 @@ def without_grown(annotation: Any) -> tuple[Any, bool]:
 
 
 def fields(annotation: Any) -> Mapping[str, Any]:
-    """The types of the fields and properties of a value of this type; none of a tensor, which has no parts."""
+    """The types of the fields and properties of a value of this type, by name; empty for a tensor."""
     if not dataclasses.is_dataclass(annotation) or not isinstance(annotation, type):
         return {}
     return _fields(annotation)
 
 
 def names_fields(annotation: Any) -> bool:
-    """Whether a type says by its members what is read of a value: a protocol, a dataclass, or a class like one."""
+    """Whether the members of a type name fields of a value: a protocol, a dataclass, or a plain annotated class."""
     if not isinstance(annotation, type) or annotation is Ragged:
         return False
     if Protocol in annotation.__mro__ or dataclasses.is_dataclass(annotation):
@@ -82,9 +82,9 @@ def names_fields(annotation: Any) -> bool:
     return annotation.__bases__ == (object,) and bool(vars(annotation).get("__annotations__"))
 
 
-@cache  # every read of a value asks, at every step
+@cache  # called for every read of a value, at every step
 def members(annotation: type) -> Mapping[str, Any]:
-    """What such a type names, in order: its fields and properties with their types, its methods with `Any`."""
+    """The members of such a type in order: fields and properties with their types, methods with `Any`."""
     hints = get_type_hints(annotation, include_extras=True)
     methods = {name: Any for name, value in _attributes(annotation) if isinstance(value, types.FunctionType)}
     written = {name for cls in _own(annotation) for name in vars(cls).get("__annotations__", {})}
@@ -94,7 +94,7 @@ def members(annotation: type) -> Mapping[str, Any]:
 
 
 def misfits(wanted: type, made: Any) -> Iterator[str]:
-    """What such a type names that a value of type `made` does not have, or has as another type, each in words."""
+    """A text for each member of `wanted` that a value of type `made` lacks, or has as another type."""
     known, name = fields(made), type_name(made)
     for member, hint in members(wanted).items():
         if member not in known:
@@ -137,7 +137,7 @@ def _is_protocol(annotation: Any) -> bool:
 
 
 def _own(annotation: type) -> list[type]:
-    """The classes that say what a type names, those of bases first."""
+    """The classes whose members a type has, base classes first."""
     return [cls for cls in reversed(annotation.__mro__) if cls not in (object, Protocol, Generic)]
 
 

@@ -161,7 +161,7 @@ def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Co
 
 
 def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
-    """Names in `uses=` that are no model handle, that are trained, or that a node without a role has.
+    """Names in `uses=` that are no model handle, or are trained; and `uses=` of a node without a role.
 
     Args:
         nodes: The graph's nodes.

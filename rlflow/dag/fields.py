@@ -1,4 +1,4 @@
-"""Which fields of a value a node reads, given by the type of its parameter; only these travel to it."""
+"""The fields of a value that a node reads, from the type of its parameter; only these are sent to it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rlflow.values.rollout import Rollout
 
 @dataclass(frozen=True)
 class FieldsRead:
-    """What a node reads of a value, and why.
+    """The fields of a value that a node reads, and why.
 
     Attributes:
         node: The node's id.
         value: The value's name.
-        asked: The types that its parameters ask for, as a user writes them.
+        asked: The types of the node's parameters for this value, as a user writes them.
         named: The fields that these types name, in the value's order; "" for a value that has no fields.
         added: Fields that the framework itself reads in addition to these, by reason.
     """
@@ -38,13 +38,13 @@ class FieldsRead:
 
     @property
     def names(self) -> frozenset[str]:
-        """All of these fields."""
+        """All fields that are read: `named` and `added`."""
         return frozenset(self.named).union(*(fields for _, fields in self.added))
 
     def seen(self, value: Any) -> Any:
-        """The value as the node gets it, wherever it runs: what it does not read is absent.
+        """The value as the node gets it on any rank: fields that it does not read are `Absent`.
 
-        Who its rows are is known wherever they are, and stays.
+        Paths stay, since every rank that has rows knows their paths.
         """
         if not dataclasses.is_dataclass(value) or "" in self.named or isinstance(value, type):
             return value
@@ -66,15 +66,14 @@ class FieldsRead:
 
 
 def fields_read(module: object, node: Node, value: str, made: Any, watched: Collection[str]) -> FieldsRead:
-    """What `node` and the framework around it read of `value`.
+    """The fields of `value` that `node` and the framework around it read.
 
     Args:
         module: Module that the node belongs to.
         node: A node that reads the value.
         value: Name of the value.
         made: Type of the value.
-        watched: Models whose engines are watched: the logprobs that they compute for samples are compared with those
-            that the samples came with.
+        watched: Models whose log-probabilities of samples are compared with the engine's, which the samples have.
     """
     every = columns(made)
     inputs = [each for each in node.inputs if each.name == value]
@@ -115,12 +114,12 @@ def _named(read: Input, made: Any, every: Sequence[Column]) -> Iterator[str]:
 
 
 def _plain(every: Sequence[Column]) -> Iterator[str]:
-    """What is meant by a value's own type: all but what only another type names."""
+    """The fields that a value's own type asks for: all that are not marked `Home`."""
     return (column.name for column in every if not column.home)
 
 
 def _behind(member: str, made: Any, every: Sequence[Column]) -> Iterator[str]:
-    """The fields that one needs to have this field, or what this property or method is computed from."""
+    """The fields behind a member: the field itself, or those from which a property or a method is computed."""
     if any(column.name == member for column in every):
         yield member
         return
@@ -131,7 +130,7 @@ def _behind(member: str, made: Any, every: Sequence[Column]) -> Iterator[str]:
 def _framework(
     module: object, node: Node, made: Any, every: Sequence[Column], watched: Collection[str]
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """What the framework reads in addition to the node, and why."""
+    """The fields that the framework reads in addition to the node, each with a reason."""
     handle = getattr(module, node.role, None) if node.role is not None else None
     if node.kind == "rollout":
         yield "samples carry it on", [column.name for column in every]

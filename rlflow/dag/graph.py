@@ -30,9 +30,9 @@ class Graph:
     Attributes:
         nodes: Nodes by name, in the order of declaration: base classes first; an override keeps its place.
         order: The order of execution: by depth, then declaration, train nodes last; a filter and its ancestors first.
-        averages: The handle that a moving average follows, by the average's handle.
+        averages: Handles of moving averages, each with the handle of the model that it follows.
         batch_type: The type of the dataset's rows: `Batch`, or `Pairs`.
-        fields: Fields of a value that a node reads, and why, by node and value.
+        fields: The fields of a value that a node reads, and why, by node and value.
     """
 
     nodes: Mapping[str, Node]
@@ -50,17 +50,17 @@ class Graph:
         averages: Mapping[str, str] = MappingProxyType({}),
         drops: bool = False,
     ) -> Self:
-        """Read and check the graph of `module`, the instance: a node set to None in `__init__` is not part of it.
+        """Read and check the graph of the instance `module`; a node that `__init__` sets to None is left out.
 
         Args:
-            module: An instance of a class with methods marked `@node`, or with calls in place of some or all of them.
+            module: An instance whose class has methods marked `@node`, or that has `Call`s from a config instead.
             roles: The names of its model handles.
             policies: Names of the handles that are language models, which can generate; None for all.
-            averages: The handle that a moving average follows, by the average's handle.
-            drops: Whether samples that the module's reward fails on are dropped.
+            averages: Handles of moving averages, each with the handle of the model that it follows.
+            drops: Whether samples on which the module's reward fails are dropped.
 
         Raises:
-            GraphError: All that is wrong, each with file and line.
+            GraphError: The graph has mistakes; the error lists all of them, each with file and line.
             UserError: The module has no node.
         """
         written, removed, problems = read_methods(module)
@@ -99,12 +99,12 @@ class Graph:
 
     @property
     def filter(self) -> Node | None:
-        """The node that says which groups of rows a step keeps."""
+        """The node that says which groups of rows a step keeps; None without a filter."""
         return next((node for node in self.order if node.kind == "filter"), None)
 
     @property
     def block(self) -> tuple[Node, ...]:
-        """The filter's ancestors and the filter, in the order of execution: what repeats until a step is full."""
+        """The filter's ancestors and the filter, in the order of execution; they repeat until a step is full."""
         repeated = block(self.nodes)
         return tuple(node for node in self.order if node.id in repeated)
 
@@ -115,7 +115,7 @@ class Graph:
     def columns(self, value: str, readers: Collection[Node]) -> tuple[str, ...] | None:
         """The fields of `value` that these readers read together, in the order of its type.
 
-        None for all but those that are marked `Home`.
+        None stands for all fields that are not marked `Home`.
         """
         read = frozenset[str]().union(*(self.fields[reader.id, value].names for reader in readers))
         every = columns(self.type_of(value))
@@ -128,7 +128,7 @@ class Graph:
         return tuple(dict.fromkeys(node.role for node in self.order if node.kind == "train" and node.role is not None))
 
     def changed_by(self, node: Node) -> tuple[str, ...]:
-        """The models whose weights a node changes: the role it trains first; the last that does, its averages too."""
+        """The models whose weights a node changes: its role, and if no later node trains the role, its averages."""
         if node.kind != "train":
             return ()
         role, used = str(node.role), self.roles()
@@ -154,27 +154,28 @@ class Graph:
         return self.batch_type if value == BATCH else self.nodes[value].returns
 
     def space_of(self, value: str) -> str:
-        """The rows of a value: `batch`, or the id of the node that made them."""
+        """The row space of a value: `batch`, or the id of the node that made its rows."""
         return BATCH if value == BATCH else self.nodes[value].space
 
     def seen_in(self, node: Node, value: str) -> str:
-        """The rows in which `node` sees a value: its own; of a value without rows the value's."""
+        """The row space in which `node` sees a value: the node's own, or for a value without rows that of the value."""
         rowless = value != BATCH and not self.nodes[value].has_rows
         return self.space_of(value) if rowless else node.inside
 
     def levels(self, space: str) -> tuple[str, ...]:
-        """The names of the rows on the way from prompts to those of a space, its own last."""
+        """The names of the levels from the prompts to a row space, its own name last."""
         return levels(space, self.nodes)
 
     def marked_by(self, node: Node) -> tuple[str, ...]:
-        """The rows from which a node's scoring may drop some; none where nothing follows from its scores."""
+        """The row space whose rows a node that scores may drop; empty if no node depends on its scores."""
         followed = any(node.space in other.follows for other in self.order)
         return (node.space,) if followed and scores_rows(node) else ()
 
     def roles(self) -> KeysView[str]:
-        """The roles that nodes score with, use or train, in the order of declaration: alike on every rank.
+        """The roles whose weights ranks hold, in the order of declaration, the same on every rank.
 
-        And averages that nodes generate with, whose weights exist only where the models that they follow are.
+        These are the roles that nodes score with, use or train, and the averages that nodes generate with. The weights
+        of an average exist only on the ranks of the model that it follows.
         """
         used = [role for node in self.nodes.values() for role in (node.role, *node.uses)]
         used += [policy for node in self.nodes.values() for policy in node.generates if policy in self.averages]
@@ -182,7 +183,7 @@ class Graph:
 
 
 def _without_absent(node: Node, known: Collection[str]) -> Node:
-    """`node` without the optional inputs that nobody makes, which keep their defaults."""
+    """`node` without optional inputs that no node makes; these parameters keep their defaults."""
     present = [value for value in node.inputs if value.required or value.name in known]
     return replace(node, inputs=tuple(present))
 
@@ -193,7 +194,7 @@ def block(nodes: Mapping[str, Node]) -> set[str]:
 
 
 def with_ancestors(names: Iterable[str], nodes: Mapping[str, Node]) -> set[str]:
-    """These nodes and all that come before them."""
+    """These nodes, and all nodes that they need, directly or through others."""
     found: set[str] = set()
     todo = list(names)
     while todo:
@@ -207,15 +208,15 @@ def with_ancestors(names: Iterable[str], nodes: Mapping[str, Node]) -> set[str]:
 def in_order(
     nodes: Mapping[str, Node], averages: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[tuple[Node, ...], list[Problem]]:
-    """The nodes in the order of execution; and the cycles, whose nodes are left out.
+    """Sort the nodes into the order of execution; also returns a problem for each cycle, whose nodes are left out.
 
-    That is by depth, then declaration; a filter and its ancestors before all others, train nodes last. A train node
-    that others come after is at its depth: after all nodes that use its role, or a moving average of it, and do not
-    come after it, so that these see the weights of the step's start.
+    Nodes are sorted by depth, then by declaration. A filter and its ancestors come before all others, train nodes last.
+    A train node that another node reads as `Trained` is not last but at its depth. It comes after all nodes that use
+    its role, or a moving average of it, and do not depend on its training: these see the weights of the step's start.
 
     Args:
         nodes: Nodes by name, in the order of declaration.
-        averages: The role that a moving average follows, by the average's role.
+        averages: Roles of moving averages, each with the role that it follows.
     """
     needs = {node.id: [name for name in node.needs if name in nodes] for node in nodes.values()}
     problems = _without_cycles(nodes, needs, "Break the cycle")
@@ -237,14 +238,14 @@ def in_order(
 
 
 def _without_cycles(nodes: Mapping[str, Node], needs: dict[str, list[str]], why: str) -> list[Problem]:
-    """Take the nodes of all cycles out of `needs`; what is wrong with them."""
+    """Remove the nodes of all cycles from `needs`; returns a problem for each cycle."""
     problems: list[Problem] = []
     while True:
         try:
             TopologicalSorter(needs).prepare()
             return problems
         except CycleError as error:
-            cycle: list[str] = error.args[1]  # each read by the next, the first once more at the end
+            cycle: list[str] = error.args[1]  # each node is read by the next; the first is repeated at the end
         path = " -> ".join(f"`{name}`" for name in cycle)
         node = nodes[cycle[0]]
         problems.append(node.problem(f"waits for itself: {path}. {why}"))
@@ -255,7 +256,7 @@ def _without_cycles(nodes: Mapping[str, Node], needs: dict[str, list[str]], why:
 
 
 def _descendants(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
-    """All nodes that come after a node, itself included."""
+    """A node, and all nodes that depend on it."""
     found = {name}
     while more := {other for other, of in needs.items() if other not in found and not found.isdisjoint(of)}:
         found |= more
@@ -265,7 +266,7 @@ def _descendants(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
 def _uses(node: Node, role: str | None, averages: Mapping[str, str]) -> bool:
     """Whether a node that does not train calls this model or an average of it.
 
-    What generates, and does not say with which, may do so with any that is trained.
+    A node that generates without naming a policy counts as one that calls every model.
     """
     called = {node.role, *node.uses, *node.generates}
     called |= {owner for average, owner in averages.items() if average in called}
@@ -274,7 +275,7 @@ def _uses(node: Node, role: str | None, averages: Mapping[str, str]) -> bool:
 
 
 def _with_policy(node: Node, order: Sequence[Node], policies: Collection[str]) -> Node:
-    """`node`, which generates with the first policy that is trained where it does not say with which."""
+    """`node` with a policy: if it generates without naming one, the first language model that is trained."""
     if node.kind != "rollout" or node.generates:
         return node
     trained = (str(other.role) for other in order if other.kind == "train")
@@ -282,18 +283,20 @@ def _with_policy(node: Node, order: Sequence[Node], policies: Collection[str]) -
 
 
 def with_rows(order: Iterable[Node], drops: bool) -> tuple[dict[str, Node], list[Problem]]:
-    """The nodes by name, each with its `space`, `inside` and `follows`; and which read rows of several branches.
+    """Set `space`, `inside` and `follows` of each node; returns the nodes by name, and problems of nodes that mix rows.
 
-    A node sees the deepest rows that it reads plainly, and its value is of these unless it makes rows of its own.
+    A node sees the deepest row space that it reads without `Each`. Its value has these rows, unless it makes rows of
+    its own.
 
     Args:
-        order: The nodes, each after what it reads.
-        drops: Whether samples that the module's reward fails on are dropped: what follows from scores leaves them out.
+        order: The nodes, each after the nodes that it reads.
+        drops: Whether samples on which the module's reward fails are dropped. Nodes that depend on scores then run
+            without these samples.
     """
     placed: dict[str, Node] = {}
     problems: list[Problem] = []
     for node in order:
-        through: dict[str, str] = {}  # row space -> the first value that is read plainly in it
+        through: dict[str, str] = {}  # row space -> the first value that is read in it without `Each`
         for name in node.reads:
             if name not in node.each and (name not in placed or placed[name].has_rows):
                 through.setdefault(_space_of(name, placed), name)
@@ -307,7 +310,7 @@ def with_rows(order: Iterable[Node], drops: bool) -> tuple[dict[str, Node], list
 
 
 def levels(space: str, nodes: Mapping[str, Node]) -> tuple[str, ...]:
-    """The names of the rows on the way from prompts to those of a space, its own last."""
+    """The names of the levels from the prompts to a row space, its own name last."""
     return (BATCH,) if space == BATCH else (*levels(nodes[space].inside, nodes), space)
 
 
@@ -320,7 +323,7 @@ def scores_rows(node: Node) -> bool:
 
 
 def _scored_behind(node: Node) -> tuple[str, ...]:
-    """The rows whose scores a node's value follows from, or is."""
+    """The row spaces on whose scores a node's value depends; its own too if the value is scores."""
     return (*node.follows, node.space) if scores_rows(node) else node.follows
 
 
@@ -329,7 +332,7 @@ def _space_of(value: str, placed: Mapping[str, Node]) -> str:
 
 
 def _apart(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[str, Node]) -> Iterator[Problem]:
-    """Rows of another branch than the deepest ones."""
+    """Problems of values whose rows are not above the deepest rows that a node reads, but in another branch."""
     for space in through:
         if space not in levels(inside, placed):
             read = [f"of `{each}` (in `{through[each]}`)" for each in through if each in (space, inside)]

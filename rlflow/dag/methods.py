@@ -57,7 +57,7 @@ def read_methods(module: object) -> tuple[dict[str, Node], list[str], list[Probl
                 text = f"`{name}` is a {type(chosen).__name__}, not a plain method, so the node of that name cannot run"
                 reading.wrong.append(f"{text}. Rename the attribute, or set it to None to remove the node")
         node = reading.node()
-        if node.id != BATCH:  # reported by the reading; its readers mean the dataset's rows
+        if node.id != BATCH:  # `_Reading` reports it; nodes that read `batch` mean the dataset's rows
             nodes[node.id] = node
         problems += [Problem(node.file, node.line, text) for text in reading.wrong]
     for cls in reversed(type(module).__mro__):
@@ -94,7 +94,7 @@ class _Reading:
         name: The node's name.
         function: The method, or the function that a config calls.
         mark: The arguments of `@node`.
-        call: The config's entry, which says what parameters get; None for a method.
+        call: The config's entry, which gives the values of parameters; None for a method.
 
     Attributes:
         wrong: A text for each mistake, filled by `node`.

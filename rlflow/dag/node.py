@@ -1,4 +1,4 @@
-"""`@node`, the mark that makes a method a step of the algorithm, a config's entry for one, and what a step is."""
+"""`@node`, the mark that makes a method a node of the graph; a node's entry in a config; and `Node` itself."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Kind = Literal["compute", "model_inference", "rollout", "train", "filter"]
 TypeMark = Literal["train", "filter"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-BATCH = "batch"  # the one value that no node makes, and the name of the row space of its rows, the prompts
-ROLLOUT = "rollout"  # the role that reads as `generates=` the first trained language model
+BATCH = "batch"  # the value that no node makes, the dataset's rows; also the name of their row space
+ROLLOUT = "rollout"  # a role that stands for `generates=` the first language model that is trained
 MARK = "__rlflow_node__"
 CUTS = {"PerSample": PerSample, "PerToken": PerToken, "Scalar": Scalar}
 
@@ -57,20 +57,20 @@ def node(
     generates: str | Sequence[str] = (),
     uses: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Mark a method as a node of the graph: it makes the value of its own name from the values its parameters name.
+    """Mark a method as a node of the graph: it makes a value of the method's name from those that its parameters name.
 
     The method itself is returned unchanged. A subclass overrides it without repeating the mark; `name = None` in a
     subclass or on an instance removes the node.
 
     Args:
         function: The method, where the mark is written without parentheses.
-        role: The model handle on `self` that the node scores with or trains; None for plain tensor work. `rollout` is
-            short for `generates=` the first language model that is trained.
-        type: `train` for a loss that trains its role; `filter` for what says which groups of rows the step keeps.
+        role: The model handle on `self` that the node scores with or trains; None for a node without a model. `rollout`
+            is short for `generates=` the first language model that is trained.
+        type: `train` for a loss that trains its role; `filter` for a node that says which groups the step keeps.
         generates: The policy that the node generates with, or several: names of language models on `self`, trained or
-            frozen. What it returns are rows of their own, below those that it reads.
+            frozen. The responses that it returns are new rows, below the rows that it reads.
         uses: One or more frozen model handles on `self` that the node calls in addition to that of its role; they live
-            on the role's ranks. All ranks of the role call them alike.
+            on the role's ranks. All ranks of the role must make the same calls.
 
     Raises:
         UserError: A role was passed without its name, as in `@node("actor")`.
@@ -99,7 +99,7 @@ class Input:
         required: False where the parameter has a default.
         annotation: The parameter's type; `Any` where none is written.
         field: Field of the value, where a node of a config reads just that; empty for the whole.
-        each: Whether the parameter is `Each` of that type: of all rows below the node's.
+        each: Whether the parameter is `Each` of that type, so that it has all rows below those of the node.
         after: Whether it is `Trained`: the node comes after the train node of that name, and gets no value.
     """
 
@@ -124,18 +124,18 @@ class Node:
     Attributes:
         id: The method's name, which is the name of the value it makes.
         inputs: The values it is called with, by keyword; optional ones that no node makes are left out.
-        role: The model handle it uses, None for plain tensor work and for what generates.
-        kind: Follows from the mark.
+        role: The model handle that it scores with or trains; None for a node without a model, or one that generates.
+        kind: What the node does, which follows from the mark.
         returns: Return type; `Any` where that could not be read.
         file: Where the method is written, or the config's entry.
-        line: The line of its first decorator, or of `def`; of an entry its first.
+        line: The line of its first decorator, or of `def`; for a config's entry, the first line.
         generates: The policies that it generates with.
         uses: The frozen model handles that it calls in addition to that of its role.
         grows: Whether it makes rows without generating: its return type is `Grown`.
-        space: The rows of its value: `batch`, the prompts', or the id of the node that made them.
-        inside: The rows in which it sees the values that it reads.
-        follows: The rows whose scores its inputs follow from, where the reward drops samples that it fails on; the
-            node is called without such samples.
+        space: The row space of its value: `batch`, or the id of the node that made the rows.
+        inside: The row space in which it sees the values that it reads.
+        follows: The row spaces on whose scores its inputs depend. If samples on which the reward fails are dropped, the
+            node is called without them.
     """
 
     id: str
@@ -169,12 +169,12 @@ class Node:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The names of all nodes that come before it: of what it reads, and of the train nodes that it comes after."""
+        """The names of the nodes that must run before it: those that it reads, and train nodes that it comes after."""
         return (*self.reads, *self.after)
 
     @property
     def models(self) -> str:
-        """The role that it plays, or the policies that it generates with, in words; empty for plain tensor work."""
+        """The role, or the policies that it generates with, as text; empty for a node without a model."""
         return self.role or " and ".join(self.generates)
 
     @property
@@ -184,12 +184,12 @@ class Node:
 
     @property
     def makes_value(self) -> bool:
-        """Whether others may read what it returns: a train node keeps its loss, and one that only logs has none."""
+        """Whether others can read its value; those of a train node, and of a node that returns None, have none."""
         return self.kind != "train" and self.returns is not NoneType
 
     @property
     def has_rows(self) -> bool:
-        """Whether its value is cut by rows; one of 0-dim numbers alone is the same whatever the rows."""
+        """Whether its value is cut by rows; a value of 0-dim numbers alone is not."""
         return self.returns is Any or any(column.cut is not Cut.SCALAR for column in columns(self.returns))
 
     @property
@@ -207,13 +207,13 @@ class NodeConfig:
     """A node of a config's `nodes`; its name is its key there.
 
     Attributes:
-        call: What makes the value: the dotted path of a function, a method of a model (`actor.logprobs`) or of the
-            module (`generate`).
-        role: Role as in `@node`, which the function may carry instead; for a model's method, the model by default.
+        call: The function that makes the value: its dotted path, a method of a model (`actor.logprobs`), or a method of
+            the module (`generate`).
+        role: Role as in `@node`, unless the function is marked with it; for a model's method, the model by default.
         type: Type as in `@node`.
         generates: Policies as in `@node`.
         uses: Model handles as in `@node`.
-        inputs: The values that parameters get, or fields of values (`rollout.group`), where these have other names.
+        inputs: Values, or fields of values (`rollout.group`), for parameters whose names are not those of the values.
         settings: Arguments that are not values of the graph, by parameter.
         returns: How the value is cut by rows, where the function is annotated `Tensor` or not at all.
     """
@@ -230,15 +230,15 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class Call:
-    """Stands on a module where a class has a method marked `@node`, and is called like one, with values by name.
+    """A node from a config: an attribute of the module that is called like a marked method, with values by name.
 
     Attributes:
         function: Function that is called.
         mark: Mark that `@node` would make.
         reads: The value that a parameter gets, or `value.field`, by parameter.
         settings: Arguments of other parameters, by parameter.
-        renamed: The parameters for which the config says what they get.
-        returns: How the value is cut, where the config says it.
+        renamed: The parameters whose values are named in the config.
+        returns: How the value is cut by rows, if the config says it; else None.
     """
 
     function: Callable[..., Any]
@@ -256,14 +256,14 @@ class Call:
 
 
 def _part(value: Any, name: str) -> Any:
-    """The field of this name; of `Each` that of all its rows."""
+    """The field `name` of a value, or of all rows of an `Each`; the value itself if `name` is empty."""
     if name and isinstance(value, Each):
         return Each(getattr(value.values, name), value.counts)
     return getattr(value, name) if name else value
 
 
 def engine_of(policy: str) -> str:
-    """The name in `placement` of the ranks where a policy generates."""
+    """The key in `placement` of the ranks where a policy generates: `actor.rollout`."""
     return f"{policy}.{ROLLOUT}"
 
 

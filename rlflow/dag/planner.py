@@ -1,4 +1,4 @@
-"""The plan: one global order of tasks, from a graph and the layouts of its roles; a rank runs those that name it.
+"""The plan: one global order of tasks, from a graph and the layouts of its roles; each rank runs the tasks it is in.
 
 It is a pure function of its arguments, so every rank makes the same plan, and its digest is compared before step 0.
 Because all ranks issue their collectives in the one global order, collectives cannot cross. GRPO with the actor on
@@ -49,10 +49,10 @@ from rlflow.values.layout import Layout
 
 @dataclass(frozen=True)
 class Plan:
-    """The tasks of one step, in the global order; if steps overlap, of a step generated and a step trained together.
+    """The tasks of one step, in the global order. If steps overlap, one step is generated and an earlier one trained.
 
     Attributes:
-        tasks: The tasks; one of lag n works on the step n before that of the tasks without lag.
+        tasks: The tasks. While tasks without lag work on step s, a task of lag n works on step s - n.
         max_staleness: How many steps generation runs ahead of training: the largest lag.
     """
 
@@ -96,7 +96,7 @@ class Plan:
         return loaded | {task.node_id: task.layout for task in self.every() if isinstance(task, RunNode | TrainNode)}
 
     def exchange(self, value: str, reader: Node, rows: str) -> Exchange | None:
-        """The exchange that brings `value` to `reader`, or None where it reads the very object that was made.
+        """The exchange that brings `value` to `reader`; None if the reader gets the object itself that was made.
 
         Args:
             value: The value's name.
@@ -126,8 +126,8 @@ def plan(
 ) -> Plan:
     """Plan one step, or the two steps that overlap. Called on every rank, without communication.
 
-    With `max_staleness` N, ranks that train no role run N steps ahead of those that do: they send their values of step
-    s as soon as these are made, and step s is trained on while they work on step s + N.
+    With `max_staleness` N, ranks that train no role run N steps ahead of those that do. They send their values of step
+    s as soon as these are made. Step s is trained while they work on step s + N.
 
     Args:
         graph: The checked graph.
@@ -145,7 +145,7 @@ def plan(
     placed = node_layouts(graph, layouts, world)
     begins = _continued_node(graph) if cuts_off else None
     if begins is not None:
-        placed[BATCH] = placed[begins.id]  # so that prompts lie where their responses are stored
+        placed[BATCH] = placed[begins.id]  # prompts are on the ranks that store their responses
     ahead, behind = _ahead_of_training(graph, placed) if max_staleness else (graph.order, ())
     if begins is not None:
         ahead = (begins, *(node for node in ahead if node != begins))
@@ -166,7 +166,7 @@ def plan(
         members = tuple(sorted({rank for task in tasks for rank in task.ranks}))
         made = [value for value in (BATCH, *(node.id for node in block)) if _reads([*after, *behind], value)]
         filter_id = None if graph.filter is None else graph.filter.id
-        tasks = [Fill(filter_id, tuple(_told_to_all(tasks, graph, members)), tuple(made), members)]
+        tasks = [Fill(filter_id, tuple(_sent_to_all(tasks, graph, members)), tuple(made), members)]
     tasks += of_nodes.run(after, made, behind)
     tasks = list(_with_syncs(tasks, graph, layouts, shared))
     there = {(task.value, task.reader_space, task.target) for task in tasks if isinstance(task, Exchange)}
@@ -174,7 +174,7 @@ def plan(
     for value in (*made, *(node.id for node in after)):
         crosses = of_nodes.exchanges(value, behind)
         tasks += [each for each in crosses if (each.value, each.reader_space, each.target) not in there]
-    return Plan((*_told(tasks, graph), Reduce(world, lag=max_staleness)), max_staleness)
+    return Plan((*_with_tells(tasks, graph), Reduce(world, lag=max_staleness)), max_staleness)
 
 
 def node_layouts(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) -> dict[str, Layout]:
@@ -194,7 +194,7 @@ def node_layouts(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, 
 
 
 def _engines_of_node(node: Node, layouts: Mapping[str, Layout]) -> Layout:
-    """Where a node generates: all of its policies have engines there."""
+    """The layout in which a node generates: that of its policies' engines, which must be the same for all of them."""
     first, *others = node.generates
     there = layouts[engine_of(first)]
     for other in others:
@@ -215,7 +215,7 @@ def _described(engines: Layout) -> str:
 def _without_role(
     node: Node, graph: Graph, placed: Mapping[str, Layout], fixed: Mapping[str, Layout], otherwise: tuple[int, ...]
 ) -> Layout:
-    """Where a node runs that has no role: in whole groups if it must see them, else where most of what it reads is.
+    """The layout of a node without a role: whole groups if it needs them, else the layout with most of what it reads.
 
     Args:
         node: The node.
@@ -232,19 +232,19 @@ def _without_role(
         return Layout(ranks, len(ranks))
     there = {**fixed, **placed}
     most = max(reversed(beside), key=lambda layout: _held(node, layout, graph, there))  # if equal, the last made
-    # Ranks that share an engine need not work twice.
+    # A shard for each rank, so that ranks which share an engine do not compute the same rows.
     return Layout(most.ranks, len(most.ranks)) if most.dealing == "groups" else most
 
 
 def _sees_groups(node: Node, graph: Graph) -> bool:
-    """Whether a node may compare a row with others of its group, or makes rows of them: these are on one rank."""
+    """Whether a node needs whole groups on a rank: it may compare the rows of a group, or makes rows from them."""
     if node.makes_rows or node.kind == "filter" or any(each.each for each in node.inputs):
         return True
     return any(column.cut is Cut.PATH for name in node.reads for column in _columns_read(node, name, graph))
 
 
 def _held(node: Node, layout: Layout, graph: Graph, there: Mapping[str, Layout]) -> tuple[int, int]:
-    """How many columns by token, and how many by row, of what a node reads are in a layout: made or read there.
+    """Numbers of columns (per token, per row) that a node reads and that are in a layout already: made or read there.
 
     Args:
         node: The node.
@@ -299,7 +299,9 @@ def _continued_node(graph: Graph) -> Node:
 
 
 def _ahead_of_training(graph: Graph, placed: Mapping[str, Layout]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """The nodes that can run ahead: on no rank that trains, and from no value made there; and the other nodes.
+    """The nodes that can run ahead of training, and the other nodes.
+
+    A node can run ahead if it is on no rank that trains, and needs no value that is made on such a rank.
 
     Raises:
         UserError: A node that generates cannot run ahead, or no node generates.
@@ -359,8 +361,8 @@ class _NodeTasks:
         Args:
             nodes: The nodes to run, in the order of execution.
             made: Values that were made before.
-            later: Nodes that run in a later task list; an exchange for `nodes` brings the columns that these read in
-                the same rows and layout, too.
+            later: Nodes that run in a later task list. An exchange for `nodes` also brings the columns that these read
+                in the same row space and layout.
         """
         waiting = [each for value in made for each in self.exchanges(value, nodes, later)]
         coming = {node.id for node in nodes}
@@ -474,8 +476,8 @@ def _generates(task: Task, graph: Graph) -> tuple[str, ...]:
     return graph.nodes[task.node_id].generates if isinstance(task, RunNode) else ()
 
 
-def _told_to_all(tasks: Sequence[Task], graph: Graph, members: tuple[int, ...]) -> Iterator[Task]:
-    """The tasks of a `Fill`, each followed by a `Tell` of the rows that it made to all other ranks of the `Fill`."""
+def _sent_to_all(tasks: Sequence[Task], graph: Graph, members: tuple[int, ...]) -> Iterator[Task]:
+    """The tasks of a `Fill`, each followed by a `Tell` that sends the rows it made to all other ranks of the `Fill`."""
     for task in tasks:
         yield task
         for rows in _made_by(task, graph):
@@ -483,16 +485,17 @@ def _told_to_all(tasks: Sequence[Task], graph: Graph, members: tuple[int, ...]) 
                 yield Tell(rows, task.ranks[0], tuple(sorted(others)))
 
 
-def _told(tasks: Sequence[Task], graph: Graph) -> Iterator[Task]:
-    """The tasks, each preceded by a `Tell` if some of its ranks do not know its rows yet.
+def _with_tells(tasks: Sequence[Task], graph: Graph) -> Iterator[Task]:
+    """The tasks, with a `Tell` before each task whose rows some of its ranks do not know yet.
 
-    Ranks that need the rows only in a task after the first that lags get them then: until then they are busy.
+    A rank that needs the rows only after the first task that lags gets them just before it needs them, since it is busy
+    until then.
     """
     lagging = next((place for place, task in enumerate(tasks) if task.lag), len(tasks))
     knowing: dict[str, set[int]] = {}
     teller: dict[str, int] = {}
     for place, task in enumerate(tasks):
-        for rows in () if task.lag else _rows_of(task, graph):  # what lags was sent in its own slot
+        for rows in () if task.lag else _rows_of(task, graph):  # those of a task that lags were sent in its own step
             if rows in knowing and not knowing[rows].issuperset(task.ranks):
                 users = tasks[:lagging] if place < lagging else tasks
                 hearers = {rank for user in users if rows in _rows_of(user, graph) for rank in user.ranks}
@@ -501,7 +504,7 @@ def _told(tasks: Sequence[Task], graph: Graph) -> Iterator[Task]:
         yield task
         for made in task.tasks if isinstance(task, Fill) else [task]:
             for rows in _made_by(made, graph):
-                if not (task.lag and rows in knowing):  # what lags tells nobody of the step that is generated
+                if not (task.lag and rows in knowing):  # these would be rows of an earlier step
                     knowing[rows], teller[rows] = set(task.ranks), made.ranks[0]
 
 
@@ -528,7 +531,7 @@ def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
 
 
 def _frees(order: Sequence[Node], graph: Graph) -> dict[str, tuple[str, ...]]:
-    """The values that no later node reads, by node, its own among them; a filter's value is read by its `Fill`."""
+    """By node, the values that no later node reads, its own included; a filter's value is read by its `Fill`."""
     freed: dict[str, tuple[str, ...]] = {}
     for place, node in enumerate(order):
         last = [name for name in node.reads if not _reads(order[place + 1 :], name)]

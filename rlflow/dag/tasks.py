@@ -57,9 +57,9 @@ class SyncWeights(_InStep):
 
     Attributes:
         policy: The policy whose weights are sent.
-        source: The ranks that train the policy, or move it as an average; empty for a frozen policy, whose weights
+        source: The ranks that train the policy, or update it as an average; empty for a frozen policy, whose weights
             every engine reads from files.
-        target: The engines' ranks; those that are not in `source` get the weights from the first rank that is.
+        target: The engines' ranks; ranks that are not in `source` get the weights from the first rank of `source`.
         changed: How many train nodes of the step have changed the weights before this task.
     """
 
@@ -88,7 +88,8 @@ class Sleep(_InStep):
 
     Attributes:
         policy: The policy whose engines sleep.
-        ranks: The ranks of the policy's `SyncWeights`: those that train it must know, too, that the engines are empty.
+        ranks: The ranks of the policy's `SyncWeights`. Ranks that train the policy take part, since they must know that
+            its engines have no weights.
     """
 
     policy: str
@@ -100,7 +101,7 @@ class Sleep(_InStep):
 
 @dataclass(frozen=True)
 class Tell(_InStep):
-    """Send the description of rows (ids, lengths and places) to ranks that did not make them and work with them later.
+    """Send a row space (paths, lengths, partitions) to ranks that did not make its rows and work with them later.
 
     Attributes:
         value: The rows: `batch`, or the id of a node that makes rows.
@@ -130,7 +131,7 @@ class Exchange(_InStep):
         reader_space: The row space in which it is read: `batch`, or the id of a node that makes rows.
         source: The layout in which the value was made.
         target: The layout in which it is read.
-        columns: The fields of the value that are read there; None for all.
+        columns: The fields of the value that are read there; None for all that are not marked `Home`.
     """
 
     value: str

@@ -17,6 +17,9 @@ from rlflow.rewards.answers import scorer_of
 
 MOST_ANSWERS_DRAWN = 100  # answers of other problems, until one is wrong for this one
 
+# The problems drawn last by what they were drawn from: those for training and those for validation are one draw.
+_last_drawn: dict[str, list[dict[str, Any]]] = {}
+
 DrawRow = Callable[[random.Random], dict[str, Any]]
 
 
@@ -89,12 +92,16 @@ class ReasoningGym(Source):
                 f"reasoning-gym {self.task} scores by Python objects that JSON does not carry, so its rows cannot"
                 " travel between ranks; choose another `task`"
             )
-        distinct: dict[str, dict[str, Any]] = {}
-        for i in range(self.size):
-            entry = generator[i]
-            if entry["question"] not in distinct:
-                distinct[entry["question"]] = _travelled(entry)
-        return list(distinct.values())
+        drawn = f"{self.task} {first_seed} {self.size} {sorted(config.items())}"
+        if drawn not in _last_drawn:
+            distinct: dict[str, dict[str, Any]] = {}
+            for i in range(self.size):
+                entry = generator[i]
+                if entry["question"] not in distinct:
+                    distinct[entry["question"]] = _travelled(entry)
+            _last_drawn.clear()
+            _last_drawn[drawn] = list(distinct.values())
+        return [dict(problem) for problem in _last_drawn[drawn]]
 
 
 class ReasoningGymPairs(ReasoningGym):

@@ -17,7 +17,7 @@ from rlflow.errors import UserError
 class Balance:
     """Whether rows move between ranks to even out their cost, and the constants by which `auto` decides.
 
-    Decided from these constants, never from clocks, so that all ranks decide alike and a run can be repeated.
+    The decision follows from these constants, never from clocks. So all ranks decide alike, and a run can be repeated.
 
     Args:
         mode: `auto` moves rows where the time saved is predicted to exceed the time of moving them; `off` leaves them
@@ -48,16 +48,16 @@ class Balance:
             raise UserError(f"`trainer.balance.quadratic` is {self.quadratic:g}; give 0 or more")
 
     def costs(self, tokens: Tensor, lengths: Tensor, groups: Tensor) -> Costs:
-        """What rows cost, in tokens of short rows; a row of no token costs nothing.
+        """The costs of rows, in tokens of short rows; a row without tokens costs nothing.
 
-        A prompt that the rows of a group have in common costs once wherever some of them are. Prompts themselves are
-        not known here. Where those of a group differ, as those of seats do, the shortest is taken for theirs, which is
-        too little.
+        The rows of a group share a prompt, which costs once on each shard that has some of them. Only the lengths of
+        prompts are known here, not their tokens. Where the prompts of a group differ, as those of seats do, the
+        shortest counts as the shared prompt, so the cost comes out too low.
 
         Args:
-            tokens: `[N]` int64, of prompts and responses.
-            lengths: `[N]` int64, of responses.
-            groups: `[N, ...]` int64, numbers that rows of a group have in common.
+            tokens: `[N]` int64, prompt and response tokens of each row.
+            lengths: `[N]` int64, response tokens of each row.
+            groups: `[N, ...]` int64, numbers that are equal for the rows of a group.
         """
         group = groups.unique(dim=0, return_inverse=True)[1]
         shortest = np.full(int(group.max()) + 1 if len(group) else 0, np.iinfo(np.int64).max)
@@ -73,15 +73,16 @@ class Balance:
     def predict(
         self, tokens: Tensor, costs: Costs, update: Tensor, here: Tensor, there: Tensor, travels: Tensor
     ) -> Predicted:
-        """What moving rows from the shards `here` to `there` saves and takes.
+        """Predict the time that moving rows from the shards `here` to `there` saves, and the time that it takes.
 
         Args:
-            tokens: `[N]` int64, that are sent of each row that moves.
-            costs: What the rows cost.
-            update: `[N]`, the mini-batch of each row, from 0; each waits for its slowest shard.
+            tokens: `[N]` int64, tokens that are sent of each row that moves.
+            costs: Costs of the rows.
+            update: `[N]`, the mini-batch of each row, from 0; each mini-batch waits for its slowest shard.
             here: `[N]`, the shard of each row if it does not move, from 0.
             there: `[N]`, its shard after the move.
-            travels: `[shards]` bool, where the ranks of a shard receive its rows from others even if none moves.
+            travels: `[shards]` bool, True where ranks receive the rows of a shard from other ranks even if no row
+                changes its shard.
         """
         if tokens.numel() == 0:
             return Predicted()
@@ -103,11 +104,11 @@ class Balance:
 
 @dataclass(frozen=True)
 class Costs:
-    """What rows cost where they are: each its own, and what the rows of a group share once for all of them there.
+    """Costs of rows. Each row has a cost of its own; a group has a shared cost, which counts once on each shard.
 
     Attributes:
-        own: `[N]` int64, at least 0, of each row.
-        shared: `[G]` int64, of each group.
+        own: `[N]` int64, at least 0, cost of each row by itself.
+        shared: `[G]` int64, cost that the rows of each group share.
         group: `[N]` int64, the group of each row, from 0.
     """
 
@@ -116,15 +117,15 @@ class Costs:
     group: Tensor
 
     def take(self, rows: Tensor) -> Costs:
-        """Those of some of the rows."""
+        """The costs of some of the rows."""
         return Costs(self.own[rows], self.shared, self.group[rows])
 
     def sums(self, place: Tensor, places: int) -> Tensor:
-        """`[places]` int64, what the rows at each place cost together.
+        """`[places]` int64, the cost of all rows at each place.
 
         Args:
-            place: `[N]` int64, where each row is, from 0.
-            places: How many there are.
+            place: `[N]` int64, the place of each row, from 0.
+            places: Number of places.
         """
         of_groups = (place * len(self.shared) + self.group).unique()
         at, group = of_groups // max(1, len(self.shared)), of_groups % max(1, len(self.shared))
@@ -136,11 +137,11 @@ AUTO = Balance()
 
 @dataclass(frozen=True)
 class Predicted:
-    """What moving rows saves and takes, in seconds of one step.
+    """The predicted effect of moving rows, in seconds of one step.
 
     Attributes:
-        gain_s: Time not spent waiting for the slowest shard of each mini-batch; less than 0 where the move is slower.
-        cost_s: Time of receiving rows that would not travel otherwise, on the rank that receives most.
+        gain_s: Time saved in waiting for the slowest shard of each mini-batch; negative where the wait gets longer.
+        cost_s: Time to receive rows that would not be sent otherwise, on the rank that receives most.
     """
 
     gain_s: float = 0.0
@@ -156,15 +157,16 @@ class Predicted:
 
 
 def deal(costs: Costs, shards: int) -> Tensor:
-    """Deal groups to shards so that the sums of costs are nearly even, and part of a group where a shard would wait.
+    """Deal groups to shards so that the sums of costs are nearly even; a group is cut only where a shard would wait.
 
-    Each group, the dearest first, goes to the shard with the smallest sum so far. Then the richest shard gives rows of
-    a group to the poorest, about half of what it has more, as long as the larger of the two sums falls; the group's
-    prompt then costs on both. So in the end two sums differ by at most what the dearest row costs alone.
+    Each group, the costliest first, goes to the shard with the smallest sum so far. Then the shard with the largest sum
+    gives rows of a group to the shard with the smallest, about half of the difference. The group's prompt then costs on
+    both shards. This is repeated as long as the larger of the two sums falls. In the end two sums differ by at most
+    what the costliest row costs alone.
 
     Args:
         costs: Costs of the rows, in the order of their ids, which breaks ties.
-        shards: How many shares.
+        shards: Number of shards.
 
     Returns:
         `[N]` int64, the shard of each row.
@@ -206,7 +208,7 @@ def deal(costs: Costs, shards: int) -> Tensor:
 
 
 def _about(rows: list[int], own: list[int], most: float) -> list[int]:
-    """The dearest rows that cost at most so much together; if none does, the cheapest that costs anything."""
+    """The costliest rows that cost at most `most` together; if there are none, the cheapest row that costs anything."""
     found = []
     for row in sorted(rows, key=lambda row: -own[row]):
         if 0 < own[row] <= most:
@@ -221,18 +223,18 @@ def grouped(shard: Tensor, shards: int) -> tuple[Tensor, ...]:
 
     Args:
         shard: `[N]` int64, the shard of each row.
-        shards: How many there are.
+        shards: Number of shards.
     """
     counts = torch.bincount(shard, minlength=shards).tolist()
     return tuple(torch.argsort(shard, stable=True).split(counts))
 
 
 def group_partition(groups: Tensor, shards: int) -> tuple[Tensor, ...]:
-    """Deal whole groups to shards: consecutive groups, and counts of rows as even as they allow.
+    """Deal whole groups to shards: each shard gets consecutive groups, and nearly the same number of rows.
 
     Args:
         groups: `[N]`, the group of each row.
-        shards: How many shares.
+        shards: Number of shards.
 
     Returns:
         For each shard the positions of its rows, by group, then ascending.
@@ -246,9 +248,10 @@ def group_partition(groups: Tensor, shards: int) -> tuple[Tensor, ...]:
 
 
 def even_parts(costs: list[int], number: int) -> list[list[int]]:
-    """Deal rows, the dearest first, each to the part with the smallest sum so far: even sums, whatever the counts.
+    """Deal rows, the costliest first, each to the part with the smallest sum so far.
 
-    A part of one dear row and one of many cheap rows take the same room. Rows share nothing here.
+    The sums of the parts are nearly even; their numbers of rows need not be, as one costly row may cost as much as many
+    cheap ones. Rows share no costs here.
 
     Args:
         costs: Cost of each row, at least 0; ties go by the row's number.

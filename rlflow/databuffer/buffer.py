@@ -1,4 +1,4 @@
-"""The values of a step, stored by name where they were made and brought to the layouts that read them."""
+"""The data buffer: the values of a step on the ranks that made them, and their exchange to ranks that read them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from rlflow.values.ragged import Ragged
 class DataBuffer:
     """One rank's part of the distributed buffer.
 
-    The ranks of a value's layout put it; those that only read it declare it (put None). The ranks of two layouts
-    issue the exchanges between them in the same order; those that read then get the value, when they like.
+    A value is made in one layout and may be read in another. The ranks of the first layout `put` the value; ranks that
+    only read it `put` None. Then the ranks of both layouts `issue` the exchange; all ranks issue their exchanges in the
+    same order. A rank of the second layout calls `get` when it needs the value.
 
     Args:
         transport: Transport of this rank.
 
     Attributes:
-        bytes_sent: Payload to other ranks.
-        bytes_received: Payload from other ranks that was read.
+        bytes_sent: Bytes of values sent to other ranks.
+        bytes_received: Bytes of values received from other ranks, counted when a value is read.
         waited_s: Seconds that this rank waited for exchanges.
-        peak_held_bytes: The most of `held_bytes` so far.
+        peak_held_bytes: The largest `held_bytes` so far.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -54,18 +55,18 @@ class DataBuffer:
         space: RowSpace,
         layout: Layout,
     ) -> None:
-        """Store a value, in place of an older one of this name; its rows get the paths that `space` says.
+        """Store a value, in place of an older one of this name; its rows get their paths from `space`.
 
         Args:
             name: Name of the value.
             value: Rows in the order of `space.held(layout, rank)`; None on ranks outside `layout`.
             annotation: Type of the value.
-            space: Rows of the value.
-            layout: Layout that they are in.
+            space: Row space of the value.
+            layout: Layout in which the value was made.
 
         Raises:
-            UserError: The value is not of its annotated type, has not as many rows as it should, or is narrower than
-                its longest response.
+            UserError: The value is not of its annotated type, has another number of rows than this rank holds, or is
+                narrower than its longest response.
         """
         if name in self._values:
             self.free(name)
@@ -81,17 +82,18 @@ class DataBuffer:
     def issue(
         self, name: str, target: Layout, space: RowSpace | None = None, columns: Collection[str] | None = None
     ) -> None:
-        """Start to bring a value to the ranks of `target`; called by the ranks of both layouts.
+        """Start to send a value to the ranks of `target`; called by the ranks of both layouts.
 
         Args:
             name: Name of the value.
             target: Layout in which it is read.
-            space: The rows in which it is read, where these are not its own: below them, or above them as `Each`.
-            columns: Fields of the value that are read there, the same on all ranks; None for all but those that are
-                marked `Home`. Others are absent, except where a rank reads just the rows that it holds.
+            space: Row space of the reader; None for that of the value. If it is below the value's, each row of the
+                value is repeated for the rows below it; if it is above, the value is read as `Each`.
+            columns: Fields of the value that are read there, the same on all ranks; None for all fields that are not
+                marked `Home`. Other fields are `Absent`, except where a rank reads just the rows that it holds.
         """
         made = self._values[name]
-        reader = made.space if space is None else space  # one without rows is false
+        reader = made.space if space is None else space  # not `or`: a space without rows is falsy
         if (target, reader) == (made.layout, made.space):
             return
         assert (target, reader) not in made.copies, f"`{name}` was sent to {target} before"
@@ -108,18 +110,18 @@ class DataBuffer:
         self._note_peak()
 
     def get(self, name: str, layout: Layout, space: RowSpace | None = None) -> Any:
-        """The value in `layout`; waits for its exchange, issued before.
+        """The value in `layout`; waits for the exchange that `issue` started.
 
-        It is the object that was put where this rank reads just the rows that it holds, in their order; else one
-        object for all readers of the layout.
+        If this rank reads just the rows that it holds, in their order, this is the object that was put. Else it is a
+        new object, the same for all who read the value in this layout.
 
         Args:
             name: Name of the value.
             layout: Layout in which it is read.
-            space: The rows in which it is read, where these are not its own: below them, or above them as `Each`.
+            space: Row space of the reader, as in `issue`; None for that of the value.
         """
         made = self._values[name]
-        reader = made.space if space is None else space  # one without rows is false
+        reader = made.space if space is None else space  # not `or`: a space without rows is falsy
         if (layout, reader) == (made.layout, made.space):
             return made.value
         copy = made.copies[layout, reader]
@@ -128,19 +130,19 @@ class DataBuffer:
         return copy.result
 
     def space(self, name: str) -> RowSpace:
-        """The rows of a value."""
+        """The row space of a value."""
         return self._values[name].space
 
     def holds(self, name: str, space: RowSpace | None = None) -> bool:
-        """Whether a value of this name was put, of these rows where they are given."""
+        """Whether a value of this name was put; if `space` is given, whether it was put with this row space."""
         return name in self._values and space in (None, self._values[name].space)
 
     def clear(self) -> None:
-        """Forget all values."""
+        """Remove all values."""
         self.free(*self._values)
 
     def free(self, *names: str) -> None:
-        """Forget values and their copies, when what this rank sends of them has left."""
+        """Remove values and their copies, after waiting for exchanges that still send or receive them."""
         for name in names:
             for (layout, _), copy in self._values.pop(name).copies.items():
                 if not copy.finished:
@@ -177,7 +179,7 @@ class DataBuffer:
 
 @dataclass(frozen=True)
 class _Made:
-    """A value where it was made, and its copies by the layout and the rows that read it."""
+    """A value in the layout in which it was made, and its copies by layout and row space of the reader."""
 
     value: Any
     annotation: Any
@@ -196,7 +198,7 @@ _TYPES = {
     Cut.PARTS: dict,
     Cut.PATH: RowPath,
 }
-_SHAPES = {Cut.SAMPLE: ("B",), Cut.TOKEN: ("B", "T"), Cut.SCALAR: ()}  # the least dimensions of tensors
+_SHAPES = {Cut.SAMPLE: ("B",), Cut.TOKEN: ("B", "T"), Cut.SCALAR: ()}  # dimensions that a tensor has at least
 
 
 def _label(name: str, layout: Layout) -> str:

@@ -28,7 +28,7 @@ from rlflow.values.host_copy import on_device
 from rlflow.values.path import RowPath
 
 _SIZE = torch.int64.itemsize
-_ALIGNED = 16  # bytes: what stands before a column leaves it readable as any dtype
+_ALIGNED = 16  # bytes: the head fills a multiple of these, so that the columns after it can be read as any dtype
 
 
 class ValueExchange:
@@ -40,20 +40,20 @@ class ValueExchange:
     Args:
         transport: The collectives of this rank.
         route: Route that says which rows go from which rank to which.
-        lengths: `[N]`, the response tokens of all rows: where `PerToken` columns are cut.
+        lengths: `[N]`, the response tokens of all rows; `PerToken` columns are cut at these.
         held: `[B]`, positions of the rows that this rank holds, among the `N`.
         annotation: Type of the value.
         value: Value that this rank made; None if it made none. It must not be changed until `wait` has returned.
-        only: The columns that are read in the target, the same on all ranks; None for all but those that are marked
-            `Home`. Others become `Absent`.
-        path: The paths of all rows `[N]`; None if the value has no such column.
+        only: The columns that are read in the target, the same on all ranks; None for all that are not marked `Home`.
+            Others become `Absent`.
+        path: The paths of all rows `[N]`; None if the value has no column of paths.
 
     Attributes:
         bytes_sent: Payload sent to other ranks.
         bytes_received: Payload received from other ranks; complete once finished.
-        held_bytes: Memory that the exchange holds: of the messages, and once finished of the result's tensors; 0 if the
-            result is the object that was made.
-        begun: When the exchange was started, in seconds of `time.perf_counter`.
+        held_bytes: Bytes that the exchange holds: those of the messages, and once it is finished those of the result's
+            tensors; 0 if the result is the object that was made.
+        begun: Time at which the exchange was started, in seconds of `time.perf_counter`.
         finished: Whether `result` has been set by `finish`.
         result: The value in the target layout; the very object that was made if this rank reads just the rows that it
             holds. Its tensors may be views of the received message.
@@ -100,7 +100,7 @@ class ValueExchange:
         self.finished = True
         if self._route.same:
             return
-        mine = self._route.sends[self._me]  # what this rank has from itself
+        mine = self._route.sends[self._me]  # rows that this rank gets from itself
         arrived = arrived or {column.name: self._bytes_of(column, mine) for column in self._travelling}
         fields = {column.name: self._column(column, arrived) for column in self._columns}
         self.result = fields[""] if "" in fields else self._annotation(**fields)
@@ -193,7 +193,7 @@ class ValueExchange:
 
     def _arrived(self) -> dict[str, RowBytes]:
         """The received rows of each column, sender by sender, as places in the received buffer."""
-        begins = torch.tensor(self._receive_sizes).cumsum(0) - torch.tensor(self._receive_sizes)  # of each giver
+        begins = torch.tensor(self._receive_sizes).cumsum(0) - torch.tensor(self._receive_sizes)  # by sender
         counts = torch.tensor([len(rows) for rows in self._route.receives])
         if self._transport.rank in self._route.newcomers:
             introducer = self._route.ranks.index(self._route.introducer)
@@ -217,7 +217,7 @@ class ValueExchange:
     def _column(self, column: Column, arrived: dict[str, RowBytes]) -> Data:
         if column.cut is Cut.PATH:
             assert self._path is not None
-            rows = torch.cat(self._route.receives)[self._route.order]  # that are read here
+            rows = torch.cat(self._route.receives)[self._route.order]  # positions of the rows that are read here
             return to_device(self._path.take(rows), self._transport.device)
         if column.name in self._absent:
             return Absent(column.name)

@@ -1,4 +1,4 @@
-"""Groups that outlast their step: their rows and values, chosen and joined without asking other ranks."""
+"""Groups that are carried over to a later step: their rows and values, chosen and joined without communication."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlflow.values.layout import Layout
 
 @dataclass(frozen=True)
 class GroupValue:
-    """A value of groups, where it was made.
+    """A value of groups, in the layout in which it was made.
 
     Attributes:
         annotation: Type of the value.
-        space: Name of its rows.
+        space: Name of its row space.
         layout: Layout in which it was made.
-        rows: Rows of this rank; None where it made none.
+        rows: Rows of this rank; None on ranks outside the layout.
     """
 
     annotation: Any
@@ -35,19 +35,20 @@ class GroupValue:
 class Groups:
     """Whole groups, seen from one rank: prompts with all rows below them, and values of these rows.
 
-    All ranks know all rows; a value has the rows that this rank made. Two groups of two samples on two ranks, as rank 1
-    sees them, which generated those of the second prompt:
+    A space has all rows; a value has only the rows that this rank made. Here are two groups of two samples, as rank 1
+    has them, which generated the samples of the second prompt:
 
         spaces["batch"].path      [[4], [7]]
         spaces["rollout"].path    [[4, 0], [4, 1], [7, 0], [7, 1]]
         spaces["rollout"].lengths [12, 3, 9, 12]
         values["rollout"].rows    Rollout of the rows [7, 0] and [7, 1]
 
-        only(tensor([7]))         the second group: rank 0 keeps its space, and no row of its values
+        only(tensor([7]))         the second group; on rank 0 its spaces, and no rows of its values
 
     Attributes:
-        rank: This rank.
-        spaces: Row spaces by name; each lies in the layouts of its values, in addition to that in which it was made.
+        rank: Rank of this process.
+        spaces: Row spaces by name. Each has partitions for the layouts of its values, and for the one in which its rows
+            were made.
         values: Values by name.
     """
 
@@ -57,7 +58,7 @@ class Groups:
 
     @property
     def roots(self) -> Tensor:
-        """`[G]` int64, the ids of their prompts, ascending."""
+        """`[G]` int64, the ids of the groups' prompts, ascending."""
         ids: Tensor = next(iter(self.spaces.values())).roots.unique()
         return ids
 
@@ -88,12 +89,12 @@ class Groups:
         return cls(first.rank, spaces, values)
 
     def layouts(self, space: str) -> list[Layout]:
-        """The layouts in which rows of a space lie: where they were made, and where values of them were."""
+        """The layouts of a space: first that in which its rows were made, then those in which its values were made."""
         of_values = (value.layout for value in self.values.values() if value.space == space)
         return list(dict.fromkeys([self.spaces[space].home[0], *of_values]))
 
     def trimmed(self) -> Groups:
-        """Values as wide as their longest row here: a function of their rows, however these came together."""
+        """The groups with each value cut to its longest row on this rank: its width then depends on its rows alone."""
         values = dict(self.values)
         for name, value in self.values.items():
             space = self.spaces[value.space]
@@ -104,11 +105,11 @@ class Groups:
         return replace(self, values=values)
 
 
-# Reads groups that were stored under a name, into the form of empty ones; None where nothing was.
+# Takes the name under which groups were stored, and this run's groups without rows; returns the groups, None for none.
 ReadGroups = Callable[[str, Groups], Groups | None]
 
 
 def space_without_rows(levels: Sequence[str], layout: Layout) -> RowSpace:
-    """A space of rows of these levels, prompts first, without any."""
+    """An empty row space with these levels, prompts first."""
     none = torch.empty(len(levels) + len(NUMBERS), 0, dtype=torch.int64)
     return RowSpace.of_shards(levels[-1], layout, [none] * layout.shards, tuple(levels[:-1]))

@@ -37,11 +37,11 @@ class Partition:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The ways of a row space's rows from `source` to `target`, seen from one rank; the same for every value of theirs.
+    """Which rows one rank sends and receives when rows are read in `target`; the same for every value of these rows.
 
-    A rank that holds a row and reads it has it from itself. Other rows come from the first peer that holds them, each
+    A rank that holds a row and reads it gets it from itself. Other rows come from the first peer that holds them, each
     once, in the order in which they are read. A row that is read several times (a prompt, with each of its samples)
-    comes once and is repeated. Work and memory are those of one rank.
+    comes once and is repeated. The sends and receives of other ranks are not computed.
 
     Attributes:
         rank: A rank of either layout.
@@ -49,7 +49,7 @@ class Route:
         target: Layout in which they are read.
         made: The rows in `source`.
         read: The rows with which they are read, in `target`.
-        position: For each row that `read` deals, the row of `made` that is read with it; None for itself.
+        position: For each row in `read`, the row in `made` that is read with it; None where they are the same rows.
     """
 
     rank: int
@@ -66,12 +66,12 @@ class Route:
 
     @property
     def introducer(self) -> int:
-        """The rank that sends newcomers the columns' dtypes."""
+        """The rank that sends dtypes of columns, and scalars, to `newcomers`."""
         return self.source.ranks[0]
 
     @property
     def newcomers(self) -> tuple[int, ...]:
-        """Ranks that read and have made nothing themselves."""
+        """Ranks that read rows and have made none."""
         return tuple(sorted({*self.target.ranks} - {*self.source.ranks}))
 
     @cached_property
@@ -81,24 +81,24 @@ class Route:
 
     @cached_property
     def same(self) -> bool:
-        """Whether this rank reads just the rows that it holds, in their order; then it needs none from itself."""
+        """Whether this rank reads just the rows that it holds, in their order; then it sends itself none."""
         return self.rank in self._holds and torch.equal(self._wanted, self.made.shards[self._holds[self.rank]])
 
     @cached_property
     def receives(self) -> tuple[Tensor, ...]:
-        """For each of `ranks`, itself included, the rows from it: positions in the row space."""
+        """For each of `ranks`, this one included, the rows that this rank gets from it: positions in the row space."""
         return self._needed(self._received[0])
 
     @cached_property
     def order(self) -> Tensor:
-        """For each row that this rank reads, its place among those received."""
+        """For each row that this rank reads, its place among the rows received."""
         return self._received[1]
 
     @cached_property
     def sends(self) -> tuple[Tensor, ...]:
-        """For each of `ranks`, itself included, the rows that it lacks: indices into the rows that this rank holds.
+        """For each of `ranks`, this one included, the rows that this rank sends: indices into the rows that it holds.
 
-        They are in the order in which the taker reads them first.
+        They are in the order in which the receiver first reads them.
         """
         if self.rank not in self._holds:
             return (NONE,) * len(self.ranks)
@@ -161,7 +161,7 @@ class Route:
         return tuple(rows[by_giver].split(counts)), came[place]
 
     def _needed(self, of_ranks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The rows for each rank, or from each; none from itself where it reads just what it holds."""
+        """The rows to or from each rank, without rows to itself where this rank reads just the rows that it holds."""
         if not self.same:
             return of_ranks
         return tuple(NONE if other == self.rank else rows for other, rows in zip(self.ranks, of_ranks, strict=True))

@@ -1,4 +1,4 @@
-"""What belongs to rows and not to values: who they are, how long they are, and where they lie."""
+"""Row spaces: what belongs to rows and not to values, which is their paths, lengths and partitions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rlflow.databuffer.transport import Transport, from_message, to_message
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath, hashed, lexicographic
 
-ROOT = ("batch",)  # what prompts are called; samples of prompts are below them
-NUMBERS = ("lengths", "tokens", "versions")  # of each row, in the order in which they are gathered, after its path
+ROOT = ("batch",)  # the level of prompts, above which there is none
+NUMBERS = ("lengths", "tokens", "versions")  # numbers of each row, gathered in this order after its path
 _SIZE = torch.int64.itemsize
 
 
@@ -45,9 +45,9 @@ class RowSpace:
         tokens: `[N]`, prompt and response tokens: what a row costs in a forward pass.
         versions: `[N]`, version of the policy that generated the row; -1 where none did.
         dropped: `[N]` bool, whether a reward whose `on_error` is `drop` failed on the row; set when rows are scored.
-        lies: How the rows lie in layouts: first the one in which they were made, then others where it cannot be worked
-            out, such as for rows that a filter left.
-        above: Names of the rows above, that of the prompts first.
+        lies: Partitions by layout: first that of the layout in which the rows were made, then those that cannot be
+            computed from the rows, such as after a filter has removed some.
+        above: Names of the levels above, prompts first.
         seed: Seed of the run; with `step` it decides which rows share a mini-batch.
         step: Step of the run, from 0.
         balance: Whether rows move to even out their cost.
@@ -82,8 +82,8 @@ class RowSpace:
     ) -> RowSpace:
         """Share the rows of the shards of `layout` with all of its ranks. A collective of these ranks.
 
-        The arrays are those of a space, for the rows of this rank's shard in its order. Where several peers hold the
-        same rows, only the publisher's arrays count.
+        The arrays are those of a space, for the rows of this rank's shard in the shard's order. Where several peers
+        hold the same rows, only the arrays of the first peer count.
         """
         versions = torch.full_like(lengths, -1) if versions is None else versions
         every = (*path.unbind(dim=1), lengths, tokens, versions)
@@ -101,7 +101,7 @@ class RowSpace:
             layout: Layout in which they were made.
             shards: For each shard of `layout` `[depth + 3, n]` int64: the paths of its rows, then their lengths, tokens
                 and versions.
-            above: Names of the rows above.
+            above: Names of the levels above, prompts first.
         """
         rows = torch.cat(list(shards), dim=1)  # [depth + 3, N]
         path = rows[: -len(NUMBERS)].T  # [N, depth]
@@ -115,7 +115,7 @@ class RowSpace:
         return cls(name, path, lengths, tokens, versions, dropped, {layout: made}, above)
 
     def at(self, *, seed: int = 0, step: int = 0, balance: Balance = AUTO) -> RowSpace:
-        """These rows where they lie, as rows of this step, though an earlier one or an earlier run made them."""
+        """The same rows and partitions as rows of `step`, where an earlier step or an earlier run made them."""
         return replace(self, dropped=self.dropped.clone(), seed=seed, step=step, balance=balance)
 
     def __len__(self) -> int:
@@ -123,12 +123,12 @@ class RowSpace:
 
     @property
     def home(self) -> tuple[Layout, Partition]:
-        """The layout in which the rows were made, and how they lie there."""
+        """The layout in which the rows were made, and their partition there."""
         return next(iter(self.lies.items()))
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The names of the rows on the way from a prompt to a row of these."""
+        """Names of the levels from the prompts down to these rows."""
         return (*self.above, self.name)[-self.path.shape[1] :]
 
     @property
@@ -146,7 +146,7 @@ class RowSpace:
         return {"path": self.path, "dropped": self.dropped} | {name: getattr(self, name) for name in NUMBERS}
 
     def drop(self, paths: Tensor) -> None:
-        """Mark the rows of these paths `[K, depth]` as dropped, those above them and those below them."""
+        """Mark as dropped the rows with these paths `[K, depth]`, and the rows above and below them."""
         depth = min(paths.shape[1], self.path.shape[1])
         marked = paths[:, :depth].unique(dim=0)
         self.dropped.logical_or_(ancestors(marked, self.path) >= 0)
@@ -154,8 +154,8 @@ class RowSpace:
     def dropped_with(self, scored: RowSpace) -> Tensor:
         """`[N]` bool, which of these rows are left out because rows of another space were dropped.
 
-        Rows below a dropped row are; rows above are where all below them were dropped; and of another branch all rows
-        that have an ancestor in common with a dropped row.
+        A row below a dropped row is left out. A row above is left out if all rows below it were dropped. A row of
+        another branch is left out if it and a dropped row descend from one row of the last level that both spaces have.
         """
         common = self.levels_shared_with(scored)
         if common == len(self.levels) < len(scored.levels):
@@ -175,7 +175,7 @@ class RowSpace:
         return read.shards[layout.shard(rank)]
 
     def partition(self, layout: Layout) -> Partition:
-        """Where the rows lie in `layout`; computed once, by all ranks alike."""
+        """The partition of the rows in `layout`; computed once, the same on all ranks."""
         if layout in self.lies:
             return self.lies[layout]
         if layout not in self._dealt:
@@ -184,13 +184,13 @@ class RowSpace:
         return self._dealt[layout][0]
 
     def held(self, layout: Layout, rank: int) -> Tensor:
-        """Positions of the rows that `rank` holds in `layout`, in its order; none where it is not one of its ranks."""
+        """Positions of the rows that `rank` holds in `layout`, in its order; none where it is not in the layout."""
         if rank not in layout.ranks:
             return torch.empty(0, dtype=torch.int64)
         return self.partition(layout).shards[layout.shard(rank)]
 
     def route(self, rank: int, source: Layout, target: Layout, reader: RowSpace) -> Route:
-        """How these rows come from `source` to `target`, seen from `rank`; computed once.
+        """Which rows `rank` sends and receives between `source` and `target`; computed once.
 
         Args:
             rank: A rank of either layout.
@@ -222,7 +222,7 @@ class RowSpace:
         return ordered
 
     def gathered(self, layout: Layout, here: Tensor, transport: Transport, members: tuple[int, ...]) -> Tensor:
-        """The entries `[N, ...]` of all rows, in the order of the paths, on all `members`; a collective of theirs.
+        """The entries `[N, ...]` of all rows, in the order of the paths, on all `members`; a collective of the members.
 
         Args:
             layout: Layout in which the entries are; all its ranks are members.
@@ -235,7 +235,7 @@ class RowSpace:
         return self.in_order(layout, [entries.view(-1, *here.shape[1:]) for entries in of_ranks])
 
     def of_roots(self, roots: Tensor, layouts: Iterable[Layout]) -> RowSpace:
-        """The rows below these prompts, where they lie now in `layouts`; the first of these is that of their home."""
+        """The rows below these prompts, with their partitions in `layouts`, the first of which is that of `home`."""
         kept = torch.isin(self.roots, roots)
         position = kept.cumsum(0) - 1  # [N], in the new space
         dealt = {
@@ -246,17 +246,17 @@ class RowSpace:
 
     @classmethod
     def joined(cls, parts: Sequence[RowSpace], layouts: Iterable[Layout]) -> RowSpace:
-        """The rows of all parts, as rows of the last one's step: in a shard those of earlier parts first.
+        """The rows of all parts, as rows of the last part's step; in a shard, rows of earlier parts come first.
 
         Args:
-            parts: Rows of one name.
-            layouts: Layouts in which they lie; the first is that of their home.
+            parts: Row spaces of one name.
+            layouts: Layouts whose partitions are joined; the first is that in which the rows were made.
         """
         path = torch.cat([part.path for part in parts])
         order = lexicographic(path)
         _distinct(path[order], parts[0].name)
         arrays = {name: torch.cat([part.arrays[name] for part in parts])[order] for name in parts[0].arrays}
-        position = order.argsort()  # of each row of the parts, one after the other
+        position = order.argsort()  # position of each row of the parts, one part after the other
         starts = list(accumulate([0, *(len(part) for part in parts[:-1])]))
         dealt = {}
         for layout in layouts:
@@ -270,13 +270,13 @@ class RowSpace:
         return parts[-1].renewed(arrays, dealt)
 
     def renewed(self, arrays: Mapping[str, Tensor], lies: Mapping[Layout, Partition]) -> RowSpace:
-        """Other rows of this name and step, given how they lie in some layouts: first in their home."""
+        """A space of other rows with this name and step; `lies` begins with the layout in which they were made."""
         changed: dict[str, Any] = {**arrays, "lies": lies}
         return replace(self, **changed)
 
     @property
     def predicted(self) -> Predicted:
-        """What moving rows was predicted to save and to take, over all layouts dealt so far where rows could stay."""
+        """The predicted effect of moving rows, over all layouts dealt so far in which rows could have stayed."""
         return sum((predicted for _, predicted in self._dealt.values()), Predicted())
 
     def mini_batches(self, samples_per_update: int | None) -> list[Tensor]:
@@ -312,7 +312,7 @@ class RowSpace:
         return positions
 
     def _in_groups(self, layout: Layout) -> Partition:
-        """The rows of each prompt on one rank, which is where they were made if that can be."""
+        """The partition with all rows of a prompt on one rank: on that which made them, if possible."""
         made_in, at_home = self.home
         if layout.shards == made_in.shards and made_in.dealing == "groups":
             return at_home
@@ -321,7 +321,7 @@ class RowSpace:
         return Partition(group_partition(self.roots, layout.shards))
 
     def _balanced(self, layout: Layout) -> tuple[Partition, Predicted]:
-        """Rows of even cost on each rank; where they were made if moving them does not pay."""
+        """The partition with nearly even costs; if moving rows does not pay, the one in which they were made."""
         made_in, at_home = self.home
         can_stay, predicted = layout.shards == made_in.shards, Predicted()
         if can_stay and self.balance.mode == "off":
@@ -340,25 +340,25 @@ class RowSpace:
         return Partition(tuple(made[held] for held in grouped(shard[made], layout.shards))), predicted
 
     def _shared_out(self, at_home: Partition, among: int) -> Partition:
-        """The groups of each shard dealt among its own ranks, so that none needs what another shard made."""
+        """Deal the groups of each shard among its own ranks, so that no rank needs rows that another shard made."""
         shares = [(rows, group_partition(self.roots[rows], among)) for rows in at_home.shards]
         return Partition(tuple(rows[share] for rows, dealt in shares for share in dealt))
 
 
 def _distinct(path: Tensor, name: str) -> Tensor:
-    """The paths `[N, depth]`, in order; no two may be the same."""
+    """The paths `[N, depth]`, in order; asserts that no two are the same."""
     same = (path[1:] == path[:-1]).all(dim=1)
     assert not bool(same.any()), f"two rows of `{name}` have the path {path[:-1][same][0].tolist()}"
     return path
 
 
 def _travels(here: Layout, there: Layout) -> Tensor:
-    """For each shard `[S]` of layouts of as many shards, whether some ranks get its rows from others if none moves."""
+    """`[S]` bool, for two layouts of S shards: whether a rank lacks rows of a shard though no row changes its shard."""
     return torch.tensor([not {*there.peers(s)} <= {*here.peers(s)} for s in range(there.shards)])
 
 
 def ancestors(above: Tensor, below: Tensor) -> Tensor:
-    """For each row below, the position of the row above that it descends from; -1 where that is none of them.
+    """For each row below, the position of the row above from which it descends; -1 where there is none.
 
     Args:
         above: Paths `[N, depth]`, in order and distinct.
@@ -378,11 +378,11 @@ def ancestors(above: Tensor, below: Tensor) -> Tensor:
 
 
 def beside_parents(parents: Tensor, read: Partition) -> Partition:
-    """Where rows lie that are read with those they descend from: by the order of these, then their own.
+    """The partition of rows that are read with their ancestors: ordered by ancestor, then by their own order.
 
     Args:
         parents: `[M]`, the position of each row's ancestor.
-        read: How the ancestors lie.
+        read: Partition of the ancestors.
     """
     shard, place = (each.long()[parents] for each in read.places)
     order = torch.argsort(place, stable=True)
@@ -392,7 +392,7 @@ def beside_parents(parents: Tensor, read: Partition) -> Partition:
 
 
 def space_to_message(space: RowSpace) -> Tensor:
-    """The rows, and where they lie in every layout that cannot be worked out from them, as uint8."""
+    """A row space as a uint8 tensor: its rows, and the partitions in `lies`, which cannot be computed from the rows."""
     layouts = [[asdict(layout), [len(rows) for rows in dealt.shards]] for layout, dealt in space.lies.items()]
     header = json.dumps({"rows": len(space), "levels": space.levels, "layouts": layouts}).encode()
     header += b" " * (-len(header) % _SIZE)  # the numbers behind it are read in place
@@ -403,7 +403,7 @@ def space_to_message(space: RowSpace) -> Tensor:
 
 
 def space_from_message(message: Tensor) -> RowSpace:
-    """The space that `space_to_message` wrote, the same as at the sender's but for its step, see `RowSpace.at`."""
+    """The space that `space_to_message` wrote, without the seed, step and balance, which `RowSpace.at` gives it."""
     message = message.cpu()
     size = int(message[:_SIZE].clone().view(torch.int64))
     header = json.loads(from_message(message[_SIZE : _SIZE + size]))

@@ -21,12 +21,12 @@ from rlflow.values.host_copy import on_device
 P = ParamSpec("P")
 T = TypeVar("T")
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_world: dist.ProcessGroup | None = None  # in which the groups of this process were formed
+_world: dist.ProcessGroup | None = None  # the group of all ranks when the groups in `_formed` were formed
 _formed: dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup | None] = {}
 
 
 class Watch(Protocol):
-    """Learns what a rank waits for; times are of `time.perf_counter`, seconds."""
+    """Receives the waits of a rank; times are seconds of `time.perf_counter`."""
 
     def wait(self, name: str, start: float, end: float) -> None:
         """This rank waited for `name`."""
@@ -69,7 +69,7 @@ class Transport:
         world_size: Number of ranks.
         timeout: Timeout as given.
         watch: Receives the times of waits, if it is set.
-        clock: Takes the times of waits.
+        clock: Measures the times of waits.
     """
 
     def __init__(self, device: torch.device | str = "cpu", timeout: timedelta | None = None) -> None:
@@ -84,7 +84,7 @@ class Transport:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
 
     def form_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Prepare for collectives among these ranks, ascending; a collective of all ranks, in or out of them."""
+        """Form the process groups of these ranks, ascending; a collective of all ranks, members or not."""
         for ranks in sorted({ranks for ranks in groups if len(ranks) > 1} - self._groups.keys()):
             self._groups[ranks] = process_group(ranks, self.timeout)
 
@@ -128,14 +128,14 @@ class Transport:
         return [from_message(each)[: int(size)] for each, size in zip(received, sizes, strict=True)]
 
     def gather_json(self, value: Any, ranks: tuple[int, ...] | None = None) -> list[Any]:
-        """What each of `ranks` gives, which is JSON-able, in their order; see `gather_bytes`."""
+        """The JSON-able values of `ranks`, in their order; see `gather_bytes`."""
         return [json.loads(message) for message in self.gather_bytes(json.dumps(value).encode(), ranks)]
 
     @_waits
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """The sum or the largest over all ranks, element by element, in a new tensor.
 
-        Numbers of the host stay there, and travel by gloo: a GPU need not be waited for.
+        A tensor on the CPU stays there and travels by gloo, so the host need not wait for a GPU.
         """
         reduced = tensor.clone(memory_format=torch.contiguous_format)
         if self.world_size > 1:
@@ -164,7 +164,7 @@ class Transport:
         return message
 
     def broadcast_json(self, value: Any, source: int, ranks: tuple[int, ...]) -> Any:
-        """Broadcast what rank `source` gives, which is JSON-able; what other ranks give is not read."""
+        """The JSON-able value of rank `source`, on all of `ranks`; the values of other ranks are not read."""
         message = to_message(json.dumps(value).encode()) if self.rank == source else None
         return json.loads(from_message(self.broadcast_bytes(message, source, ranks)))
 
@@ -196,7 +196,7 @@ def to_message(said: bytes) -> Tensor:
 
 
 def from_message(message: Tensor) -> bytes:
-    """What `to_message` was given, from any device."""
+    """The bytes of a message that `to_message` made, from any device."""
     said: bytes = message.cpu().numpy().tobytes()
     return said
 
@@ -204,13 +204,14 @@ def from_message(message: Tensor) -> bytes:
 class Clock:
     """Measures how long a rank waited: in the host's time, or in that of its device's stream.
 
-    On the CPU whoever waits for a collective is idle. On a GPU `Work.wait` returns immediately, having asked the
-    stream to wait; so the stream's own time is taken, between two events on it, and read when the host waits for the
-    device anyway. Such a wait begins, on the host's clock, when the stream was asked to wait, and lasts as long as the
-    stream stood still: from the end of the work before it.
+    On the CPU the host is idle while it waits for a collective. On a GPU `Work.wait` asks the stream to wait and
+    returns immediately. So there the time is measured between two events on the stream. It is read when the host waits
+    for the device anyway. On the host's clock such a wait begins when the stream was asked to wait. It lasts as long as
+    the stream stood still after the work before it.
 
     Args:
-        event: Makes an event of the current stream that keeps its time, as `torch.Event` does; None for the host.
+        event: Makes an event of the current stream that records its time, as `torch.Event` does; None to measure the
+            host's time.
     """
 
     def __init__(self, event: Callable[[], Any] | None) -> None:
@@ -246,16 +247,18 @@ def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.Pro
     A group costs threads and sockets under gloo, and buffers on the GPU under NCCL, where two groups of the same ranks
     could also wait for one another.
 
-    Called by all ranks of the job in the same order, for groups of one rank too: torch names a group after how many
-    calls of `new_group` the process has made before, and engines such as vLLM form groups of all ranks, whose names
-    have to be alike on all of them. Groups that their members make alone (`use_local_synchronization`) are named after
-    how many groups each member has, and hang where those counts differ. The price is a call of every rank for each
-    group, and an object on its members, which connect when they first use it: nothing is split from the group of all
-    ranks, which is bound to no device. On the CPU alone gloo connects immediately, see `connect_when_used`.
+    All ranks of the job call this in the same order, for groups of one rank too. The reason is how torch names a group:
+    by the number of earlier calls of `new_group` in the process. Engines such as vLLM form groups of all ranks, and
+    these need the same name on all ranks. Groups that their members form alone (`use_local_synchronization`) are no way
+    out: they are named by the number of groups that each member has, and hang where these numbers differ.
+
+    The price is a call of every rank for each group, and an object on its members. Members connect when they first use
+    the group, since nothing is split from the group of all ranks, which is bound to no device. On the CPU alone gloo
+    connects immediately, see `connect_when_used`.
 
     Args:
-        ranks: Ascending.
-        timeout: After which a collective of the group fails; None for torch's own.
+        ranks: Ranks of the group, ascending.
+        timeout: Time after which a collective of the group fails; None for torch's own.
     """
     global _world
     if _world is not dist.group.WORLD:
@@ -272,14 +275,14 @@ def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.Pro
 def connect_when_used() -> None:
     """Let gloo's groups connect two ranks when these first exchange something; called before any group is formed.
 
-    Otherwise every rank connects to every other immediately, with NCCL too, where gloo carries small things now and
-    then: of 1,024 ranks each would open 1,023 sockets, about as many files as a process may have.
+    Otherwise every rank connects to every other immediately. This holds with NCCL too, where gloo carries small
+    messages. Each of 1,024 ranks would open 1,023 sockets, about as many files as a process may have.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def of_a_collective(error: BaseException | None) -> bool:
-    """Whether the error is that another rank is gone or did not join a collective in time."""
+    """Whether the error says that another rank is gone, or did not join a collective in time."""
     while error is not None:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             return True

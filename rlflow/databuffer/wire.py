@@ -20,7 +20,7 @@ from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.ragged import Ragged
 
-Data = Any  # of one column: a Tensor, a Ragged, a list of JSON-able objects, or Parts
+Data = Any  # data of one column: a Tensor, a Ragged, a list of JSON-able objects, or Parts
 Piece = tuple[Tensor, int, int]  # bytes of a buffer: from the first offset up to the second
 
 _NARROW = 64  # bytes: rows up to here are gathered by index, where pieces would cost more than a copy
@@ -28,7 +28,7 @@ _NARROW = 64  # bytes: rows up to here are gathered by index, where pieces would
 
 @dataclass(frozen=True)
 class Form:
-    """What one must know of a column to read its bytes.
+    """The form of a column: what is needed to read its bytes.
 
     Attributes:
         dtype: Dtype of its tensor.
@@ -61,13 +61,13 @@ class Form:
         return self.dtype.itemsize * math.prod(self.entry)
 
     def to_json(self) -> dict[str, Any]:
-        """For ranks that hold nothing of the column."""
+        """The form as JSON, for ranks that hold no rows of the column."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {"dtype": dtype, "entry": self.entry, "device": self.device, "names": self.names}
 
     @classmethod
     def from_json(cls, form: dict[str, Any]) -> Form:
-        """What `to_json` wrote."""
+        """The form that `to_json` wrote."""
         return cls(getattr(torch, form["dtype"]), tuple(form["entry"]), form["device"], tuple(form["names"]))
 
 
@@ -78,7 +78,7 @@ class RowBytes:
     Attributes:
         buffer: `[bytes]` uint8.
         starts: `[n]` int64, on the CPU: the offset of each row.
-        sizes: `[n]` int64, on the CPU: its bytes.
+        sizes: `[n]` int64, on the CPU: the number of bytes of each row.
     """
 
     buffer: Tensor
@@ -90,7 +90,7 @@ class RowBytes:
         return RowBytes(self.buffer, self.starts[index], self.sizes[index])
 
     def pieces(self, counts: Sequence[int]) -> list[list[Piece]]:
-        """The bytes of the first `counts[0]` rows, of the next `counts[1]`, ...: as few pieces each as can be."""
+        """The bytes of the first `counts[0]` rows, of the next `counts[1]`, ..., each as few pieces as possible."""
         ends = self.starts + self.sizes
         begins = torch.ones(len(ends), dtype=torch.bool)
         begins[1:] = self.starts[1:] != ends[:-1]
@@ -104,7 +104,7 @@ class RowBytes:
 
 
 def to_bytes(cut: Cut, data: Data, lengths: Tensor, rows: Tensor, device: torch.device) -> RowBytes:
-    """The bytes of some rows: of tensors that are on `device` already as they lie there.
+    """The bytes of some rows. The bytes of a tensor that is on `device` already are a view of it where possible.
 
     Args:
         cut: How the column is cut.
@@ -137,7 +137,7 @@ def from_bytes(cut: Cut, form: Form, rows: RowBytes, order: Tensor) -> Data:
         cut: How the column is cut.
         form: Form of the column, which says what its bytes mean.
         rows: The bytes; the column may be a view of their buffer.
-        order: `[n]` int64, which of `rows` each row of the column is; they may repeat.
+        order: `[n]` int64, for each row of the column its index in `rows`; indices may repeat.
     """
     if cut is Cut.PARTS:
         return unstacked(from_bytes(Cut.SAMPLE, form, rows, order), form.names)
@@ -166,7 +166,7 @@ def stacked(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def unstacked(columns: Tensor, names: Sequence[str]) -> Parts:
-    """What `stacked` was given, by these names in their order."""
+    """The parts that `stacked` was given; `names` are their names in order."""
     return Parts(zip(names, columns.unbind(dim=1), strict=True))
 
 
@@ -174,7 +174,7 @@ def copied(pieces: Sequence[Piece], out: Tensor) -> Tensor:
     """`out`, filled with pieces of buffers on its device, one after another.
 
     Args:
-        pieces: Pieces of as many bytes together as `out`; none where it is empty, as on a rank that only receives.
+        pieces: Pieces that fill `out`; none where it is empty, as on a rank that only receives.
         out: `[bytes]` uint8.
     """
     if not pieces:

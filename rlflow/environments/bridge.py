@@ -1,4 +1,4 @@
-"""Between messages and tokens: `Bridge` writes the turns of a conversation, and reads those of the policy."""
+"""`Bridge` converts messages to tokens and back: it writes the turns of a conversation, and reads the policy's."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """What a policy said in a turn.
+    """The content of a policy's turn.
 
-    A turn that is a call alone is `ParsedTurn("", (ToolCall("guess", {"word": "a"}),), "<tool_call>...</tool_call>")`
-    where the bridge tells calls from text.
+    If the bridge distinguishes calls from text, a turn that is only a call is
+    `ParsedTurn("", (ToolCall("guess", {"word": "a"}),), "<tool_call>...</tool_call>")`.
 
     Attributes:
-        text: Text of the turn without special tokens; if the bridge can distinguish them, without thoughts and calls of
-            tools.
-        calls: Calls of tools, in their order.
-        whole: All of its text, without special tokens.
+        text: Text of the turn without special tokens. Thoughts and calls of tools are left out if the bridge can
+            distinguish them.
+        calls: Calls of tools, in order.
+        whole: The whole text of the turn, without special tokens.
     """
 
     text: str
@@ -37,17 +37,17 @@ class ParsedTurn:
 
 
 class Bridge(ABC):
-    """Writes and reads the turns of one environment's conversations. Tokens that were sampled stay as they are.
+    """Writes and reads the turns of one environment's conversations. Sampled tokens are never changed.
 
-    The tokens of a conversation are `begin(messages)`, then for each turn what the policy sampled and
+    The tokens of a conversation are `begin(messages)`, then for each turn the tokens that the policy sampled, and
     `after(answer, sampled, before)`. In ChatML, `begin` ends with `<|im_start|>assistant` and a line end. After a turn
-    that ended itself, `after` gives a line end, `<|im_start|>user`, the answer, `<|im_end|>`, and the beginning of the
-    next turn.
+    that has its end token, `after` returns a line end, `<|im_start|>user`, the answer, `<|im_end|>`, and the beginning
+    of the next turn.
 
     Attributes:
-        ends: Tokens that end a turn of the policy; the first of them is the one that closes a turn which was cut.
-        form: Form in which calls of tools are read, one of `TOOL_FORMS`; None where a renderer reads them, or there are
-            no tools.
+        ends: Ids of tokens that end a turn of the policy; the first of them is appended to a turn that was cut.
+        form: Form in which calls of tools are read, one of `TOOL_FORMS`; None if a renderer reads them, or there are no
+            tools.
     """
 
     ends: tuple[int, ...]
@@ -55,11 +55,11 @@ class Bridge(ABC):
 
     @property
     def end(self) -> int:
-        """The token that ends a turn."""
+        """Id of the token that is appended to a turn that was cut."""
         return self.ends[0]
 
     def end_of(self, text: str) -> int:
-        """The token that ends a turn which says this."""
+        """Id of the token that ends a turn with this text."""
         return self.end
 
     @abstractmethod
@@ -72,12 +72,12 @@ class Bridge(ABC):
 
     @abstractmethod
     def after(self, new: Sequence[Message], spoken: Sequence[int], before: Sequence[int] = ()) -> list[int]:
-        """What follows the tokens of a turn: its end if it was cut, the messages, and the beginning of the next turn.
+        """The tokens after a turn: its end token if it was cut, the messages, and the beginning of the next turn.
 
         Args:
             new: Messages of the environment.
-            spoken: Ids of the policy's turn.
-            before: Ids of all that stood before the turn, the prompt among it.
+            spoken: Token ids of the policy's turn.
+            before: Token ids of the conversation before the turn, the prompt included.
 
         Raises:
             UserError: The model's family cannot write these messages.
@@ -85,7 +85,7 @@ class Bridge(ABC):
 
     @abstractmethod
     def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
-        """What the policy said, from the tokens of its turn; `before` has all tokens before it."""
+        """Parse the tokens of a policy's turn; `before` has the conversation's tokens before the turn."""
 
 
 Message = dict[str, Any]
@@ -93,17 +93,17 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def message(role: str, content: str, **more: Any) -> Message:
-    """A message of a text."""
+    """A message with a role and a text; `more` has its other keys."""
     return {"role": role, "content": content, **more}
 
 
 def checked(given: Any, where: str) -> list[Message]:
-    """What an environment gave, as messages: a text is one of the user's; None is none.
+    """Check the answer of an environment and return it as messages; a text becomes a user's message, None no message.
 
-    A content may be a list of parts, `{"type": "text", "text": ...}`; only text is read.
+    The content of a message may be a list of parts, `{"type": "text", "text": ...}`; only text is read.
 
     Raises:
-        UserError: It is neither, or has a role or a part that no template can write.
+        UserError: The answer is neither a text nor messages, or has a role or a part that no template can write.
     """
     if given is None:
         return []
@@ -126,7 +126,7 @@ def _checked(given: Any, where: str) -> Message:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a content: itself, or that of its parts, one after another."""
+    """The text of a message's content: the content itself, or the texts of its parts one after another."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else [content]
@@ -139,15 +139,16 @@ def text_of(content: Any, where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-MARK = "\ufdd0"  # no character: Unicode keeps this code point for uses like this one
-MARKS = re.compile(f"{MARK}({MARK}?)")  # one stands in a spelling, two stand for one that was said
+MARK = "\ufdd0"  # no character: Unicode reserves this code point for internal use
+MARKS = re.compile(f"{MARK}({MARK}?)")  # a single mark is inside a spelling; two marks stand for one in the message
 
 
 class SpecialTokens:
-    """Distinguishes special tokens that a template writes from those that are spelled in messages, which become text.
+    """Distinguishes special tokens that a template writes from spellings of them in messages, which become plain text.
 
-    Else an environment, or a user, who says `<|im_end|>` would end its turn there, and could speak in another role.
-    Messages are marked before a template writes them, and its text is tokenised as `ids` says.
+    Otherwise an environment or a user could write `<|im_end|>` in a message, end the turn there, and continue in
+    another role. `marked` puts marks into such spellings before a template writes the messages. `ids` then tokenises
+    the template's text, and reads marked spellings as text.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -162,15 +163,15 @@ class SpecialTokens:
 
     @cached_property
     def ids_of_all(self) -> frozenset[int]:
-        """Their ids, those among them that the tokenizer gives no part in a text."""
+        """Ids of all special tokens, also of those that the tokenizer does not recognise in a text."""
         return frozenset(self._id(token) for token in self._tokens)
 
     def marked(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with a mark in each spelling, whose text `ids` reads. Turns of the policy stay as they are."""
+        """The messages with marks in each spelling of a special token; turns of the policy are unchanged."""
         return [self._marked(each) for each in messages]
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of what a template wrote.
+        """Token ids of a text that a template wrote.
 
         Raises:
             UserError: A special token is spelled in a message, and this tokenizer cannot write it as text.
@@ -178,7 +179,7 @@ class SpecialTokens:
         if MARK not in text:
             return self._whole(text)
         parts = list(self._parts(text))
-        # What stands around spellings has to become the same tokens as ever.
+        # The text around spellings must become the same tokens as without spellings.
         plain = [(token, self._spelled.sub(MARK, part)) for token, part in parts]
         if self._of_parts(plain) != self._whole("".join(token or part for token, part in plain)):
             said = "\n".join(part for _, part in parts)
@@ -195,14 +196,14 @@ class SpecialTokens:
         return {key: value if key == "role" else self._with_marks(value) for key, value in each.items()}
 
     def _with_marks(self, text: Any) -> Any:
-        if isinstance(text, list):  # of parts
+        if isinstance(text, list):  # parts of a content
             return [{**each, "text": self._with_marks(each["text"])} if "text" in each else each for each in text]
         if not isinstance(text, str):
             return text
         return self._spelled.sub(lambda match: MARK.join(match.group()), text.replace(MARK, MARK * 2))
 
     def _parts(self, text: str) -> Iterator[tuple[str, str]]:
-        """Special tokens of the template, each with no text; and, with no token, the texts between them, unmarked."""
+        """Pairs of token and text: a special token of the template and "", or "" and a text between them, unmarked."""
         place = 0
         for match in self._spelled.finditer(text):
             yield "", MARKS.sub(r"\1", text[place : match.start()])
@@ -234,15 +235,15 @@ class SpecialTokens:
 
     @cached_property
     def _splitting(self) -> Any:
-        """A tokenizer of its own: how special tokens are read is a state of it, which another thread may need."""
+        """A copy of the tokenizer: how it reads special tokens is part of its state, and other threads use it."""
         return deepcopy(self._tokenizer)
 
 
 class MarkedTokenizer:
-    """A tokenizer as renderers of the package `renderers` use it, that reads marked messages.
+    """A tokenizer for renderers of the package `renderers` that can read marked messages.
 
     Args:
-        tokenizer: Tokenizer of the model; all that is not of texts is its.
+        tokenizer: Tokenizer of the model, which does everything but encode texts with marks.
         special: Special tokens of the tokenizer.
     """
 
@@ -254,12 +255,12 @@ class MarkedTokenizer:
         return getattr(self._tokenizer, name)
 
     def encode(self, text: str, **how: Any) -> list[int]:
-        """Token ids."""
+        """Token ids of a text, which may have marks."""
         ids: list[int] = self._special.ids(text) if MARK in text else self._tokenizer.encode(text, **how)
         return ids
 
     def __call__(self, text: str, **how: Any) -> Any:
-        """Token ids and where they are in the text; of a marked text nowhere, which renderers need for no token."""
+        """Token ids and their offsets in the text; for a text with marks, offsets are 0, since renderers need none."""
         if MARK not in text:
             return self._tokenizer(text, **how)
         ids = self._special.ids(text)

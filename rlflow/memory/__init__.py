@@ -1,1 +1,1 @@
-"""What a run takes of memory: estimates before, and words when it is not there."""
+"""The memory of a run: estimates before it starts, and the error when memory runs out."""

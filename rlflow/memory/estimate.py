@@ -1,4 +1,4 @@
-"""What a rank's device holds while roles are loaded and trained and responses are generated."""
+"""Estimates of the memory that a rank's device needs while it loads and trains roles and generates responses."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rlflow.values.layout import Layout
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank, and of the others that hold as much.
+    """The estimated bytes on the device of a rank; some ranks hold the same and share one estimate.
 
     Attributes:
-        ranks: Ranks that hold as much.
-        roles: The models that have weights on it.
-        engines: Engines that generate there, by policy.
-        held: Values of the step.
-        capacity: Capacity of the device, for this rank.
-        together: Policies whose engines are awake at the same time, since one node generates with them; others are
-            awake alone.
+        ranks: Ranks to which the estimate applies.
+        roles: Models that have weights on such a rank, by role.
+        engines: Engines that generate on such a rank, by policy.
+        held: Bytes of the values of the step.
+        capacity: Bytes of the device that the rank may use.
+        together: Policies whose engines are awake at the same time, since one node generates with them; the engine of
+            any other policy is awake alone.
     """
 
     ranks: tuple[int, ...]
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def kept(self) -> float:
-        """What the roles hold all the time."""
+        """Bytes that the roles hold all the time: weights and optimizer states."""
         roles = self.roles.values()
         return sum(role.weights_here for role in roles) + sum(role.states_here for role in roles)
 
@@ -51,35 +51,35 @@ class Memory:
 
     @property
     def awake(self) -> float:
-        """Bytes of all engines while those that take most are awake and the others sleep."""
+        """Bytes of all engines at the fullest moment: the engines that take most are awake, the others sleep."""
         woken = {name: of.awake(self.capacity) - of.asleep(self.capacity) for name, of in self.engines.items()}
         at_once = [*((name,) for name in self.engines), *self.together]
         return self.asleep + max((sum(woken[name] for name in names) for names in at_once), default=0.0)
 
     @property
     def generating(self) -> float:
-        """Bytes while as many engines are awake as ever are."""
+        """Bytes while responses are generated, at the fullest moment."""
         return self.kept + self.held + self.awake
 
     @property
     def logits(self) -> float:
-        """The chunk of `[tokens, vocabulary]`, or `[tokens, labels]`, in memory at one time, with its gradient."""
+        """Bytes of a chunk of logits, `[tokens, vocabulary]` or `[tokens, labels]`, and of its gradient."""
         return max((role.logits for role in self.roles.values()), default=0.0)
 
     @property
     def gathered(self) -> float:
-        """A layer's weights where they are divided, whole."""
+        """Bytes of a layer's whole weights while they are gathered; 0 where no role's weights are divided."""
         return max((role.gathered for role in self.roles.values()), default=0.0)
 
     @property
     def reduced(self) -> float:
-        """Gradients on their way to other ranks: ZeRO-3 keeps its buffer, the others make it for a backward pass."""
+        """Bytes of buffers that reduce gradients. ZeRO-3 holds its buffer all the time, others for a backward pass."""
         each = [0.0, *(role.reduced for role in self.trained)]
         return sum(each) if any(role.keeps_buffer for role in self.trained) else max(each)
 
     @property
     def training(self) -> float:
-        """Bytes while engines sleep, or wait: passes of one role at a time, or its optimizer's step."""
+        """Bytes while engines sleep and roles train: the larger of one role's passes and of its optimizer's step."""
         activations = max((role.activations for role in self.trained), default=0.0)
         stepping = max((role.stepping for role in self.trained), default=0.0)
         backward = activations + self.reduced + self.logits + self.gathered
@@ -88,7 +88,7 @@ class Memory:
 
     @property
     def loading(self) -> float:
-        """Bytes while roles are loaded one after the other: what is loaded stays, and the next takes more."""
+        """Bytes while roles are loaded, one after the other; roles that are loaded stay, in addition to the next."""
         lies = most = 0.0
         for role in self.roles.values():
             most = max(most, lies + role.loading)
@@ -99,7 +99,7 @@ class Memory:
         """Bytes while roles are saved one after the other.
 
         Args:
-            buffer: Bytes of weights that are gathered at a time.
+            buffer: Bytes of weights that are gathered at one time.
         """
         return self._resting + max((role.sync(buffer) - role.resting for role in self.roles.values()), default=0.0)
 
@@ -110,13 +110,13 @@ class Memory:
 
     @property
     def spare(self) -> float:
-        """Bytes that are left at the fullest moment; below 0 where it does not fit."""
+        """Bytes left at the fullest moment; negative if the run does not fit."""
         caches = [engine.cache(self.capacity) for engine in self.engines.values()]
         return min(self.capacity - max(self.generating, self.training), *(caches or [0.0]))
 
     @property
     def fits(self) -> bool:
-        """Whether the device holds it, and each engine's share at least the weights."""
+        """Whether the run fits on the device, and each engine's weights fit in the engine's share of it."""
         return self.spare >= 0
 
     @property
@@ -125,7 +125,7 @@ class Memory:
 
 
 def memories(workload: Workload, capacity: float) -> list[Memory]:
-    """What ranks hold, once for all ranks that hold the same; the fullest first.
+    """The memory of all ranks, one `Memory` for all ranks that hold the same; the fullest first.
 
     Args:
         workload: Workload of all ranks.
@@ -138,7 +138,7 @@ def memories(workload: Workload, capacity: float) -> list[Memory]:
 
 
 def ranks_alike(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The ranks from 0 to `count`, those together that are members of the same groups."""
+    """The ranks below `count`, put together if they are members of the same groups."""
     members = [frozenset(ranks) for ranks in groups]
     found: dict[tuple[bool, ...], list[int]] = {}
     for rank in range(count):
@@ -147,7 +147,7 @@ def ranks_alike(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[int, 
 
 
 def _memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memory:
-    """What each of these ranks holds; all hold the same."""
+    """The memory of each of these ranks, which all hold the same."""
     rank, roles, engines = ranks[0], workload.roles, workload.engines
     here = {name: engine for name, engine in engines.items() if rank in engine.placed}
     return Memory(
@@ -165,7 +165,7 @@ def _memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memo
 
 
 def _held(workload: Workload, rank: int) -> float:
-    """All values of the step that a rank makes or reads."""
+    """Bytes of all values of the step that a rank makes or reads."""
     placed = workload.plan.layouts()
     lives: dict[str, set[Layout]] = {
         node.id: {placed[node.id]} for node in workload.graph.order if node.kind != "train"
@@ -181,7 +181,7 @@ def _held(workload: Workload, rank: int) -> float:
 
 
 def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
-    """What a rank holds, and what to do where it cannot: a table such as
+    """The memory of a rank as lines of text, and what to do if the run does not fit:
 
         memory of a rank: 77.2 kB generating, 152.0 kB training, of 160.0 kB
             actor      weights 7.7 kB, gradients 23.1 kB, optimizer 30.8 kB, activations 34.0 kB
@@ -190,7 +190,7 @@ def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
 
     Args:
         memory: Memory of the rank.
-        every: Whether all ranks hold as much.
+        every: Whether all ranks hold the same.
     """
     of = "a rank" if every else rank_ranges(memory.ranks)
     yield (
@@ -216,10 +216,10 @@ def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
 
 
 def does_not_fit(memory: Memory) -> str:
-    """Which rank lacks how many bytes, what takes most, and what to do about it: one line.
+    """One line for a run that does not fit: the rank, the bytes it lacks, what takes most, and what to do.
 
     Args:
-        memory: Memory of a rank on which it does not fit.
+        memory: Memory of a rank on which the run does not fit.
     """
     rank, capacity = memory.ranks[0], memory.capacity
     for name, engine in memory.engines.items():

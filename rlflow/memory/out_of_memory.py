@@ -1,4 +1,4 @@
-"""Memory that runs out, in one line: which rank, doing what, what was in use, and the settings that would help."""
+"""The error when memory runs out, in one line: the rank, its task, the memory in use, and settings that would help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlflow.rollout.engine import RolloutEngine
 from rlflow.storage.space import in_bytes
 from rlflow.strategies.strategy import TrainingStrategy
 
-# What torch, CUDA's libraries and vLLM say of it where their error is of no class of its own, or of another process
+# Texts of torch, CUDA's libraries and vLLM when memory runs out and the class of the error does not say so
 SIGNS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -34,18 +34,18 @@ SIGNS = (
     "is less than desired GPU memory utilization",
     "is less than desired CPU memory utilization",
 )
-OWN = Path(__file__).parents[1]  # the package
+OWN = Path(__file__).parents[1]  # folder of the package
 NOT_A_USERS = (OWN, OWN.parent / "algorithms", Path(sysconfig.get_path("stdlib")))
 SHOWN = 240  # characters of the error that are repeated
 
 
 @contextmanager
 def memory_watched(doing: str, remedies: Callable[[], Sequence[str]], strategy: TrainingStrategy) -> Iterator[None]:
-    """Turn an error of memory within into a `UserError` in one line.
+    """A context that turns an out-of-memory error into a `UserError` of one line.
 
     Args:
-        doing: What is done, such as "step 3, run rollout".
-        remedies: Settings that would help, with their values; asked for after the error.
+        doing: Text for the error that says what the rank was doing, such as "step 3, run rollout".
+        remedies: Returns settings that would help, with their values; called after the error.
         strategy: Strategy of this rank.
 
     Raises:
@@ -71,7 +71,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def to_train(strategy: TrainingStrategy, handle: ModelHandle) -> list[str]:
-    """What lowers the memory of a trained role."""
+    """Advice that lowers the memory of a trained role."""
     on_cpu = strategy.root_device.type == "cpu"
     recomputed = [] if handle.gradient_checkpointing else [named("set `gradient_checkpointing`", handle)]
     offloads = strategy.can_offload and strategy.stage and not on_cpu and not strategy.offload_optimizer
@@ -80,12 +80,12 @@ def to_train(strategy: TrainingStrategy, handle: ModelHandle) -> list[str]:
 
 
 def to_score(strategy: TrainingStrategy) -> list[str]:
-    """What lowers the memory of a role's forward passes."""
+    """Advice that lowers the memory of a role's forward passes."""
     return [_smaller_batches(strategy), *_divided(strategy), *_shared_gpu(strategy)]
 
 
 def to_generate(strategy: TrainingStrategy, engine: RolloutEngine | None) -> list[str]:
-    """What lowers the memory of an engine; nothing where there is none."""
+    """Advice that lowers the memory of an engine; none where there is no engine."""
     return (
         []
         if engine is None
@@ -94,14 +94,14 @@ def to_generate(strategy: TrainingStrategy, engine: RolloutEngine | None) -> lis
 
 
 def to_load(strategy: TrainingStrategy) -> list[str]:
-    """What lowers the memory of roles that are loaded."""
+    """Advice that lowers the memory of loading roles."""
     fewer = ["take a smaller model, or train adapters (`lora`)", "place roles on ranks of their own (`placement`)"]
     shorter = ["set `strategy.init_args.precision: bf16`"] if strategy.dtype == torch.float32 else []
     return [*_divided(strategy), *_shared_gpu(strategy), *fewer, *shorter]
 
 
 def to_hold_rows() -> list[str]:
-    """What lowers the memory of the step's values."""
+    """Advice that lowers the memory of the step's values."""
     return ["lower `data.prompts_per_step` or `module.group_size`", "make less of them at once in a node of your own"]
 
 
@@ -134,7 +134,7 @@ def _in_use(device: torch.device) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The line of the user's own code that it happened in, if it was in any."""
+    """The line of the user's own code in which the error was raised; empty if it was in none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         of_others = "site-packages" in path.parts or any(map(path.is_relative_to, NOT_A_USERS))

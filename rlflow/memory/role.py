@@ -14,15 +14,15 @@ from rlflow.models.sizes import ModelSize
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
 
-# Activations of a layer for a token, bytes for each number of its width, with 16 bits a number and attention that keeps
-# no scores: Korthikanti et al., arXiv 2205.05198, equation 2 without its last term.
+# Bytes of a layer's activations for one token, for each number of the layer's width. Numbers have 16 bits, and
+# attention stores no scores: Korthikanti et al., arXiv 2205.05198, equation 2 without its last term.
 ACTIVATION_BYTES = 34
 FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class LoadedRole:
-    """A model of a step: how it is divided over its ranks and updated, and the bytes that each part takes of a rank.
+    """A model on its ranks: how it is divided and updated, and the bytes that each part takes on one rank.
 
     For example an actor of 7.6 thousand million parameters in bf16, by ZeRO-3 on four ranks: `stage` 3, `divided_over`
     4, `width` 2, `moments` 3 (Adam's two and the float32 copy), so that `weights` are 7.6e9 * 2 / 4 bytes.
@@ -30,27 +30,28 @@ class LoadedRole:
     Attributes:
         size: Size of the model.
         layout: Layout of its ranks; ranks with the same rows divide each sequence.
-        stage: What is divided: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights.
-        divided_over: Ranks over which it is divided.
+        stage: What ranks divide: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
+        divided_over: Number of ranks that divide it.
         width: Bytes of a weight in forward passes.
-        trained: Parameters that are trained; 0 of a frozen role.
-        moments: Numbers that the optimizer keeps of each, a copy of the weight in float32 included.
-        checkpointing: Whether activations are computed again.
-        updates: Optimizer steps of a step.
+        trained: Number of parameters that are trained; 0 for a frozen role.
+        moments: Numbers that the optimizer stores for each trained parameter, a float32 copy of the weight included.
+        checkpointing: Whether the backward pass computes activations again.
+        updates: Optimizer updates in a step of the run.
         token_budget: Tokens of a micro-batch.
-        longest: Tokens of the longest row, which may be above the token budget and is alone in a micro-batch then.
+        longest: Tokens of the longest row. If they exceed the token budget, the row is alone in a micro-batch.
         epochs: Passes over a step's rows.
-        owns: Whether its ranks hold weights of its own: not those of a view of another role, nor of a policy that
-            engines alone load.
+        owns: Whether its ranks hold weights of its own. They do not for a view of another role, or for a policy that
+            only engines load.
         offloaded: Whether the optimizer's states are in the CPU's memory.
         weights_offloaded: Whether weights are in the CPU's memory.
-        summed_width: Bytes of each of the optimizer's numbers, and of a gradient that is summed up.
+        summed_width: Bytes of each number of the optimizer, and of each number of a summed gradient.
         averaged_width: Bytes of each number of a moving average, in addition to the weight that forward passes read; 0
-            where there is none.
+            where there is no average.
         masters: Whether trained weights are in `summed_width` and are rounded to `width` for forward passes.
-        bucket: Gradients that are reduced together, in buffers of their own; 0 where each layer's are.
-        live: Weights that may stay whole at ZeRO 3, beyond those of a layer.
-        within: Ranks that divide weights once more among them; 0 where none do.
+        bucket: Number of gradients that are reduced together, in a buffer of their own; 0 where those of each layer are
+            reduced together without one.
+        live: Number of weights that may stay whole at ZeRO 3, beyond those of a layer.
+        within: Number of ranks, such as those of a node, that divide a second copy of the weights; 0 for none.
     """
 
     size: ModelSize
@@ -77,25 +78,25 @@ class LoadedRole:
 
     @property
     def weights_over(self) -> int:
-        """Ranks that divide the weights; 1 where each has all."""
+        """Number of ranks that divide the weights; 1 where each rank has all."""
         return self.divided_over if self.stage == 3 else 1
 
     @property
     def gathered_over(self) -> int:
-        """Ranks among which a layer is gathered."""
+        """Number of ranks from which a layer is gathered."""
         return self.within or self.weights_over
 
     @property
     def states_over(self) -> int:
-        """Ranks that divide the optimizer's states."""
+        """Number of ranks that divide the optimizer's states."""
         return self.divided_over if self.stage >= 1 else 1
 
     @property
     def weights(self) -> float:
-        """Weights, divided at ZeRO 3, and there once more where a node's ranks divide them too.
+        """Bytes of the weights. ZeRO 3 divides them, and adds a copy that `within` ranks divide, if any.
 
-        Trained weights may be wider than the weights that forward passes read. A moving average is in addition to its
-        model's weights.
+        Trained weights may be wider than the weights that forward passes read. A moving average is counted in addition
+        to its model's weights.
         """
         average = self.size.parameters * self.averaged_width / self.states_over
         nbytes = self.size.parameters * self.width
@@ -104,41 +105,41 @@ class LoadedRole:
 
     @property
     def gradients(self) -> float:
-        """Summed gradients, divided from ZeRO 2 on; below, in addition to these sums, those in the weights' dtype."""
+        """Bytes of summed gradients, divided from ZeRO 2 on; below it, gradients in the weights' dtype come on top."""
         if self.stage >= 2:
             return self.trained * self.summed_width / self.divided_over
         return self.trained * (self.summed_width + (self.width if self.width < self.summed_width else 0))
 
     @property
     def optimizer(self) -> float:
-        """Moments and float32 weights, divided from ZeRO 1 on; wherever they are."""
+        """Bytes of moments and float32 weights, divided from ZeRO 1 on, on the device or in the CPU's memory."""
         return self.trained * self.summed_width * self.moments / self.states_over
 
     @property
     def weights_here(self) -> float:
-        """The weights on the device: none where the CPU's memory has them."""
+        """Bytes of the weights on the device; 0 if they are in the CPU's memory."""
         return 0.0 if self.weights_offloaded else self.weights
 
     @property
     def states_here(self) -> float:
-        """The optimizer's states on the device: none where the CPU's memory has them."""
+        """Bytes of the optimizer's states on the device; 0 if they are in the CPU's memory."""
         return 0.0 if self.offloaded else self.optimizer
 
     @property
     def in_host_memory(self) -> float:
-        """Optimizer states and weights that are in the CPU's memory instead."""
+        """Bytes of optimizer states and weights in the CPU's memory."""
         return (self.optimizer if self.offloaded else 0.0) + (self.weights if self.weights_offloaded else 0.0)
 
     @property
     def stepping(self) -> float:
-        """Bytes while AdamW steps: the root of the second moments."""
+        """Bytes that a step of AdamW takes in addition: the root of the second moments."""
         return self.trained * self.summed_width / self.states_over if self.moments >= 2 and not self.offloaded else 0.0
 
     @property
     def activations(self) -> float:
-        """Activations of a micro-batch: all layers', or with checkpointing every layer's input and one layer's.
+        """Bytes of a micro-batch's activations: of all layers, or with checkpointing every layer's input and one layer.
 
-        Peers hold their parts of a row.
+        Where ranks divide each sequence, a rank holds its part.
         """
         layer = self._tokens * self.size.hidden * ACTIVATION_BYTES * self.width / 2
         if not self.checkpointing:
@@ -147,12 +148,12 @@ class LoadedRole:
 
     @property
     def logits(self) -> float:
-        """The chunk of a micro-batch's logits that is in memory at one time, and its gradient."""
+        """Bytes of the chunk of a micro-batch's logits that is in memory at one time, and of its gradient."""
         return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, self._tokens * self.size.outputs)
 
     @property
     def gathered(self) -> float:
-        """Weights gathered at one time at ZeRO 3: an embedding, a layer, or `live`; with FSDP the next one too."""
+        """Bytes of weights gathered at one time at ZeRO 3: an embedding, a layer, or `live`; with FSDP two layers."""
         if self.stage < 3:
             return 0.0
         pieces = 2 if self.masters else 1
@@ -161,7 +162,7 @@ class LoadedRole:
 
     @property
     def reduced(self) -> float:
-        """Bytes while gradients are reduced: those of a backward pass, the buffer, and a copy that is being sent.
+        """Bytes that reducing gradients takes: the gradients of a backward pass, the buffer, and a copy being sent.
 
         FSDP has no buffer and reduces all gradients of a layer together.
         """
@@ -175,36 +176,36 @@ class LoadedRole:
 
     @property
     def keeps_buffer(self) -> bool:
-        """Whether the buffer in which gradients are reduced is there between backward passes; FSDP has none."""
+        """Whether the buffer that reduces gradients exists between backward passes, as with ZeRO-3; FSDP has none."""
         return self.stage == 3 and not self.masters
 
     @property
     def loading(self) -> float:
-        """The most while the role is loaded: whole, or from the first byte its own part and one piece."""
-        # a copy in float32, in addition to the moments
+        """Most bytes while the role is loaded: the whole role, or at ZeRO 3 this rank's part and one piece."""
+        # the float32 copy of the weights, which `moments` counts in addition to the moments
         copied = self.moments % 2 * self.trained * self.summed_width / self.states_over
         if self.stage == 3:
             return self.weights + copied + self._gradients_at_rest + self.piece
-        if self.stage and self.trained:  # flattened; then the part that this rank steps is cut out, and copied
+        if self.stage and self.trained:  # weights are flattened, then this rank's part is cut out and copied
             return max(2 * self.weights, self.weights + 2 * copied)
         return self.weights + copied
 
     @property
     def resting(self) -> float:
-        """Bytes between steps, after the first: weights and states, and what DeepSpeed does not free at ZeRO-3."""
+        """Bytes between steps, after the first: weights, states, and at ZeRO-3 gradients and buffers not freed."""
         return self.weights_here + self.states_here + self._gradients_at_rest + self._buffer_at_rest
 
     def sync(self, buffer: float) -> float:
-        """The most while weights go to an engine, or into a file.
+        """Most bytes while weights are sent to an engine, or written to a file.
 
         Args:
-            buffer: Bytes of weights that are gathered at a time; at least the largest piece is.
+            buffer: Bytes of weights that are gathered at one time; the largest piece is gathered even if it is larger.
         """
         return self.resting + min(max(buffer, self.piece), self.size.parameters * self.width)
 
     @property
     def resuming(self) -> float:
-        """A checkpoint read again, and the update by which the optimizer makes its states."""
+        """Most bytes while a checkpoint is read; for a trained role, an update first makes the optimizer's states."""
         read = max(self.loading, self.resting + self.piece)
         if not self.trained:
             return read
@@ -213,7 +214,7 @@ class LoadedRole:
 
     @property
     def piece(self) -> float:
-        """The largest layer or embedding."""
+        """Bytes of the largest layer or embedding."""
         return float(self.size.largest_layer * self.width)
 
     @property
@@ -260,9 +261,10 @@ def loaded_role(
     width = torch.finfo(strategy.dtype).bits // 8
     within = strategy.partition_within or 0
     divides = strategy.stage is not None
-    # DeepSpeed steps a float32 copy of the weights, but for float32 weights at stage 0.
+    # DeepSpeed updates a float32 copy of the weights, unless they are float32 and the stage is 0.
     copy = divides and not strategy.holds_masters and (stage > 0 or strategy.dtype != torch.float32)
-    # An average is a float32 copy of narrower weights; where trained ones are float32 themselves, what it is wider by.
+    # An average is a float32 copy of narrower weights. If trained weights are stored in float32, so is the average, and
+    # only the bytes count that it has more than the weights.
     averages = isinstance(handle, Averaged) and width < FLOAT32
     return LoadedRole(
         size=size,

@@ -1,4 +1,4 @@
-"""What a step has to do at some number of ranks: models, engines, rows and their bytes, without times."""
+"""The work of a step on a number of ranks: models, engines, rows and their bytes, without times."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
 
-# Bytes of an entry; of columns that are not listed, and do not say their dtype, those of float32.
+# Bytes of an entry by column. Other columns have their dtype's, or if they declare none, those of float32.
 WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "version": 8, "versions": 4, "ended": 8}
 FLOAT_BYTES, TOKEN_BYTES = 4, 8
-ROW_BYTES = 256  # of a dataset's row as JSON; an assumption
+ROW_BYTES = 256  # bytes of a dataset's row as JSON; an assumption
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a row: on average, to compute seconds from, and the most, to compute memory from.
+    """Tokens of a row: the average, from which seconds are computed, and the most, from which memory is computed.
 
     Attributes:
         prompt: Tokens of a prompt, on average.
@@ -62,10 +62,10 @@ class Engine:
     """A rollout engine, and the bytes that it takes on a rank. The rank's device has `capacity` bytes.
 
     Attributes:
-        ranks: Ranks of one engine.
-        placed: Ranks that engines are on.
+        ranks: Number of ranks of one engine.
+        placed: All ranks that have engines.
         weights: Bytes of a rank's part of the engine's own copy of the policy's weights.
-        memory: What each takes of a rank's memory in addition to its weights.
+        memory: Memory that the engine takes on a rank in addition to its weights.
     """
 
     ranks: int
@@ -74,33 +74,33 @@ class Engine:
     memory: EngineMemory
 
     def cache(self, capacity: float) -> float:
-        """Keys and values: as many as are set, or what the weights leave of the engine's share; below 0 if none fit."""
+        """Bytes for keys and values: as set, or the engine's share without its weights; negative if nothing fits."""
         given = self.memory.cache
         return self.memory.share * capacity - self.weights if given is None else given
 
     def awake(self, capacity: float) -> float:
-        """Bytes while it generates."""
+        """Bytes of the engine while it generates."""
         return self.weights + max(self.cache(capacity), 0.0)
 
     def asleep(self, capacity: float) -> float:
-        """Bytes that stay while it sleeps."""
+        """Bytes of the engine while it sleeps."""
         stays = self.memory.asleep
         return 0.0 if stays == "nothing" else self.weights + (self.cache(capacity) if stays != "weights" else 0.0)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What all ranks do in a step.
+    """The work of all ranks in a step.
 
     Attributes:
         graph: Graph of the algorithm.
         plan: Plan of all ranks.
         ranks: Number of ranks.
-        roles: Roles by name, in the order of loading: what ranks score with and train, and the policies that generate.
-        engines: Engines by the policy that each belongs to.
-        prompts: Prompts of the step.
-        group_size: Samples of each prompt.
-        lengths: Lengths of a row.
+        roles: Roles by name, in the order of loading: models that ranks score with or train, and policies.
+        engines: Engines by policy.
+        prompts: Number of prompts of the step.
+        group_size: Number of samples of each prompt.
+        lengths: Tokens of a row.
         moves_rows: Whether rows are balanced over ranks.
         share_prefixes: Whether a prompt is computed once for all of its samples on a rank.
     """
@@ -119,9 +119,9 @@ class Workload:
     def rows(self, space: str) -> int:
         """The number of rows of a row space in the step, as far as the graph determines it.
 
-        `group_size` for each prompt where a train node needs them. Otherwise one for each row above, as for responses
-        that only a baseline is made from. Where rows are made without generating, as many as the largest row space that
-        they are made from.
+        Rows that a train node needs are counted as `group_size` for each prompt. Other generated rows are counted as
+        one for each row above, such as responses from which only a baseline is computed. Rows that a node makes without
+        generating are counted as many as in the largest row space that the node reads.
         """
         if space == BATCH:
             return self.prompts
@@ -132,7 +132,7 @@ class Workload:
 
     @cached_property
     def _trained_rows(self) -> frozenset[str]:
-        """The row spaces of train nodes, those above them, and those that they are made of."""
+        """The row spaces of train nodes, the row spaces above them, and those from which their rows are made."""
         todo = [node.inside for node in self.graph.order if node.kind == "train"]
         found: set[str] = set()
         while todo:
@@ -156,13 +156,13 @@ class Workload:
         return self.lengths.total * self._responses(node)
 
     def _responses(self, node: Node) -> int:
-        """How many a row of `node` has: a pair has two."""
+        """Number of responses of a row of `node`: 2 for a pair, else 1."""
         return 2 if any(self.graph.type_of(value) is Pairs for value in node.reads) else 1
 
     def computed_tokens(self, node: Node, shards: int) -> float:
-        """Tokens of a shard's forward passes in `node`; of a prompt that its samples share, those of one.
+        """Tokens of a shard's forward passes in `node`; a prompt that samples share is counted once.
 
-        Rows of a model whose layers carry a state share none.
+        Rows of a model whose layers carry a state share no prompt.
         """
         rows = self.rows(node.space) / shards
         if not self.share_prefixes or (node.role is not None and self.roles[node.role].size.state):
@@ -198,7 +198,7 @@ class Workload:
         return total
 
     def columns(self, value: str, fields: Collection[str] | None = None) -> int:
-        """How many of `value` travel: `fields`, or all but those that are marked `Home`."""
+        """Number of columns of `value` that are sent; `fields` as in `value_bytes`."""
         return sum(column.sent(fields) for column in columns(self.graph.type_of(value)))
 
     @property
@@ -222,25 +222,25 @@ def workload_of(
     response_tokens: float | None = None,
     moves_rows: bool = False,
 ) -> Workload:
-    """What a module's step comes to, as it is planned.
+    """The work of a step of a module, by its plan.
 
     Args:
         module: The algorithm, its models configured.
         data: Prompts of the algorithm.
         graph: Graph of the module.
         plan: Plan of all ranks.
-        layouts: Where roles and engines live.
+        layouts: Layouts of roles and engines.
         sizes: Size of each role's and each policy's model, in the order of loading.
-        strategy: How training is spread.
-        engines: What generates, by policy.
-        ranks: All of them.
-        on_cpu: Whether they run on the CPU.
+        strategy: Strategy that divides training over ranks.
+        engines: Engines that generate, by policy.
+        ranks: Number of ranks.
+        on_cpu: Whether ranks run on the CPU.
         prompt_tokens: Tokens of a prompt on average; None for half of the longest.
         response_tokens: Tokens of a response on average; None for half of the longest.
         moves_rows: Whether rows are balanced over ranks.
 
     Raises:
-        UserError: A length is beyond the config's.
+        UserError: A length is larger than the config allows.
     """
     models, samples = handles(module), data.prompts_per_step * module.group_size
     longest = (None if graph.policies() else data.max_response_length) or module.max_response_length
@@ -287,15 +287,15 @@ def _lengths(longest_prompt: int, longest: int, prompt: float | None, response: 
 def loaded_engine(
     engine: RolloutEngine, placed: Layout, followed: LoadedRole, longest: int, *, samples: int, on_cpu: bool
 ) -> Engine:
-    """What generates, and what it takes.
+    """A rollout engine, and the bytes that it takes on a rank.
 
     Args:
         engine: Engine as configured.
-        placed: Where engines are.
-        followed: The role that it generates with.
+        placed: Layout of the policy's engines.
+        followed: The role whose weights the engine has.
         longest: Tokens of the longest row.
-        samples: Responses of a step.
-        on_cpu: Whether it runs on the CPU.
+        samples: Number of responses in a step.
+        on_cpu: Whether the engine runs on the CPU.
     """
     row_bytes = longest * followed.size.cache_bytes(followed.width) + followed.size.state_bytes
     taken = engine.memory_taken(math.ceil(samples / placed.shards), row_bytes, on_cpu)

@@ -1,1 +1,1 @@
-"""Models as handles of an algorithm: what loads, packs and scores them."""
+"""The models of an algorithm: handles that load them, pack rows for them, and score rows with them."""

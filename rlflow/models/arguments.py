@@ -1,4 +1,4 @@
-"""The arguments of an algorithm's constructor: which are models, and what cannot work."""
+"""Checks of the arguments of an algorithm's constructor, and handles for those that are models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rlflow.models.handle import ModelHandle
 
 
 def check_fields(module: object) -> None:
-    """Refuse what fields of a dataclass cannot be.
+    """Check the fields of a dataclass against their types.
 
     Raises:
-        UserError: One is none of the choices of its type, or sets what the part that it is by its type does not have,
-            such as `dual` of a `Clip` given for `Bounds`; or the class sets one of a class above it in its body, where
-            the constructor does not see it.
+        UserError: A field is none of the choices of its type. Or it is an instance of a subclass of its type that sets
+            a field which its type lacks, such as a `Clip` with `dual` where `Bounds` is wanted. Or the class sets an
+            inherited field in its body, where the constructor does not see it.
     """
     name, hints = type(module).__name__, hints_of(type(module))
     for field in dataclasses.fields(module) if dataclasses.is_dataclass(module) else ():
@@ -36,7 +36,7 @@ def check_fields(module: object) -> None:
 
 
 def _check_part(owner: str, name: str, wanted: Any, part: Any) -> None:
-    """Refuse a part of a class below the wanted one that sets a field of its own, which nothing would read."""
+    """Refuse an instance of a subclass of `wanted` that sets a field of the subclass, which nothing would read."""
     if not (isinstance(wanted, type) and dataclasses.is_dataclass(wanted) and isinstance(part, wanted)):
         return
     known = {field.name for field in dataclasses.fields(wanted)}
@@ -50,10 +50,10 @@ def _check_part(owner: str, name: str, wanted: Any, part: Any) -> None:
 
 
 def make_models(module: object) -> None:
-    """Make a handle of each constructor's argument that is a model's name.
+    """Make a handle of each argument that is the name of a model.
 
     Raises:
-        UserError: An argument in the place of a model is none.
+        UserError: An argument that should be a model is neither a name nor a handle.
     """
     for name, kind in model_parameters(type(module)).items():
         value = getattr(module, name, None)
@@ -64,7 +64,7 @@ def make_models(module: object) -> None:
 
 
 def model_parameters(cls: type) -> dict[str, type[ModelHandle]]:
-    """Which arguments of a constructor are models, by name."""
+    """The arguments of a constructor that are models: their classes by name."""
     hints = hints_of(cls) | hints_of(inspect.getattr_static(cls, "__init__"))
     found = {name: _kind(hints[name]) for name in inspect.signature(cls).parameters if name in hints}
     return {name: kind for name, kind in found.items() if kind is not None}

@@ -1,4 +1,4 @@
-"""`CausalLM`, the language model that an algorithm speaks of, models that follow one, and what they are loaded as."""
+"""`CausalLM`, the handle of a language model; handles of its averages and base model; and the module they load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rlflow.values.host_copy import rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 
-HOTTEST = 1e4  # a temperature; logits over its inverse are numbers in float16 still
+HOTTEST = 1e4  # highest temperature; logits divided by its inverse, the lowest, are still finite in float16
 
 
 @dataclass(eq=False, repr=False)
@@ -41,20 +41,20 @@ class CausalLM(ModelHandle):
         model: A folder in Hugging Face form, a Hugging Face name, or `tiny`.
         trainable: Whether it is trained; a frozen model has no optimizer and no gradients.
         optimizer: How it is trained; `Optimizer()` where a trainable model is given none.
-        temperature: Temperature of sampling, in validation too; divides the logits of every score alike.
+        temperature: Temperature of sampling, in validation too; the logits of every score are divided by it.
         epochs: How often each step goes over its rows.
         samples_per_update: Rows of one optimizer update over all ranks; all rows of the step where None.
         start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings instead of all weights.
-        moe: How routers and experts of a mixture of experts are trained; None for as all weights are.
+        moe: How routers and experts of a mixture of experts are trained; None to train them like all weights.
         trust_remote_code: Run the code in the folder of its weights (`auto_map`) to load it; read that code first.
 
     Attributes:
         watch: Called with the rows and log-probabilities `[B, T]` of all responses that are scored.
     """
 
-    loss_aggregation: Aggregation | None = field(default=None, init=False)  # that of the module
+    loss_aggregation: Aggregation | None = field(default=None, init=False)  # None: a CausalLM has that of the module
     temperature: float = 1.0
     _: KW_ONLY
     moe: MoE | None = None
@@ -84,28 +84,29 @@ class CausalLM(ModelHandle):
     ) -> Any:
         """Sample `n` responses to each row with this model's weights, in a node that is marked `generates=` its name.
 
-        The model is trained or frozen. A node may call it as often as it likes, on what it reads or on what it makes of
-        that: a second call on the same rows gives other responses.
+        The model is trained or frozen. A node may call this as often as it likes, on rows that it reads or on rows that
+        it makes from these. A second call on the same rows gives other responses.
 
         Rows of a `Rollout` are continued: the model reads prompt and response, and the response grows. A response that
-        has ended has one child, its copy. Inherited tokens keep ids, log-probabilities and versions. Of the rows that a
-        node returns, only the first has them in its `loss_mask`, so each token is trained once, however many rows share
-        it.
+        has ended has one child, its copy. Inherited tokens keep ids, log-probabilities and versions. Several rows that
+        a node returns may inherit the same tokens. Only the first of them has these tokens in its `loss_mask`, so each
+        token is trained once.
 
         Args:
-            rows: Prompts, `B` rows: `batch`, or what `Rollout.as_prompts` makes of responses; or a `Rollout` that this
-                model wrote, some rows of one, or what `Rollout.cut` leaves of them.
-            n: Responses to each, or continuations; consecutive rows.
-            temperature: Instead of the model's own; 0 takes the likeliest token.
-            max_new_tokens: Most tokens that a response grows by. It is never longer than the module's
-                `max_response_length`, which is the default.
-            stop: Tokens that end a response, in addition to those that always do.
+            rows: Prompts, `B` rows: `batch`, or what `Rollout.as_prompts` returns. Or responses: a `Rollout` that this
+                model wrote, some rows of one, or what `Rollout.cut` returns.
+            n: Number of responses to each row, or of its continuations; they are consecutive rows.
+            temperature: Temperature of this call; None for the model's own, 0 to take the likeliest token.
+            max_new_tokens: Most tokens by which a response grows; None for no limit but the module's
+                `max_response_length`, which no response exceeds.
+            stop: Ids of tokens that end a response, in addition to the model's end tokens and the module's
+                `stop_token_ids`, which always do.
 
         Returns:
-            A `Rollout` of `B * n` rows with `rows` as parents; fewer where some of them have ended.
+            A `Rollout` of `B * n` rows with `rows` as parents; fewer where some of `rows` have ended.
 
         Raises:
-            UserError: No run is in progress, the node does not name this model, or `rows` have no place in the step.
+            UserError: No run is in progress, the node does not name this model, or `rows` are no rows of the step.
         """
         if self._generator is None:
             raise UserError(
@@ -126,25 +127,26 @@ class CausalLM(ModelHandle):
     ) -> Any:
         """Hold `n` conversations of this model with an environment from each row, in a node marked as for `generate`.
 
-        A response is then all that follows the prompt, turn after turn, at most `max_response_length` tokens long. The
-        tokens that the environment wrote are in it, and False in `loss_mask`; those that the model sampled are never
-        tokenised again.
+        A response then is everything after the prompt, turn after turn, at most `max_response_length` tokens long. It
+        includes the tokens that the environment wrote, which are False in `loss_mask`. Tokens that the model sampled
+        are never tokenised again.
 
         Args:
-            rows: Prompts of the dataset, `B` rows. Messages of the dataset's prompts begin the conversations, with
-                what the environment adds, and the tools in the form of the model's chat template.
+            rows: Prompts of the dataset, `B` rows. A conversation begins with the messages of its prompt, what the
+                environment adds, and the tools in the form of the model's chat template.
             environment: An `rlflow.Environment`.
-            n: Conversations from each; consecutive rows.
-            players: Models that play the seats of an environment that has several, by the seat's name. They are models
-                of the module, trained or frozen, and the node names them in addition to this one. This model speaks for
-                all other seats.
-            temperature: Instead of the model's own; 0 takes the likeliest token.
-            stop: Tokens that end a turn, in addition to those that always do.
+            n: Number of conversations from each row; they are consecutive rows.
+            players: Models that play seats of an environment with several seats, by the seat's name. They are models of
+                the module, trained or frozen, and the node names them in addition to this one. This model plays all
+                other seats.
+            temperature: Temperature of this call; None for the model's own, 0 to take the likeliest token.
+            stop: Ids of tokens that end a turn, in addition to the model's end tokens and the module's
+                `stop_token_ids`, which always do.
 
         Returns:
-            A `Rollout` of `B * n` rows, with `turn`, `returns` and `ended`. Where an environment has seats, a row for
-            each of those that this model speaks for, in consecutive rows: of a game, what that seat read and said. What
-            others said is among what it read.
+            A `Rollout` of `B * n` rows, with `turn`, `returns` and `ended`. Where an environment has seats, there is a
+            row for each seat that this model plays, in consecutive rows. Such a row has what its seat read and wrote;
+            what other seats wrote is among what it read.
 
         Raises:
             UserError: See `generate`; or the environment failed, and its `on_failure` is `raise`.
@@ -156,7 +158,7 @@ class CausalLM(ModelHandle):
         return self._converser(rows, environment, n, temperature, tuple(stop), players)
 
     def score(self, rows: Tokens) -> tuple[PerToken, PerToken]:
-        """Log-probability of each response token, and entropy of the distribution that it was drawn from.
+        """Log-probability of each response token, and entropy of the model's distribution at its place.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
@@ -169,11 +171,11 @@ class CausalLM(ModelHandle):
         return logprobs, entropy
 
     def logprobs(self, rows: Tokens) -> PerToken:
-        """The first of `score`."""
+        """The log-probabilities of `score`, `[B, T]`."""
         return self.score(rows)[0]
 
     def entropy(self, rows: Tokens) -> PerToken:
-        """The second of `score`."""
+        """The entropies of `score`, `[B, T]`."""
         return self.score(rows)[1]
 
     def logprobs_of(self, rows: Tokens, ids: Tensor) -> Tensor:
@@ -209,7 +211,7 @@ class CausalLM(ModelHandle):
         return logprobs, tokens
 
     def hidden(self, rows: Tokens) -> PerSample:
-        """What the output layer reads at the last token of each row; at the prompt's last where there is no response.
+        """The input of the output layer at the last token of each row, or of its prompt if it has no response.
 
         Args:
             rows: See `logprobs_of`.
@@ -230,21 +232,21 @@ class CausalLM(ModelHandle):
         """The Kullback-Leibler divergence from a frozen model, over the whole vocabulary, at each response token.
 
         By default it is KL(self || other), the sum of p log(p / q) with p this model's distribution and q that of
-        `other`: what distillation calls reverse KL where this model is the student (MiniLLM, arXiv 2306.08543; GKD,
-        arXiv 2306.13649). The logits of each model are divided by its own temperature. In a train node, name `other`
-        in the mark's `uses`, and read `given` as a value of its own, `Ragged`.
+        `other`. If this model is the student, distillation calls this reverse KL (MiniLLM, arXiv 2306.08543; GKD, arXiv
+        2306.13649). The logits of each model are divided by its own temperature. In a train node, name `other` in the
+        mark's `uses`, and read `given` as a value of its own, `Ragged`.
 
         Args:
             rows: See `logprobs_of`.
             other: A frozen model of the same vocabulary on the same ranks; no gradient goes to it.
-            given: Other prompts, one a row, after which `other` reads the same responses; None for those of `rows`.
-            over: The model by whose distribution the sum is weighted: `other` gives KL(other || self), forward KL.
+            given: Prompts that `other` reads before the same responses, one for each row; None for those of `rows`.
+            over: The model whose probabilities weight the sum; `other` gives KL(other || self), forward KL.
 
         Returns:
             `[B, T]` in nats, in float32 (float64 where the model is), 0 where padded.
 
         Raises:
-            UserError: `other` is trained, has another vocabulary, or `given` is of other rows.
+            UserError: `other` is trained or has another vocabulary, or `given` has another number of rows.
         """
         self._check_kl(rows, other, given, over)
         layer: list[tuple[Tensor, Softmax]] = []  # the weight of the other's output layer, and its softmax
@@ -298,7 +300,7 @@ class CausalLM(ModelHandle):
         return tuple(found)
 
     def attach_generator(self, generator: Callable[..., Any], converser: Callable[..., Any]) -> None:
-        """Called before the first step, with what the module generates and converses with this model by."""
+        """Set the functions behind `generate` and `converse`; called before the first step."""
         self._generator = generator
         self._converser = converser
 
@@ -314,10 +316,10 @@ class CausalLM(ModelHandle):
         """See `ModelHandle.only_scores`.
 
         Args:
-            like: The model that it is compared with; it has that model's temperature from now on.
+            like: Model that this one is compared with; this one takes its temperature.
 
         Raises:
-            UserError: It has a temperature of its own, and another one.
+            UserError: This model has a temperature of its own that differs from that of `like`.
         """
         super().only_scores()
         if like is not None:
@@ -330,10 +332,10 @@ class CausalLM(ModelHandle):
             self.temperature = like.temperature
 
     def without_adapters(self) -> WithoutAdapters:
-        """A frozen view of this model as it was before training: no second copy, the adapters are left out.
+        """A frozen view of this model as it was before training: it leaves the adapters out, and needs no second copy.
 
         Raises:
-            UserError: It has none.
+            UserError: This model has no adapters.
         """
         if self.lora is None:
             raise UserError(f"{self.model!r} has no adapters to leave out; set `lora`, or load the model once more")
@@ -342,15 +344,16 @@ class CausalLM(ModelHandle):
     def averaged(self, decay: float) -> Averaged:
         """A frozen model that follows this one: an exponential moving average of its weights.
 
-        After this model's training in a step, each weight becomes decay * average + (1 - decay) * weight; before, it is
-        the model that training starts from. Averages are stored in float32 at least, divided over ranks as this model's
-        weights are, and saved in checkpoints (mean teacher: Tarvainen and Valpola, arXiv 1703.01780).
+        The average starts with the weights from which training starts. After this model's updates in a step, each
+        weight of the average becomes decay * average + (1 - decay) * weight. Averages are stored in float32 at least,
+        divided over ranks as this model's weights are, and saved in checkpoints (mean teacher: Tarvainen and Valpola,
+        arXiv 1703.01780).
 
         Args:
-            decay: Decay of the average: from 0, this model's own weights of the step before, to below 1.
+            decay: Decay of the average, from 0 to below 1; with 0 it is this model after the previous step.
 
         Raises:
-            UserError: `decay` is outside, this model is frozen, or trains adapters.
+            UserError: `decay` is not in this range, or this model is frozen or trains adapters.
         """
         if not 0 <= decay < 1:
             raise UserError(f"`decay` of `averaged` is {decay}; give 0 to below 1, 0.99 say")
@@ -389,7 +392,7 @@ class CausalLM(ModelHandle):
         loss = None
         if self.moe.router_aux_loss_coef > 0:
             of_passes = [
-                _router_loss(routing, read) * (read.useful_tokens > 0)  # not of the token that stands for no rows
+                _router_loss(routing, read) * (read.useful_tokens > 0)  # not of the dummy token of a pass without rows
                 for routing, read in seen
             ]
             loss = self.moe.router_aux_loss_coef * torch.stack(of_passes).sum()
@@ -424,18 +427,18 @@ class CausalLM(ModelHandle):
 
 
 def _router_loss(routing: Routing, read: ModelInput) -> Tensor:
-    """The sum over the rows of a forward pass, 0-dim; a row's tokens count in it though others share them."""
+    """The load-balancing loss summed over the rows of a forward pass, 0-dim; a shared token counts in each row."""
     logits, lengths = read.by_sequence(routing.logits)
     used, _ = read.by_sequence(routing.used)
     return load_balancing_loss(logits, used, lengths).sum()
 
 
 def _ignore(rows: Tokens, logprobs: Tensor) -> None:
-    """Nobody watches."""
+    """The default of `CausalLM.watch`: does nothing."""
 
 
 class WithoutAdapters(CausalLM):
-    """A language model with its adapters off, on its owner's engine; `CausalLM.without_adapters` makes it.
+    """A trained language model with its adapters off, without weights of its own; `CausalLM.without_adapters` makes it.
 
     Args:
         owner: The trained model.
@@ -448,7 +451,7 @@ class WithoutAdapters(CausalLM):
         self.owner = owner
 
     def attach_to_owner(self) -> None:
-        """Score with what the owner scores with from now on."""
+        """Score with the owner's module and plan from now on."""
         assert self.owner._forward is not None, "the owner is set up first"
         self.attach(self.owner._forward, self.owner.plan)
 
@@ -517,11 +520,12 @@ class ScoringModel(PackedModel):
 class TokenHead(nn.Module):
     """A model's output layer that returns log-probabilities and entropy in place of logits.
 
-    It holds the layer's own weight, tied or not, and does its work within its own forward: there ZeRO-3 gathers it.
+    It holds the weight of the layer that it replaces, tied or not. All work is done within `forward`, since ZeRO-3
+    gathers the weight there.
 
     Args:
         weight: `[V, H]`, the weight of the layer that it replaces.
-        softmax: What the model makes of its products; the temperature is that of each forward.
+        softmax: How the model turns products into a distribution; each forward sets the temperature.
     """
 
     def __init__(self, weight: nn.Parameter, softmax: Softmax) -> None:
@@ -537,14 +541,14 @@ class TokenHead(nn.Module):
         readout: Readout | None = None,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """`[N, H]` hidden states and `[N]` targets to `[N]` log-probabilities and `[N]` entropies, or to a readout's.
+        """Log-probabilities `[N]` of the targets, and entropies `[N]`; or what `readout` computes instead.
 
         Args:
-            hidden: `[N, H]`.
+            hidden: `[N, H]`, hidden states.
             targets: `[N]` int64.
-            temperature: Divides the logits.
-            readout: What to compute instead of the two.
-            beside: `[N, ...]`, what the readout compares with, if anything.
+            temperature: Temperature that divides the logits.
+            readout: Function to compute instead of the two.
+            beside: `[N, ...]`, a further argument of the readout, such as tokens to score at each place; None for none.
         """
         softmax = replace(self.softmax, temperature=temperature)
         if readout is not None:
@@ -556,19 +560,19 @@ class TokenHead(nn.Module):
         return nn.functional.linear(hidden, self.weight)
 
 
-# What an output layer computes of hidden states within its own forward, where ZeRO-3 and FSDP gather its weight: values
-# `[N, ...]` of the states `[N, H]`, the layer's weight `[V, H]`, the targets `[N]`, the layer's softmax, and more that
-# is read for each target, `[N, ...]` or None.
+# A function that an output layer calls within its forward, where ZeRO-3 and FSDP have gathered its weight. It takes the
+# hidden states `[N, H]`, the layer's weight `[V, H]`, the targets `[N]`, the layer's softmax, and `beside`: `[N, ...]`
+# with further numbers for each target, or None. It returns values `[N, ...]`.
 Readout = Callable[[Tensor, Tensor, Tensor, Softmax, Tensor | None], tuple[Tensor, ...]]
 
 
 def of_tokens(
     top: int, hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """A readout: log-probabilities of the targets, of the tokens `beside` `[R, K]`, and of the likeliest ones.
+    """A readout: log-probabilities of the targets, of the tokens `beside` `[R, K]`, and of the `top` likeliest tokens.
 
     Returns:
-        `[R]` of the targets, `[R, K + top]` of the others, and these tokens `[R, K + top]`.
+        `[R]` log-probabilities of the targets, `[R, K + top]` of the other tokens, and `[R, K + top]` these tokens.
     """
     ids = targets[:, None] if beside is None else torch.cat([targets[:, None], beside], 1)
     logprobs, _, tokens = logprobs_of_tokens(hidden, weight, ids, softmax, top)
@@ -578,19 +582,19 @@ def of_tokens(
 def states(
     hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """A readout: `[R, H]`, what the layer reads, in float32 at least; its weight gets a gradient of 0."""
+    """A readout: `[R, H]`, the hidden states themselves, in float32 at least; the weight gets a gradient of 0."""
     return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)) + 0.0 * weight[0, 0],)
 
 
 def stored_weights(
     path: Path, dtype: torch.dtype, bucket_bytes: int, trust_remote_code: bool = False
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Full tensors on the CPU by Hugging Face name; tied ones come once. The whole model is in memory then.
+    """Load a model on the CPU and yield its full tensors by Hugging Face name, tied ones once.
 
     Args:
         path: A folder in Hugging Face form, or a Hugging Face name.
         dtype: Dtype of the tensors.
-        bucket_bytes: A bucket holds at most this, or one larger tensor.
+        bucket_bytes: Most bytes of a bucket, unless it has one larger tensor.
         trust_remote_code: Whether code in the folder of the weights may run.
     """
     model = ScoringModel.load(path, dtype, torch.device("cpu"), trust_remote_code=trust_remote_code)

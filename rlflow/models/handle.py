@@ -1,4 +1,4 @@
-"""`ModelHandle`, a model of an algorithm: what to load, how to train it, and how rows become its forward passes."""
+"""`ModelHandle`, a model of an algorithm: what to load, how to train it, and how it scores rows in forward passes."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ from rlflow.values.host_copy import on_device, rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 
-# Settings of how a model is trained.
+# Settings that only a trained model has.
 OF_TRAINING = ("epochs", "samples_per_update", "start_step", "gradient_checkpointing", "lora", "moe")
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How rows become forward passes.
+    """How rows are split into micro-batches and laid out for forward passes.
 
     Attributes:
-        token_budget: Most tokens of a micro-batch; a longer row stands alone.
-        packing: Feed rows without padding. Off, each micro-batch is right-padded.
-        share_prefixes: Compute a prefix that several rows of a micro-batch have once, where rows are packed.
-        side_by_side: Cut micro-batches as those of padded rows, of like length: mixers pad them, see `MixerOfRows`.
-        agree: The largest of the counts that the ranks of the role pass in, a collective; by default of one rank.
-        peers: Who divides the lines of this rank's rows; they have the same rows.
+        token_budget: Most tokens of a micro-batch; a longer row is alone in one.
+        packing: Feed rows without padding. If off, each micro-batch is right-padded.
+        share_prefixes: If rows are packed, compute a prefix once that several rows of a micro-batch share.
+        side_by_side: Plan micro-batches as for padded rows, since mixers pad the rows of a line, see `MixerOfRows`.
+        agree: Function that returns the largest number that any rank of the role passes to it; a collective of these
+            ranks. The default is for one rank.
+        peers: The ranks that divide each line among them; all of them have the rows of this rank.
         gathers: Whether a weight is whole only while its layer's forward runs.
     """
 
@@ -65,18 +66,18 @@ class ForwardPlan:
     gathers: bool = False
 
     def micro_batches(self, rows: Tokens, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
-        """Row numbers of each micro-batch, as many on every rank of the role; there may be empty ones."""
+        """Row numbers of each micro-batch; every rank of the role has the same number of these, some may be empty."""
         parts = self.split(rows, prompts=prompts)
         most = self.agree(len(parts))
         return parts if most == len(parts) else self.split(rows, most, prompts)
 
     def split(self, rows: Tokens | Pairs, at_least: int = 1, prompts: Sequence[Ragged] = ()) -> list[Tensor]:
-        """Row numbers of each micro-batch of this rank alone, at least so many; there may be empty ones.
+        """Row numbers of each micro-batch of this rank; some micro-batches may be empty.
 
         Args:
-            rows: What is scored.
-            at_least: Micro-batches.
-            prompts: Other prompts of the rows, after which their responses are scored too, in passes of their own.
+            rows: Rows to score.
+            at_least: Least number of micro-batches.
+            prompts: Further prompts of the rows, for passes of their own that score the same responses after these.
         """
         if self.packing and self.share_prefixes and not prompts:
             return shared_micro_batches(rows, self.token_budget, at_least)
@@ -84,9 +85,9 @@ class ForwardPlan:
         return cut(self._costs(rows, prompts), self.token_budget, at_least)
 
     def _costs(self, rows: Tokens | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
-        """`[B]`, the tokens that each row takes in a forward pass; a pair is two rows of one, padded to the longer.
+        """`[B]`, the tokens of each row in a forward pass. A pair counts its two rows, padded to the longer if padded.
 
-        With other prompts it is the longest of the row's passes.
+        With other prompts, a row counts the tokens of its longest pass.
         """
         if not isinstance(rows, Pairs):
             costs = token_counts(rows)
@@ -101,13 +102,13 @@ class ForwardPlan:
         return self.packing and not self.side_by_side
 
     def model_input(self, rows: Tokens) -> ModelInput:
-        """What one forward pass over all of `rows` reads."""
+        """The input of one forward pass over all of `rows`."""
         return pack(rows, self.share_prefixes) if self.packing else pad(rows)
 
 
 @dataclass(eq=False, repr=False)
 class ModelHandle(ABC):
-    """A model of an algorithm, which a subclass gives methods that score rows. Constructing it loads nothing.
+    """A model of an algorithm; subclasses add methods that score rows. Constructing it loads nothing.
 
     Every method that scores is a collective of the role's ranks: all of them call it, ranks without rows included.
 
@@ -120,12 +121,12 @@ class ModelHandle(ABC):
         start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings, and an output layer of one label, instead of all weights.
-        loss_aggregation: How its losses per token become one number; None for as the module's.
+        loss_aggregation: How its losses per token become one number; None to do it as the module does.
         trust_remote_code: Run the code in the folder of its weights (`auto_map`) to load it; read that code first.
 
     Attributes:
         default_optimizer: Optimizer of a trainable model that is given none.
-        in_training: Whether scores carry gradients, and the rows given are one micro-batch; see `training`.
+        in_training: Whether scores carry gradients and the given rows are one micro-batch; see `training`.
     """
 
     model: str
@@ -165,7 +166,7 @@ class ModelHandle(ABC):
         self.in_training = False
 
     def load(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool = False) -> PackedModel:
-        """Build the model, with its adapters. A strategy calls it, and attaches what it makes of the result.
+        """Build the model with its adapters. A strategy calls this, wraps the result, and passes it to `attach`.
 
         Args:
             path: A folder in Hugging Face form, or a Hugging Face name.
@@ -174,7 +175,7 @@ class ModelHandle(ABC):
             empty: Read no weights: parameters are on the device `meta` and take no memory; `fill` reads them.
 
         Raises:
-            UserError: There is no such model, weights are missing, or adapters cannot be given to it.
+            UserError: There is no such model, weights are missing, or it cannot have these adapters.
         """
         model = self.kind.load(
             path, dtype, device, self.gradient_checkpointing, empty, trust_remote_code=self.trust_remote_code
@@ -194,7 +195,7 @@ class ModelHandle(ABC):
     @property
     @abstractmethod
     def kind(self) -> type[PackedModel]:
-        """What it is loaded as."""
+        """The class of the module that is loaded."""
 
     def score_nothing(self) -> Tensor:
         """A forward pass over no rows: a number, 0-dim, that depends on every trained weight by a gradient of 0."""
@@ -204,25 +205,25 @@ class ModelHandle(ABC):
         """Score with `forward` from now on.
 
         Args:
-            forward: What `load` gave, or an engine around it that is called alike.
-            plan: How rows become forward passes.
+            forward: The module that `load` returned, or a wrapper of it with the same `forward`.
+            plan: How rows are laid out for forward passes.
         """
-        forward.eval()  # a DeepSpeed engine's returns nothing
+        forward.eval()  # not chained: that of a DeepSpeed engine returns nothing
         self._forward = forward
-        # Rows that share a token would share what dropout does to it; and a shared prefix would need its state.
+        # Rows that share a token would also share its dropout, and its state.
         noisy = self.lora is not None and self.lora.dropout > 0
         shares = plan.share_prefixes and not noisy and not has_mixers(forward)
         self.plan = replace(plan, share_prefixes=shares, side_by_side=reads_side_by_side(forward))
 
     def freeze(self) -> None:
-        """Train no longer; called before the weights are loaded."""
+        """Make the model frozen; called before the weights are loaded."""
         self.trainable, self.optimizer = False, None
 
     def only_scores(self) -> None:
         """Freeze a model that an algorithm was given to score with; called in `configure_models`.
 
         Raises:
-            UserError: Settings of training are given, and the model is not trained.
+            UserError: The model was given settings of training.
         """
         defaults = {field.name: field.default for field in fields(self)}
         given = [name for name in OF_TRAINING if name in defaults and getattr(self, name) != defaults[name]]
@@ -235,7 +236,7 @@ class ModelHandle(ABC):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Within it, scores carry gradients, and the rows given are one micro-batch: one forward pass."""
+        """A context in which scores carry gradients, and the given rows are one micro-batch: one forward pass."""
         assert self.trainable, self.model
         assert self._forward is not None, "attach comes first"
         self._forward.train()
@@ -253,28 +254,28 @@ class ModelHandle(ABC):
 
     @property
     def model_inputs(self) -> tuple[str, ...]:
-        """The columns of its rows that it is trained with in addition to their tokens, see `MODEL_INPUTS`."""
+        """The columns of rows that training reads in addition to their tokens, see `MODEL_INPUTS`."""
         return ()
 
     def take_routed(self) -> tuple[Tensor | None, Tensor | int, int]:
         """What the forward passes within the last `training` recorded about experts; called once.
 
         Returns:
-            The load-balancing loss, 0-dim, summed over their sequences and times its weight: divided by the sequences
-            of the whole update it is their part; None where there is none. Then, of pairs of a token and a layer, how
-            many had experts replayed that are not those of the model's router, and how many had any replayed.
+            The load-balancing loss, 0-dim, summed over the sequences and times its weight; None where there is none.
+            Divide it by the number of sequences of the whole update. Then two counts of pairs of a token and a layer:
+            those whose replayed experts differ from the router's choice, and all that had replayed experts.
         """
         return None, 0, 0
 
     def _prepare(self, model: PackedModel) -> None:  # noqa: B027 - most have no such settings
-        """Change a model that was loaded as the handle's settings have it."""
+        """Apply the handle's settings to a model that was loaded."""
 
     def _scores(self, rows: Tokens, *arguments: object) -> tuple[Tensor, ...]:
-        """What the model computes for each response token of `rows`, `[B, T, ...]` each, 0 where padded.
+        """Values that the output layer computes for each response token, `[B, T, ...]` each, 0 where padded.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
-            arguments: More arguments of the output layer's forward.
+            arguments: Further arguments of the output layer's forward.
         """
         return self._by_micro_batch(rows, lambda own, _: self._forward_pass(own, *arguments))
 
@@ -287,9 +288,11 @@ class ModelHandle(ABC):
         """As `_scores`: in one pass within `training`, else by micro-batch, without gradients.
 
         Args:
-            rows: What is scored.
-            score: Calls `_forward_pass` with some rows, and with their part of `beside`.
-            beside: More that is read for each row: `[B, ...]`, or other prompts, see `ForwardPlan.split`.
+            rows: Rows to score.
+            score: Function that takes some of the rows, and the part of `beside` that belongs to them, and returns the
+                result of `_forward_pass` for these.
+            beside: A further tensor `[B, ...]` with an entry for each row, such as tokens to score; or further prompts,
+                see `ForwardPlan.split`. None for neither.
         """
         home = rows.response_ids.device
 
@@ -299,7 +302,7 @@ class ModelHandle(ABC):
 
         if self.in_training:
             return scores(rows, beside)
-        on_cpu(rows)  # all of them together, not by micro-batch
+        on_cpu(rows)  # one transfer for all rows, not one for each micro-batch
         with torch.no_grad():
             parts = self.plan.micro_batches(rows, [beside] if isinstance(beside, Ragged) else [])
             found = [scores(take(rows, part), _at(beside, part)) for part in parts]
@@ -309,12 +312,12 @@ class ModelHandle(ABC):
     def _forward_pass(
         self, rows: Tokens, *arguments: object, beside: Tensor | None = None
     ) -> tuple[ModelInput, tuple[Tensor, ...]]:
-        """One forward pass over all of `rows`: what it read of the line, and the values of the whole line, `[R, ...]`.
+        """One forward pass over `rows`: the input that this rank read, and the values `[R, ...]` of the whole line.
 
         Args:
-            rows: All rows.
-            arguments: More arguments of the output layer's forward.
-            beside: `[R, ...]`, see `ModelInput.beside`.
+            rows: Rows of the forward pass.
+            arguments: Further arguments of the output layer's forward.
+            beside: `[R, ...]`, a further tensor with an entry for each scored token, see `ModelInput.beside`; or None.
         """
         assert self._forward is not None, "attach comes first"
         peers = self.plan.peers
@@ -326,7 +329,7 @@ class ModelHandle(ABC):
         return read, read.in_order(peers.gather(values, [len(part.scored) for part in parts]))
 
     def _routing(self, read: ModelInput) -> Routing | None:
-        """The experts of a forward pass; None where they are neither given nor recorded."""
+        """The object that replays or records the experts of a forward pass; None where neither is done."""
         return None
 
 

@@ -1,7 +1,7 @@
 """Log-probabilities, entropy and divergence of tokens, straight from hidden states, in chunks.
 
 With a vocabulary of 150 thousand the logits of one micro-batch take more memory than all else together. Here they
-exist for one chunk of tokens at a time, in the backward pass as in the forward, which costs computing them twice.
+exist for one chunk of tokens at a time. The backward pass computes them a second time, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ CHUNK_ELEMENTS = 2**26
 
 # Settings of configurations that shape logits, and the types of models in which their meaning is known.
 LOGIT_SETTINGS = {
-    "logit_scale": {"cohere", "cohere2", "cohere2_moe"},  # multiplies
-    "lm_head_multiplier": {"falcon_h1"},  # multiplies
-    "logits_scaling": {  # divides
+    "lm_head_multiplier": {"falcon_h1"},  # a factor on the logits
+    "logit_scale": {"cohere", "cohere2", "cohere2_moe"},  # a factor on the logits
+    "logits_scaling": {  # a divisor
         "granite",
         "granite_swa",
         "granitemoe",
@@ -38,11 +38,11 @@ class Softmax:
     """How an output layer's products z become a distribution: `softmax(cap * tanh(scale * z / cap) / temperature)`.
 
     Attributes:
-        temperature: Divides the logits; above 0.
+        temperature: Temperature that divides the logits; above 0.
         scale: Factor on the products.
-        cap: No logit is larger; None for `scale * z`.
-        wide: Take the products in float32 at least, of numbers of less (MiniMax-M1, arXiv 2506.13585, section 3.2;
-            ScaleRL, arXiv 2510.13786); a copy of the weight in it is then held for this time.
+        cap: Bound of the logits; None for `scale * z` without a bound.
+        wide: Compute the products in float32 at least, also of bfloat16 states (MiniMax-M1, arXiv 2506.13585, section
+            3.2; ScaleRL, arXiv 2510.13786). A float32 copy of the weight exists meanwhile.
     """
 
     temperature: float = 1.0
@@ -52,7 +52,7 @@ class Softmax:
 
     @classmethod
     def of(cls, config: Any) -> Softmax:
-        """The softmax of a transformers configuration of a known type of model, see `unknown_logit_settings`."""
+        """The softmax that a transformers configuration sets, for known types; see `unknown_logit_settings`."""
         text = config.get_text_config()
         known = {name: getattr(text, name, None) for name, types in LOGIT_SETTINGS.items() if text.model_type in types}
         factor = (known.get("logit_scale") or 1.0) * (known.get("lm_head_multiplier") or 1.0)
@@ -60,31 +60,31 @@ class Softmax:
         return cls(scale=scale, cap=known.get("final_logit_softcapping"))
 
     def products_in(self, hidden: Tensor) -> torch.dtype:
-        """The dtype in which products are taken."""
+        """The dtype in which products are computed."""
         return torch.promote_types(hidden.dtype, torch.float32) if self.wide else hidden.dtype
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[n, V]` in `dtype`, of hidden states `[n, H]`; the weight is in `products_in` already."""
+        """Logits `[n, V]` in `dtype` of hidden states `[n, H]`; `weight` has the dtype `products_in` already."""
         logits = (hidden.to(weight.dtype) @ weight.T).to(dtype)
         if self.scale != 1.0:
             logits.mul_(self.scale)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def derivative(self, logits: Tensor) -> Tensor | float:
-        """The derivative of the logits by the products, at these logits."""
+        """The derivative of the logits by the products z, at these logits."""
         if self.cap is None:
             return self.scale
         return logits.div(self.cap).square_().neg_().add_(1).mul_(self.scale)
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """`[n, V]`, of the logits divided by the temperature, not the logprobs divided by it; overwrites `logits`."""
+        """`[n, V]`, log-softmax of the logits divided by the temperature; overwrites `logits`."""
         return logits.div_(self.temperature).log_softmax(1)
 
 
 def unknown_logit_settings(config: Any) -> list[str]:
-    """Settings that shape the logits, of unknown meaning in this type of model, such as `logits_scaling 3.0`.
+    """Settings that shape the logits, but whose meaning in this type of model is unknown, such as `logits_scaling 3.0`.
 
-    HyperCLOVA X multiplies by what Granite divides by.
+    One name may mean two things: HyperCLOVA X multiplies by `logits_scaling`, Granite divides by it.
     """
     text = config.get_text_config()
     unknown = [name for name, types in LOGIT_SETTINGS.items() if text.model_type not in types]
@@ -98,17 +98,17 @@ def token_logprobs(
     softmax: Softmax = Softmax(),
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and the entropy of the distribution that it is drawn from.
+    """Log-probability of each target, and the entropy of the distribution at its place.
 
-    The distribution is `softmax` of the products `hidden @ weight.T`, taken in float32, in float64 where `hidden` is.
+    The distribution is `softmax` of the products `hidden @ weight.T`, computed in float32 (float64 where `hidden` is).
     Both results are differentiable by `hidden` and `weight`.
 
     Args:
         hidden: `[N, H]`.
         weight: `[V, H]`.
         targets: `[N]` int64.
-        softmax: What the model makes of the products.
-        chunk_elements: Most logits in memory at one time; at least one token's are.
+        softmax: How the model turns products into a distribution.
+        chunk_elements: Most logits in memory at one time; those of one token always are.
 
     Returns:
         `[N]` log-probabilities and `[N]` entropies in nats.
@@ -125,18 +125,18 @@ def logprobs_of_tokens(
     top: int = 0,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `token_logprobs`, of several tokens at each place: given ones, and the likeliest.
+    """As `token_logprobs`, for several tokens at each place: given tokens, and the likeliest tokens.
 
     Args:
         hidden: `[N, H]`.
         weight: `[V, H]`.
         ids: `[N, K]` int64.
-        softmax: What the model makes of the products.
+        softmax: How the model turns products into a distribution.
         top: How many of the likeliest tokens are added, likeliest first.
-        chunk_elements: Most logits in memory at one time; at least one token's are.
+        chunk_elements: Most logits in memory at one time; those of one token always are.
 
     Returns:
-        `[N, K + top]` log-probabilities, `[N]` entropies, and `[N, K + top]` the tokens; the first of these are `ids`.
+        `[N, K + top]` log-probabilities, `[N]` entropies, and the `[N, K + top]` tokens; the first K are `ids`.
     """
     apply: Any = _TokenLogprobs.apply
     result: tuple[Tensor, Tensor, Tensor] = apply(hidden, weight, ids, softmax, top, chunk_elements)
@@ -197,7 +197,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _gradients(
     ctx: Any, hidden: Tensor, given: Tensor, dtype: torch.dtype, logits_gradient: Callable[[slice, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients by the hidden states and, where it is needed, by the weight `given`; chunk by chunk as the forward.
+    """Gradients by the hidden states and, if needed, by the weight `given`; chunk by chunk like the forward pass.
 
     Args:
         ctx: Context that has the softmax, and `rows`, the tokens of a chunk.
@@ -245,21 +245,21 @@ def token_kl(
     """KL(p || q) at each token, with p from `hidden` and q from `other_hidden`; or KL(q || p).
 
     Like log-probabilities, it is computed from hidden states: the logits of both models exist for one chunk of tokens
-    at a time, in the backward pass as in the forward.
+    at a time, in the backward pass too.
 
     With z the logits of p divided by its temperature T, and l = log p - log q: d KL(p || q) / dz = p (l - KL), and
-    d KL(q || p) / dz = p - q. Only p gets a gradient. The softmax is taken in float32, in float64 where `hidden` is.
+    d KL(q || p) / dz = p - q. Only p gets a gradient. The softmax is computed in float32 (float64 where `hidden` is).
 
     Args:
         hidden: `[N, H]`.
         weight: `[V, H]`.
         targets: `[N]` int64.
-        softmax: How the products become p.
+        softmax: How the products `hidden @ weight.T` become p.
         other_hidden: `[N, H']`.
         other_weight: `[V, H']`.
-        other_softmax: How the other products become q.
-        over_other: Take KL(q || p).
-        chunk_elements: Most logits in memory at one time, of both together; at least one token's are.
+        other_softmax: How the products `other_hidden @ other_weight.T` become q.
+        over_other: Compute KL(q || p).
+        chunk_elements: Most logits in memory at one time, of both models together; those of one token always are.
 
     Returns:
         `[N]` in nats, and `[N]` log-probabilities of the targets under p, without a gradient.

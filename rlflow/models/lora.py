@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: on, off, merged, in a folder. The one file that imports peft.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: add, turn off, save and merge. Only this file imports peft.
 
 A layer computes `x W' + (alpha / rank) x A' B'` with its weight `W` `[out, in]` frozen, `A` `[rank, in]` and `B`
-`[out, rank]`. `B` starts at zero, so a model with new adapters is the model without.
+`[out, rank]`. `B` starts at zero, so a model with new adapters computes the same as without.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class LoRA:
 
     Attributes:
         rank: Rank of the adapters.
-        alpha: The adapters' product counts `alpha / rank` times.
+        alpha: The product of the adapters' factors is multiplied by `alpha / rank`.
         dropout: Share of a layer's inputs that its adapter does not see in training. It is drawn for every micro-batch,
             so a gradient then depends on how rows were split.
-        targets: `all-linear` for all linear layers but the output layer, or the last parts of their names. Of a mixture
-            of experts, feed-forward layers are not among all; nor is `out_proj` of Mamba's mixers.
+        targets: `all-linear` for all linear layers except the output layer, or the last parts of layers' names. Among
+            all are neither `out_proj` of Mamba's mixers nor feed-forward layers of a mixture of experts.
     """
 
     rank: int = 8
@@ -59,10 +59,10 @@ class LoRA:
 
 
 def require_peft() -> None:
-    """Refuse adapters where peft is missing, or cannot be imported: later it would fail after weights are loaded.
+    """Refuse adapters where peft is missing or cannot be imported, before weights are loaded.
 
     Raises:
-        UserError: It is so.
+        UserError: Peft is missing or cannot be imported.
     """
     require("peft", "`lora`", "lora")
     try:
@@ -75,9 +75,10 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
     """Freeze a transformers model and give its layers adapters, the same on every rank and for every number of ranks.
 
     Args:
-        model: Changed in place. On the device `meta`, adapters are there too, and get `first_values` later.
-        lora: The settings.
-        head: Name of an output layer that is trained as a whole; None without.
+        model: Model to change in place. If it is on the device `meta`, so are the adapters, and `first_values` are
+            written later.
+        lora: Settings of the adapters.
+        head: Name of an output layer that is trained as a whole; None for none.
 
     Raises:
         UserError: `lora.targets` names no layer, or one that is not linear.
@@ -90,7 +91,7 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
     config = _peft_config(lora)
     read_past, mixture = read_by_kernels(model), experts(model.config.to_dict()) is not None
     if lora.targets == "all-linear" and (read_past or mixture):
-        # Peft's own would take experts and routers too, which are no linear layers.
+        # Peft's `all-linear` would include experts and routers, which are not linear layers.
         left_out = {head, *read_past}
         config.target_modules = [
             name
@@ -105,7 +106,7 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
         raise UserError(f"`lora.targets` is {lora.targets!r}: {str(error).splitlines()[0]}") from error
     for name, layer in _layers(model):
         linear = isinstance(layer.get_base_layer(), nn.Linear)
-        if not linear or isinstance(layer, ParamWrapper) or not {ADAPTER} <= layer.lora_A.keys():  # as experts get
+        if not linear or isinstance(layer, ParamWrapper) or not {ADAPTER} <= layer.lora_A.keys():  # experts and routers
             raise UserError(f"`lora.targets` is {lora.targets!r}, and {name!r} is no linear layer; name linear ones")
         if name in read_past:
             raise UserError(
@@ -121,7 +122,7 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
 
 
 def first_values(name: str, shape: torch.Size) -> Tensor:
-    """What a new adapter's parameter starts with, on the CPU: as peft draws it, but by the run's seed and the layer.
+    """First values of a new adapter's parameter, on the CPU: drawn as peft does, but seeded by the run and the layer.
 
     Args:
         name: The parameter's name in its transformers model.
@@ -143,10 +144,10 @@ def adapter_of(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within it, the model computes as without adapters."""
+    """A context in which the model computes as without adapters."""
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
-        layer._disable_adapters = True  # peft's own switch also turns gradients off, which DeepSpeed has hooks on
+        layer._disable_adapters = True  # peft's switch would also turn off gradients, on which DeepSpeed has hooks
     try:
         yield
     finally:
@@ -160,11 +161,11 @@ def save_adapter(
     """Write an adapter in peft's form.
 
     Args:
-        folder: Where to write.
+        folder: Folder to write.
         model: Model that has the adapter.
-        lora: Its settings.
-        base: The model that it belongs to: a folder, a Hugging Face name, or `tiny`.
-        head: Name of an output layer that was trained as a whole; None without.
+        lora: Settings of the adapter.
+        base: Model under the adapter: a folder, a Hugging Face name, or `tiny`.
+        head: Name of an output layer that was trained as a whole; None for none.
         state_dict: Full trained tensors by `plain_name`.
     """
     from safetensors.torch import save_file
@@ -182,16 +183,16 @@ def save_adapter(
 
 
 def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = False) -> Path:
-    """Write the model of an adapter with it merged in: added in float32 at least, then in the base's dtype.
+    """Merge an adapter into its base model and write the result: added in float32 at least, then in the base's dtype.
 
     Args:
         adapter: A folder in peft's form; it names its base.
-        folder: Where to write.
-        scratch: Folder for the embedded model.
+        folder: Folder to write.
+        scratch: Folder for the embedded model `tiny`.
         trust_remote_code: Whether code in the base model's folder may run.
 
     Returns:
-        Where the base is.
+        Path of the base model.
 
     Raises:
         UserError: The adapter or its base cannot be read.

@@ -23,9 +23,9 @@ class MoE:
     Attributes:
         freeze_router: Leave the weights of routers as they are.
         router_aux_loss_coef: Weight of the load-balancing loss, see `load_balancing_loss`; 0 is off.
-        routing_replay: Train with the experts that the rollout engine chose for each token, prompts included, each
-            weighted by the trainer's own router, normalised over these experts: arXiv 2510.11370 (R3). The engine must
-            return them, as transformers' does.
+        routing_replay: Train with the experts that the rollout engine chose for each token, prompts included (R3, arXiv
+            2510.11370). Each is weighted by the trainer's own router, normalised over these experts. The engine must
+            return its choice, as the engine of transformers does.
     """
 
     freeze_router: bool = False
@@ -43,15 +43,15 @@ class MoE:
 
     @property
     def watches(self) -> bool:
-        """Whether the experts of forward passes are given, or recorded."""
+        """Whether the experts of forward passes are replayed or recorded."""
         return self.routing_replay or self.router_aux_loss_coef > 0
 
 
 class Routing:
-    """Which experts one forward pass uses, and what its routers say. `N` tokens, `k` experts of `E` for each.
+    """The experts that one forward pass uses, and what its routers gave. `N` tokens, `k` of `E` experts for each.
 
     Args:
-        chosen: `[N, layers, k]` whole numbers, the experts to use; None for those that the routers choose.
+        chosen: `[N, layers, k]` integers, the experts to use; None for those that the routers choose.
     """
 
     def __init__(self, chosen: Tensor | None = None) -> None:
@@ -61,7 +61,7 @@ class Routing:
 
     @property
     def own(self) -> Tensor:
-        """`[N, layers, k]` int64, what the routers chose, likeliest first."""
+        """`[N, layers, k]` int64, the experts that the routers chose, likeliest first."""
         return torch.stack([self._own[layer] for layer in sorted(self._own)], dim=1)
 
     @property
@@ -71,11 +71,11 @@ class Routing:
 
     @property
     def logits(self) -> Tensor:
-        """`[N, layers, E]`, the routers'."""
+        """`[N, layers, E]`, logits of the routers."""
         return torch.stack([self._logits[layer] for layer in sorted(self._logits)], dim=1)
 
     def route(self, router: nn.Module, layer: int, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """What a router's `output` becomes: its logits, the experts' weights and their numbers."""
+        """Replace a router's `output`: its logits, the weights of the experts, and their numbers."""
         logits, weights, own = output
         self._own[layer], self._logits[layer] = own, logits
         if self.chosen is None:
@@ -89,13 +89,13 @@ class Routing:
 
 
 def _normalised(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Probabilities of the chosen experts among all, as Mixtral and Qwen3-MoE have them, there where it is so set."""
+    """Weights of Mixtral and Qwen3-MoE: probabilities among all experts; normalised over those chosen if so set."""
     of_chosen = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
     return of_chosen / of_chosen.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else of_chosen
 
 
 def _softmax_of_chosen(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Probabilities among the chosen experts alone, as GPT-OSS has them."""
+    """Weights of GPT-OSS: probabilities among the chosen experts alone."""
     return logits.gather(-1, chosen).softmax(-1)
 
 
@@ -109,14 +109,14 @@ TYPES = ("gpt_oss", "mixtral", "qwen3_moe")
 
 
 def check_moe(config: Any, said_by: str) -> None:
-    """Refuse settings of experts for a model without any, or of another kind.
+    """Refuse settings of experts for a model that has no experts, or routers of an unknown kind.
 
     Args:
         config: The model's transformers configuration.
-        said_by: What the error calls the setting that gives them.
+        said_by: Name of the setting in the error, such as `moe`.
 
     Raises:
-        UserError: The model's routers are not known here.
+        UserError: The model has no routers that are known here.
     """
     if config.model_type in TYPES:
         return
@@ -138,7 +138,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 def watch_routers(model: Any) -> None:
     """Let the routers of a transformers model follow the `Routing` that its forward is given as `routing`.
 
-    It reaches each layer as an argument, so that a checkpointed layer computes the same again in the backward pass.
+    Each layer gets the `Routing` as an argument, so that a checkpointed layer computes the same in the backward pass.
 
     Args:
         model: Model with the routers in its `layers`.
@@ -168,7 +168,7 @@ def watch_routers(model: Any) -> None:
 
 
 def load_balancing_loss(logits: Tensor, used: Tensor, lengths: Tensor) -> Tensor:
-    """How uneven the load of experts is within each sequence: 1 where every expert has the same, up to `E / k`.
+    """How uneven the load of experts is within each sequence: 1 where all experts have the same load, at most `E / k`.
 
     For a sequence of T tokens and a layer, Switch Transformer's loss (arXiv 2101.03961, equations 4 to 6):
 
@@ -180,12 +180,12 @@ def load_balancing_loss(logits: Tensor, used: Tensor, lengths: Tensor) -> Tensor
     and the batch, and is k times as large.
 
     Args:
-        logits: `[N, layers, E]`, of the routers.
+        logits: `[N, layers, E]`, logits of the routers.
         used: `[N, layers, k]` int64, the experts that the tokens went to.
-        lengths: `[S]` int64, tokens of each sequence; they follow one another.
+        lengths: `[S]` int64, tokens of each sequence; sequences follow one another.
 
     Returns:
-        `[S]`.
+        `[S]`, the loss of each sequence.
     """
     tokens, layers, count = logits.shape
     sequence = torch.arange(len(lengths), device=logits.device).repeat_interleave(lengths, output_size=tokens)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlflow.dotted_path import object_at
 from rlflow.errors import UserError
 
-# Far beyond what trains: more is a slip of the pen, and ends in weights that are infinite.
+# Limits far beyond values that train: a larger one is a typing error, and would make weights infinite.
 MOST = {"lr": 1e3, "eps": 1e3, "weight_decay": 1e3, "warmup_steps": 1e9, "gradient_clipping": 1e9}
 LEAST_EPS = 1e-30  # float32 still distinguishes it from 0
 
@@ -22,18 +22,19 @@ class Optimizer:
     """How a model is trained.
 
     Attributes:
-        name: `adamw`, `sgd`, or the path of a class, `torch.optim.Adam` say. Where ranks
-            divide its states it sees pieces of the weights, so one that looks at their shapes, such as Adafactor or
-            Muon, is for ZeRO 0 and `SingleProcess` only.
+        name: `adamw`, `sgd`, or the path of a class, `torch.optim.Adam` say. Where ranks divide the optimizer's states,
+            the optimizer sees pieces of the weights. So one that uses their shapes, such as Adafactor or Muon, works
+            with ZeRO 0 and `SingleProcess` only.
         lr: The highest learning rate, reached after the warm-up.
         betas: Decays of AdamW's two moments.
         eps: Number that AdamW adds to its divisor.
-        weight_decay: Decoupled from the gradient in AdamW, added to it in SGD.
+        weight_decay: Weight decay; decoupled from the gradient in AdamW, added to it in SGD.
         warmup_steps: Updates over which the learning rate rises from 0.
         schedule: How the learning rate changes after the warm-up, until the last update.
-        by: What these two count: updates, or steps of the run in place of them, which are known where rows are not.
-        gradient_clipping: Longest gradient over all parameters; 0 for no limit.
-        arguments: More arguments of the class: `{momentum: 0.9}`. One given by path gets these and `lr`.
+        by: What `warmup_steps` and `schedule` count: updates, or steps of the run. The number of steps is known even
+            where the number of rows, and so of updates, is not.
+        gradient_clipping: Largest norm of the gradient over all parameters; 0 for no limit.
+        arguments: More arguments of the class: `{momentum: 0.9}`. A class given by its path gets these and `lr`.
     """
 
     name: str = "adamw"
@@ -89,12 +90,12 @@ class Optimizer:
         return found
 
     def check_divides(self) -> None:
-        """Refuse a class that steps a weight otherwise than its pieces, for ranks that have pieces of it.
+        """Refuse a class whose step of a weight differs from its steps of the pieces, where ranks have pieces.
 
-        It compares a step of a small matrix with a step of its halves, with the same gradients.
+        The step of a small matrix is compared with the steps of its halves, for the same gradients.
 
         Raises:
-            UserError: It does.
+            UserError: The steps differ.
         """
         generator = torch.Generator().manual_seed(0)
         before, *gradients = torch.randn(3, 4, 6, dtype=torch.float64, generator=generator)
@@ -117,7 +118,7 @@ class Optimizer:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What the class is called with in addition to the parameters."""
+        """The arguments of the class in addition to the parameters."""
         given: dict[str, Any] = {"lr": self.lr}
         if self.name in ("adamw", "sgd"):
             given["weight_decay"] = self.weight_decay

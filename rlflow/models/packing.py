@@ -1,7 +1,7 @@
 """Rows of prompts and responses as the model reads them: packed without padding, split by a token budget.
 
-The logits at one token score the next one. So the last token of a row is not fed to the model, as nothing is left for
-it to score, and a row without a response is left out altogether.
+The logits at one token score the next one. So the last token of a row is not fed to the model: there is no next token
+to score. A row without a response is left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def take(rows: Tokens, index: Tensor) -> TokenRows:
 
 
 def columns_of(rows: Tokens) -> Mapping[str, Tensor | Ragged]:
-    """The columns that a model reads with the tokens of these rows, by name, where somebody made them and sent them."""
+    """The columns that a model reads in addition to the tokens of these rows, by name, if they were made and sent."""
     if isinstance(rows, TokenRows):
         return rows.columns
     found = {name: getattr(rows, name, None) for name in MODEL_INPUTS}
@@ -50,33 +50,34 @@ def columns_of(rows: Tokens) -> Mapping[str, Tensor | Ragged]:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What one forward pass reads, and where its results belong. `R` is the number of response tokens in it.
+    """The input of one forward pass, and where its results belong. `R` is the number of response tokens in it.
 
     A prompt 5 6 with the response 7 8, and a prompt 9 with the response 10, are packed as
 
-        input_ids     [[5, 6, 7, 9]]       without 8 and 10, which nothing is scored from
+        input_ids     [[5, 6, 7, 9]]       without 8 and 10, after which no token is scored
         position_ids  [[0, 1, 2, 0]]
         cu_seqlens    [0, 3, 4]
-        scored        [1, 2, 3]            of 6, 7 and 9
+        scored        [1, 2, 3]            positions of 6, 7 and 9
         targets       [7, 8, 10]
         mask          [[1, 1], [1, 0]]
 
     Attributes:
         input_ids: `[1, N]`, all sequences in one line; or `[S, L]`, one sequence a line, right-padded.
         position_ids: Shaped like `input_ids`; starts at 0 in each sequence.
-        cu_seqlens: `[S + 1]` int32, where each sequence of the line starts, and the end; None where padded. Of a row
-            that shares a prefix with the one before, the line has the rest.
+        cu_seqlens: `[S + 1]` int32, where each sequence of the line starts, and the end; None where padded. A row that
+            shares a prefix with the row before has only its other tokens in the line.
         max_seqlen: Length of the longest sequence.
         scored: `[R]` int64, flat positions in `input_ids` where the logits score a response token.
         targets: `[R]` int64, those response tokens, row by row.
         mask: `[B, T]` bool, where those tokens stand in the responses.
-        useful_tokens: Tokens in `input_ids` that had to be there.
-        columns: What else is read of the rows, by the column's name: `[N, ...]` with each token of the line, `[R, ...]`
-            with each response token, or all entries of the rows; none where the line is divided.
-        beside: `[R, ...]`, more that is read at each scored token; None without.
-        prefixes: What the rows see of the line where some share tokens of it; None where none do.
-        order: `[R]` int64, of a part of a divided line: where the values of the scored tokens, row by row, are among
-            those of all parts one after another; None where they are in that order.
+        useful_tokens: Tokens in `input_ids` without padding and dummy tokens.
+        columns: Other columns that the model reads, by name: `[N, ...]` with an entry for each token of the line,
+            `[R, ...]` with one for each response token, or all entries of the rows. Empty where the line is divided.
+        beside: `[R, ...]`, a further argument of the output layer with an entry for each scored token, such as tokens
+            to score there; None for none.
+        prefixes: The tokens of the line that each row sees, if rows share tokens; else None.
+        order: `[R]` int64, in a part of a divided line: for each scored token, row by row, the place of its value among
+            the values of all parts one after another. None where they are in that order.
     """
 
     input_ids: Tensor
@@ -98,11 +99,11 @@ class ModelInput:
         return moved
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, int, Tensor, Tensor]:
-        """What a `PackedModel` is called with, before arguments of its own."""
+        """The first arguments of `PackedModel.forward`, before those of the output layer."""
         return self.input_ids, self.position_ids, self.cu_seqlens, self.max_seqlen, self.scored, self.targets
 
     def by_sequence(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """`[N, ...]` values of the line's tokens as `[K, ...]`, row by row, and the tokens of each row, `[S]` int64."""
+        """`[N, ...]` values of the line as `[K, ...]`, all tokens of each row; and the rows' lengths, `[S]` int64."""
         assert self.cu_seqlens is not None, "only a packed line is of sequences one after another"
         if self.prefixes is None:
             return values, self.cu_seqlens.diff().long()
@@ -111,8 +112,8 @@ class ModelInput:
     def divide(self, size: int) -> list[ModelInput]:
         """The line in `size` parts of one length, in order; padding at its end is a sequence of its own.
 
-        A part has the tokens, and what is scored, of its own; where sequences start and what `unpack` needs stay those
-        of the whole line.
+        A part has its own tokens and scored positions. It has `cu_seqlens`, `mask` and what else `unpack` needs of the
+        whole line.
         """
         if size == 1:
             return [self]
@@ -145,11 +146,11 @@ class ModelInput:
         ]
 
     def in_order(self, of_parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The values of all parts' scored tokens, `[R, ...]` each, row by row."""
+        """The values of the scored tokens of all parts, `[R, ...]` each, put in the order of the rows."""
         return of_parts if self.order is None else tuple(values[self.order] for values in of_parts)
 
     def unpack(self, values: Tensor) -> PerToken:
-        """`[R, ...]` values as `[B, T, ...]`, 0 where padded; differentiable, and in the graph even without a row."""
+        """`[R, ...]` values as `[B, T, ...]`, 0 where padded; differentiable, even without a row."""
         mask = self.mask.view(*self.mask.shape, *[1] * (values.dim() - 1))
         return values.new_zeros(*self.mask.shape, *values.shape[1:]).masked_scatter(mask, values)
 
@@ -165,8 +166,8 @@ class Peers:
     Attributes:
         size: Number of ranks.
         rank: Place of this rank among them.
-        gather: Function from this rank's values, `[r, ...]` each, to those of the line, `[R, ...]`, on all peers;
-            `counts` are the lengths of all peers' values. The gradient of its own part goes back to each.
+        gather: Function from this rank's values, `[r, ...]` each, to those of the whole line, `[R, ...]`, on all peers.
+            Its second argument has the lengths of all peers' values. Each peer gets the gradient of its own values.
     """
 
     size: int = 1
@@ -178,7 +179,7 @@ ALONE = Peers()
 
 
 def on_cpu(rows: Tokens) -> TokenRows:
-    """The same rows, counted and laid out where that is cheap; brought over from a device once, in one transfer."""
+    """The same rows on the CPU, where counting and packing is cheap; copied from a device once, in one transfer."""
     prompts = rows.prompt_ids
     bring_over([prompts.values, prompts.lengths, rows.response_ids, rows.lengths])
     here = prompts.on_host()
@@ -186,12 +187,12 @@ def on_cpu(rows: Tokens) -> TokenRows:
 
 
 def no_rows() -> TokenRows:
-    """Rows, and none of them."""
+    """A value of no rows."""
     return TokenRows(Ragged.from_lists([]), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
 def whole(rows: Tokens) -> TokenRows:
-    """Each row as a prompt before one token that nobody reads, so that the row's own end is what is scored."""
+    """Each row as a prompt, followed by one dummy token, so that the model scores once, at the row's last token."""
     here = on_cpu(rows)
     pieces = [here.prompt_ids.values[:0]]
     for prompt, response, length in zip(here.prompt_ids.rows(), here.response_ids, here.lengths.tolist(), strict=True):
@@ -217,8 +218,8 @@ def pack(rows: Tokens, share_prefixes: bool = False) -> ModelInput:
     """All rows in one line; a single dummy token where there is nothing to score.
 
     Args:
-        rows: Prompts and responses; the result is on the CPU wherever they are.
-        share_prefixes: Whether a prefix that several rows have is in the line once.
+        rows: Prompts and responses on any device; the result is on the CPU.
+        share_prefixes: Whether a prefix that several rows share is in the line only once.
 
     Raises:
         UserError: A row has a response and no prompt.
@@ -262,14 +263,14 @@ def pack(rows: Tokens, share_prefixes: bool = False) -> ModelInput:
 
 
 def _shared(line: ModelInput) -> ModelInput:
-    """The same rows with each shared prefix once, in another order, if there are any; what is scored stays in order."""
+    """The line with each shared prefix once, rows in another order; scored tokens keep theirs. Unchanged if none is."""
     assert line.cu_seqlens is not None
     starts, rows = line.cu_seqlens.tolist(), _compared(line)
     order, shared = neighbours(rows)
     if not any(shared):
         return line
     keys, taken, fresh = [], [], []  # in the order of the line
-    places = np.empty(starts[-1], np.int64)  # in the new line, of each token of this one
+    places = np.empty(starts[-1], np.int64)  # place in the new line of each token of this one
     before, end = np.empty(0, np.int64), 0
     for row, common in zip(order, shared, strict=True):
         own = len(rows[row]) - common
@@ -296,9 +297,9 @@ def _shared(line: ModelInput) -> ModelInput:
 
 
 def _compared(line: ModelInput) -> list[NDArray[np.int64]]:
-    """For each row of a line a number for each token: the same for the same token, read with the same columns.
+    """A number for each token of each row, equal where tokens are equal and are read with equal columns.
 
-    Rows that are read with any number of entries, which belong to no token, are unlike.
+    No numbers of two rows are equal if the rows have a column with any number of entries, such as patches of images.
     """
     assert line.cu_seqlens is not None
     read, beside = line.input_ids[0], []
@@ -324,7 +325,7 @@ def _in_line(name: str, data: Tensor | Ragged, counts: Tensor, mask: Tensor) -> 
 
 
 def pad(rows: Tokens) -> ModelInput:
-    """As `pack`, one sequence a line and right-padded. Causal attention keeps the padding out of what is scored."""
+    """As `pack`, but one sequence a line, right-padded. With causal attention, padding does not change the scores."""
     packed = pack(rows)
     assert packed.cu_seqlens is not None
     lengths = packed.cu_seqlens.diff()
@@ -339,14 +340,14 @@ def pad(rows: Tokens) -> ModelInput:
 
 
 def packed_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -> list[Tensor]:
-    """Split whole rows into micro-batches of at most `budget` tokens, even in tokens.
+    """Split rows into micro-batches of at most `budget` tokens, with nearly even numbers of tokens.
 
-    A row above the budget stands alone. The split is a function of the arguments alone.
+    A row above the budget is alone in one. The split is a function of the arguments alone.
 
     Args:
         token_counts: `[B]`, tokens of each row.
         budget: Most tokens of a micro-batch.
-        at_least: How many micro-batches to make at the least; there may be empty ones among them.
+        at_least: Least number of micro-batches; some may then be empty.
 
     Returns:
         Row numbers of each micro-batch, `[b]` int64 ascending.
@@ -361,9 +362,9 @@ def packed_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -
 
 
 def shared_micro_batches(rows: Tokens | Pairs, budget: int, at_least: int = 1) -> list[Tensor]:
-    """As `packed_micro_batches`, for rows that share prefixes: families stay together, and a family costs what it is.
+    """As `packed_micro_batches`, for rows that share prefixes: families stay together, with costs from `families`.
 
-    A pair costs what its two rows do together.
+    A pair costs as much as the families of its two rows.
     """
     if isinstance(rows, Pairs):
         pairs = zip(_by_row(rows.chosen), _by_row(rows.rejected), strict=True)
@@ -376,13 +377,13 @@ def shared_micro_batches(rows: Tokens | Pairs, budget: int, at_least: int = 1) -
 
 
 def _by_row(rows: Tokens) -> list[NDArray[np.int64]]:
-    """See `_compared`; nothing of a row without a response."""
+    """The numbers of `_compared` for each row; none for a row without a response."""
     of_line = iter(_compared(pack(rows)))
     return [next(of_line) if length else np.empty(0, np.int64) for length in on_host(rows.lengths).tolist()]
 
 
 def padded_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -> list[Tensor]:
-    """As `packed_micro_batches`, padding each row to the longest of its micro-batch; rows of like length meet."""
+    """As `packed_micro_batches`, with rows counted as padded to the longest; rows of similar length are together."""
     longest_first = torch.argsort(token_counts, descending=True, stable=True).tolist()
     split: list[list[int]] = []
     room = 0

@@ -1,9 +1,9 @@
 """Rows that begin alike: their common tokens are computed once, and each row still sees all of its own.
 
-Rows are sorted by their tokens, so that those with a common prefix are neighbours, and each is compared with the one
-before it. Of a row, the line has only what the row before does not have: a prefix tree in depth-first order. Any equal
-prefix is found: the prompt of a group, the trunk of a tree, the turns before a fork, the prompt of a chosen and a
-rejected response.
+Rows are sorted by their tokens, so that rows with a common prefix are neighbours, and each row is compared with the one
+before it. The line has only those tokens of a row that are not in its common prefix with the row before. This is a
+prefix tree in depth-first order. Any equal prefix is found: the prompt of a group, the trunk of a tree, the turns
+before a fork, the prompt of a chosen and a rejected response.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from torch import Tensor
 
 Tokens = NDArray[np.int64]  # `[tokens]` of one row, as the model reads them
 
-# A prefix of fewer tokens is read by each row anew. Short prompts begin alike by chance or by a chat template, and the
-# keys of rows that share are copied in every layer: below about 8 tokens that takes longer than the tokens do.
+# The shortest prefix that is shared, in tokens; a shorter one is computed for each row. Short prompts begin alike by
+# chance or by a chat template. Keys of rows that share are copied in every layer, which for fewer than about 8 tokens
+# takes longer than computing the tokens.
 SHORTEST = 8
-# A token that a row shares takes a key and a value in each layer in place of all activations: 4 of 34 widths (arXiv
-# 2205.05198, equation 1), and half of it or less where keys have fewer heads than queries. So about a sixteenth.
+# The memory of a token, divided by that of a token that a row shares. The latter has a key and a value in each layer in
+# place of all activations: 4 of 34 widths (arXiv 2205.05198, equation 1), and half of that or less where keys have
+# fewer heads than queries. So about a sixteenth.
 SHARED_COST = 16
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What the tokens of a line attend to where its rows share tokens. `K` tokens are read, counted row by row.
+    """Which tokens of a line each of its rows sees, if rows share tokens. `K` is the number of tokens of all rows.
 
     A prompt 5 6 with the responses 7 8 and 9 8 (were prefixes of 2 tokens shared) makes the line 5 6 7 | 9, and
 
@@ -38,10 +40,11 @@ class Prefixes:
         cu_seqlens  [0, 3, 6]
         max_seqlen  3
 
-    The queries of a row, which `ModelInput.cu_seqlens` counts, are the last of its keys: 3 of 3, then 1 of 3.
+    A row's queries are the tokens that it adds to the line; `ModelInput.cu_seqlens` counts them. They are the last
+    tokens of the row: all 3 of the first row, and 1 of 3 of the second.
 
     Attributes:
-        keys: `[K]` int64, where in the line each token of each row is.
+        keys: `[K]` int64, place in the line of each token of each row.
         cu_seqlens: `[S + 1]` int32, where each row starts in `keys`, and the end.
         max_seqlen: Length of the longest row.
     """
@@ -52,7 +55,7 @@ class Prefixes:
 
     @classmethod
     def of(cls, keys: Sequence[Tokens]) -> Prefixes:
-        """Those of rows whose tokens are at these places of the line."""
+        """The prefixes of rows whose tokens are at the places `keys` of the line, given row by row."""
         lengths = [len(of_row) for of_row in keys]
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(torch.from_numpy(np.concatenate(keys)), starts, max(lengths))
@@ -62,7 +65,7 @@ class Prefixes:
         return self.cu_seqlens.diff().long()
 
     def padded(self, length: int, padding: int) -> Prefixes:
-        """The same for a line of `length` tokens with padding behind it, a row of its own."""
+        """The prefixes of a line of `length` tokens that is followed by padding, which is a row of its own."""
         if padding == 0:
             return self
         keys = torch.cat([self.keys, torch.arange(length, length + padding)])
@@ -71,14 +74,14 @@ class Prefixes:
 
 
 def neighbours(rows: Sequence[Tokens]) -> tuple[list[int], list[int]]:
-    """Order rows so that those which begin alike are neighbours.
+    """Order rows so that rows with a common prefix are neighbours.
 
     Args:
         rows: The tokens of each row.
 
     Returns:
-        The numbers of the rows in that order; and for each, in it, how many tokens it shares with the row before, 0
-        where they are fewer than `SHORTEST`.
+        The numbers of the rows in that order. And for each row in that order the number of tokens that it shares with
+        the row before, 0 where it is less than `SHORTEST`.
     """
     order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
     shared, before = [], np.empty(0, np.int64)
@@ -93,16 +96,18 @@ def neighbours(rows: Sequence[Tokens]) -> tuple[list[int], list[int]]:
 
 
 def families(rows: Sequence[Tokens], budget: int) -> list[tuple[list[int], int]]:
-    """The rows that share tokens with one another, and what they cost: tokens of the line, and a part for shared ones.
+    """Families of rows that share tokens with one another, and their costs.
+
+    A family costs its tokens in the line, and a `SHARED_COST`-th for each token that a row shares with the row before.
 
     Args:
         rows: The tokens of each row.
-        budget: Most that a family may cost. A larger one is cut at its shallowest fork, so that where all rows begin
-            with a chat template, those of one prompt stay together. Of rows that fork at one place, as many are
-            together as the budget takes. Each part computes its prefix again.
+        budget: Most that a family may cost. A larger family is cut at its shallowest fork. So if all rows begin with a
+            chat template, rows of one prompt stay together. Rows that fork at the same place are put together as far as
+            the budget allows. Each part computes its prefix again.
 
     Returns:
-        Row numbers and cost of each.
+        Row numbers and cost of each family.
     """
     order, shared = neighbours(rows)
     lengths = [len(rows[number]) for number in order]
@@ -121,7 +126,7 @@ def families(rows: Sequence[Tokens], budget: int) -> list[tuple[list[int], int]]
             found.append((first, end))
             continue
         forks = [first, *(place for place in range(first + 1, end) if shared[place] == least), end]
-        leaves = first  # where the rows begin that are not yet in a part, each a branch of its own
+        leaves = first  # start of the rows that are in no part yet, each a branch of its own
         for start, stop in pairwise(forks):
             if stop - start > 1 or least == 0 or cost(leaves, stop) > budget:
                 found += [(leaves, start)] if leaves < start else []
@@ -134,9 +139,9 @@ def families(rows: Sequence[Tokens], budget: int) -> list[tuple[list[int], int]]
 
 
 def gather(states: Tensor, dim: int, index: Tensor) -> Tensor:
-    """`states.index_select(dim, index)`; the gradients of what is taken several times are summed in float32 at least.
+    """`states.index_select(dim, index)`, with gradients of repeated indices summed in float32 at least.
 
-    The sum is taken in the order of `index`, so it is the same to the bit each time.
+    Gradients are added in the order of `index`, so the sum is the same to the bit each time.
     """
     apply: Any = _Gather.apply
     taken: Tensor = apply(states, dim, index)
@@ -156,7 +161,7 @@ class _Gather(torch.autograd.Function):
         grad = grads[0].movedim(ctx.dim, 0)
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         total = wide.new_zeros(ctx.length, *wide.shape[1:])
-        if wide.is_cuda:  # sorts; `index_add_` adds in any order there
+        if wide.is_cuda:  # it sorts the indices; on a GPU `index_add_` adds in any order
             total.index_put_((index,), wide, accumulate=True)
         else:
             total.index_add_(0, index, wide)

@@ -14,21 +14,21 @@ from rlflow.errors import UserError, one_line
 def code_beside(
     path: Path, part: str, trust_remote_code: bool, said_by: str = "`model`", key: str = "trust_remote_code"
 ) -> Iterator[None]:
-    """Around what loads a part of a model that may be code.
+    """A context for loading a part of a model that may be code in the model's folder; reports its errors in a line.
 
     Args:
         path: Folder or Hugging Face name of the model.
-        part: What is loaded, for errors.
+        part: Name of the part in errors, such as `architecture`.
         trust_remote_code: Whether code in the model's folder may run.
-        said_by: What errors call the setting that named the model.
-        key: Name of the setting that says whether.
+        said_by: Name in errors of the setting that named the model.
+        key: Name in errors of the setting that allows code to run.
 
     Raises:
-        UserError: It is code that may not run, or code that fails.
+        UserError: The part is code that may not run, or code that fails.
     """
     from transformers import dynamic_module_utils
 
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds that a person is asked for; code asks where it loads parts
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to wait for a person's answer; 0 raises instead
     try:
         yield
     except UserError:
@@ -49,11 +49,11 @@ def code_beside(
 
 
 def class_beside(config: Any, kind: str) -> Any:
-    """The class that a model's own code has for a kind of `auto_map`; None if it has none. Its file is run.
+    """The class that a model's own code has for a key of `auto_map`; None if it has none. Runs the file of the class.
 
     Args:
-        config: The model's transformers configuration, which was loaded from where the code is.
-        kind: `AutoModelForCausalLM`, say.
+        config: The model's transformers configuration, which was loaded from the folder of the code.
+        kind: Key of `auto_map`: `AutoModelForCausalLM`, say.
     """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -62,11 +62,11 @@ def class_beside(config: Any, kind: str) -> Any:
 
 
 def register_decoder(path: Path, trust_remote_code: bool) -> None:
-    """Let code find its decoder where it asks transformers for one, as a model for sequence classification may.
+    """Register a model's own decoder with transformers, where a model for sequence classification may ask for it.
 
     Args:
         path: Folder or Hugging Face name of the model.
-        trust_remote_code: Whether its code may run; else nothing is done.
+        trust_remote_code: Whether the model's code may run; if not, nothing is done.
     """
     if not trust_remote_code:
         return

@@ -19,14 +19,14 @@ from rlflow.values.protocols import Tokens
 class ValueModel(ModelHandle):
     """A model with one number at each token: `self.critic = ValueModel(self.model)`. Constructing it loads nothing.
 
-    It is a Hugging Face model for sequence classification with one label. Loaded from a causal language model, which
-    has no such output layer, it starts with one of zeros, so that all values are 0 at first.
+    It is a Hugging Face model for sequence classification with one label. A causal language model has no such output
+    layer; loaded from one, this model starts with an output layer of zeros, so that all values are 0 at first.
     """
 
-    default_optimizer = Optimizer(lr=1e-5)  # what is learned from zeros takes longer steps than what is tuned
+    default_optimizer = Optimizer(lr=1e-5)  # higher than that of a model that is tuned: this one learns from zeros
 
     def values(self, rows: Tokens) -> PerToken:
-        """The value before each response token: at the token before it, where its logprob comes from too.
+        """The value before each response token, computed at the token before it, as its log-probability is.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
@@ -38,9 +38,9 @@ class ValueModel(ModelHandle):
         return values
 
     def final_values(self, rows: Tokens) -> PerSample:
-        """The value after the last response token, `[B]`: what a response that was cut short might still get.
+        """`[B]`, the value after the last response token: the reward still expected where a response was cut short.
 
-        Without a response it is the value after the prompt.
+        For a row without a response it is the value after the prompt.
         """
         (values,) = self._scores(whole(rows))
         return values[:, 0]
@@ -54,8 +54,8 @@ class ValueModel(ModelHandle):
 class RewardModel(ModelHandle):
     """A model with one number for a response: `self.reward_model = RewardModel(path, trainable=False)`.
 
-    It is a Hugging Face model for sequence classification with one label. To be trained, it may be loaded from a
-    causal language model, and starts with an output layer of zeros. Constructing it loads nothing.
+    It is a Hugging Face model for sequence classification with one label. A reward model that is trained may be loaded
+    from a causal language model; it then starts with an output layer of zeros. Constructing it loads nothing.
     """
 
     def scores(self, rows: Tokens) -> PerSample:
@@ -80,13 +80,13 @@ HEAD = "score"  # transformers' name of the output layer of decoders
 
 
 class ScalarModel(PackedModel):
-    """A model for sequence classification with its output layer read at every scored token.
+    """A model for sequence classification whose output layer is applied at every scored token.
 
     Args:
         classifier: The transformers model, with one label.
 
     Raises:
-        UserError: It has no output layer of a decoder.
+        UserError: The model has no output layer `score`, which decoders have.
     """
 
     auto_class = "AutoModelForSequenceClassification"
@@ -112,7 +112,7 @@ class ScalarModel(PackedModel):
     def check(
         self, forward: nn.Module, device: torch.device, share_prefixes: bool = False, peers: Peers = ALONE
     ) -> None:
-        """See `PackedModel.check`; the zeros of a new output layer would hide every difference, so it has others."""
+        """See `PackedModel.check`. A new output layer gets random numbers for it: its zeros would hide differences."""
         self.output_layer.random = self.new_head
         super().check(forward, device, share_prefixes, peers)
         self.output_layer.random = False
@@ -120,7 +120,7 @@ class ScalarModel(PackedModel):
     def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
         """Numbers at the token before each token after the prompt; see `PackedModel.own_scores`."""
         config = self.model.config.get_text_config()
-        pad, config.pad_token_id = config.pad_token_id, None  # it reads the last token that is not padding: the last
+        pad, config.pad_token_id = config.pad_token_id, None  # without padding the model scores the last token
         found = [forward(tokens[None, :end])[0, 0] for end in range(prompt, len(tokens))]
         config.pad_token_id = pad
         scores = torch.stack(found)
@@ -128,12 +128,13 @@ class ScalarModel(PackedModel):
 
 
 class ScalarHead(nn.Module):
-    """A model's output layer with one label, computed in float32 at least: bfloat16 makes near values equal.
+    """A model's output layer with one label, computed in float32 at least, as bfloat16 makes near values equal.
 
-    It holds the layer's own weights and does its work within its own forward: there ZeRO-3 gathers them.
+    It holds the weights of the layer that it replaces. All work is done within `forward`, since ZeRO-3 gathers the
+    weights there.
 
     Args:
-        layer: Layer that it replaces, with a weight `[1, H]`.
+        layer: Layer that is replaced, with a weight `[1, H]`.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -160,6 +161,6 @@ class ScalarHead(nn.Module):
 
     @torch.no_grad()
     def zero(self) -> None:
-        """Say 0 of everything."""
+        """Set all parameters to 0, so that every score is 0."""
         for parameter in self.parameters():
             parameter.zero_()

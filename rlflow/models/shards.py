@@ -1,4 +1,4 @@
-"""Each rank's part of a model's files in Hugging Face form: what it reads of them, and which tensors it writes."""
+"""Each rank's part of a model's files in Hugging Face form: the tensors that it reads, and those that it writes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def fill(
     full_shape: Callable[[nn.Parameter], torch.Size],
     device: torch.device,
 ) -> None:
-    """Read what this rank holds of each parameter of a model that was built without memory.
+    """Read this rank's part of each parameter of a model that was built empty.
 
-    Nothing is sent between ranks. A parameter that transformers converts, such as a layer's experts from a tensor each,
-    is made whole on the CPU, one at a time; of all others a rank reads its range.
+    Nothing is sent between ranks. Transformers converts some parameters, such as a layer's experts, which have a tensor
+    each in the files. These are made whole on the CPU, one at a time. Of all other parameters a rank reads its range.
 
     Args:
-        model: Model that `ModelHandle.load` built as empty; its parameters have memory since then. It hands over its
-            files.
-        part_of: What this rank holds of a parameter.
-        full_shape: The shape of a whole parameter.
+        model: Model that `ModelHandle.load` built as empty. Its parameters have been given memory since. Its `files`
+            are None afterwards.
+        part_of: Returns this rank's part of a parameter.
+        full_shape: Returns the shape of a whole parameter.
         device: Device of buffers.
 
     Raises:
@@ -75,9 +75,9 @@ def fill(
 def _sources(
     model: Any, files: WeightFiles, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Where each parameter or buffer comes from: a tensor of the files by name, or transformers' conversion of several.
+    """The source of each parameter or buffer: the name of a tensor in the files, or a conversion of several tensors.
 
-    As `convert_and_load_state_dict_in_model` of transformers does it, which loads models whole.
+    This follows `convert_and_load_state_dict_in_model` of transformers, which loads whole models.
     """
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -116,8 +116,8 @@ class Unit:
 
     Attributes:
         names: Names of the weights.
-        entries: What transformers' files have of them, such as each of a layer's experts.
-        shard: The file, from 0.
+        entries: Tensors that transformers' files have for these weights, such as one for each of a layer's experts.
+        shard: Number of the file, from 0.
     """
 
     names: tuple[str, ...]
@@ -126,25 +126,25 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the unit's tensors."""
         return sum(entry.nbytes for entry in self.entries)
 
 
 def divided(model: PackedModel, empty: dict[str, Tensor], shards: int) -> list[Unit]:
-    """Every weight with the file that it goes to, as even as whole weights allow; the same on every rank.
+    """Divide all weights among files, with sizes as even as whole weights allow; the same on every rank.
 
-    Where a file's tensor is made of several weights, all go to one file.
+    Where a tensor of the files is made from several weights, these go to one file.
 
     Args:
         model: Model that has the weights.
         empty: Each weight in full, on the device `meta`, in the order in which they are gathered.
-        shards: Files at most.
+        shards: Largest number of files.
     """
     whole = _entries(model, empty)
     units: list[tuple[tuple[str, ...], tuple[StoredTensor, ...]]]
     try:
         units = [((name,), _entries(model, {name: tensor})) for name, tensor in empty.items()]
-    except (KeyError, RuntimeError, ValueError):  # transformers lacks the other weights
+    except (KeyError, RuntimeError, ValueError):  # transformers needs several weights together
         units = []
     if {entry for _, entries in units for entry in entries} != {*whole}:
         units = [(tuple(empty), whole)]
@@ -166,17 +166,17 @@ def write_shard(
     disk: Disk,
     what: str,
 ) -> None:
-    """Let a disk write one file, while all weights pass by; nothing where it would be empty.
+    """Let a disk write one file while the weights of all files are gathered; no file if it would be empty.
 
     Args:
         path: The file.
         role: Role that has the weights.
         model: Model that has the weights.
-        units: What this file holds.
-        weights: Whole ones by name, of all files, in the order of `divided`; taken to the end, for gathering them is a
-            collective. Each holds until the next.
-        disk: Writes.
-        what: The model is called where a weight is infinite or NaN.
+        units: Units of this file.
+        weights: Whole weights of all files by name, in the order of `divided`. The iterator is always read to its end,
+            since gathering weights is a collective. A weight may be overwritten when the next one is taken.
+        disk: Disk that writes the file.
+        what: Name of the model in the error that a weight is infinite or NaN.
     """
     if not units:
         deque(weights, maxlen=0)
@@ -198,15 +198,15 @@ def write_shard_later(
     disk: Disk,
     what: str,
 ) -> None:
-    """As `write_shard`, of weights that can be had when the disk asks for them, in its thread; they are not copied.
+    """As `write_shard`, but the disk's thread takes the weights when it writes them; they are not copied.
 
     Args:
         path: The file.
         role: Role that has the weights.
         model: Model that has the weights.
-        units: What this file holds.
-        weights: Whole ones of these units by name, in the order of `divided`.
-        disk: Writes.
+        units: Units of this file.
+        weights: Whole weights of these units by name, in the order of `divided`.
+        disk: Disk that writes the file.
         what: See `write_shard`.
     """
     if units:
@@ -221,9 +221,9 @@ def _write(path: Path, what: str, role: str, units: Sequence[Unit], tensors: Ite
 def _in_file(
     model: PackedModel, units: Sequence[Unit], weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[StoredTensor, Tensor]]:
-    """What a file of these units has, in its order."""
+    """The tensors of a file with these units, in the order of the file."""
     own = {key: unit for unit in units for key in unit.names}
-    waiting: dict[str, Tensor] = {}  # of a unit that waits for its other weights
+    waiting: dict[str, Tensor] = {}  # weights of a unit that waits for its other weights
     for key, weight in weights:
         unit = own.get(key)
         if unit is None:
@@ -236,7 +236,7 @@ def _in_file(
 
 
 def write_index(folder: Path, units: Iterable[Unit], count: int) -> None:
-    """Say which file has which tensor, as transformers does where there are several."""
+    """Write the index of a model in several files, in transformers' form: which file has which tensor."""
     places = {entry.key: shard_name(unit.shard, count) for unit in units for entry in unit.entries}
     total = sum(unit.nbytes for unit in units)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

@@ -1,4 +1,4 @@
-"""How large a model is: from its config.json, or from a table of models, so that no config need be fetched."""
+"""The size of a model, from its config.json, or from a table of known models, for which no config is downloaded."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class ModelSize:
     """A decoder of the Llama family: gated feed-forward layers, grouped queries, norms without bias.
 
     Attributes:
-        hidden: Width.
-        intermediate: Width inside the feed-forward layers, of a mixture of experts inside each expert.
+        hidden: Width of the hidden states.
+        intermediate: Width inside the feed-forward layers; in a mixture of experts, inside each expert.
         layers: Number of layers.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        vocabulary: Tokens of the vocabulary.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        vocabulary: Number of tokens in the vocabulary.
         tied: Whether input and output embedding are one.
         head_dim: Width of a head; None for `hidden / heads`.
-        bias: Whether queries, keys and values have one.
-        labels: Outputs of the output layer where they are not the vocabulary; such a layer is never tied.
-        experts: Experts in each layer of a mixture of experts; 0 where there is none.
-        experts_per_token: Number of these that a token goes to.
+        bias: Whether queries, keys and values have a bias.
+        labels: Number of outputs of the output layer where it is not over the vocabulary; such a layer is never tied.
+        experts: Number of experts in each layer of a mixture of experts; 0 for other models.
+        experts_per_token: Number of experts that a token goes to.
         qk_norm: Whether the queries and keys of a head are normed.
-        sinks: Whether there are attention sinks, and biases of attention's output, of experts and routers: GPT-OSS.
-        others: Parameters beyond those of such a decoder, where layers are of other kinds; below 0 if there are fewer.
-        attending: Layers with keys and values; None for all.
-        state: Numbers that the other layers keep of a row, however long it is.
+        sinks: Whether there are attention sinks, and biases of attention's output, experts and routers, as in GPT-OSS.
+        others: Parameters of the model beyond those of such a decoder, for layers of other kinds; may be negative.
+        attending: Number of layers with keys and values; None for all.
+        state: Numbers that the other layers store for a row, however long it is.
     """
 
     hidden: int
@@ -61,7 +61,7 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """All of them, embeddings included."""
+        """All parameters, embeddings included."""
         queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
         attention = 2 * self.hidden * queries + 2 * self.hidden * keys + self.bias * (queries + 2 * keys)
         attention += self.qk_norm * 2 * self.head_width + self.sinks * (self.hidden + self.heads)
@@ -76,11 +76,11 @@ class ModelSize:
 
     @property
     def active(self) -> int:
-        """Parameters that take part when one token is computed: all but the experts that it does not go to."""
+        """Parameters that take part when one token is computed: all except the experts that it does not go to."""
         return self.touched(1)
 
     def touched(self, tokens: float) -> int:
-        """Parameters that take part when so many tokens are computed together and each goes to random experts."""
+        """Parameters that take part when `tokens` tokens are computed together, each with random experts."""
         missed = self.experts * (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0
         return self.parameters - round(self.layers * missed * self.expert)
 
@@ -106,16 +106,16 @@ class ModelSize:
         return max(self.embedding, layer)
 
     def with_labels(self, labels: int) -> ModelSize:
-        """The size with an output layer of so many labels instead of the vocabulary's."""
+        """The size with an output layer of `labels` outputs instead of one over the vocabulary."""
         return replace(self, labels=labels, tied=False)
 
     @property
     def multiplied(self) -> int:
-        """Parameters that each token is multiplied with: the active, but the input embedding, which is looked up."""
+        """Parameters that a token is multiplied with: the active ones without an untied input embedding."""
         return self.active - (0 if self.tied else self.embedding)
 
     def cache_bytes(self, width: int) -> int:
-        """Bytes of one token's keys and values, of `width` bytes each number."""
+        """Bytes of one token's keys and values, with `width` bytes for each number."""
         layers = self.layers if self.attending is None else self.attending
         return 2 * layers * self.kv_heads * self.head_width * width
 
@@ -134,7 +134,7 @@ class ModelSize:
         return self.layers * rank * (2 * (self.hidden + queries) + 2 * (self.hidden + keys) + feed_forward)
 
 
-# From the config.json of each, at huggingface.co.
+# Sizes from the config.json of each model at huggingface.co.
 KNOWN: dict[str, ModelSize] = {
     "tiny": ModelSize(128, 384, 2, 4, 2, 128, tied=True, bias=True),
     "Qwen/Qwen2.5-0.5B": ModelSize(896, 4864, 24, 14, 2, 151_936, tied=True, bias=True),
@@ -158,14 +158,14 @@ KNOWN: dict[str, ModelSize] = {
 
 
 def size_of(model: str, trust_remote_code: bool = False) -> ModelSize:
-    """The size of a model in a folder, in the table, or with a config that can be fetched.
+    """The size of a model that is in the table, in a folder, or has a config that can be downloaded.
 
     Args:
         model: A folder, or a Hugging Face name.
-        trust_remote_code: Whether the own code of a model that is not in a folder may run.
+        trust_remote_code: Whether code of a model on the hub may run, to read its config.
 
     Raises:
-        UserError: None of these.
+        UserError: The size is not known in any of these ways.
     """
     name = model.removesuffix("-Instruct")
     if name in KNOWN:
@@ -191,12 +191,12 @@ def size_of(model: str, trust_remote_code: bool = False) -> ModelSize:
 
 
 def experts(config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The name and value of the setting that makes a model a mixture of experts, by its config.json; None if none."""
+    """Name and value of the setting in a config.json that gives the number of experts; None if there is no such."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next(((name, count) for name in names if (count := config.get(name) or 1) > 1), None)
 
 
-# Types of mixtures of experts of known size, and what their configs call the width inside an expert.
+# Types of mixtures of experts whose size is known, and the key in their configs for the width inside an expert.
 EXPERT_WIDTH = {
     "gpt_oss": "intermediate_size",
     "granitemoehybrid": "intermediate_size",

@@ -17,7 +17,7 @@ from rlflow.process.hub import offline_unless_reached
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 
-CHAT_TEMPLATE = (  # each character is a token, so it says little
+CHAT_TEMPLATE = (  # short, as each character is a token
     "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}{% set f = tool.function %}"
     " {{ f.name }}({{ f.parameters.properties | join(', ') }}){% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
@@ -28,12 +28,12 @@ CHAT_TEMPLATE = (  # each character is a token, so it says little
 
 
 def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
-    """Where the weights of `model` are: a folder, or a Hugging Face name as it is.
+    """The place of the weights of `model`: a folder, or the Hugging Face name itself.
 
     Args:
         model: `tiny`, a folder in Hugging Face form, or a Hugging Face name `organisation/name`.
         scratch: Folder in which `tiny` is written. All ranks may call this at the same time.
-        said_by: What errors call the setting that named it.
+        said_by: Name in errors of the setting that named the model.
 
     Raises:
         UserError: `model` is none of these.
@@ -41,7 +41,7 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     if model == "tiny":
         return write_tiny_model(scratch / "tiny")
     folder = Path(model)
-    if os.path.exists(folder):  # False for what is no name of a folder, where `Path.exists` raises
+    if os.path.exists(folder):  # False for names that no folder can have, for which `Path.exists` raises
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise UserError(
                 f"{said_by} is {model!r}, which holds an adapter and no model; write the model of both by"
@@ -76,11 +76,11 @@ def write_tiny_model(
 ) -> Path:
     """Write a Qwen2 model with random weights, and its tokenizer, in Hugging Face form; return the folder.
 
-    A folder that exists already is not changed. It appears whole or not at all, so several ranks may write it at the
-    same time.
+    A folder that exists already is not changed. The folder appears only when it is complete, so several ranks may write
+    it at the same time.
 
     Args:
-        folder: Where to write.
+        folder: Folder to write.
         seed: Seed of the random weights; the caller's random state is left alone.
         hidden_size: A multiple of `heads`.
         intermediate_size: Width inside the feed-forward layers.
@@ -118,7 +118,7 @@ def write_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
-    # Not `model.save_pretrained`, which writes nothing on any rank but the first of a process group.
+    # Not `model.save_pretrained`, which writes only on the first rank of a process group.
     weights = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
     save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(draft)
@@ -138,8 +138,8 @@ def write_tiny_model(
 def tiny_tokenizer(max_length: int = 2048) -> Any:
     """A tokenizer of 128 entries, one for each ASCII character; its id is its code.
 
-    Codes of control characters serve as special tokens: 0 ends a text, 1 pads. Characters beyond ASCII are dropped. It
-    is of the class that `AutoTokenizer` takes for every Qwen2 model, whatever the folder says.
+    Codes of control characters serve as special tokens: 0 ends a text, 1 pads. Characters beyond ASCII are dropped. The
+    class is the one that `AutoTokenizer` uses for every Qwen2 model, whatever the folder says.
 
     Args:
         max_length: Longest sequence, in tokens.
@@ -148,7 +148,7 @@ def tiny_tokenizer(max_length: int = 2048) -> Any:
 
     special = {code: f"<|reserved_{code}|>" for code in (*range(32), 127) if chr(code) not in "\t\n\r"}
     special |= {0: EOS, 1: PAD, 2: TURN_START, 3: TURN_END}
-    # Byte-level vocabularies write the characters that cannot be seen as those 256 code points further on.
+    # Byte-level vocabularies write each invisible character as the one 256 code points after it.
     written = {code: chr(code if code > 32 else 256 + code) for code in range(127)}
     return Qwen2Tokenizer(
         vocab={name: code for code, name in (written | special).items()},

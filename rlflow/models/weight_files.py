@@ -1,4 +1,4 @@
-"""The safetensors files of a model, read by ranges: what a rank does not need stays on disk."""
+"""The safetensors files of a model, read by ranges, so that a rank reads only its own part."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from rlflow.errors import UserError, one_line
 from rlflow.storage.tensors import TensorRange, is_finite
 
 INDEX = "model.safetensors.index.json"
-CHUNK_BYTES = 32 * 2**20  # read at one time, at most, or one row of a tensor
+CHUNK_BYTES = 32 * 2**20  # most bytes read at one time, unless one row of a tensor has more
 
 
 def shard_name(number: int, count: int) -> str:
-    """The name of a model's file in Hugging Face form, counted from 0."""
+    """The name of a model's file `number`, from 0, of `count` files in Hugging Face form."""
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 class WeightFiles:
-    """The tensors that a model's files hold, by name.
+    """The tensors in a model's files, by name.
 
     Args:
         path: A folder in Hugging Face form, or a Hugging Face name.
 
     Raises:
-        UserError: They are not safetensors, or one is missing or broken; a parameter has NaN or infinite values.
+        UserError: The files are not safetensors, a file is missing or broken, or (when it is read) a parameter has NaN
+            or infinite values.
     """
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
 
         self._path = path
-        self._tensors: dict[str, Any] = {}  # safetensors' views, which have read nothing
+        self._tensors: dict[str, Any] = {}  # views by safetensors, which read nothing until they are sliced
         for file in self._files():
             with self._readable(file):
-                # By `pread`: pages of a mapped file would count as this process's memory.
+                # `pread`, since pages of a mapped file would count as this process's memory.
                 opened: Any = safe_open(file, framework="pt", backend="pread")
                 self._tensors |= {name: (file, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
 
@@ -55,7 +56,7 @@ class WeightFiles:
         return torch.Size(self._tensors[name][1].get_shape())
 
     def whole(self, name: str, of_buffer: bool = False) -> Tensor:
-        """A tensor in the dtype of the file, on the CPU; a buffer's may hold the infinity of a mask."""
+        """A tensor in the dtype of the file, on the CPU; a buffer may have infinite values, such as those of a mask."""
         file, tensor = self._tensors[name]
         with self._readable(file):
             values: Tensor = tensor[...]
@@ -64,7 +65,7 @@ class WeightFiles:
         return values
 
     def read(self, name: str, part: TensorRange) -> None:
-        """Read a part's range of its tensor into the part, in the part's dtype, at most a chunk at a time."""
+        """Read the range of a tensor that `part` holds into it, in its dtype, at most a chunk at a time."""
         shape = self.shape(name)
         start, end = part.start, part.start + part.values.numel()
         if not shape:
@@ -133,11 +134,11 @@ class WeightFiles:
 
 
 def finish(model: Any, files: WeightFiles) -> None:
-    """Tie what is tied, and compute the buffers that no file holds, such as a rotary embedding's frequencies.
+    """Tie tied weights, and compute the buffers that no file holds, such as a rotary embedding's frequencies.
 
     Args:
         model: A transformers model with its parameters on the device `meta`.
-        files: Its weights.
+        files: Files with its weights.
     """
     _tie(model, files)
     owners = set()
@@ -148,7 +149,7 @@ def finish(model: Any, files: WeightFiles) -> None:
         # A model may compute the buffers of its layers, as Falcon-H1 does.
         owners |= {owner, *(model.get_submodule(path[:end]) for end in range(len(path)) if path[end] == ".")}
     for owner in owners:
-        owner._is_hf_initialized = False  # so `initialize_weights` does it once more, and no other
+        owner._is_hf_initialized = False  # so that `initialize_weights` initialises these modules again, and no others
     with torch.random.fork_rng(devices=[]):
         model.initialize_weights()
 
@@ -157,7 +158,7 @@ COMPARED = 1 << 20  # elements compared at a time
 
 
 def _tie(model: Any, files: WeightFiles) -> None:
-    """Transformers ties weights that are equal where files hold both, and cannot compare them on the device `meta`."""
+    """Tie weights that are equal in the files, as transformers does; it cannot compare them on the device `meta`."""
     for target, source in list(model.all_tied_weights_keys.items()):
         if model.get_parameter(target) is model.get_parameter(source):
             continue
@@ -183,7 +184,7 @@ def _equal(files: WeightFiles, first: str, second: str) -> bool:
 
 
 def not_finite(path: Path, name: str) -> str:
-    """What a user reads of a tensor in a model's files.
+    """The error that a tensor in a model's files has NaN or infinite values.
 
     Args:
         path: Folder or Hugging Face name of the model.

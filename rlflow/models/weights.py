@@ -1,4 +1,4 @@
-"""The weights of a model: their names with adapters and without, their values, and digests to compare them by."""
+"""The weights of a model: their names with and without adapters, their values, and digests to compare them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ADAPTER = "default"  # peft's name of a model's only one
+ADAPTER = "default"  # peft's name of a model's only adapter
 PARAMETER = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
 CHUNK = 1 << 18  # 64-bit words multiplied at a time: bounds the memory of a fingerprint to 2 MiB
 MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no chunk is lost modulo 2**64
@@ -23,9 +23,9 @@ class Weight:
     """A tensor that a model computes with.
 
     Attributes:
-        name: Its name in Hugging Face form, `model.layers.0.self_attn.q_proj.weight` say.
-        parameter: It, without its adapter; a parameter, or a buffer that is in a model's files.
-        adapter: The peft layer that adds to it; None where nothing does.
+        name: Name of the weight in Hugging Face form, `model.layers.0.self_attn.q_proj.weight` say.
+        parameter: The weight without its adapter; or a buffer that is stored in the model's files.
+        adapter: The peft layer whose adapter is added to the weight; None if it has no adapter.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Weight:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All that `value` is made of."""
+        """The parameters from which `value` is computed."""
         if self.adapter is None:
             return [self.parameter]
         return [self.parameter, self.adapter.lora_A[ADAPTER].weight, self.adapter.lora_B[ADAPTER].weight]
@@ -43,7 +43,7 @@ class Weight:
         """The parameter itself, or a new tensor with its adapter merged in: added in float32 at least, then rounded.
 
         Args:
-            whole: Function that makes a full tensor of a parameter, where ranks divide it.
+            whole: Function that returns the full tensor of a parameter, also where ranks divide it.
         """
         weight, *factors = map(whole, self.parameters)
         if not factors:
@@ -66,8 +66,8 @@ def in_buckets(weights: Iterable[Weight], nbytes: Callable[[Weight], int], limit
 
     Args:
         weights: Weights of a model.
-        nbytes: The bytes of a whole weight.
-        limit: Bytes.
+        nbytes: Returns the bytes of a whole weight.
+        limit: Most bytes of a bucket.
     """
     bucket: list[Weight] = []
     filled = 0
@@ -83,20 +83,20 @@ def in_buckets(weights: Iterable[Weight], nbytes: Callable[[Weight], int], limit
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's own."""
+    """Whether a parameter of this name belongs to an adapter."""
     return PARAMETER.search(name) is not None
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name as it would be without peft; of an adapter's own, as peft writes it to files."""
+    """A parameter's name without peft's additions; for a parameter of an adapter, its name in peft's files."""
     return PARAMETER.sub(r".\1.", name.replace(".base_layer.", "."))
 
 
 def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """16 hexadecimal digits that differ when a weight of a model does.
+    """16 hexadecimal digits that change when a weight of a model changes.
 
     Args:
-        weights: Weights by Hugging Face name, without adapters; each is looked at before the next is asked for.
+        weights: Weights by Hugging Face name, without adapters; each is read before the next is taken.
     """
     fingerprints = {name: fingerprint(weight) for name, weight in weights}
     numbers = torch.stack(list(fingerprints.values())).tolist()
@@ -107,8 +107,8 @@ def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
 def fingerprint(tensor: Tensor) -> Tensor:
     """64 bits (0-dim int64, on the tensor's device) that differ when an element's value or place differs.
 
-    The bits, as 64-bit words, times fixed random odd numbers, summed modulo 2**64: one changed word always shows, many
-    do but for chance. -0.0 and 0.0 are the same value.
+    It is the sum of the tensor's 64-bit words times fixed random odd numbers, modulo 2**64. A change of one word always
+    changes it; a change of several words may leave it the same only by chance. -0.0 and 0.0 count as the same value.
     """
     per_word = 8 // tensor.element_size()
     factors = _factors(tensor.device)

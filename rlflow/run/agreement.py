@@ -1,4 +1,4 @@
-"""What ranks agree on: the same code, config, data and model files before step 0; and what one of them could not do."""
+"""Agreement of ranks: that code, config, data and model files are the same before step 0, and that actions succeed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DEEPEST = 6  # levels of objects and containers in one another that are compared
 PLAIN = (bool, int, float, str, PurePath, type(None))
 
 
-# What must be the same on every rank: a line for each thing, in the order in which they are compared; and by name what
-# one rank may know and another not, such as the code that it has imported, which is compared first, where both know it.
+# What must be the same on every rank. First lines, in the order in which they are compared. Then digests by name that
+# some ranks may lack, such as those of imported code; they are compared before the lines, where both ranks have them.
 Facts = tuple[list[str], dict[str, str]]
 
 
@@ -39,10 +39,10 @@ def facts(
     models: Mapping[str, Mapping[str, str]],
     **numbers: int | str,
 ) -> Facts:
-    """All facts of a run.
+    """All facts of a run, to be compared between ranks.
 
     Args:
-        module: Module with the arguments that count, those of its rewards and environments too.
+        module: The algorithm; its arguments are compared, and those of its rewards and environments.
         config: Config as it was read; None for a run without one.
         plan: Plan as it is printed.
         models: Digest of each file, by role.
@@ -64,7 +64,7 @@ def agree(transport: Transport, mine: Facts) -> None:
     """Return when every rank has the same facts; a collective of all ranks.
 
     Raises:
-        UserError: One has others; it is named, with the first line that differs from rank 0's.
+        UserError: A rank has other facts; the error names it, and the first line that differs from rank 0's.
     """
     lines, where_both = mine
     content = [lines, sorted(where_both.items())]
@@ -100,7 +100,7 @@ def _versions() -> dict[str, str]:
 
 
 def _code() -> dict[str, str]:
-    """A digest of each imported module that is neither Python's, nor installed, nor of rlflow."""
+    """A digest of each imported module that belongs neither to Python, nor to an installed package, nor to rlflow."""
     theirs = (f"{sysconfig.get_path('stdlib')}/", f"{RLFLOW}/")
     found = {}
     for name, module in sorted(sys.modules.items()):
@@ -112,7 +112,10 @@ def _code() -> dict[str, str]:
 
 
 def _lines(name: str, value: Any, depth: int = 0) -> Iterator[str]:
-    """A value, what a container holds, and what an object was made with: arguments that it keeps under their names."""
+    """Lines that describe a value: the entries of a container, the arguments of an object's constructor.
+
+    Arguments are found as attributes of the same name.
+    """
     if depth > DEEPEST:
         return
     if isinstance(value, PLAIN):
@@ -132,21 +135,21 @@ def _lines(name: str, value: Any, depth: int = 0) -> Iterator[str]:
 
 
 def _of_function(function: Any) -> str:
-    """A digest of a function, also of one from a notebook or a prompt, which has no file."""
+    """A digest of a function, also of a function from a notebook or a prompt, which has no file."""
     plain = [each for each in function.__code__.co_consts if isinstance(each, PLAIN)]
     return hashlib.sha256(function.__code__.co_code + repr(plain).encode()).hexdigest()[:12]
 
 
-WHOLE = 64 * 2**20  # bytes; of a larger file, its size and so many blocks are read
+WHOLE = 64 * 2**20  # bytes of the largest file that is read whole; of a larger one, its size and some blocks
 BLOCKS, BLOCK = 64, 64 * 2**10
-READ = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".py"}  # by transformers, of a model's folder
+READ = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".py"}  # read by transformers
 
 
 def model_files(model: Path) -> dict[str, str]:
     """A digest of each file that a model is read from, by name.
 
-    Of a file of more than 64 MiB, the beginning, where safetensors has names and places, and blocks all through it are
-    read, 4 MiB together: enough to tell one training from another, not to find a flipped byte.
+    Of a file of more than 64 MiB only 4 MiB are read: the beginning, where safetensors has names and places of tensors,
+    and blocks all through the file. This is enough to tell two trainings apart, but not to find a flipped byte.
 
     Args:
         model: A folder, or a Hugging Face name that is in the cache.
@@ -176,18 +179,18 @@ def _digest(path: Path) -> str:
 
 
 def attempt(transport: Transport, folder: Path, action: Callable[[], None]) -> dict[int, str]:
-    """Do an action on this rank, and learn from the other ranks whether they could.
+    """Do an action on this rank, and raise an error on all ranks if it failed on one; called by all ranks.
 
     Args:
-        transport: Transport to the other ranks; all of them call this.
-        folder: Folder that the error names where a file cannot be written.
-        action: What this rank does.
+        transport: Transport to the other ranks.
+        folder: Folder that the error names if a file cannot be written.
+        action: Action of this rank.
 
     Returns:
-        The machine's name of every rank.
+        The name of every rank's machine, by rank.
 
     Raises:
-        UserError: A rank could not.
+        UserError: The action failed on a rank.
     """
     rank, node, failed, why = transport.rank, socket.gethostname(), None, None
     try:

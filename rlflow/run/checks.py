@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def resolved(data: PromptData, module: RLModule, graph: Graph) -> PromptData:
-    """The data with the columns resolved that this algorithm reads: pairs, responses, or prompts alone.
+    """The data with resolved columns, as far as this algorithm reads them: pairs, responses, or prompts alone.
 
     DPO reads `batch` as `Pairs`; SFT trains on `batch` itself, so it needs responses; GRPO samples its responses.
 
@@ -85,7 +85,7 @@ def nothing_to_validate(module: RLModule, follows: str | None) -> str:
 def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
     """Raise `UserError` unless the run has an end: `max_steps`, or `max_epochs` where an epoch's steps are known.
 
-    They are not where prompts are drawn as often as needed, or the module `chooses` its prompts.
+    The steps of an epoch are not known where prompts are drawn as often as needed, or the module `chooses` its prompts.
     """
     max_steps, max_epochs = settings.max_steps, settings.max_epochs
     if chooses and max_epochs is not None:
@@ -105,7 +105,7 @@ def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
 
 
 def require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[str, Layout], lead: str) -> None:
-    """Refuse `roles` on other ranks than the lead's, where a `validation_step` runs, which may call any of them."""
+    """Refuse `roles` on other ranks than the lead's: a `validation_step` runs there and may call any of the roles."""
     for role in roles:
         if placed[role].ranks != placed[lead].ranks:
             raise UserError(
@@ -147,7 +147,7 @@ def check_environments(run: Run) -> None:
     """Check each environment of the module: tools have schemas, and the model's chat template writes its turns.
 
     Raises:
-        UserError: That fails; or a setting does not go with environments, such as `moe.routing_replay`.
+        UserError: A check fails, or a setting does not go with environments, such as `moe.routing_replay`.
     """
     found = environments(run.module)
     for name in ("renderer", "tool_calls"):
@@ -175,7 +175,7 @@ def check_environments(run: Run) -> None:
 
 
 def check_rows(run: Run) -> None:
-    """Check the data once its rows were scanned: there are enough for a step, and the longest fit models and engines.
+    """Check the rows of the data after they were scanned: whether there are enough, and the longest fit the models.
 
     Raises:
         UserError: A check fails, those of `check_environments` included.

@@ -136,8 +136,8 @@ class Fit:
     Attributes:
         run: The run on this rank, with models and engines loaded.
         controller: Runs the steps.
-        parts: What checkpoints hold of the run.
-        saving: Part that writes checkpoints and models.
+        parts: The parts of the run whose states are in checkpoints.
+        saving: Writes checkpoints and models.
         recording: Passes metrics and samples to loggers and to the terminal.
         callbacks: Callbacks of the user.
         state: The trainer as callbacks see it.
@@ -172,8 +172,8 @@ class Fit:
             5. saving        A checkpoint and the models, if `Saving.is_due` says so.
             6. signals       If a rank received a signal such as SIGTERM and steps are left, the run saves and ends.
 
-        After the last step the models are written, unless the last checkpoint came with them; then `on_fit_end` is
-        called. With `fast_dev_run` nothing is saved. Decisions follow from numbers that all ranks have.
+        After the last step the models are written, unless they were written with the last checkpoint. Then `on_fit_end`
+        is called. With `fast_dev_run` nothing is saved. Decisions follow from numbers that all ranks have.
 
         Args:
             resume: The checkpoint that the run resumes from, if any; it has been restored.
@@ -231,7 +231,7 @@ class Fit:
         self.state.current_epoch = max(0, draws - 1) // self.run.train.steps_per_epoch
 
     def _step(self, done: int) -> dict[str, float]:
-        """Run the step after `done`; its metrics over all ranks.
+        """Run the step after `done`, and return its metrics over all ranks.
 
         If the step is given up because of a signal, see `StepGivenUp`, the run is saved as it was before the step. The
         snapshot that this needs is dropped at the step's first update.
@@ -263,7 +263,7 @@ class Fit:
         raise ended
 
     def _save(self, snapshot: Snapshot, with_models: bool = True) -> None:
-        """Write a checkpoint of a snapshot, and the models; a collective of all ranks. The trace gets its time."""
+        """Write a checkpoint of a snapshot, and the models; a collective of all ranks. The trace records its time."""
         done = snapshot.progress.step
         rank, doing, started = self.run.transport.rank, f"saving after step {done}", time.perf_counter()
         report(rank, doing)
@@ -292,7 +292,7 @@ def _leave_behind(folder: RunFolder, run: Run, numbers: dict[str, Any]) -> dict[
     """Write `curves.png` and `summary.json`, print where the results are, and return the summary; rank 0 only."""
     try:
         draw_curves(folder.path)
-    except UserError as error:  # of metrics that were damaged during the run, which is done
+    except UserError as error:  # the metrics were damaged during the run; the run itself is done
         print(f"warning: no {CURVES_FILE}: {error}")
     summary = folder.write_summary(numbers, run.paths[run.lead])
     for line in closing_lines(folder, summary):

@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it and where, whether it can be written, and its lock."""
+"""The folder of a run: the paths of its results, whether it can be written, and its lock."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rlflow.errors import UserError, one_line
 from rlflow.process.status import SUPERVISED_VARIABLE
 
 LOCK = "rlflow.lock"
-PATIENCE_S = 5.0  # a run that was killed may take so long to be gone
-TRIES = 100  # of making a folder where one is that says there is none
+PATIENCE_S = 5.0  # seconds that the process of a killed run may take to end
+TRIES = 100  # attempts to make a folder in a parent that exists and yet says that it does not
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class RunFolder:
     """The paths of a run's results.
 
     Attributes:
-        path: The folder; its name is the run's.
+        path: The folder; its name is the name of the run.
     """
 
     path: Path
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An empty folder at `path`; what was there before is renamed to `<path>-1`, `-2`, ..."""
+        """Make an empty folder at `path`; an older folder there is renamed to `<path>-1`, `-2`, ..."""
         if path.exists() and any(each.name != LOCK for each in path.iterdir()):
             number = 1
             while (kept := path.with_name(f"{path.name}-{number}")).exists():
@@ -52,7 +52,7 @@ class RunFolder:
 
     @property
     def inputs(self) -> Path:
-        """What nodes read in some steps, see `rlflow.controller.inputs`."""
+        """Stored inputs of nodes in some steps, see `rlflow.controller.inputs`."""
         return self.path / "inputs"
 
     @property
@@ -66,17 +66,17 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> Path:
-        """The newest checkpoint, in a folder named by its step."""
+        """The run's checkpoints, each in a folder named by its step."""
         return self.path / "checkpoint"
 
     @property
     def logs(self) -> Path:
-        """What libraries print, a file for each rank."""
+        """The output of libraries, a file for each rank."""
         return self.path / "logs"
 
     @property
     def traces(self) -> Path:
-        """The ranks' task traces, and `trace.json`, all of them in one, where `rlflow trace` has joined them."""
+        """The ranks' traces of tasks, and `trace.json`, into which `rlflow trace` joins them."""
         return self.path / "traces"
 
     @property
@@ -86,15 +86,15 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """The run in a few numbers."""
+        """The summary of the run: a few numbers."""
         return self.path / "summary.json"
 
     def write_summary(self, numbers: dict[str, Any], started_from: Path) -> dict[str, Any]:
-        """Write `summary.json`; a run that started from another run's model carries on its `seconds`.
+        """Write `summary.json`. If this run started from another run's model, `seconds` has that run's times as well.
 
         Args:
             numbers: Numbers of this run.
-            started_from: The model that training started from.
+            started_from: Path of the model from which training started.
         """
         run_before = RunFolder(started_from.parent)
         carries_on = started_from == run_before.model and run_before.summary.is_file()
@@ -106,12 +106,12 @@ class RunFolder:
 
 
 class FolderLock:
-    """A lock on a run's folder, which ends with the process that holds it, however that ends.
+    """A lock on a run's folder. It ends with the process that holds it, however the process ends.
 
-    By POSIX record locks: they hold between the processes of a machine, and between machines on NFS and on parallel
-    file systems that are mounted with locks. Where there are none, nothing is locked.
+    It is a POSIX record lock. Such locks hold between processes of one machine, and between machines on NFS and on
+    parallel file systems that are mounted with locks. On a file system without locks nothing is locked.
 
-    A run that is refused before it uses the folder leaves nothing: what the lock made is gone when it is let go.
+    A run that is refused before it uses the folder leaves nothing behind: `release` removes what the lock made.
 
     Args:
         folder: Folder of the run.
@@ -124,13 +124,13 @@ class FolderLock:
         self._removes = False  # whether `release` removes what was made
 
     def take(self) -> None:
-        """Lock the folder, which is made if need be; the one that was locked before, and has been moved, is let go.
+        """Lock the folder, and make it if it does not exist. The lock of a folder that has been moved away is released.
 
         Raises:
-            UserError: Another run holds it.
+            UserError: Another run holds the lock.
         """
         if self._file is not None and self._lies_there(self._file):
-            return  # opened once more, it would be let go with the first that is closed
+            return  # not opened again: closing either file would release the lock
         until = time.monotonic() + PATIENCE_S
         while True:
             late = time.monotonic() > until
@@ -149,14 +149,14 @@ class FolderLock:
             time.sleep(0.1)
 
     def use(self) -> None:
-        """The run begins to write: the folder stays."""
+        """Note that the run begins to write, so that `release` does not remove the folder."""
         self._removes = False
 
     def release(self) -> None:
-        """Let other runs have the folder, if this one holds it; one that was not used is as it was before.
+        """Release the lock, if this process holds it. If the run did not use the folder, restore its former state.
 
-        The file is removed while it is locked: who waits for it sees that it is gone, and begins anew. A folder is
-        removed where this lock made it and it is empty.
+        The lock's file is removed while it is locked: a process that waits for it sees that it is gone, and tries
+        again. Folders that this lock made are removed if they are empty.
         """
         file, self._file = self._file, None
         if file is None:
@@ -167,16 +167,16 @@ class FolderLock:
                 (self._folder / LOCK).unlink()
                 made = sorted(self._made, reverse=True)
                 _remove_empty(made)
-        with suppress(OSError):  # of a disk that is full
+        with suppress(OSError):  # the disk may be full
             file.close()
-        _remove_empty(made)  # NFS keeps a file that is open, under another name
+        _remove_empty(made)  # again: on NFS an open file still exists under another name
 
     def _try(self) -> bool:
         """Whether the folder is locked now.
 
         Raises:
-            BlockingIOError: Another process has it.
-            FileNotFoundError: It was removed by another run.
+            BlockingIOError: Another process has the lock.
+            FileNotFoundError: Another run removed the folder.
         """
         self._make()
         with ExitStack() as stack:
@@ -197,7 +197,7 @@ class FolderLock:
         return True
 
     def _make(self) -> None:
-        """Make the folder and those above, and note which were not there."""
+        """Make the folder and its parents, and note which of them did not exist."""
         missing = [folder for folder in (self._folder, *self._folder.parents) if not folder.is_dir()]
         for folder in reversed(missing):
             try:
@@ -209,7 +209,7 @@ class FolderLock:
                 self._made.add(folder)
 
     def _lies_there(self, file: IO[str]) -> bool:
-        """Whether the file is that of the folder, which may have been moved or removed."""
+        """Whether `file` is still the lock's file in the folder, which may have been moved or removed."""
         with suppress(FileNotFoundError):
             held = os.fstat(file.fileno())
             return held.st_nlink > 0 and os.path.samestat(held, (self._folder / LOCK).stat())
@@ -217,13 +217,13 @@ class FolderLock:
 
 
 def require_folder(path: Path) -> None:
-    """Refuse a folder that a run's results cannot go into; whether it can be made is tried, and nothing stays of it.
+    """Refuse a folder that cannot take a run's results. If it does not exist, making one is tried and undone.
 
     Args:
-        path: The run's.
+        path: Path of the run's folder.
 
     Raises:
-        UserError: It cannot be made or written, or there is something that is no folder.
+        UserError: The folder cannot be made or written, or the path is no folder.
     """
     said = f"`trainer.run_dir` is {str(path)!r:.80}"
     try:
@@ -234,14 +234,14 @@ def require_folder(path: Path) -> None:
             missing = next((each for each in path.parents[::-1] if _mode(each) is None), path)
             if missing.is_symlink():
                 raise UserError(f"{said}, a link to what is not there; name a folder")
-            try:  # under another name: ranks look at the same time, and none may see a folder come and go
+            try:  # under another name, since other ranks look at the same time and must not see the folder
                 Path(tempfile.mkdtemp(prefix=".rlflow-", dir=missing.parent)).rmdir()
                 return
             except (
                 FileNotFoundError
             ):  # a run that was refused has removed what it had made, and another may make it anew
                 left -= missing.parent.is_dir()
-                if not left:  # it is there, and takes no folders, such as `/proc`
+                if not left:  # the parent exists and takes no folders, such as `/proc`
                     raise
         if not stat.S_ISDIR(found):
             raise UserError(f"{said}, which is a file; name a folder")
@@ -255,15 +255,15 @@ def require_folder(path: Path) -> None:
 
 
 def require_own(folder: Path) -> None:
-    """Refuse a folder with files in it that no run has made: a run would move them away.
+    """Refuse a folder with files that no run has made, since this run would move them away.
 
     Raises:
-        UserError: It is one.
+        UserError: The folder has such files.
     """
     if not folder.is_dir() or (folder / LOCK).exists():
         return
     first = None
-    with suppress(FileNotFoundError):  # made by a run that is refused, and gone again
+    with suppress(FileNotFoundError):  # another run that was refused may have removed it
         first = min((path.name for path in folder.iterdir() if path.name != LOCK), default=None)
     if first is not None:
         raise UserError(
@@ -273,20 +273,20 @@ def require_own(folder: Path) -> None:
 
 
 def from_here(path: Path) -> Path:
-    """A path for a line to the user: from the folder where this process is, if it is in there."""
-    with suppress(FileNotFoundError, ValueError):  # that folder is gone, or the path lies elsewhere
+    """A path as shown to the user: relative to the working directory, if it is below it."""
+    with suppress(FileNotFoundError, ValueError):  # the working directory is gone, or the path is not below it
         return path.relative_to(Path.cwd())
     return path
 
 
 def seconds_since_process_start() -> float:
-    """Wall-clock seconds since this process began, or the one that it was forked from; its imports included."""
+    """Wall-clock seconds since this process began, imports included; if it is supervised, since its parent began."""
     began = psutil.Process(os.getppid() if SUPERVISED_VARIABLE in os.environ else os.getpid())
     return time.time() - began.create_time()
 
 
 def _seconds_of(summary: Path) -> dict[str, float]:
-    """What an earlier run took, by name; nothing if its summary is damaged, since the run that asks is done."""
+    """Seconds of an earlier run, by name; empty, with a warning, if its summary is damaged."""
     try:
         return {str(name): float(value) for name, value in json.loads(summary.read_text())["seconds"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -295,24 +295,24 @@ def _seconds_of(summary: Path) -> dict[str, float]:
 
 
 def _mode(path: Path) -> int | None:
-    """Mode of what is at the path; None if nothing does."""
+    """Mode of the file or folder at the path; None if there is none."""
     with suppress(FileNotFoundError):
         return path.stat().st_mode
     return None
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Up to the first that is not empty."""
+    """Remove folders in order, up to the first that is not empty."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
 
 
 def _lock(file: IO[str]) -> bool:
-    """Lock it; False where the file system has no locks.
+    """Lock a file; returns False where the file system has no locks.
 
     Raises:
-        BlockingIOError: Another process holds it, which the error names.
+        BlockingIOError: Another process holds the lock; the error names it.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

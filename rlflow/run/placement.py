@@ -1,4 +1,4 @@
-"""From `placement` to a layout for each role: which ranks hold its rows, in how many shards, how they are dealt."""
+"""Layouts of roles from `placement`: the ranks that hold a role's rows, the shards, and how rows are dealt."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _described(layout: Layout) -> str:
 
 
 def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
-    """The role that `role` is a view or an average of; `role` itself if it has weights of its own."""
+    """The role whose view or average `role` is; `role` itself if it has weights of its own."""
     handle = found[role]
     if not isinstance(handle, WithoutAdapters | Averaged):
         return role
@@ -152,7 +152,7 @@ def _of_engine(name: str, place: Place, world_size: int, tensor_parallel_size: i
 
 
 def _ranks(role: str, place: Place, world_size: int) -> tuple[int, ...]:
-    """The ranks that a place names, ascending: `[0, "2-3"]` gives `(0, 2, 3)`; all where it names none."""
+    """The ranks that a place names, ascending: `[0, "2-3"]` gives `(0, 2, 3)`; all ranks if it names none."""
     if place.ranks is None:
         return tuple(range(world_size))
     ranks: set[int] = set()
@@ -175,7 +175,7 @@ def _ranks(role: str, place: Place, world_size: int) -> tuple[int, ...]:
 
 
 def _refuse_torn_engines(name: str, placed: Mapping[str, Layout], graph: Graph) -> None:
-    """Raise `UserError` if a role lives on some of an engine's ranks alone: these must do the same work together."""
+    """Raise `UserError` if a role is on some ranks of an engine but not on all: they must do the same work together."""
     engine = placed[name]
     for role in graph.roles():
         for shard in range(engine.shards):

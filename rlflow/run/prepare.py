@@ -1,6 +1,6 @@
-"""All that can be known, and refused, of a run before a process starts or a weight is loaded.
+"""Checks and plans a run before any process starts or weight is loaded.
 
-Fit, validation, `rlflow graph` and `rlflow simulate` have their graph, layouts and plan from here.
+Fit, validation, `rlflow graph` and `rlflow simulate` get their graph, layouts and plan here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read_graph(module: RLModule) -> Graph:
     """The module's checked graph, its models configured but not loaded.
 
     Raises:
-        UserError: A size is below 1, a model of the config cannot be, or the graph has problems; all are named.
+        UserError: A size is below 1, a model of the config is impossible, or the graph has problems, which are listed.
     """
     for name in ("group_size", "max_response_length", "max_draws"):
         if (size := getattr(module, name)) < 1:
@@ -63,11 +63,12 @@ def read_graph(module: RLModule) -> Graph:
 def configure(module: RLModule) -> None:
     """Give a module the models of a run, and call its `configure_models`.
 
-    What the constructor was given is copied, since a run changes it; what was derived from it is made anew. A model of
-    the config takes the place of a given one, and of one that `configure_models` makes.
+    Models that the constructor was given are copied, since a run changes them. Models that `configure_models` derives
+    from these are made anew. A model from the config replaces one of the same name that the constructor was given or
+    that `configure_models` makes.
 
     Raises:
-        UserError: The constructor was given something else than a model, or one of the config has a wrong name.
+        UserError: The constructor was given something other than a model, or a model from the config has a wrong name.
     """
     make_models(module)
     given, of_run = dict(module.given_models), module.run_models
@@ -97,13 +98,13 @@ def configure(module: RLModule) -> None:
 
 
 def _settings(handle: ModelHandle) -> dict[str, Any]:
-    """What a user sets of a model; whether it is trained is the run's to change."""
+    """The settings of a model that only a user changes; the run itself changes `trainable`."""
     names = set(signature(type(handle)).parameters) - {"trainable", "owner"}
     return {name: value for name, value in vars(handle).items() if name in names}
 
 
 def _as_changed(given: ModelHandle, of_run: ModelHandle, before: Mapping[str, Any]) -> ModelHandle:
-    """The model as given, with what was changed of its copy since the run before was configured."""
+    """The model as given, with the settings that were changed on its copy since the previous run was configured."""
     changed = {name: value for name, value in _settings(of_run).items() if value is not before.get(name)}
     if not changed:
         return given
@@ -125,12 +126,12 @@ def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> R
     """Configure the module's models, and plan its graph on the ranks of the settings; nothing is read or loaded.
 
     Args:
-        module: The algorithm; its `configure_models` is called, once.
+        module: The algorithm; its `configure_models` is called once.
         settings: Settings of the trainer.
-        engines: What generates, as configured.
+        engines: Settings of the engines.
 
     Raises:
-        UserError: The graph has problems, or cannot be placed or planned so.
+        UserError: The graph has problems, or cannot be placed or planned with these settings.
     """
     return planned(module, read_graph(module), settings, engines, settings.world_size)
 
@@ -149,12 +150,12 @@ def planned(
         module: Module with its models configured.
         graph: Graph of the module.
         settings: Settings of the trainer.
-        engines: What generates, as configured.
-        world_size: All ranks.
+        engines: Settings of the engines.
+        world_size: Number of all ranks.
         spread: Function from the layouts of the settings to those on `world_size` ranks.
 
     Raises:
-        UserError: It cannot be placed or planned so.
+        UserError: The graph cannot be placed or planned with these settings.
     """
     follows = followed_role(module, graph)
     names = _generating_policies(graph, follows)
@@ -169,7 +170,7 @@ def planned(
 
 
 def _require_together(graph: Graph, placed: Mapping[str, Layout], max_staleness: int) -> None:
-    """Refuse steps that overlap where no rank knows all rows that a checkpoint must keep of them."""
+    """Refuse steps that overlap if no rank knows all of their rows that a checkpoint needs."""
     engines = {placed[engine_of(policy)].ranks: policy for policy in graph.policies()}
     if max_staleness and len(engines) > 1:
         raise UserError(
@@ -180,7 +181,7 @@ def _require_together(graph: Graph, placed: Mapping[str, Layout], max_staleness:
 
 
 def _generating_policies(graph: Graph, follows: str | None) -> list[str]:
-    """All that may generate, the first one first: in the graph, and the one of validation."""
+    """All policies that may generate: those of the graph, in order, and the one with which validation generates."""
     return list(dict.fromkeys([*graph.policies(), *([] if follows is None else [follows])]))
 
 
@@ -199,12 +200,12 @@ def prepare(
         module: The algorithm.
         data: Prompts of the algorithm.
         settings: Settings of the trainer.
-        strategy: How training is spread.
-        engines: What generates, as configured.
-        scratch: Folder for the embedded model.
+        strategy: Strategy that divides training over ranks.
+        engines: Settings of the engines.
+        scratch: Folder for the embedded model `tiny`.
 
     Raises:
-        UserError: Something of this cannot work.
+        UserError: A setting cannot work, by itself or with others.
     """
     made = plan_run(module, settings, engines)
     graph, placed, lead = made.graph, made.layouts, made.lead
@@ -268,15 +269,15 @@ def prepare(
 
 
 def model_path(module: RLModule, role: str, scratch: Path) -> Path:
-    """Where a role's weights and tokenizer are: a folder, or a Hugging Face name.
+    """The place of a role's weights and tokenizer: a folder, or a Hugging Face name.
 
     Args:
         module: Module with its models configured.
         role: Role of the model.
-        scratch: Folder for the embedded model.
+        scratch: Folder for the embedded model `tiny`.
 
     Raises:
-        UserError: The role's `model` is none.
+        UserError: The role's `model` is neither.
     """
     handle = handles(module)[role]
     with about(handle):
@@ -284,12 +285,12 @@ def model_path(module: RLModule, role: str, scratch: Path) -> Path:
 
 
 def _absolute(paths: Mapping[str, Path]) -> dict[str, Path]:
-    """The same where they are folders: code of the user's may call `os.chdir`."""
+    """The paths, made absolute if they are folders, since code of the user may call `os.chdir`."""
     return {role: path.absolute() if path.is_dir() else path for role, path in paths.items()}
 
 
 def _model_config(module: RLModule, role: str, path: Path) -> PretrainedConfig:
-    """The configuration of a role's model, checked to be one that can be trained or scored."""
+    """The configuration of a role's model, after a check that such a model can be trained or scored."""
     handle = handles(module)[role]
     with about(handle):
         config = load_config(path, handle.trust_remote_code)
@@ -299,7 +300,7 @@ def _model_config(module: RLModule, role: str, path: Path) -> PretrainedConfig:
 
 
 def _same_tokenizer(module: RLModule, paths: Mapping[str, Path], lead: str) -> PreTrainedTokenizerBase:
-    """The lead's tokenizer; those of all other roles have the same vocabulary."""
+    """The tokenizer of the lead, after a check that those of all other roles have the same vocabulary."""
     found: dict[str, PreTrainedTokenizerBase] = {}
     for role, path in paths.items():
         handle = handles(module)[role]
@@ -311,12 +312,12 @@ def _same_tokenizer(module: RLModule, paths: Mapping[str, Path], lead: str) -> P
 
 
 def _said_by(module: RLModule, role: str) -> str:
-    """The setting that names a role's model, at its place in the config; `critic.model` of a handle that has none."""
+    """Name of the setting for a role's model: its place in the config, or `critic.model` if it is not in the config."""
     return setting(handles(module)[role], "model", f"{role}.model")
 
 
 def _loaded(module: RLModule, graph: Graph) -> list[str]:
-    """The roles that have a model, in the order of loading: views and averages after those that they follow."""
+    """The roles that have a model, in the order of loading: views and averages after the models that they follow."""
     found = handles(module)
     roles = list(graph.roles())
     used = [found[role] for role in roles]

@@ -17,14 +17,14 @@ TOKENIZER = "tokenizer.json"
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder, or of that hub name.
+    """The tokenizer of a model.
 
     Args:
-        path: The folder or name.
+        path: Folder of the model, or its name on the hub.
         trust_remote_code: Whether code in the model's folder may run.
 
     Raises:
-        UserError: There is none to be had, or only by such code.
+        UserError: The tokenizer cannot be loaded, or only by such code.
     """
     from transformers import AutoTokenizer
 
@@ -35,14 +35,14 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration in a model's folder, or of that hub name.
+    """The configuration of a model.
 
     Args:
-        path: The folder or name.
+        path: Folder of the model, or its name on the hub.
         trust_remote_code: Whether code in the model's folder may run.
 
     Raises:
-        UserError: There is none to be had, or only by such code.
+        UserError: The configuration cannot be loaded, or only by such code.
     """
     from transformers import AutoConfig
 
@@ -53,15 +53,15 @@ def load_config(path: Path, trust_remote_code: bool = False) -> PretrainedConfig
 
 @contextmanager
 def loading(part: str, path: Path, trust_remote_code: bool) -> Iterator[None]:
-    """Around what loads a part of a model, such as its tokenizer: whatever fails is an error of `model`.
+    """A context for loading a part of a model, such as its tokenizer: any failure becomes an error about `model`.
 
     Args:
-        part: What is loaded, for errors.
+        part: Name of the part in errors.
         path: Folder or Hugging Face name of the model.
         trust_remote_code: Whether code in the model's folder may run.
 
     Raises:
-        UserError: It cannot be loaded, or only by such code.
+        UserError: The part cannot be loaded, or only by such code.
     """
     try:
         with code_beside(path, part, trust_remote_code):
@@ -76,7 +76,7 @@ def loading(part: str, path: Path, trust_remote_code: bool) -> Iterator[None]:
 
 
 def _require_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse what transformers makes of a folder without a tokenizer: one that drops every letter."""
+    """Refuse the tokenizer that transformers makes for a folder without one: it drops every letter."""
     names = sorted(set(tokenizer.vocab_files_names.values()))
     missing = [name for name in names if not (path / name).is_file()]
     if path.is_dir() and missing and tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
@@ -90,15 +90,15 @@ def _require_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 def require_same_vocabulary(
     paths: Mapping[str, Path], follows: str, tokenizers: Mapping[str, PreTrainedTokenizerBase]
 ) -> None:
-    """Every role reads the token ids that the followed one writes.
+    """Refuse roles whose vocabulary differs from that of `follows`, since all roles read the same token ids.
 
     Args:
         paths: Folder or Hugging Face name of each role's model.
-        follows: The role that is followed.
+        follows: The role whose tokenizer encodes the data.
         tokenizers: Tokenizers of that role, and of roles with another model.
 
     Raises:
-        UserError: One has another vocabulary.
+        UserError: A tokenizer has another vocabulary.
     """
     vocabulary = tokenizers[follows].get_vocab()
     for role, tokenizer in tokenizers.items():

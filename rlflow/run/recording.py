@@ -1,4 +1,4 @@
-"""What loggers and the terminal are given of a run."""
+"""Passes the metrics and samples of a run to its loggers and to the terminal."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rlflow.run.resume import Resume
 
 
 class Recording:
-    """Starts the loggers, gives them metrics and samples, and finishes them when it is left, by an error too.
+    """A context that starts the loggers, passes metrics and samples to them, and finalizes them, also after an error.
 
     Args:
-        run: The run on this rank; rank 0's loggers are called.
+        run: The run on this rank; only the loggers of rank 0 are called.
         folder: Folder of the run.
-        console: Shows the steps.
+        console: Shows the steps on the terminal.
         loggers: Loggers in addition to the run's own files.
-        resume: Where the run resumes.
+        resume: The checkpoint from which the run resumes, if any.
 
     Attributes:
-        before: Validation before the first step of all.
+        before: Metrics of the validation before the first step of the run, also if it was resumed since.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class Recording:
         self._console.begin()
 
     def step(self, done: int, metrics: dict[str, float], records: bool) -> None:
-        """Show a step, and record it if so; called by all ranks."""
+        """Show a step on the terminal, and pass it to loggers if `records`; called by all ranks."""
         self._write(metrics, done, records)
         self._console.step(done, metrics)
 
     def state_dict(self) -> dict[str, float]:
-        """Validation before the first step."""
+        """Metrics of the validation before the first step."""
         return self.before
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.before = state
 
     def _finalize(self, status: str) -> None:
@@ -107,25 +107,25 @@ class Recording:
         self._warn()
 
     def _warn(self) -> None:
-        """Show what is damaged of the run's own files."""
+        """Show warnings about damage of the run's own files."""
         for logger in self._own:
             while logger.warnings:
                 self._console.say(logger.warnings.pop(0))
 
 
 def by_summary_name(metrics: dict[str, float]) -> dict[str, float]:
-    """Validation under the names of `summary.json`: `val/reward` is `reward`, `val_greedy/reward` `greedy_reward`."""
+    """Metrics of a validation by their names in `summary.json`, such as `reward` for `val/reward`."""
     return {name.removeprefix("val/").replace("val_greedy/", "greedy_"): value for name, value in metrics.items()}
 
 
 def compared(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Validation before and after, under the names of `summary.json`."""
+    """Metrics of the validations before and after, by their names in `summary.json`."""
     ends = {"before": by_summary_name(before), "after": by_summary_name(after)}
     return {f"{name}_{end}": of[name] for name in ends["after"] for end, of in ends.items() if name in of}
 
 
 def on_terminal(summarized: dict[str, float]) -> dict[str, float]:
-    """What the terminal shows of a validation: not how long responses were, nor what else comes of scoring them."""
+    """The metrics of a validation that the terminal shows; those that come with every scoring are left out."""
     of_scoring = ("reward", "length", "truncated", "errors")
     scored = {f"{greedy}{name}" for greedy in ("", "greedy_") for name in of_scoring}
     return {name: value for name, value in summarized.items() if name not in scored and not name.startswith("pass@")}

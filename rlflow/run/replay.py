@@ -34,8 +34,8 @@ class Replayed:
     Attributes:
         node: Name of the node.
         rows: Rows that it saw, on all ranks with stored rows.
-        apart: Largest absolute difference from a number of the run; NaN where the run's are not stored, infinite where
-            shapes or integers differ.
+        apart: Largest absolute difference from a number of the run; NaN if the run's numbers are not stored, infinite
+            if shapes or integers differ.
         metrics: For a train node, its role's loss and gradient norm by name, each in this replay and in the run.
         raised: Whether the node raised in the run.
     """
@@ -64,8 +64,8 @@ def replay(
 ) -> list[Replayed]:
     """Run nodes of a step again, in the order of the graph, and print a line for each; called by `Trainer.replay`.
 
-    Weights are those of the newest whole checkpoint from before the step, or for step 1 the models that the run began
-    with. Without such a checkpoint, nodes that need a model are left out.
+    Weights are those of the newest undamaged checkpoint from before the step; for step 1, those with which the run
+    began. Without such a checkpoint, nodes that need a model are left out.
 
     Args:
         run: The run as prepared for this one process.
@@ -120,7 +120,7 @@ def replay(
 
 
 def _weights(run_dir: Path, step: int) -> tuple[bool, Path | None, list[str]]:
-    """Whether there are weights from before the step; their checkpoint, or None for the run's first models; lines."""
+    """Three values: whether there are weights; their checkpoint, or None for the run's first models; lines to print."""
     done = step - 1
     if done == 0:
         return True, None, ["weights: the models that the run began with"]
@@ -143,7 +143,7 @@ def _needs_weights(node: Node) -> bool:
 
 
 def _stored(run: Run, run_dir: Path, step: int, node_id: str | None) -> list[StoredInputs]:
-    """The stored nodes to run, in the graph's order: all, or `node_id` after those that train its models."""
+    """The stored inputs of nodes to run, in the graph's order: all, or `node_id` and before it nodes that train it."""
     folder = folder_of(RunFolder(run_dir).inputs, step - 1)
     kept = [node for node in run.graph.order if (folder / f"{node.id}.json").is_file()]
     names = [node.id for node in kept]
@@ -191,7 +191,7 @@ def _run(
     node = run.graph.nodes[stored.node]
     run.module.load_state_dict(stored.state())
     if debugs:
-        import pdb  # a script that is called as one of its modules, such as `code.py`, is no hindrance elsewhere
+        import pdb  # imported here: it fails where the user has a script named like one of its modules, as `code.py`
 
         setattr(run.module, node.id, partial(pdb.Pdb().runcall, getattr(run.module, node.id)))
     now = controller.replay(node.id, step, stored.draw, lambda layout, now: stored.put(run, layout, now))
@@ -219,5 +219,5 @@ def _logged(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def _apart(here: float, there: float) -> float:
-    """The absolute difference; infinite if a number is not finite, as the run's log has no value of it then."""
+    """The absolute difference; infinite if a number is not finite, since the run's log has no value for it then."""
     return abs(here - there) if math.isfinite(here) and math.isfinite(there) else math.inf

@@ -1,4 +1,4 @@
-"""Where a run resumes: a checkpoint is found, checked before anything is loaded, and read."""
+"""The checkpoint from which a run resumes: it is found, checked before anything is loaded, and read."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from rlflow.errors import UserError
 from rlflow.module import chooses_prompts
 from rlflow.run.folder import from_here
 
-# Sections and settings that change no number, or only how sums are rounded; the rows of `data.train` are compared.
+# Sections and settings that change no number, or only how sums are rounded. (The rows of `data.train` are compared.)
 WITHOUT_EFFECT = {"data.train", "data.validation", "logger", "callbacks", "placement", "predict"}
 WITHOUT_EFFECT |= {"strategy.init_args.timeout_s"}
 TRAINER, MAX_STEPS = "trainer.", "trainer.max_steps"
-# The settings of the trainer that change numbers; `max_steps` does where a learning rate ends with the run.
+# The settings of the trainer that change numbers; `max_steps` does if a learning rate's schedule ends with the run.
 WITH_EFFECT = {MAX_STEPS, "trainer.max_staleness", "trainer.partial_rollout", "trainer.skip_spikes"}
 SCHEDULE = ".schedule"
-LONGEST = 60  # characters of a value
+LONGEST = 60  # most characters of a value that are shown
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run begins.
+    """The checkpoint from which a run resumes, if any.
 
     Attributes:
-        checkpoint: Folder of the checkpoint that the run continues; None for a new run.
-        progress: Progress of that run at the checkpoint; None for a new run.
-        goes_on: Whether the run continues in the folder of its checkpoint.
-        lines: What the user should know of finding it.
+        checkpoint: Folder of the checkpoint; None for a new run.
+        progress: Progress of the run at the checkpoint; None for a new run.
+        goes_on: Whether the run continues in the run folder that has the checkpoint.
+        lines: Lines for the user about the search for the checkpoint.
     """
 
     checkpoint: Path | None = None
@@ -44,10 +44,12 @@ class Resume:
 
     @classmethod
     def of(cls, run: Run) -> Resume:
-        """What `trainer.ckpt_path` asks for, read once by the ranks together; called by all, before roles are loaded.
+        """Find the checkpoint of `trainer.ckpt_path`; called by all ranks before roles are loaded.
+
+        To check the checkpoint, the ranks divide its files among them, so each file is read once.
 
         Raises:
-            UserError: The checkpoint that is named is not there, damaged, or of another run.
+            UserError: The checkpoint does not exist, is damaged, or belongs to another run.
         """
         settings = run.settings
         if settings.ckpt_path is None:
@@ -66,14 +68,14 @@ class Resume:
 
     @property
     def done(self) -> int:
-        """Steps that were done before this run."""
+        """Number of steps that were done before this run."""
         return 0 if self.progress is None else self.progress.step
 
     def restore(self, parts: Checkpoint) -> list[str]:
-        """Continue where the checkpoint was taken, if there is one; called by all ranks once their roles are loaded.
+        """Restore the parts of the run from the checkpoint, if there is one; called by all ranks after loading roles.
 
         Returns:
-            What the user should know of it, a line each.
+            Lines for the user.
         """
         if self.checkpoint is None or self.progress is None:
             return [*self.lines]
@@ -82,23 +84,23 @@ class Resume:
 
 
 def _listed(run: Run, run_dir: Path) -> list[Path]:
-    """The run's checkpoints as rank 0 sees them; a network file system may show others what was there before."""
+    """The run's checkpoints as rank 0 sees them; on a network file system other ranks may see an older state."""
     names = run.transport.gather_json([str(folder) for folder in checkpoint.newest_first(run_dir)])[0]
     return list(map(Path, names))
 
 
 def _damage(run: Run, folder: Path) -> str | None:
-    """What a checkpoint has in place of what was written, the same on all ranks: each file is read by one of them."""
+    """What is wrong with a checkpoint, the same on all ranks; each file is read by one rank."""
     transport = run.transport
     here = checkpoint.damage(folder, transport.rank, transport.world_size)
     return next((what for what in transport.gather_json(here) if what is not None), None)
 
 
 def _require_same(run: Run, folder: Path, progress: Progress) -> None:
-    """Refuse a checkpoint that this run cannot continue; every rank looks before anything is loaded, so all end alike.
+    """Refuse a checkpoint from which this run cannot resume. Every rank checks, before anything is loaded.
 
     Raises:
-        UserError: It is one.
+        UserError: This run cannot resume from it.
     """
     chosen, chooses = progress.state.get("chosen"), chooses_prompts(run.module)
     if (chosen is not None) != chooses:
@@ -135,12 +137,12 @@ def _require_same(run: Run, folder: Path, progress: Progress) -> None:
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """A line for each setting that changes the numbers of the steps to come; of another class, the class alone.
+    """A line for each changed setting that changes the numbers of later steps; for another class, only the class.
 
     Args:
-        before: Resolved config that a checkpoint was written with.
-        now: Resolved config of the run that continues it.
-        where: The checkpoint, for the lines.
+        before: Resolved config with which a checkpoint was written.
+        now: Resolved config of the run that resumes from it.
+        where: Name of the checkpoint, for the lines.
     """
     followed = any(
         key.endswith(SCHEDULE) and value not in (None, "constant")

@@ -24,7 +24,7 @@ from rlflow.storage.draft import Draft
 from rlflow.storage.space import bytes_in, in_bytes, require_space
 from rlflow.strategies.distributed import TIMEOUT_S
 
-VALIDATION = "val"  # how names of its metrics begin
+VALIDATION = "val"  # how names of metrics of a validation begin
 ELSEWHERE = "or give `trainer.run_dir` on another"
 CONTINUE = "and continue with `--trainer.ckpt_path last`: what was saved before is still there"
 
@@ -35,14 +35,14 @@ class Saving:
     Args:
         run: The run on this rank.
         folder: Folder of the run.
-        resume: Where the run resumes.
+        resume: The checkpoint from which the run resumes, if any.
 
     Attributes:
-        saved: Steps after which the last checkpoint in the run's folder was begun; None where there is none.
+        saved: Number of steps after which the last checkpoint in the run's folder was taken; None if there is none.
     """
 
     def __init__(self, run: Run, folder: RunFolder, resume: Resume) -> None:
-        self._saved_at = 0.0  # seconds of this run
+        self._saved_at = 0.0  # seconds of this run at the last checkpoint
         self._run = run
         self._settings = run.settings
         self._strategy = run.strategy
@@ -51,9 +51,9 @@ class Saving:
         self._done = resume.done
         self._roles = run.graph.trained_roles()
         self._disk = Disk(self._settings.async_save)
-        self._drafts: list[Draft] = []  # begun, and not yet waited for
-        self._nodes: dict[int, str] = {}  # of each rank
-        self._model_bytes = self._state_bytes = 0  # of all roles
+        self._drafts: list[Draft] = []  # drafts that are being written
+        self._nodes: dict[int, str] = {}  # name of each rank's machine
+        self._model_bytes = self._state_bytes = 0  # bytes of the models and the states of all roles
         self._monitored: dict[str, float] = {}  # the metric that decides which checkpoints stay, by its name
         self.saved = resume.done if resume.goes_on else None
         status.saved(0)
@@ -62,9 +62,9 @@ class Saving:
         """Whether a checkpoint is to be written; the same on all ranks.
 
         Args:
-            done: Steps.
+            done: Number of steps that are done.
             elapsed: Seconds of this run, the same on all ranks.
-            ends: The run ends with this step.
+            ends: Whether the run ends with this step.
         """
         steps, seconds = self._settings.save_every_n_steps, self._settings.save_every_seconds
         if not self._settings.saves_checkpoints or self._settings.fast_dev_run:
@@ -76,13 +76,13 @@ class Saving:
         return ends or by_steps or by_time
 
     def monitor(self, metrics: Mapping[str, float]) -> None:
-        """Note the metric that decides which checkpoints stay, if one does, for the next checkpoint.
+        """Note the value of `trainer.monitor`, which decides which checkpoints stay, for the next checkpoint.
 
         Args:
             metrics: Metrics of the last step and the last validation.
 
         Raises:
-            UserError: The run does not log it.
+            UserError: The run does not log the metric.
         """
         name = self._settings.monitor
         if name is None:
@@ -100,14 +100,14 @@ class Saving:
         return self._monitored
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._monitored = state
 
     def save(self, snapshot: Snapshot, with_models: bool = True) -> None:
         """Write models and a checkpoint; called by all ranks.
 
         Args:
-            snapshot: State of this rank, with what all ranks know; weights and optimizers are as they were then.
+            snapshot: State of this rank from `Checkpoint.agreed`. Weights and optimizers have not changed since.
             with_models: Whether models are written too; a checkpoint alone has all that a run needs to resume.
 
         Raises:
@@ -118,7 +118,7 @@ class Saving:
         draft = self._draft(self.folder_of(done))
         models = self._open(draft, with_models)
         while_running = self._settings.async_save
-        if not while_running:  # before the states, so that no rank waits for their writing while weights are gathered
+        if not while_running:  # before the states: gathering weights must not wait for their writing
             self._write_models(models, done)
         checkpoint.write_share(draft, self._disk, self._strategy, self._run.stateful, snapshot)
         if while_running:
@@ -134,7 +134,7 @@ class Saving:
             self.wait()
 
     def folder_of(self, done: int) -> Path:
-        """Where the checkpoint after `done` steps is."""
+        """The folder of the checkpoint after `done` steps."""
         return checkpoint.folder_of(self._folder.checkpoint, done)
 
     def save_models(self) -> None:
@@ -149,11 +149,11 @@ class Saving:
         self.wait()
 
     def wait(self) -> None:
-        """Return when all that was begun is written; called by all ranks.
+        """Wait until all drafts are written; called by all ranks.
 
         Raises:
-            UserError: A rank could not write it, or found a number of it infinite or NaN; what was written before is
-                still there.
+            UserError: A rank could not write its files, or found infinite or NaN numbers in them. Earlier checkpoints
+                and models are still there.
         """
         if not self._drafts:
             return
@@ -167,16 +167,16 @@ class Saving:
             raise
 
     def abandon(self) -> None:
-        """As `wait` where the run ends by an error, which is the one to be reported; on this rank alone."""
+        """As `wait`, on this rank alone, for a run that ends by an error; errors of writing are not reported then."""
         if self._drafts and self._settings.async_save:
             with contextlib.suppress(Exception):
                 self._disk.give_up()
 
     def require_space(self) -> None:
-        """Look before the first step whether what the run is to save has room; called by all ranks, with roles loaded.
+        """Check before the first step that the disk has room for what the run saves; called by all, with roles loaded.
 
         Raises:
-            UserError: It has not, or a checkpoint cannot hold what an optimizer keeps.
+            UserError: There is too little room, or a checkpoint cannot store the states of an optimizer.
         """
         settings, folder = self._settings, self._folder
         if settings.fast_dev_run:
@@ -184,7 +184,7 @@ class Saving:
         every = settings.save_every_n_steps if settings.save_every_seconds is None else 1
         self._measure()
         saves = 0 if every is None else -(-(self._run.steps - self._done) // every)
-        # A new one is written before an old one is removed.
+        # A new model or checkpoint is written before an old one is removed.
         models, checkpoints = min(2, max(1, saves)), self._retention.most(saves)
         what = f"{models} x {in_bytes(self._model_bytes)} of models"
         if checkpoints:
@@ -212,7 +212,7 @@ class Saving:
         return self._folder.model if role == self._run.lead else self._folder.model_of(role)
 
     def _measure(self) -> None:
-        """Learn how many bytes all models take, and all states in a checkpoint; each role's first rank adds its own."""
+        """Measure the bytes of all models, and of all states in a checkpoint; each role's first rank measures it."""
         here = [0, 0]
 
         def measure() -> None:
@@ -224,7 +224,7 @@ class Saving:
         self._model_bytes, self._state_bytes = map(sum, zip(*self._transport.gather_json(here), strict=True))
 
     def _open(self, draft: Draft | None = None, with_models: bool = True) -> dict[str, Draft]:
-        """Begin to write, if there is room: the models of all roles, and the checkpoint if there is one."""
+        """Open the drafts of all roles' models, and that of the checkpoint, if any; refuse if the disk lacks room."""
         models = {role: self._draft(self._target(role)) for role in self._roles if with_models}
         drafts = [*models.values(), *([] if draft is None else [draft])]
 
@@ -241,12 +241,12 @@ class Saving:
         return models
 
     def _write_models(self, models: dict[str, Draft], done: int | None = None, state: Draft | None = None) -> None:
-        """Let the disk write this rank's shares of them.
+        """Let the disk write this rank's shares of the models.
 
         Args:
-            models: Models by role.
-            done: Steps; None at the end of the run.
-            state: A checkpoint of now that is being written, to take weights from; None to gather them.
+            models: Drafts of the models, by role.
+            done: Number of steps that are done; None at the end of the run.
+            state: Draft of a checkpoint of this step, from which weights are read; None to gather weights.
         """
         for role, draft in models.items():
             if self._strategy.holds(role):
@@ -259,11 +259,11 @@ class Saving:
                 self._disk.report(partial(draft.report, written=written))
 
     def _complete_models(self, models: dict[str, Draft], state: Draft | None = None) -> None:
-        """Let the disk give them their names when all ranks' shares are there, and those of the checkpoint, if any."""
+        """Let the disk rename the drafts of models when all ranks have written them, and the checkpoint too, if any."""
 
         def collect(draft: Draft, ranks: tuple[int, ...]) -> None:
             draft.collect(ranks)
-            if state is not None:  # what another role could not write keeps this one's earlier model, too
+            if state is not None:  # if another role cannot be written, this role's earlier model stays as well
                 state.collect(state.nodes)
 
         for role, draft in models.items():
@@ -280,25 +280,25 @@ class Saving:
 def checkpoint_of(
     run: Run, controller: Controller, callbacks: Callbacks, recording: Recording, saving: Saving, metrics: Metrics
 ) -> Checkpoint:
-    """What a checkpoint holds of a run on this rank, by the names of the parts; roles are loaded."""
+    """The parts of a run whose states are in its checkpoints, by name, on this rank; called after loading roles."""
     chosen = {} if run.train.chosen is None else {"chosen": run.train.chosen}  # rows of epochs that the module chose
     return Checkpoint(
         strategy=run.strategy,
         roles=run.stateful,
         module=run.module,
-        changed={**chosen, "updates": controller.updates},  # gradient norms, which later updates are compared with
+        changed={**chosen, "updates": controller.updates},  # gradient norms; later norms are compared with them
         alike={
-            "steps": controller,  # steps and draws that are done
-            "gaps": controller.policies,  # logprob gaps, which the gaps of later steps are compared with
+            "steps": controller,  # numbers of steps and draws that are done
+            "gaps": controller.policies,  # logprob gaps; gaps of later steps are compared with them
             "callbacks": callbacks,
-            "validation": recording,  # before the first step, for the summary
+            "validation": recording,  # metrics before the first step, for the summary
             "monitored": saving,  # the metric that decides which checkpoints stay
         },
         of_rank={
-            "metrics": metrics,  # logged for steps in progress
-            "samples": run.samples,  # of steps in progress, for the loggers
-            "remembered": run.context.memories,  # given to memories of prompts in steps in progress
-            # What rlflow draws is a function of (seed, step, draw); a user's code may draw from these.
+            "metrics": metrics,  # metrics of steps in progress
+            "samples": run.samples,  # samples of steps in progress, for the loggers
+            "remembered": run.context.memories,  # what steps in progress gave to memories of prompts
+            # rlflow itself draws by (seed, step, draw); code of the user may draw from these generators.
             "random": RandomStates(run.strategy.root_device),
         },
         carried_over=controller.carried_over,

@@ -1,4 +1,4 @@
-"""How many updates a run makes of a role, which a learning rate that ends with the run has to know."""
+"""The number of updates that a run makes of a role, which a learning-rate schedule that ends with the run needs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def updates_per_step(module: RLModule, graph: Graph, role: str, prompts: int) -> int | None:
-    """Optimizer steps of a trained role in one step of the run; None where its rows cannot be counted before.
+    """Optimizer updates of a trained role in one step of the run; None if its rows cannot be counted beforehand.
 
     Args:
         module: The algorithm.
         graph: Graph of the algorithm.
         role: The trained role.
-        prompts: Prompts of a step.
+        prompts: Number of prompts in a step.
     """
     handle, found = handles(module)[role], 0
     for node in _training(graph, role):
@@ -37,10 +37,12 @@ def updates_per_step(module: RLModule, graph: Graph, role: str, prompts: int) ->
 
 
 def counted(module: RLModule, graph: Graph, role: str, prompts: int, steps: int) -> int | None:
-    """What a role's schedule counts in a run of so many steps: updates, or steps; those before `start_step` make none.
+    """The length of a role's learning-rate schedule in a run of `steps` steps, in updates or in steps.
+
+    Steps before `start_step` are not counted.
 
     Returns:
-        None where it counts updates, and nobody knows how many there are.
+        The length; None if the schedule counts updates, and their number is not known.
     """
     handle = handles(module)[role]
     trained = max(0, steps - handle.start_step)
@@ -51,10 +53,10 @@ def counted(module: RLModule, graph: Graph, role: str, prompts: int, steps: int)
 
 
 def check_schedules(module: RLModule, graph: Graph, prompts: int) -> None:
-    """Refuse a schedule that ends after updates which nobody can count.
+    """Refuse a schedule that ends with the last update, if the number of updates is not known.
 
     Raises:
-        UserError: There is one.
+        UserError: A role has such a schedule.
     """
     for role in graph.trained_roles():
         handle = handles(module)[role]
@@ -72,15 +74,15 @@ def check_schedules(module: RLModule, graph: Graph, prompts: int) -> None:
 
 
 def check_made(run: Run, tried: Mapping[str, int], step: int) -> None:
-    """Refuse that a role makes other updates than its schedule counts: the rate would be 0 too early, or never.
+    """Refuse another number of updates than a role's schedule counts: the rate would become 0 too early, or never.
 
     Args:
-        run: The run, on a rank.
-        tried: Updates in this step by role, those among them that were skipped; of roles that this rank trained in it.
-        step: Counted from 1.
+        run: The run on this rank.
+        tried: Number of updates in this step, skipped ones included, by role that this rank trained.
+        step: Number of the step, from 1.
 
     Raises:
-        UserError: One does.
+        UserError: A role made another number of updates.
     """
     module, graph, prompts = run.module, run.graph, run.data.prompts_per_step
     for role, updates in tried.items():
@@ -106,9 +108,9 @@ def _training(graph: Graph, role: str) -> list[Node]:
 
 
 def _rows(graph: Graph, node: Node, prompts: int, group_size: int) -> int | None:
-    """Rows that a train node sees in a step; None where they are not the samples of the only node that generates.
+    """Rows that a train node sees in a step; None unless they are prompts, or samples of the only node that generates.
 
-    Of several nodes that generate, each may sample another number of responses than `group_size`.
+    If several nodes generate, each of them may sample another number of responses than `group_size`.
     """
     if node.inside == BATCH:
         return prompts

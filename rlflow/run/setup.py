@@ -1,4 +1,4 @@
-"""What each rank of a run sets up before it trains or validates: who meets whom, its engine, its part in syncs."""
+"""The set-up of a rank before it trains or validates: process groups, the run's folder, models and engines."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from rlflow.strategies.distributed import TIMEOUT_S
 
 
 def join(run: Run, resolved_config: str | None) -> None:
-    """Check that every rank was started for this run, and form the groups of ranks that have work together.
+    """Check that every rank was started for this run, and form the process groups; called by all ranks.
 
-    Called by all ranks. It sets the attributes of `run` that follow from the other ranks.
+    It sets the attributes of `run` that need the other ranks, such as `transport` and `context`.
 
     Args:
-        run: The run, which every rank planned alike.
-        resolved_config: YAML; None for a run without a config.
+        run: The run, which every rank has planned in the same way.
+        resolved_config: Config as YAML; None for a run without a config.
 
     Raises:
         UserError: A rank was started for another run.
     """
-    from lightning.fabric import seed_everything  # by now without the rest of Lightning, see `rlflow.process.deferred`
+    from lightning.fabric import seed_everything  # without the rest of Lightning, see `rlflow.process.deferred`
 
     settings, strategy = run.settings, run.strategy
     seed_everything(settings.seed, verbose=False)
@@ -102,12 +102,12 @@ def join(run: Run, resolved_config: str | None) -> None:
 
 @contextmanager
 def locked_folder(run: Run) -> Iterator[FolderLock]:
-    """Within, no other run has the run's folder, which rank 0 locks; called by all ranks.
+    """A context in which the run's folder is locked by rank 0, so that no other run uses it; called by all ranks.
 
-    It is as it was before where the run ends before `open_folder`.
+    If the run ends before `open_folder`, the folder is as it was before.
 
     Raises:
-        UserError: Another run has it, or it is no run's.
+        UserError: Another run has locked the folder, or it has files that no run made.
     """
     folder = run.settings.folder
     lock = FolderLock(folder)
@@ -125,12 +125,12 @@ def locked_folder(run: Run) -> Iterator[FolderLock]:
 
 
 def open_folder(run: Run, lock: FolderLock, resumes: bool = False) -> RunFolder:
-    """The run's folder, which is empty unless the run `resumes` in it; called by all ranks.
+    """Open the run's folder, which is empty unless the run resumes in it; called by all ranks.
 
     Args:
         run: The run.
         lock: The lock that is held on the folder.
-        resumes: Whether the run continues in what is there.
+        resumes: Whether the run resumes in the folder, so that its files stay.
     """
     folder = RunFolder(run.settings.folder)
     lock.use()
@@ -139,7 +139,7 @@ def open_folder(run: Run, lock: FolderLock, resumes: bool = False) -> RunFolder:
         if run.is_first and not resumes:
             RunFolder.open(folder.path)
             lock.take()
-            lock.use()  # the new folder, as the one before was moved away
+            lock.use()  # once more for the new folder, since the old one was moved away
             if run.config is not None:
                 folder.config.write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
 
@@ -153,7 +153,7 @@ def load_role(run: Run, role: str, updates: int | None = None) -> None:
     Args:
         run: The run.
         role: The role's name.
-        updates: Updates that its optimizer will make; None for a role that is not trained.
+        updates: Number of updates that its optimizer will make; None for a role that is not trained.
     """
     strategy = run.strategy
     if strategy.holds(role):

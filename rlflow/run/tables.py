@@ -1,4 +1,4 @@
-"""What the sizes of a config come to: prompts, samples and updates, a line each, before the first step."""
+"""Lines on the terminal before the first step: numbers of prompts, samples and updates, memory, and warnings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def size_table(run: Run) -> list[str]:
 
 
 def unclipped(run: Run) -> list[str]:
-    """A warning, where a loss that nothing holds near the policy that sampled meets samples of older weights."""
+    """A warning if samples of older weights are trained on by a loss that has no clip, cap or mask against that."""
     module, prompts_per_step = run.module, run.data.prompts_per_step
     graph = run.graph
     updates = max(updates_per_step(module, graph, role, prompts_per_step) or 2 for role in graph.trained_roles())
@@ -79,7 +79,7 @@ _WHAT_HOLDS = (
 
 
 def _where(layout: Layout, world_size: int) -> str:
-    """Which ranks those are, where they are not all, and how many share their rows."""
+    """The ranks of a layout as text, if they are not all ranks, and how many of them share their rows."""
     where = "" if len(layout.ranks) == world_size else f" of {rank_ranges(layout.ranks)}"
     return f"{where} ({layout.copies} share their rows)" if layout.copies > 1 else where
 
@@ -90,7 +90,7 @@ def memory_table(run: Run) -> Iterator[str]:
     Args:
         run: The run; its strategy has joined the other ranks.
     """
-    strategy, ranks_here = run.strategy, run.settings.devices  # which on the CPU share its memory
+    strategy, ranks_here = run.strategy, run.settings.devices  # ranks that share a CPU's memory
     total, free = device_memory(strategy.root_device, ranks_here)
     try:
         workload = run_workload(run)
@@ -111,7 +111,7 @@ def memory_table(run: Run) -> Iterator[str]:
 
 
 def run_workload(run: Run) -> Workload:
-    """What a run has to do at each step.
+    """The work of a run in each step, for estimates of memory.
 
     Raises:
         UserError: The size of a model is not known from its config.
@@ -132,7 +132,7 @@ def run_workload(run: Run) -> Workload:
 
 
 def device_memory(device: torch.device, ranks_here: int) -> tuple[float, float]:
-    """Bytes of a rank's device, and how many of them are free; on the CPU an equal part of the machine's."""
+    """Bytes of a rank's device, and how many of them are free; on the CPU, an equal part of the machine's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return float(total), float(free)
@@ -141,7 +141,7 @@ def device_memory(device: torch.device, ranks_here: int) -> tuple[float, float]:
 
 
 def trusted_code(run: Run) -> list[str]:
-    """A line for each model for which `trust_remote_code` is on, and the roles that are of it."""
+    """A line for each model for which `trust_remote_code` is on, with the roles that use it."""
     found, roles = handles(run.module), run.policies | run.paths
     trusted: dict[str, list[str]] = {}
     for role in roles:

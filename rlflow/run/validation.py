@@ -1,4 +1,4 @@
-"""`rlflow validate`: a validation by itself."""
+"""`rlflow validate`: one validation, without training."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_con
     """Validate the model of the config in a folder of its own; no optimizer is built. Called by all ranks.
 
     Args:
-        run: The run, of `Settings.for_validation`.
+        run: The run, prepared with `Settings.for_validation`.
         callbacks: Callbacks that are called for the validation.
-        state: The trainer, which they see.
-        resolved_config: YAML; None for a run without a config.
+        state: The trainer as callbacks see it.
+        resolved_config: Config as YAML; None for a run without a config.
 
     Returns:
         The metrics of one validation, and `problems`, the number of held-out prompts.

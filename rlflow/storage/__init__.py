@@ -1,1 +1,1 @@
-"""Writes tensors and folders to a disk, whole or not at all."""
+"""Writes tensors and folders to a disk; a folder gets its name only when it is complete."""

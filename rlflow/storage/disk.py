@@ -1,4 +1,4 @@
-"""Writing in the background: jobs in a thread of their own, and the tensors that are passed to them."""
+"""Writing in the background: a thread that does one job after another, and the tensors that are passed to it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-ON_THE_WAY = 2  # tensors that wait to be written, where the run waits for them anyway
+ON_THE_WAY = 2  # most tensors in a stream's queue, where the run waits for the writing anyway
 
 
 class Disk:
-    """Does one job after another in a thread; after one that fails, no more until `wait`.
+    """Does one job after another in a thread. After a job that fails, it does no more until `wait`.
 
     Args:
-        asynchronous: The run continues in the meantime, so what is to be written is copied first; the copies' memory
-            is reused the next time. Jobs wait for `start`, since the run waits for the copies, and not for what is
-            written.
+        asynchronous: Whether the run continues while the thread writes. Tensors are then copied before they are
+            written, into memory that is reused at the next save. The thread begins only at `start`: until then the run
+            waits for the copies, and writing would delay them.
     """
 
     def __init__(self, asynchronous: bool = False) -> None:
@@ -31,17 +31,17 @@ class Disk:
         self._copies: dict[str, Tensor] = {}
 
     def do(self, job: Callable[[], object]) -> None:
-        """Let the thread do a job, unless one before failed."""
+        """Let the thread do a job, unless a job before it failed."""
         self.report(lambda error: job() if error is None else None)
 
     def report(self, job: Callable[[BaseException | None], object]) -> None:
-        """As `do`, in any case, with the error of a job before."""
+        """Let the thread do a job even if a job before failed; the job gets that error, or None."""
         self._jobs.put(job)
         if not self.asynchronous:
             self.start()
 
     def stream(self, job: Callable[[Iterable[Tensor]], object]) -> Queue[Tensor | None]:
-        """As `do`, with tensors that are then put into the queue, each a copy, and None behind the last."""
+        """As `do`, for a job that reads tensors from the queue that is returned: put copies into it, and None last."""
         queue: Queue[Tensor | None] = Queue(0 if self.asynchronous else ON_THE_WAY)
         tensors = iter(queue.get, None)
 
@@ -50,16 +50,16 @@ class Disk:
                 if error is None:
                     job(tensors)
             finally:
-                deque(tensors, maxlen=0)  # what is left, so that who puts does not wait
+                deque(tensors, maxlen=0)  # empty the queue, so that a `put` does not wait forever
 
         self.report(take)
         return queue
 
     def copy(self, key: str, tensor: Tensor) -> Tensor:
-        """The tensor as it is now, on the CPU.
+        """A copy of the tensor as it is now, on the CPU.
 
         Args:
-            key: Name of the memory of its copy, which is used again at the next save.
+            key: Name of the copy's memory, which is used again at the next save.
             tensor: Tensor on any device.
         """
         if not self.asynchronous:
@@ -71,9 +71,9 @@ class Disk:
         return held.copy_(tensor.detach())
 
     def start(self) -> None:
-        """Let the thread begin with the jobs it was given, and do those it is given from now on."""
+        """Let the thread begin: it does the jobs that wait, and further jobs as they come."""
         if self._thread is None:
-            # A daemon, so that a run that ends by an error does not wait for a disk that hangs.
+            # A daemon thread, so that a run that ends by an error does not wait for a disk that hangs.
             self._thread = threading.Thread(target=self._work, name="disk", daemon=True)
             self._thread.start()
 
@@ -81,7 +81,7 @@ class Disk:
         """Return when all jobs are done.
 
         Raises:
-            BaseException: What the first of them that failed raised.
+            BaseException: The error of the first job that failed.
         """
         self.start()
         assert self._thread is not None
@@ -93,7 +93,7 @@ class Disk:
             raise error
 
     def give_up(self) -> None:
-        """Return when what was begun is done; what was not is never."""
+        """If the thread was started, wait until its jobs are done. Else the jobs that wait are never done."""
         if self._thread is not None:
             self.wait()
 

@@ -1,4 +1,4 @@
-"""A folder that several ranks write, each for itself, and that gets its name when all of it is there."""
+"""A draft: a folder that several ranks write, each its own files, and that gets its name when it is complete."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from rlflow.errors import UserError, one_line
 from rlflow.storage.tensors import sha256, sync
 
 RECORD = "rank-has-"  # how the names of ranks' records begin
-WRITTEN, LEFT = "written", "left"  # parts of what ranks do with a draft
+WRITTEN, LEFT = "written", "left"  # what ranks record: their files are written; they read no more files
 WAITED_FOR = {WRITTEN: "nothing was written", LEFT: "its files were still read, to write models,"}  # `by rank 1`
-PAUSES = (0.01, 1.0)  # seconds between looks at the folder: the first, and the longest
+PAUSES = (0.01, 1.0)  # seconds between two looks at the folder: the first pause, and the longest
 
 
 def of_rank(name: str, rank: int, world_size: int) -> str:
-    """What a file is called that each rank has one of, without its suffix."""
+    """The name of a file that each rank has one of, without its suffix: `logged-00000-of-00002`."""
     return f"{name}-{rank:05d}-of-{world_size:05d}"
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank wrote.
+    """The record of what one rank wrote.
 
     Attributes:
         rank: Number of the rank.
-        files: SHA-256 and size by name.
-        more: What else the one who completes the folder needs; JSON-able.
-        error: Why it is not there; None where it is.
+        files: SHA-256 and size of each file by name.
+        more: Further JSON-able values for the rank that completes the folder.
+        error: Why the rank could not write; None if it could.
     """
 
     rank: int
@@ -44,12 +44,12 @@ class Record:
 
 
 class Draft:
-    """The folder while it is written, as one rank sees it.
+    """A folder while it is written, on one rank.
 
     Args:
-        target: Path that it will have.
+        target: Path of the folder when it is complete.
         rank: This process's rank.
-        nodes: The machine's name of every rank of the job, by rank.
+        nodes: Name of the machine of every rank of the job, by rank.
         timeout_s: Seconds that other ranks may take longer than this rank.
     """
 
@@ -61,9 +61,10 @@ class Draft:
         self._timeout_s = timeout_s
 
     def open(self) -> None:
-        """Make it anew; by one rank, before the others write.
+        """Make an empty folder; called by one rank, before the others write.
 
-        A run that was killed while it gave a draft its name has left what was called so before under another one.
+        `complete` first moves an older folder of the same name aside. If the run was killed just then, the older folder
+        gets its name back here.
         """
         before = self._before
         if before.exists() and not self.target.exists():
@@ -82,14 +83,14 @@ class Draft:
         return records
 
     def add(self, record: Record, part: str = WRITTEN) -> None:
-        """Say what this rank wrote; nothing of it is written after. An empty file says that it had no room to.
+        """Write the record of this rank, which then writes no more files. If the disk is full, the record is empty.
 
         Args:
             record: Record of this rank.
-            part: `WRITTEN`, or `LEFT` where the rank reads nothing of it any more; `collect` asks for one.
+            part: `WRITTEN` when the rank's files are written, `LEFT` when it reads no files any more.
 
         Raises:
-            OSError: It could not be written.
+            OSError: The record could not be written.
         """
         target = self._record(record.rank, part)
         unnamed = target.with_suffix(".part")
@@ -108,12 +109,12 @@ class Draft:
         written: Iterable[Path] = (),
         part: str = WRITTEN,
     ) -> None:
-        """Say what this rank wrote, or why it could not.
+        """Write the record of this rank, or of its error.
 
         Args:
-            error: Why it could not; None where it could.
-            record: Function that makes the record; None for one without files.
-            written: Files that are removed if there is an error, since their room is needed to say so.
+            error: Why the rank could not write its files; None if it could.
+            record: Function that makes the record; None for a record without files.
+            written: Files to remove if there is an error, to make room for its record.
             part: See `add`.
         """
         if error is None:
@@ -124,15 +125,15 @@ class Draft:
         self.add(Record(self.rank, error=not_written(error, self.target, self.rank, self.nodes[self.rank])), part)
 
     def collect(self, ranks: Iterable[int], part: str = WRITTEN) -> list[Record]:
-        """What all of them wrote, once they have.
+        """Wait for the records of all `ranks`, and return them in the order of ranks.
 
         Args:
-            ranks: Who writes.
+            ranks: Ranks that write a record.
             part: See `add`.
 
         Raises:
-            UserError: One could not do its part, or says nothing in time.
-            OSError: What one says is damaged; the error has the file's name.
+            UserError: A rank recorded an error, or wrote no record in time.
+            OSError: A record is damaged; the error has the file's name.
         """
         missing, found = set(ranks), {}
         began, pause = time.monotonic(), PAUSES[0]
@@ -156,7 +157,7 @@ class Draft:
         return [found[rank] for rank in sorted(found)]
 
     def complete(self) -> None:
-        """Give it its name, when no rank writes or reads it; what was called so before is gone afterwards."""
+        """Rename the draft to `target`, when no rank writes or reads it; an older folder of that name is removed."""
         for record in self.path.glob(f"{RECORD}*.json"):
             record.unlink()
         for path in (*self.path.rglob("*"), self.path):
@@ -166,12 +167,12 @@ class Draft:
         if self.target.exists():
             self.target.rename(before)
         self.path.rename(self.target)
-        for folder in (self.target.parent, self.target.parent.parent):  # the first of a run made the upper one's entry
+        for folder in (self.target.parent, self.target.parent.parent):  # a run's first draft also made the parent
             sync(folder)
         shutil.rmtree(before, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove it, when no rank writes it: a file that comes while the folder is emptied would keep it there."""
+        """Remove the draft. No rank may write it then: a file written meanwhile would keep the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @property
@@ -195,7 +196,7 @@ class Draft:
 
 
 def not_written(error: BaseException, target: Path, rank: int, node: str) -> str:
-    """What a user reads where a rank could not write."""
+    """The error line for a rank that could not write."""
     if isinstance(error, UserError):
         return str(error)
     reason = one_line(error)

@@ -1,4 +1,4 @@
-"""Room on a disk, looked at before it is needed."""
+"""Free space on a disk, checked before it is needed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 from rlflow.errors import UserError
 
-SMALL_FILES = 2**20  # bytes of what is not counted one by one: configurations, JSON, tokenizers
+SMALL_FILES = 2**20  # bytes for files that are not counted one by one: configurations, JSON, tokenizers
 
 
 def require_space(folder: Path, needed: int, what: str, mend: str) -> None:
-    """Refuse to begin what would not end.
+    """Refuse to write a folder if the disk has too little free space.
 
     Args:
-        folder: Folder that is to be written; it need not exist yet.
-        needed: Bytes.
-        what: Takes them, for the message.
-        mend: What to do but free some.
+        folder: Folder to write; it need not exist yet.
+        needed: Bytes to write.
+        what: Words of the error before the number of bytes: "the checkpoints of this run need".
+        mend: Advice in the error, in addition to freeing space.
 
     Raises:
-        UserError: Fewer are free.
+        UserError: Fewer bytes are free.
     """
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -37,7 +37,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def in_bytes(nbytes: float) -> str:
-    """A number of bytes as text, in the unit that is easy to read."""
+    """A number of bytes as text, in a unit that makes it short: `152.0 kB`."""
     for unit, size in {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The state of a role in a checkpoint's files: where each part of it lies, and how ranges of it are read."""
+"""The state of a role in a checkpoint's files: an index of its parts, and reading of ranges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlflow.errors import UserError, one_line
 
 @dataclass(frozen=True)
 class RoleIndex:
-    """The content of `<role>.json`: which file has which part of which tensor of a role. For two ranks:
+    """The content of `<role>.json`: which file has which range of each tensor of a role. For two ranks:
 
         files   ["actor-00000-of-00002.safetensors", "actor-00001-of-00002.safetensors"]
         kinds   ["weight", "exp_avg", "exp_avg_sq"]
@@ -26,9 +26,9 @@ class RoleIndex:
         ranges  {"lm_head.weight": [(0, 400, 0), (400, 400, 1)]}       elements 0 to 399 are in the first file
 
     Attributes:
-        updates: Optimizer updates that the role has made.
-        untrained: A description of what the state belongs to and does not hold, such as the model under adapters.
-        kinds: The tensors of each parameter: `weight`, and the names of the optimizer's.
+        updates: Number of optimizer updates that the role has made.
+        untrained: Description of what the state needs and does not contain, such as the model under adapters.
+        kinds: Names of the tensors of each parameter: `weight`, and those of the optimizer, such as `exp_avg`.
         files: Files with tensors, one for each rank that holds some.
         shapes: Shape of each parameter.
         ranges: Ranges that make up the flattened tensor, by parameter, in order, the same for every kind: the first
@@ -45,7 +45,7 @@ class RoleIndex:
     loss_scale: tuple[float, int] | None = None
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the index as JSON."""
         path.write_text(json.dumps(asdict(self)) + "\n")
 
     @classmethod
@@ -67,11 +67,11 @@ class StoredRole:
 
     def __init__(self, folder: Path, role: str, index: RoleIndex) -> None:
         self._folder, self._role, self._index = folder, role, index
-        self._files: dict[str, Any] = {}  # open ones
+        self._files: dict[str, Any] = {}  # open files by name
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The tensors of each parameter: `weight`, and the names of the optimizer's."""
+        """Names of the tensors of each parameter: `weight`, and those of the optimizer."""
         return tuple(self._index.kinds)
 
     def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
@@ -79,11 +79,11 @@ class StoredRole:
 
         Args:
             shapes: Shapes of the trained parameters by Hugging Face name.
-            kinds: What is needed of each: `weight`, and what the optimizer keeps, such as `exp_avg`.
+            kinds: Names of the tensors that each parameter needs: `weight`, and the optimizer's, such as `exp_avg`.
 
         Raises:
-            UserError: A parameter is missing or has another shape, the checkpoint has one more, or other tensors of the
-                optimizer.
+            UserError: A parameter is missing from the checkpoint or has another shape, or the checkpoint has a further
+                parameter or other tensors of the optimizer.
         """
         stored, where = self._index.shapes, self._folder / index_name(self._role)
         for parameter, shape in shapes.items():

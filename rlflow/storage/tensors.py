@@ -48,12 +48,12 @@ class StoredTensor:
 
     @classmethod
     def of(cls, key: str, tensor: Tensor) -> StoredTensor:
-        """What a tensor is under this name."""
+        """The entry for a tensor under this name."""
         return cls(key, tuple(tensor.shape), tensor.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the tensor's elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -63,7 +63,7 @@ class TensorRange:
 
     Attributes:
         start: Place of the first element in the flattened whole.
-        values: `[n]`, the elements, a view of where they are held; may be empty.
+        values: `[n]`, a view of the elements in the tensor that holds them; may be empty.
     """
 
     start: int
@@ -77,15 +77,15 @@ def write_tensors(
 
     Args:
         path: The file.
-        entries: All that it will hold.
-        tensors: Tensors, one for each entry, in their order, on any device; asked for one by one.
+        entries: Entries of all tensors of the file.
+        tensors: Tensors, one for each entry, in their order, on any device; taken one by one.
         metadata: Metadata of the file.
 
     Returns:
         The file's SHA-256.
 
     Raises:
-        OSError: It cannot be written; the error has its name.
+        OSError: The file cannot be written; the error has its name.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -120,16 +120,16 @@ def write_tensors(
 
 
 def all_finite(what: str, role: str, entries: Iterable[StoredTensor], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors, each looked at before it is handed on.
+    """Yield the tensors, each after a check that it is finite.
 
     Args:
-        what: What they are saved as, for the message.
+        what: Name in the error of what is saved, such as `step-00000020`.
         role: Role that has the weights.
         entries: Entries, one for each tensor; the key of an optimizer's state is `<weight>/<kind>`.
         tensors: Tensors in the same order, on any device.
 
     Raises:
-        UserError: An entry of one is infinite or NaN.
+        UserError: A tensor has an infinite or NaN element.
     """
     for entry, tensor in zip(entries, tensors, strict=True):
         if not is_finite(tensor.detach()):
@@ -153,16 +153,16 @@ def sync(path: Path) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether it holds neither NaN nor infinity."""
+    """Whether the tensor has neither NaN nor infinite elements."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
-    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # of 8 bits torch knows no least and largest
-    # NaN is both the least and the largest, and one pass finds both: much faster than `isfinite` of every entry.
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch has no `aminmax` for 8-bit floats
+    # If there is a NaN, both extremes are NaN. One pass finds both: much faster than `isfinite` of every element.
     return bool(torch.stack(wide.aminmax()).isfinite().all())
 
 
 def _not_finite(saved_as: str, role: str, key: str) -> str:
-    """What a user reads of a tensor that is not saved."""
+    """The error line for a tensor that is not saved."""
     name, _, kind = key.partition("/")
     weights = f"the weights of `{role}`"
     what = f"{weights} are" if kind in ("", "weight") else f"{kind!r}, which the optimizer keeps of {weights}, is"

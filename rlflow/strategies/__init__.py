@@ -1,4 +1,4 @@
-"""How training is spread over ranks."""
+"""Strategies: how training is divided over ranks."""
 
 import rlflow.process.deferred  # noqa: F401  (before the modules below import parts of Lightning)
 from rlflow.strategies.deepspeed import DeepSpeedStrategy

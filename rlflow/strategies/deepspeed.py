@@ -51,24 +51,26 @@ class DeepSpeedStrategy(DistributedStrategy):
             gradients in float32. `fp16` scales the loss, and skips updates whose gradient overflows.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
-        share_prefixes: Compute a prefix that several rows of a micro-batch have, such as a group's prompt, once; needs
-            `packing`.
+        share_prefixes: Compute a prefix that several rows of a micro-batch share, such as a group's prompt, only once;
+            needs `packing`.
         float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
-        offload_optimizer: Keep optimizer states in CPU memory and step there (CUDA; stage 1 or more). It takes 12 bytes
-            a weight off the GPUs, and each step sends the gradients and weights over PCIe, so it is off by default.
-        offload_parameters: Keep weights in CPU memory, and send each layer to the GPU when it is used (CUDA; stage 3).
-            Off by default: it is for a model with weights that do not fit, even alone and divided over the ranks.
+        offload_optimizer: Store optimizer states in CPU memory and update weights there (CUDA; stage 1 or more). It
+            takes 12 bytes a weight off the GPUs. Each step sends gradients and weights over PCIe, so it is off by
+            default.
+        offload_parameters: Store weights in CPU memory, and send each layer to the GPU when it is used (CUDA; stage 3).
+            Off by default: it is for a model whose weights do not fit on the GPUs even when the ranks divide them.
         overlap_comm: Reduce gradients, and gather weights at stage 3, on a CUDA stream of their own while the backward
             pass runs. Off by default, as it was never compared on a GPU.
         bucket_elements: Most elements of a bucket: gradients that are reduced together, and at stage 3 weights that are
-            gathered ahead. No bucket is larger than the model's largest layer; it is allocated in full, 4 bytes an
-            element.
+            gathered in advance. No bucket is larger than the model's largest layer. A bucket is allocated in full, with
+            4 bytes an element.
         live_elements: Most elements of weights that stay gathered at stage 3, give or take one parameter, so that they
-            need not be gathered again. None for the size of the largest layer: memory does not grow with the layers.
-        partition_within: Number of ranks of one node that hold a second, divided copy of the weights at stage 3, where
-            a role has more ranks than that. Backward passes, and all forward passes but the first after an update, then
-            gather within the node. The copy costs each rank the model's weights divided by this number. None for no
-            second copy.
+            need not be gathered again. None for the size of the largest layer; memory then does not grow with the
+            number of layers.
+        partition_within: Number of ranks of one node that hold a second, divided copy of the weights at stage 3, for a
+            role with more ranks. The first forward pass after an update gathers over all ranks; later forward passes
+            and backward passes gather within the node. The copy costs each rank the model's weights divided by this
+            number. None for no second copy.
         timeout_s: Seconds after which a collective that a rank does not join fails.
     """
 
@@ -123,17 +125,17 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.bucket_elements = bucket_elements
         self.live_elements = live_elements
         self.partition_within = partition_within
-        # DeepSpeed's engines. Not named in a type: jsonargparse would import deepspeed when it reads a config, before a
-        # device is chosen, which DeepSpeed then takes for all.
+        # DeepSpeed's engines. Their type is not named: jsonargparse would then import deepspeed when it reads a config.
+        # No device is chosen at that time, and DeepSpeed would choose one for the whole process.
         self._engines: dict[str, Any] = {}
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
         engine, role = self._engine(name), self.roles[name]
-        if role.loss_scale is not None:  # else DeepSpeed scales by one of its own
+        if role.loss_scale is not None:  # replaces DeepSpeed's own scale
             engine.optimizer.loss_scaler.cur_scale = role.scaled_by
         engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over the role's ranks; this sums. Copies of a shard each add a part of its gradient.
+        # DeepSpeed averages over the role's ranks; the factor makes it a sum. Each copy of a shard adds a part of it.
         engine.backward(loss * len(self.layout(name).ranks), scale_wrt_gas=False)
 
     def _before_joining(self) -> None:
@@ -142,12 +144,13 @@ class DeepSpeedStrategy(DistributedStrategy):
                 f"`trainer.devices` gives GPU {self.root_device.index} to local rank {self.local_rank}, and DeepSpeed "
                 "takes GPUs from 0 on. Choose them with the environment variable CUDA_VISIBLE_DEVICES."
             )
-        os.environ["DS_ACCELERATOR"] = self.root_device.type  # DeepSpeed reads it when it is imported, once for all
+        os.environ["DS_ACCELERATOR"] = self.root_device.type  # DeepSpeed reads it only when it is imported
 
     def _materialize(self, name: str, model: PackedModel) -> None:
-        """Give each parameter this rank's part of it, as zeros; see `TrainingStrategy._materialize`. Stage 3 only.
+        """Give each parameter memory for this rank's part, as zeros; see `TrainingStrategy._materialize`. Stage 3 only.
 
-        One parameter after another is allocated whole and divided, so memory peaks one parameter above the parts.
+        Parameters are allocated whole and divided one after another. So the peak of memory is that of all parts and one
+        whole parameter.
         """
         import deepspeed
 
@@ -162,7 +165,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             divider._convert_to_deepspeed_param(made)  # as `Init(module=...)` without a broadcast
             made.partition()
             made.ds_tensor.zero_()
-            made.ds_secondary_tensor = None  # made when it is first gathered
+            made.ds_secondary_tensor = None  # DeepSpeed makes it when the parameter is first gathered
             return made  # type: ignore[no-any-return]
 
         replace_parameters(model, divided)
@@ -194,18 +197,18 @@ class DeepSpeedStrategy(DistributedStrategy):
         return groups
 
     def _config(self, name: str, model: PackedModel, optimizer: Optimizer | None) -> dict[str, Any]:
-        """DeepSpeed's configuration of a role; what it would do by default (clip at 1.0, print, time) is off."""
+        """DeepSpeed's configuration of a role; its defaults (clipping at 1.0, printing, timing) are off."""
         layer = model.largest_layer(lambda parameter: self._full_shape(parameter).numel())
         on_gpu = self.root_device.type == "cuda"
-        bucket = -2 * (-min(self.bucket_elements, layer) // 2)  # its buffers are allocated in full; even, for NCCL
+        bucket = -2 * (-min(self.bucket_elements, layer) // 2)  # even, for NCCL
         live = layer if self.live_elements is None else self.live_elements
         zero: dict[str, Any] = {
             "stage": self.stage,
-            "memory_efficient_linear": False,  # it would replace torch's function in the whole process, for good
+            "memory_efficient_linear": False,  # it would replace torch's function in the whole process
             "overlap_comm": self.overlap_comm,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            "sub_group_size": bucket,  # stepped together, with temporary copies of this size
+            "sub_group_size": bucket,  # updated together, with temporary copies of this size
             "stage3_prefetch_bucket_size": bucket,
             "stage3_max_live_parameters": live,
             "stage3_max_reuse_distance": live,
@@ -218,14 +221,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self._groups_of(name).within is not None:
             zero["zero_hpz_partition_size"] = self.partition_within
         return {
-            "train_micro_batch_size_per_gpu": 1,  # asked for, used for nothing
+            "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, has no effect here
             "gradient_accumulation_steps": 1,  # the boundary is set by hand in `backward`
             "gradient_clipping": 0.0 if optimizer is None else optimizer.gradient_clipping,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.dtype == torch.bfloat16},
-            "fp16": {"enabled": self.dtype == torch.float16, "loss_scale": FIRST},  # set anew for each update
+            "fp16": {"enabled": self.dtype == torch.float16, "loss_scale": FIRST},  # `backward` sets it for each update
             "data_types": {"grad_accum_dtype": "fp32" if self.stage else None},
             "communication_data_type": "fp32",
             "steps_per_print": None,
@@ -240,7 +243,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _update(self, name: str, role: Role, most: float) -> float:
         engine = self._engine(name)
-        if engine.optimizer is role.optimizer:  # float32 at stage 0: DeepSpeed wraps nothing and has no norm
+        if engine.optimizer is role.optimizer:  # float32 at stage 0: not wrapped, and DeepSpeed has no norm
             return super()._update(name, role, most)
         with norm_at_most(engine.optimizer, most) as found:
             engine.step()
@@ -249,7 +252,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return found.get("norm", float(norm))
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
-        """Within it these parameters are whole on this rank; at stage 3 all ranks of the role enter it together."""
+        """A context in which these parameters are whole on this rank; at stage 3 all ranks of the role enter it."""
         if self.stage < 3:
             return super()._gathered(parameters)
         import deepspeed
@@ -258,7 +261,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return gathered
 
     def _full_shape(self, parameter: torch.nn.Parameter) -> torch.Size:
-        shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # before it is divided it has none
+        shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)  # it has no `ds_shape` before it is divided
         return shape
 
     def _part_of(self, parameter: Tensor) -> TensorRange:
@@ -273,12 +276,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         return gradient
 
     def _copies(self, name: str) -> tuple[int, int]:
-        """Rank 2 of 4 gets `(2, 4)` at stage 0, where each rank has the whole state; `(0, 1)` where parts are disjoint.
+        """`(0, 1)` if ranks hold disjoint parts. At stage 0 each rank holds the whole state: rank 2 of 4 has `(2, 4)`.
 
-        Below stage 3 an average that has no float32 parts of its own is whole on each rank too.
+        Below stage 3, each rank also holds the whole of an average that has no float32 parts of its own.
         """
         ranks, average = self.layout(name).ranks, self.roles[name].average
-        whole = self.stage < 3 and average is not None and not average.parts  # as forward passes read it
+        whole = self.stage < 3 and average is not None and not average.parts  # the weights are the average
         return (ranks.index(self.global_rank), len(ranks)) if whole or self.stage == 0 else (0, 1)
 
     @torch.no_grad()
@@ -289,12 +292,12 @@ class DeepSpeedStrategy(DistributedStrategy):
             super()._renew_average(name)
         elif average.parts:
             group = self._groups_of(name).all
-            for key, part in average.parts.items():  # each rank has some of the numbers, and 0 is added to them
+            for key, part in average.parts.items():  # each number is on one rank; the others add 0
                 whole = torch.zeros_like(average.weights[key]).view(-1)
                 whole[part.start : part.start + len(part.values)] = part.values.to(whole)
                 dist.all_reduce(whole, group=group)
                 average.weights[key].copy_(whole.view_as(average.weights[key]))
-        if self.stage == 3:  # weights left whole, and second copies within nodes, are those of before
+        if self.stage == 3:  # weights that stayed gathered, and second copies within nodes, are outdated
             self._engine(name).optimizer.partition_all_parameters()
             for parameter in self.roles[name].model.parameters():
                 parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
@@ -311,9 +314,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             held = {WEIGHT: safe_get_local_fp32_param(parameter)}
             held |= {kind: safe_get_local_optimizer_state(parameter, kind) for kind in kinds}
             return {kind: _own_part(parameter, tensor) for kind, tensor in held.items()}
-        # DeepSpeed's functions for this stage gather, so its map from weights to its flat masters is read.
+        # DeepSpeed's functions for stages 1 and 2 gather. So its map from weights to flat float32 masters is read.
         fragment = parameter._hp_mapping  # type: ignore[attr-defined]
-        if fragment is None:  # all of it is on other ranks
+        if fragment is None:  # the parameter is on other ranks
             return {kind: TensorRange(0, torch.empty(0)) for kind in (WEIGHT, *kinds)}
         start = fragment.lp_fragment_address.start
         return {WEIGHT: TensorRange(start, fragment.hp_fragment)} | {
@@ -328,7 +331,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             return
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
-        # Parts are equally long: what is too short ends with 0. What is offloaded lies elsewhere, so each is set whole.
+        # Parts have equal lengths, so shorter ones are padded with 0. Each part is set as a whole, since DeepSpeed may
+        # have moved it to the CPU.
         own = self._part_of(parameter)
         padded: Any = parameter.ds_tensor  # type: ignore[attr-defined]
         padding = (0, padded.numel() - own.values.numel())
@@ -347,7 +351,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 weight.data.copy_(master)
         elif self.stage < 3:
             optimizer.update_lp_params()
-        else:  # those that ranks keep whole
+        else:  # weights that ranks hold whole
             optimizer.checkpoint_event_prologue()
             optimizer.checkpoint_event_epilogue()
 
@@ -371,9 +375,9 @@ class DeepSpeedStrategy(DistributedStrategy):
 
 
 def _own_part(parameter: Any, padded: Tensor) -> TensorRange:
-    """This rank's part of a tensor as ZeRO-3 divides it, without the padding that makes all parts equally long.
+    """This rank's part of a tensor as ZeRO-3 divides it, without the padding that gives all parts the same length.
 
-    Of 10 elements on 4 ranks each has a part of 3: ranks 0 to 2 start at 0, 3 and 6, and rank 3 has element 9 alone.
+    With 10 elements on 4 ranks a part has 3: ranks 0 to 2 start at 0, 3 and 6, and rank 3 has only element 9.
     """
     start = padded.numel() * dist.get_rank(parameter.ds_process_group)
     length = min(padded.numel(), max(0, parameter.ds_numel - start))
@@ -389,8 +393,8 @@ def join(device: torch.device, dtype: torch.dtype, backend: str | None) -> None:
         backend: Backend of the process group, such as `gloo` or `cpu:gloo,cuda:nccl`.
 
     Raises:
-        UserError: This process has used DeepSpeed on another kind of device, or it does not train in `dtype` on this
-            device.
+        UserError: This process has used DeepSpeed on another kind of device, or DeepSpeed does not train in `dtype` on
+            this device.
     """
     import deepspeed
 
@@ -405,7 +409,8 @@ def join(device: torch.device, dtype: torch.dtype, backend: str | None) -> None:
             f"`precision` is 'fp16', in which DeepSpeed does not train on this machine's {device.type};"
             " set `strategy: fsdp`, or `precision: bf16`"
         )
-    # It is for inference alone, and would be compiled first: a minute, or without end where a compile was killed.
+    # This operator is for inference only. It would be compiled first: for a minute, or forever if an earlier
+    # compilation was killed.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(backend)
     _keep_within_role()
@@ -474,10 +479,11 @@ def _keep_within_role() -> None:
 
 @contextmanager
 def norm_at_most(optimizer: Any, most: float) -> Iterator[dict[str, float]]:
-    """Within it an optimizer of ZeRO 1 to 3 treats a gradient of a norm above `most` as one that overflowed.
+    """A context in which an optimizer of ZeRO 1 to 3 skips an update whose gradient has a norm above `most`.
 
     The optimizer's step measures the norm by a method of its own, `scaled_global_norm` at stages 1 and 2 and
-    `_get_norm_groups` at stage 3, and skips an update if the norm is not finite. That method is replaced for this time.
+    `_get_norm_groups` at stage 3, and skips the update if the norm is not finite. In this context that method returns
+    infinity for a norm above `most`.
 
     Args:
         optimizer: DeepSpeed's optimizer.
@@ -488,7 +494,7 @@ def norm_at_most(optimizer: Any, most: float) -> Iterator[dict[str, float]]:
         skipped; else it stays empty.
 
     Raises:
-        UserError: The optimizer has neither method: that of stage 0 in half precision.
+        UserError: The optimizer has neither method, as at stage 0 in half precision.
     """
     found: dict[str, float] = {}
     if math.isinf(most):
@@ -506,7 +512,7 @@ def norm_at_most(optimizer: Any, most: float) -> Iterator[dict[str, float]]:
         norms = measure(*given, **by_name)
         each = norms if isinstance(norms, list) else [norms]
         total = math.sqrt(sum(float(norm) ** 2 for norm in each)) / float(optimizer.loss_scale)
-        if not math.isfinite(total) or min(map(float, each)) < 0 or total <= most:  # -1 says that it is not finite
+        if not math.isfinite(total) or min(map(float, each)) < 0 or total <= most:  # -1: not finite
             return norms
         found["norm"] = total
         infinite = torch.full_like(torch.as_tensor(each[0]), math.inf)

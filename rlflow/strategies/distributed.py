@@ -1,4 +1,4 @@
-"""What strategies of many ranks share: starting the ranks, their process groups, and sequence parallelism."""
+"""The common base of strategies of many ranks: their start, process groups, and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rlflow.values.layout import Layout
 if TYPE_CHECKING:
     from rlflow.strategies.processes import ManyProcesses
 
-TIMEOUT_S = 600.0  # of a collective, where `timeout_s` does not say another one
-LONGEST_S = 1e9
+TIMEOUT_S = 600.0  # seconds for a collective, by default
+LONGEST_S = 1e9  # largest `timeout_s`
 
 
 class DistributedStrategy(TrainingStrategy):
-    """Data-parallel training on many ranks. A subclass decides what of a role is divided over the role's ranks.
+    """Data-parallel training on many ranks. A subclass decides how a role's weights and states are divided.
 
     Losses of all ranks add up to the loss of the update, so gradients are summed over ranks, never averaged. Ranks that
     hold copies of the same rows (`Layout.copies`) divide each sequence among them.
@@ -39,7 +39,7 @@ class DistributedStrategy(TrainingStrategy):
     implements `_materialize` where it divides weights.
 
     Attributes:
-        within_setting: Name of the setting that gives the number of consecutive ranks that gather weights among them:
+        within_setting: Name of the setting for the number of consecutive ranks that gather weights from one another:
             `partition_within` of DeepSpeed, `within` of FSDP.
         sums_across: Whether ranks that hold the same parts of the weights sum gradients in a group of their own.
     """
@@ -64,7 +64,7 @@ class DistributedStrategy(TrainingStrategy):
         if not 1 <= timeout_s <= LONGEST_S:
             raise UserError(f"`timeout_s` is {timeout_s}; give a number of seconds from 1 to {LONGEST_S:g}.")
         self.timeout = timedelta(seconds=timeout_s)
-        from rlflow.strategies.processes import ManyProcesses  # Fabric's take a second of `rlflow fit --help`
+        from rlflow.strategies.processes import ManyProcesses  # importing Fabric's would slow `rlflow fit --help`
 
         processes = ManyProcesses(self.timeout, self._before_joining)
         self._configure(processes, precision, token_budget, packing, share_prefixes, float32_head)
@@ -75,8 +75,8 @@ class DistributedStrategy(TrainingStrategy):
         """See `TrainingStrategy.check_roles`.
 
         Raises:
-            UserError: An optimizer that needs whole matrices is used where states are divided, or the number of a
-                role's ranks is no multiple of `within_setting`.
+            UserError: States are divided and an optimizer needs whole matrices, or the number of a role's ranks is no
+                multiple of the setting `within_setting`.
         """
         for name in handles.keys() & layouts.keys():
             optimizer, ranks, within = handles[name].optimizer, layouts[name].ranks, self._gathers_within(layouts[name])
@@ -105,13 +105,13 @@ class DistributedStrategy(TrainingStrategy):
         return int(largest)
 
     def _gathers_within(self, layout: Layout) -> int:
-        """How many consecutive ranks of a role gather weights among them."""
+        """Number of consecutive ranks of a role that gather weights from one another."""
         return len(layout.ranks) if self._within is None else min(self._within, len(layout.ranks))
 
     def _groups_of(self, name: str) -> RoleGroups:
-        """The groups of a role that lives on this rank.
+        """The process groups of a role that is on this rank.
 
-        Without `form_groups` they are formed at the first call, which all ranks of the job then have to make.
+        If `form_groups` was not called, they are formed at the first call; all ranks of the job must then make it.
         """
         layout = self.layout(name)
         if layout not in self._groups:
@@ -122,7 +122,7 @@ class DistributedStrategy(TrainingStrategy):
         return groups
 
     def _formed(self, layout: Layout) -> RoleGroups | None:
-        """Form the groups of a layout, called by all ranks of the job in the same order; None outside the layout."""
+        """Form the process groups of a layout; called by all ranks of the job in the same order. None outside it."""
 
         def own(parts: Iterable[tuple[int, ...]]) -> ProcessGroup | None:
             groups = [process_group(ranks, self.timeout) for ranks in parts]
@@ -144,7 +144,7 @@ class DistributedStrategy(TrainingStrategy):
         plan = super()._forward_plan(name)
         if self.layout(name).copies > 1:
             plan = replace(plan, peers=peers_of(self._groups_of(name).peers))
-        if self.divides_weights:  # a forward pass gathers weights, so ranks make equally many
+        if self.divides_weights:  # a forward pass gathers weights, so all ranks must make the same number of passes
             plan = replace(plan, agree=lambda count: self.agree(name, count), gathers=True)
         return plan
 
@@ -159,9 +159,9 @@ class DistributedStrategy(TrainingStrategy):
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """The process groups of one role that this rank is in.
+    """The process groups of one role that this rank belongs to.
 
-    For example on rank 5, of a role on ranks 0 to 7 with 2 ranks to a sequence and weights divided over 4 ranks:
+    For example, a role on ranks 0 to 7 divides each sequence over 2 ranks, and its weights over 4. Rank 5 has:
 
         all     (0, 1, 2, 3, 4, 5, 6, 7)
         peers   (4, 5)
@@ -173,7 +173,7 @@ class RoleGroups:
         all: The role's ranks.
         peers: The ranks that hold copies of this rank's rows and divide their sequences; includes this rank.
         alone: This rank only.
-        within: The consecutive ranks that gather weights among them; None if these are all of the role's.
+        within: The consecutive ranks that gather weights from one another; None if these are all ranks of the role.
         across: The ranks that hold the same parts of the weights as this rank; None if `within` is None, and for a
             strategy that does not use it.
     """
@@ -188,7 +188,7 @@ class RoleGroups:
 def consecutive(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:
     """The ranks in groups of `width`: ranks 4 to 7 with a width of 2 are `[(4, 5), (6, 7)]`.
 
-    Empty if `width` does not divide their number. That is so only for ranks of an engine that hold no role.
+    Empty if `width` does not divide their number, which happens only for ranks of an engine that hold no role.
     """
     if len(ranks) % width:
         return []

@@ -1,4 +1,4 @@
-"""Torch's FSDP2: the weights of each role, its gradients and its optimizer's states divided over its ranks."""
+"""Torch's FSDP2: each role's weights, gradients and optimizer states are divided over the role's ranks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class FSDPStrategy(DistributedStrategy):
             overflows.
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
-        share_prefixes: Compute a prefix that several rows of a micro-batch have, such as a group's prompt, once; needs
-            `packing`.
+        share_prefixes: Compute a prefix that several rows of a micro-batch share, such as a group's prompt, only once;
+            needs `packing`.
         float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
         within: Number of consecutive ranks of a role that divide its weights among them, such as those of a machine;
             the next ranks hold another copy. None for all ranks of the role.
@@ -77,8 +77,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
-        # Each micro-batch's is summed over the ranks that divide it, so that none ever holds more than its rows; over
-        # their copies it is summed once.
+        # A micro-batch's gradient is summed over the ranks that divide the weights, so that no rank holds more than its
+        # own rows. The sum over copies of the weights is taken once, after the last micro-batch.
         model: Any = self.roles[name].model
         model.set_requires_all_reduce(last)
         super().backward(name, loss, last)
@@ -86,7 +86,7 @@ class FSDPStrategy(DistributedStrategy):
     def _materialize(self, name: str, model: PackedModel) -> None:
         """Apply `fully_shard`, then allocate this rank's rows; see `TrainingStrategy._materialize`.
 
-        Trained weights are float32, since the optimizer steps them; forward passes compute in `dtype`.
+        Trained weights are float32, since the optimizer updates them; forward passes compute in `dtype`.
         """
         # Torch's FSDP and DTensor are imported where they are used: they take half a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -122,8 +122,8 @@ class FSDPStrategy(DistributedStrategy):
 
         assert isinstance(parameter, DTensor)
         mesh, (rows, *width) = parameter.device_mesh, parameter.shape
-        # With n rows and r ranks the first ranks have ceil(n / r) each, and the last what is left, which may be
-        # nothing.
+        # With n rows and r ranks, the first ranks have ceil(n / r) rows each. The last ranks have the rest, which may
+        # be nothing.
         first = min(-(-rows // mesh.size(-1)) * mesh.get_local_rank("shard"), rows)
         held: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
         return TensorRange(first * math.prod(width), held.view(-1))
@@ -153,10 +153,10 @@ def _units(model: PackedModel) -> Iterator[nn.Module]:
 
     The weights of one such module are gathered together, without those of the modules before it.
     """
-    layers = set(model.model._no_split_modules or ())  # by which transformers too knows what stays together
+    layers = set(model.model._no_split_modules or ())  # transformers, too, does not split these
     yield from [module for module in model.modules() if type(module).__name__ in layers]
     embedding, output = model.model.get_input_embeddings(), model.model.get_output_embeddings()
-    if output is not None and output.weight is not embedding.weight:  # tied, they are one parameter of the rest
+    if output is not None and output.weight is not embedding.weight:  # if tied, they belong to the rest
         yield from (embedding, output)
     yield model
 
@@ -171,7 +171,7 @@ def _refuse_scalars(name: str, model: PackedModel) -> None:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """The whole of a `DTensor`, gathered by all its ranks; another tensor as it is."""
+    """The full tensor of a `DTensor`, gathered by all its ranks; any other tensor unchanged."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine as Fabric does; when one dies, names it and ends all others."""
+"""Starts the ranks of one machine as Fabric does; when a rank dies, reports it and ends all others."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ from rlflow.process.environment import handed_arguments, place_kept
 from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, Answered
 
 POLL_S = 0.2
-GRACE_S = 2.0  # how long rank 0 may still take to fail in its own words after another rank has died
-MISSING_S = 10.0  # a rank waits so long, after its collective failed, for whoever knows which other rank was missing
-END_S = 60.0  # how long the other ranks may outlive a rank 0 that is done
-REPORTED = 2  # the exit code of a rank that has said on the terminal what its user can mend
+GRACE_S = 2.0  # seconds that rank 0 has, after another rank has died, to raise an error of its own
+MISSING_S = 10.0  # seconds that a rank whose collective failed waits for a process that knows which rank was missing
+END_S = 60.0  # seconds that other ranks have to end after rank 0 is done
+REPORTED = 2  # the exit code of a rank that has reported a `UserError` on the terminal
 
 
 class RankLauncher(_SubprocessScriptLauncher):
     """Runs this script once more for every further rank of this machine, unless torchrun or Slurm started them.
 
-    Use it as `fabric.launch(function)`. A rank that dies ends the others within 5 seconds: one line on the terminal
-    names it and what it was doing, unless it has reported a `UserError` itself, and the exit code is its own (1 if that
-    is 0, or a signal killed it). If rank 0 is killed, only the parent process of `rlflow fit` and `validate` reports
-    it:
+    Use it as `fabric.launch(function)`. If a rank dies, the others end within 5 seconds. One line on the terminal names
+    the rank and what it was doing, unless the rank has reported a `UserError` itself:
 
         rank 1 on gpu-17 was killed by SIGKILL (step 3, run rewards: ranks 0-1); ended the other ranks; continue with
         `--trainer.ckpt_path last`, after step 2
 
-    A rank that exits with code 0 before `function` has returned in it has died too. Where a collective fails, the line
-    names the rank of this machine that did not join it. If `function` raises in rank 0, the other ranks are killed, and
-    rank 0's caller reports the error. Ranks of other machines learn of a death when their collectives fail.
+    The exit code is that of the rank that died, but 1 if that is 0 or a signal killed the rank. A rank that exits with
+    code 0 before `function` has returned in it has died too. If a collective fails, the line names the rank of this
+    machine that did not join it. If `function` raises in rank 0, the other ranks are killed, and rank 0's caller
+    reports the error. If rank 0 is killed, only the parent process of `rlflow fit` and `validate` reports it. Ranks of
+    other machines notice a death when their collectives fail.
     """
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether one rank can run in a notebook; more are refused when they would be started."""
+        """True: one rank can run in a notebook. More are refused when they would be started."""
         return True
 
     @place_kept()
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks, unless they are started already, then call the function and return its result.
 
-        Every rank calls it, since every rank runs the same script; the result is that of this process.
+        Every rank runs the same script, so every rank calls this; the result is that of this process.
 
         Raises:
-            Answered: In rank 0: another rank died, or did not join a collective. A line on the terminal names it.
+            Answered: In rank 0, if another rank died or did not join a collective. A line on the terminal names it.
             UserError: There are several ranks, and this process has no command that could be run again.
         """
         environment = self.cluster_environment
@@ -84,10 +84,10 @@ class RankLauncher(_SubprocessScriptLauncher):
 
 
 def require_command(devices: int) -> None:
-    """Refuse to start ranks from what has no command to run again: a notebook, a prompt, `python -c`, standard input.
+    """Refuse to start ranks if this process has no command to run again: in a notebook, at a prompt, by `python -c`.
 
     Raises:
-        UserError: This process was started otherwise than by `python FILE`, `python -m MODULE` or an installed script.
+        UserError: This process was not started by `python FILE`, `python -m MODULE` or an installed script.
     """
     is_module = sys.modules["__main__"].__spec__ is not None
     if hasattr(sys, "ps1") or not (is_module or Path(sys.argv[0]).is_file()):
@@ -99,9 +99,10 @@ def require_command(devices: int) -> None:
 
 
 def _started(by_rank_0: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function in a rank that another process started: this machine's rank 0, or else torchrun or Slurm.
+    """Call the function in a rank that another process started: this machine's rank 0, torchrun or Slurm.
 
-    Under rank 0 an error is raised a few seconds late: rank 0 often finds the same one, reports it and ends this rank.
+    If rank 0 started this rank, an error is raised a few seconds late: rank 0 often has the same error, reports it and
+    ends this rank.
     """
     try:
         result = function(*args, **kwargs)
@@ -111,7 +112,7 @@ def _started(by_rank_0: bool, function: Callable[..., Any], *args: Any, **kwargs
             if not by_rank_0:
                 named = status.mine().named
                 error.add_note(f"{named} waited for another rank, which is gone or did not join it in time")
-        if by_rank_0:  # it finds most errors too: it reports them once, and ends this process
+        if by_rank_0:  # rank 0 has most errors too: it reports them once, and ends this process
             time.sleep(MISSING_S if status.mine().failed else GRACE_S)
         raise
     status.end()
@@ -132,13 +133,13 @@ class _Watch(threading.Thread):
         self._statuses = {rank: self._board[rank - own_rank] for rank in ranks}
         self._ranks = ranks
         self._own_rank = own_rank
-        self._terminal = os.dup(2)  # where the user looks, whatever the ranks redirect later
+        self._terminal = os.dup(2)  # the terminal, even if ranks redirect their output later
         self._over = threading.Event()
 
     def over(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function in rank 0 while the other ranks are watched, and return its result.
 
-        If its error follows from another rank's death, that rank is reported and `Answered` is raised in its place.
+        If an error in rank 0 follows from another rank's death, that rank is reported, and `Answered` is raised.
         """
         self.start()
         supervisor.before(self._wait_for_all)
@@ -166,16 +167,16 @@ class _Watch(threading.Thread):
         while not self._over.wait(POLL_S):
             dead = self._dead()
             if dead is not None:
-                if not self._over.wait(GRACE_S):  # rank 0 hangs: it waits for the dead
+                if not self._over.wait(GRACE_S):  # rank 0 hangs in a collective with the dead rank
                     self._end_all()
                     os._exit(self._reported(dead))
                 return
 
     def _dead(self) -> int | None:
-        """A rank with a process that ended otherwise than by the end of its run; None if there is none."""
+        """A rank whose process ended before its run did; None if there is none."""
         for rank, process in self._ranks.items():
             code = process.poll()
-            asked = code == preemption.EXIT_CODE and preemption.received()  # as all ranks do, rank 0 at last
+            asked = code == preemption.EXIT_CODE and preemption.received()  # all ranks end so, rank 0 last
             if code is not None and not asked and (code != 0 or not self._statuses[rank].ended):
                 return rank
         return None
@@ -204,7 +205,7 @@ class _Watch(threading.Thread):
             os._exit(self._reported(dead))
 
     def _reported(self, rank: int) -> int:
-        """Write on the terminal how the rank died, unless it has; return rank 0's exit code, at least 1."""
+        """Report on the terminal how a rank died, unless it has done so itself; return rank 0's exit code, not 0."""
         code, last = self._ranks[rank].returncode, self._statuses[rank]
         if code == preemption.EXIT_CODE and last.ended:
             _say(self._terminal, f"rlflow: rank {rank} was asked to end by a signal; {Preempted.GO_ON_FROM_BEFORE}")

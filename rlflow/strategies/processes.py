@@ -1,4 +1,4 @@
-"""How the processes of a run are started, by Fabric's strategies, and how they find one another."""
+"""The processes of a run: how Fabric's strategies start them, and how they find one another."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class OneProcess(SingleDeviceStrategy):
-    """This process alone."""
+    """A run in this process alone."""
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """None before Fabric has chosen: it sets the devices of strategies that have this property."""
+        """None; Fabric sets the devices of strategies that have this property."""
         return None
 
     @parallel_devices.setter
@@ -49,7 +49,7 @@ class ManyProcesses(DDPStrategy):
     """A process for each rank, in one process group.
 
     Args:
-        timeout: Timeout of its collectives.
+        timeout: Timeout of the group's collectives.
         before_joining: Function that each rank calls before it joins, when its device is known.
     """
 
@@ -60,7 +60,7 @@ class ManyProcesses(DDPStrategy):
 
     @property
     def launcher(self) -> RankLauncher:
-        """Starts the ranks of this machine."""
+        """The launcher that starts the ranks of this machine."""
         return RankLauncher(self._place, self.num_processes, self.num_nodes)
 
     @property
@@ -69,7 +69,7 @@ class ManyProcesses(DDPStrategy):
         return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
 
     def setup_environment(self) -> None:
-        """Take the device of this rank, then join the others."""
+        """Select the device of this rank, then join the process group."""
         self._before_joining()
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
@@ -78,16 +78,16 @@ class ManyProcesses(DDPStrategy):
     def join(self) -> None:
         """Join the process group, which, unlike Fabric's, is bound to no device.
 
-        Bound to one, torch would split each further group from that of all ranks while it is formed, immediately and by
-        NCCL, thousands of them in a large job.
+        If it were bound to a device, torch would split each further group from it by NCCL as soon as the group is
+        formed. A large job has thousands of groups.
         """
-        for announcer in ("lightning.fabric", "lightning.pytorch"):  # of every rank, on the terminal
+        for announcer in ("lightning.fabric", "lightning.pytorch"):  # they announce every rank on the terminal
             logging.getLogger(announcer).setLevel(logging.WARNING)
         if self.root_device.type == "cuda":
             connect_when_used()
         address, port = self._place.main_address, self._place.main_port
         join_group(self.process_group_backend, self.global_rank, self.world_size, address, port, self._joins_within)
-        # DeepSpeed and vLLM read them, however the ranks were started.
+        # DeepSpeed and vLLM read these variables, however the ranks were started.
         os.environ |= {
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
@@ -97,7 +97,7 @@ class ManyProcesses(DDPStrategy):
         }
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks; on a GPU it is named, for the process group is bound to none."""
+        """Wait for all ranks; on a GPU the device is given, since the process group is bound to none."""
         dist.barrier(device_ids=self._determine_ddp_device_ids())
 
     @property
@@ -109,11 +109,13 @@ class ManyProcesses(DDPStrategy):
 def join_group(backend: str, rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> None:
     """Form the group of all ranks.
 
-    Whoever reaches the store can read and write it, so rank 0 serves it on one interface: that of `address`. On one
-    machine that is the loopback, on which gloo's own connections are made too. Under torchrun the agent serves it, and
-    this attempt has a name of its own in it: torchrun starts ranks again with the same store, in which the addresses of
-    ranks that are gone still lie (https://github.com/pytorch/pytorch/issues/135712), and its count of restarts may
-    differ from agent to agent.
+    Any program that reaches the store can read and write it. So rank 0 serves the store on one interface only, that of
+    `address`. On one machine this is the loopback, on which gloo makes its own connections too.
+
+    Under torchrun the agent serves the store, and this attempt uses keys under a name of its own. The reason is that
+    torchrun starts ranks again with the same store, which still has the addresses of ranks that are gone
+    (https://github.com/pytorch/pytorch/issues/135712). Its count of restarts cannot be the name, since it may differ
+    from agent to agent.
 
     Args:
         backend: Backend, by torch's name.
@@ -124,7 +126,7 @@ def join_group(backend: str, rank: int, world_size: int, address: str, port: int
         timeout: Timeout of the group's collectives, and of joining it.
 
     Raises:
-        UserError: Under torchrun a rank did not come in time.
+        UserError: Under torchrun, a rank did not join in time.
     """
     if dist.is_initialized():
         return
@@ -142,10 +144,11 @@ def join_group(backend: str, rank: int, world_size: int, address: str, port: int
 
 
 def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name that no earlier ranks have used; called by all ranks.
+    """Agree on a random name that no earlier ranks have used in the store; called by all ranks.
 
-    Rank 0 calls by a name that it makes up. The others answer by names of their own, to each call that they find, for
-    it may be one of before; rank 0 writes to each of the names that it was answered by.
+    Rank 0 writes a random name, the call. Every other rank answers with a random name of its own, to each call that it
+    finds, since a call may be left from earlier ranks. Rank 0 confirms each answer; a rank whose answer is confirmed
+    has found the right call.
     """
     mine, until = uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:

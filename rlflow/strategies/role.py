@@ -1,4 +1,4 @@
-"""A role on a rank: its model, and what trains it (optimizer, schedule, loss scale, or the average that it is)."""
+"""A role on a rank: its model, and its optimizer, schedule and loss scale, or its moving average."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.storage.tensors import TensorRange
 
-FIRST = 2.0**14
-LEAST = 1.0
+FIRST = 2.0**14  # the loss scale at the start
+LEAST = 1.0  # the smallest loss scale
 LONG = 500  # updates without an overflow after which a larger factor is tried
 
 
 @dataclass
 class Role:
-    """A loaded model and what trains it.
+    """A loaded model, and the state of its training.
 
     Attributes:
-        handle: What the algorithm calls.
-        model: The weights, under DeepSpeed too.
-        optimizer: Steps them; None for a frozen role.
-        updates: How many updates the whole run makes, or steps if its schedule counts those; None where nobody knows.
-        done: How many updates were made; skipped ones do not count.
-        step: How many steps of the run trained it before this one.
+        handle: The handle that the algorithm calls.
+        model: The model with its weights, also where DeepSpeed wraps it.
+        optimizer: Optimizer of the weights; None for a frozen role.
+        updates: Number of updates in the whole run, or of steps if the schedule counts steps; None if it is not known.
+        done: Number of updates made so far; skipped ones do not count.
+        step: Number of steps of the run that trained the role before this one.
         loss_scale: Scale of the losses of a trained role if its gradients are in float16; else None.
-        average: The average, of a role that is another's moving average; `done` counts its moves then.
+        average: The average, if the role is a moving average of another; `done` then counts its moves. Else None.
     """
 
     handle: ModelHandle
@@ -51,7 +51,7 @@ class Role:
 
     @property
     def settings(self) -> Optimizer:
-        """How the role is trained; it is a trained one."""
+        """Settings of the role's optimizer; only for a trained role."""
         assert self.handle.optimizer is not None, self.handle.model
         return self.handle.optimizer
 
@@ -62,17 +62,17 @@ class Role:
 
     @property
     def kinds(self) -> list[str]:
-        """Tensors of each weight's shape that the optimizer keeps, such as `exp_avg`; nothing before an update."""
+        """Names of the optimizer's tensors that are shaped as a weight, such as `exp_avg`; none before an update."""
         assert self.optimizer is not None
         kept: dict[str, object] = next(iter(self.optimizer.state.values()), {})
         return sorted(kind for kind, value in kept.items() if isinstance(value, Tensor) and value.dim() > 0)
 
     def clip_and_step(self, most: float = math.inf) -> float:
-        """One update with the gradients in `.grad`, full or divided; returns their norm before clipping.
+        """Make one update with the gradients in `.grad`, full or divided; returns their norm before clipping.
 
-        Skipped if the norm is not finite, or above `most`.
+        The update is skipped if the norm is not finite, or above `most`.
         """
-        from torch.distributed.tensor import DTensor  # takes half a second, which a command that trains nothing saves
+        from torch.distributed.tensor import DTensor  # imported here, as it takes half a second
 
         assert self.optimizer is not None
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
@@ -95,15 +95,15 @@ class Role:
 
 @dataclass
 class LossScale:
-    """The factor on a loss with gradients in float16: without it small gradients are 0, too large a factor overflows.
+    """The factor on a loss with gradients in float16. Without it small gradients become 0; if too large, it overflows.
 
-    A power of 2, halved by an update if its gradient overflowed and doubled after many that did not: Micikevicius et
-    al., Mixed Precision Training, arXiv 1710.03740, section 3.2. It depends on the role's updates alone, and all its
-    ranks see the same gradient.
+    The factor is a power of 2. An update whose gradient overflowed halves it, and many updates without an overflow
+    double it: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2. It depends on the role's
+    updates alone, so it is the same on all ranks of the role, which see the same gradient.
 
     Attributes:
         factor: Factor on the loss; gradients are divided by it before they are clipped.
-        clean: Updates since it last changed.
+        clean: Number of updates since the factor last changed.
     """
 
     factor: float = FIRST
@@ -120,11 +120,11 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether a smaller factor is left to be tried."""
+        """Whether there is a smaller factor to try."""
         return self.factor > LEAST
 
     def record(self) -> tuple[float, int]:
-        """What a checkpoint stores; `LossScale(*record)` resumes from it."""
+        """The numbers that a checkpoint stores; `LossScale(*record)` restores them."""
         return self.factor, self.clean
 
 
@@ -133,11 +133,11 @@ class Average:
     """The moving average of another role's weights, in the parts that a rank holds.
 
     Attributes:
-        owner: The role that it follows.
-        decay: What stays of the average at a step.
-        weights: The following model's own parameters by name, of those that the owner trains.
-        parts: This rank's parts of the average, in float32, where the model's weights are narrower; else empty, and the
-            weights are the average.
+        owner: The role that the average follows.
+        decay: Factor on the average at a step; the weights have the rest.
+        weights: Parameters of the average's model by name, as far as the owner trains these.
+        parts: This rank's parts of the average in float32, if the model's weights are narrower. Else empty: the weights
+            themselves are the average.
     """
 
     owner: str
@@ -157,9 +157,9 @@ def scheduled(settings: Optimizer, done: int, updates: int | None) -> float:
     With `lr: 1e-3` and `warmup_steps: 10` it is 1e-4, 2e-4, ... 1e-3 for the first ten updates.
 
     Args:
-        settings: How the role is trained.
-        done: How many updates, or steps, there were before this one.
-        updates: How many there are in the whole run; only a schedule that falls needs it.
+        settings: Settings of the optimizer.
+        done: Number of updates, or steps, before this one.
+        updates: Number of updates, or steps, in the whole run; only a schedule that falls needs it.
     """
     if done < settings.warmup_steps:
         return settings.lr * (done + 1) / settings.warmup_steps
@@ -172,16 +172,16 @@ def scheduled(settings: Optimizer, done: int, updates: int | None) -> float:
 
 
 def is_taken(norm: float, most: float) -> bool:
-    """Whether an update of a gradient of this norm is made."""
+    """Whether a gradient of this norm is used for an update."""
     return math.isfinite(norm) and norm <= most
 
 
 def begun(like: TensorRange, weights: TensorRange) -> TensorRange:
-    """What an average starts as: a copy of the weights, in float32 or wider.
+    """The first value of an average: a copy of the weights, in float32 or wider.
 
     Args:
-        like: The range that this rank has of the owner's weights, and where it lies.
-        weights: A range of the same parameter that holds that one.
+        like: The range of the owner's weights that this rank has, and its device.
+        weights: A range of the same parameter that includes that one.
     """
     first = like.start - weights.start
     values = weights.values[first : first + like.values.numel()]
@@ -192,12 +192,14 @@ def begun(like: TensorRange, weights: TensorRange) -> TensorRange:
 
 @torch.no_grad()
 def move(average: TensorRange, weights: TensorRange, decay: float) -> None:
-    """Set the average a to a + (1 - decay) (w - a); each number is rounded alone, so dividing changes no bit.
+    """Set the average a to a + (1 - decay) (w - a).
+
+    Each number is computed by itself, so the bits do not depend on how ranks divide the average.
 
     Args:
         average: This rank's part of the average; changed in place.
         weights: The same range of the weights w that it follows.
-        decay: What stays of the average, from 0 to 1; with 0.9 a tenth of the difference is added.
+        decay: Factor on the average, from 0 to 1; with 0.9 a tenth of the difference is added.
     """
     assert (average.start, len(average.values)) == (weights.start, len(weights.values))
     change: Tensor = weights.values.to(average.values) - average.values

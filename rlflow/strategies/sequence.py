@@ -1,7 +1,7 @@
-"""A line that ranks divide among them: attention over the whole of it, and its results brought together.
+"""Sequence parallelism by Ulysses (Jacobs et al., arXiv 2309.14509): ranks divide a packed line among them.
 
-Both are differentiable. Each rank computes a part of the line, and attends over the whole line with a share of the
-heads: Ulysses, Jacobs et al., arXiv 2309.14509.
+Each rank computes a part of the line. In attention it computes a share of the heads, over the whole line. The two
+functions here are differentiable: attention over a divided line, and the gathering of results.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def peers_of(group: ProcessGroup) -> Peers:
 
 
 def divided_attention(group: ProcessGroup) -> Attention:
-    """`packed_attention` of a line that is divided over the ranks of a group, in parts of one length.
+    """`packed_attention` over a line that the ranks of a group divide in parts of equal length.
 
-    Heads are divided among the ranks; where those of keys and values are fewer than ranks, some ranks have the same.
+    Heads are divided among the ranks. If there are fewer heads of keys and values than ranks, some ranks have the same.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
 
@@ -43,10 +43,10 @@ def divided_attention(group: ProcessGroup) -> Attention:
 
 
 def _whole_line(states: Tensor, group: ProcessGroup, size: int) -> Tensor:
-    """`[1, heads, l, D]` of this part of the line to `[1, heads / size, size * l, D]` of all of it."""
+    """`[1, heads, l, D]` of this part of the line to `[1, heads / size, size * l, D]` of the whole line."""
     _, heads, length, width = states.shape
-    by_rank = states.view(size, heads // size, length, width).transpose(1, 2)  # of each rank's heads
-    by_part = _exchange(by_rank, group)  # of each part of the line
+    by_rank = states.view(size, heads // size, length, width).transpose(1, 2)  # the heads of each rank
+    by_part = _exchange(by_rank, group)  # the states of each part of the line
     return by_part.reshape(size * length, heads // size, width).transpose(0, 1)[None]
 
 
@@ -54,19 +54,19 @@ def _own_part(output: Tensor, group: ProcessGroup, size: int) -> Tensor:
     """`[1, size * l, heads / size, D]` of the whole line to `[1, l, heads, D]` of this part of it."""
     _, length, heads, width = output.shape
     by_part = output.view(size, length // size, heads, width)
-    by_rank = _exchange(by_part, group)  # of each rank's heads
+    by_rank = _exchange(by_part, group)  # the heads of each rank
     return by_rank.transpose(0, 1).reshape(1, length // size, size * heads, width)
 
 
 def _exchange(values: Tensor, group: ProcessGroup) -> Tensor:
-    """`values[i]` to rank i; of rank i's, what it has for this one, in place i."""
+    """Send `values[i]` to rank i; place i of the result has what rank i sends to this rank."""
     apply: Any = _Exchange.apply
     received: Tensor = apply(values, group)
     return received
 
 
 class _Exchange(torch.autograd.Function):
-    """The gradient of what was received goes back to who sent it."""
+    """Sends the gradient of received values back to their sender."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
@@ -82,7 +82,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _gather(group: ProcessGroup, values: tuple[Tensor, ...], counts: list[int]) -> tuple[Tensor, ...]:
-    """One exchange for all values of a dtype."""
+    """Gather the values of all peers, with one exchange for all values of a dtype."""
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(value.dtype for value in values):
         places = [place for place, value in enumerate(values) if value.dtype == dtype]
@@ -95,9 +95,9 @@ def _gather(group: ProcessGroup, values: tuple[Tensor, ...], counts: list[int]) 
 
 
 def _gather_lines(part: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
-    """`[K, r]` of each peer to `[K, R]` on all; its own part of the gradient back to each.
+    """`[K, r]` of each peer to `[K, R]` on all peers; in the backward pass each peer takes its part of the gradient.
 
-    The peers compute the same loss from the same numbers, so each has the whole gradient at hand: nothing is summed.
+    The peers compute the same loss from the same numbers, so each has the whole gradient, and nothing is summed.
     """
     if max(counts) == 0:
         return part

@@ -1,4 +1,4 @@
-"""One process, plain torch: laptops, Macs, and the float64 runs that show the rest to be exact."""
+"""One process with plain torch: for laptops, Macs, and float64 runs to which other strategies are compared."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class SingleProcess(TrainingStrategy):
     """Trains in this process without DeepSpeed; needs `trainer.devices: 1`.
 
     Args:
-        precision: Precision of weights, gradients and optimizer states alike. So there is no fp16: its range is too
-            small for an optimizer's states (FSDP on one rank has float32 ones).
+        precision: Precision of weights, gradients and optimizer states. There is no fp16, since its range is too small
+            for an optimizer's states (FSDP on one rank has them in float32).
         token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
         packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
-        share_prefixes: Compute a prefix that several rows of a micro-batch have, such as a group's prompt, once; needs
-            `packing`.
+        share_prefixes: Compute a prefix that several rows of a micro-batch share, such as a group's prompt, only once;
+            needs `packing`.
         float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
     """
 

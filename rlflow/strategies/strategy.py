@@ -1,4 +1,4 @@
-"""What the controller asks of a strategy: load roles, run backward and step, give weights and training state."""
+"""The interface of strategies: load roles, run backward passes and updates, return weights and training state."""
 
 from __future__ import annotations
 
@@ -39,36 +39,37 @@ WEIGHT = "weight"
 class TrainingStrategy:
     """Trains the roles of this rank; `Fabric(strategy=...)` is given its `processes`.
 
-    What is here is for a model in whole plain tensors. A subclass may wrap a role (`_wrap`), and say how its
-    gradients come about (`backward`) and are applied (`_update`); one that divides weights or states over ranks also
-    what a rank holds of each (`_materialize`, `_part_of`, `_state_parts_of`) and how it is gathered. A method that
-    takes a role's name is called by all ranks of the role and by no others, in the same order. A role is on all ranks,
-    each with rows of its own, unless `form_groups` says otherwise.
+    This base class is for a model in whole plain tensors. A subclass may wrap a role (`_wrap`), and may change how
+    gradients are computed (`backward`) and applied (`_update`). A subclass that divides weights or states over ranks
+    also says which part a rank holds (`_materialize`, `_part_of`, `_state_parts_of`) and how weights are gathered
+    (`_gathered`, `_whole`). A method that takes a role's name is called by all ranks of the role and by no others, in
+    the same order. A role is on all ranks, each with rows of its own, unless `form_groups` is given other layouts.
 
-    A run calls `check_roles` before processes start, then `form_groups` and `setup_role` for each role of the rank. An
+    A run calls `check_roles` before processes start, then `form_groups`, and `setup_role` for each role of the rank. An
     update of a role is `backward` for each micro-batch and then `step`; after it `weights` are sent to the engine.
 
     Attributes:
-        processes: Fabric's side: it starts the ranks, and knows which of them this process is.
-        roles: The roles that live on this rank, by name.
-        precisions: The dtypes that it trains in, by the names that users give: `{"bf16": torch.bfloat16, ...}`.
-        otherwise: What a user does who wants another precision; the end of an error's line.
+        processes: Fabric's strategy, which starts the ranks and knows the rank of this process.
+        roles: The roles on this rank, by name.
+        precisions: The dtypes in which it trains, by their names in a config: `{"bf16": torch.bfloat16, ...}`.
+        otherwise: Advice for another precision, at the end of an error.
         dtype: Dtype of forward passes.
         token_budget: Tokens of a micro-batch.
         packing: Whether forward passes are without padding.
-        share_prefixes: Whether a prefix that several rows of one have is computed once; never with padding.
+        share_prefixes: Whether a prefix that several rows of a micro-batch share is computed once; never with padding.
         float32_head: Whether logits are computed in float32.
         timeout: Time after which a collective that a rank does not join fails; None on one rank.
-        stage: Stage of ZeRO, or the one that divides as much: 0 nothing, 1 optimizer states, 2 and gradients, 3 and
-            weights. Gradients are summed in float32 then. None where nothing can be divided.
+        stage: Stage of ZeRO, or the one that divides as much: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
+            weights. Gradients are then summed in float32. None if the strategy cannot divide anything.
         divides_weights: Whether no rank ever holds a whole model.
-        holds_masters: Whether trained weights are float32 and are rounded for forward passes; ZeRO has copies of them.
+        holds_masters: Whether trained weights are float32 and are rounded for forward passes. ZeRO instead has float32
+            copies of its weights.
         can_offload: Whether `offload_optimizer` is a setting of the strategy.
         offload_optimizer: Whether the optimizer's states are in the CPU's memory.
-        offload_parameters: Whether the weights do.
-        bucket_elements: The most elements of gradients that are reduced together, from ZeRO 1 on.
-        live_elements: The most elements of weights that are whole at a time at ZeRO 3; None for a layer's.
-        partition_within: How many ranks divide weights once more among them at ZeRO 3; None for none.
+        offload_parameters: Whether the weights are in the CPU's memory.
+        bucket_elements: Most elements of gradients that are reduced together, from ZeRO 1 on.
+        live_elements: Most elements of weights that are whole at one time at ZeRO 3; None for those of a layer.
+        partition_within: Number of ranks that divide a second copy of the weights at ZeRO 3; None for no copy.
     """
 
     processes: OneProcess | ManyProcesses
@@ -126,12 +127,12 @@ class TrainingStrategy:
 
     @property
     def global_rank(self) -> int:
-        """This rank, among all of the run."""
+        """Number of this rank among all ranks of the run."""
         return self.processes.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This rank, among those of this machine."""
+        """Number of this rank among the ranks of this machine."""
         return self.processes.local_rank
 
     def barrier(self) -> None:
@@ -139,27 +140,27 @@ class TrainingStrategy:
         self.processes.barrier()
 
     def form_groups(self, layouts: Mapping[str, Layout]) -> None:
-        """Say where roles live; called once, before any role is set up, by all ranks of the job alike.
+        """Set the layouts of roles; called once, before any role is set up, by all ranks of the job.
 
         Args:
-            layouts: Layouts by role. The ranks that hold a shard's copies divide its sequences among them.
+            layouts: Layouts by role, the same on all ranks. Ranks that hold copies of a shard divide its sequences.
         """
         self._layouts = dict(layouts)
 
     def layout(self, name: str) -> Layout:
-        """Where the role lives, loaded or not."""
+        """The layout of a role, loaded or not."""
         return self._layouts.get(name, Layout(tuple(range(self.world_size)), self.world_size))
 
     def divided_over(self, layout: Layout) -> int:
-        """Over how many of a role's ranks it is divided; the others have copies."""
+        """Number of a role's ranks that divide it; further ranks hold copies."""
         return len(layout.ranks)
 
     def holds(self, name: str) -> bool:
-        """Whether the role lives on this rank too."""
+        """Whether the role is on this rank."""
         return self.global_rank in self.layout(name).ranks
 
     def leads(self, name: str) -> bool:
-        """Whether this is the role's first rank, which writes its files."""
+        """Whether this is the first rank of the role, which writes files that the role has once."""
         return self.global_rank == self.layout(name).ranks[0]
 
     def agree(self, name: str, count: int) -> int:
@@ -167,29 +168,30 @@ class TrainingStrategy:
         return count
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
-        """Refuse what cannot be trained this way, before processes start.
+        """Refuse roles that this strategy cannot train, before processes start.
 
         Args:
             handles: Handles by role.
-            layouts: Where each role lives; there may be others.
+            layouts: Layouts by role; further names are ignored.
 
         Raises:
-            UserError: Something cannot.
+            UserError: A role cannot be trained.
         """
 
     def setup_role(self, name: str, handle: ModelHandle, path: Path, updates: int | None = None) -> None:
         """Load a model, wrap it, give it an optimizer if it is trained, and attach it to its handle.
 
-        A view loads nothing: its owner's role was set up before.
+        A view without adapters loads nothing: its owner's role was set up before.
 
         Args:
             name: The role.
-            handle: What the algorithm calls.
+            handle: The handle that the algorithm calls.
             path: A folder in Hugging Face form.
-            updates: Updates in the whole run, for schedules that end.
+            updates: Number of updates in the whole run, for schedules that end; None if it is not known.
 
         Raises:
-            UserError: The schedule needs `updates` and there are none, or the model cannot be loaded or scored rightly.
+            UserError: The schedule needs `updates` and it is None, or the model cannot be loaded or does not score
+                correctly.
         """
         if isinstance(handle, WithoutAdapters):
             handle.attach_to_owner()
@@ -225,19 +227,19 @@ class TrainingStrategy:
 
         Args:
             name: A trained role.
-            loss: This shard's share of the global loss: already divided by what the whole update divides by, so that
-                the losses of all shards and micro-batches add up to the loss of the update. 0-dim. The ranks that
-                hold copies of a shard all give the same.
+            loss: 0-dim, this shard's share of the global loss. It is already divided by the denominator of the whole
+                update, so that the losses of all shards and micro-batches add up to the loss of the update. Ranks that
+                hold copies of a shard all pass the same loss.
             last: Whether this is the update's last micro-batch.
         """
         (loss * self.roles[name].scaled_by).backward()
 
     def step(self, name: str, most: float = math.inf) -> float:
-        """Clip, update the weights, move the learning rate, forget the gradients.
+        """Make an update: set the learning rate, clip the gradients, update the weights, and clear the gradients.
 
         Args:
             name: The role.
-            most: The largest norm of a gradient that is taken.
+            most: The largest norm of a gradient that is used.
 
         Returns:
             The norm of the whole gradient before clipping, the same on every rank of the role. If it is not finite or
@@ -255,14 +257,14 @@ class TrainingStrategy:
         return norm
 
     def weights(self, name: str, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """The role's weights as its forward uses them, full, by Hugging Face name, in buckets.
+        """The role's full weights by Hugging Face name, as forward passes use them, in buckets.
 
-        Tied weights come once, adapters merged into theirs. A bucket's tensors are views that hold until the next
-        bucket is asked for, or new ones. Every rank of the role iterates to the end.
+        Tied weights come once, and adapters are merged. A bucket's tensors may be views that are valid only until the
+        next bucket is taken. Every rank of the role iterates to the end.
 
         Args:
             name: The role.
-            bucket_bytes: A bucket holds at most this, or one larger tensor.
+            bucket_bytes: Most bytes of a bucket, unless it has one larger tensor.
         """
         yield from self._full(self.roles[name].model.weights(), bucket_bytes)
 
@@ -282,24 +284,25 @@ class TrainingStrategy:
         state: Callable[[], StoredRole] | None = None,
         what: str | None = None,
     ) -> tuple[Path, ...]:
-        """Write the role's model in Hugging Face form, of a model with adapters only these, in peft's.
+        """Write the role's model in Hugging Face form; for a model with adapters, only these, in peft's form.
 
         Every rank of the role calls it. Weights are gathered bucket by bucket, and each rank writes its share of them
-        to a file of its own; the role's first rank writes the rest, and adapters. Where `state` has them all, nothing
-        is gathered or copied: the disk reads them there.
+        to a file of its own. The role's first rank writes the other files, and adapters. If `state` has all weights,
+        nothing is gathered or copied: the disk reads the weights from there.
 
         Args:
             name: The role.
             folder: Folder to write to; it exists.
-            disk: Writes. All is there when its `wait` returns on every rank.
-            state: Gives the role's state of now; the disk asks for it. None where it is not stored.
-            what: The model is called where a weight is infinite or NaN; None for the folder's name.
+            disk: Disk that writes. The model is complete when the disk's `wait` has returned on every rank.
+            state: Returns the role's present state in a checkpoint that is being written; called by the disk. None if
+                there is none.
+            what: Name of the model in the error that a weight is infinite or NaN; None for the folder's name.
 
         Returns:
             This rank's file of weights, if it has one.
 
         Raises:
-            UserError: By the disk: a weight is infinite or NaN.
+            UserError: Raised by the disk: a weight is infinite or NaN.
         """
         model, ranks, what = self.roles[name].model, self.layout(name).ranks, what or folder.stem
         weights = model.saved()
@@ -331,10 +334,10 @@ class TrainingStrategy:
         return sum(self._empty_whole(weight.parameter).nbytes for weight in self.roles[name].model.saved())
 
     def state_parts(self, name: str) -> Iterator[tuple[str, torch.Size, dict[str, TensorRange]]]:
-        """Each trained parameter by name: its full shape, and this rank's part of its float32 weight and of the rest.
+        """Each trained parameter: its name, its full shape, and this rank's parts of its training state.
 
-        The rest is what the optimizer keeps of it, such as `exp_avg`. Nothing is gathered. The parts of the role's
-        ranks together are each element once; views, to be copied before the next update.
+        The state is the float32 weight and the optimizer's tensors, such as `exp_avg`. Nothing is gathered. Over all
+        ranks of the role, each element is in exactly one part. Parts are views; copy them before the next update.
         """
         place, count = self._copies(name)
         if (average := self.roles[name].average) is not None:
@@ -350,18 +353,18 @@ class TrainingStrategy:
     def load_state_parts(
         self, name: str, stored: StoredRole, updates_done: int, loss_scale: tuple[float, int] | None = None
     ) -> None:
-        """Go on from a state that `state_parts` gave, on any number of ranks and by any strategy.
+        """Restore a state that `state_parts` returned, on any number of ranks and under any strategy.
 
         Every rank of the role calls it, and reads only the ranges that it holds.
 
         Args:
             name: A trained role.
             stored: Stored weights by Hugging Face name.
-            updates_done: When it was taken.
-            loss_scale: `LossScale.record` when it was taken, of a role in float16; another role has no use for it.
+            updates_done: Number of updates when the state was taken.
+            loss_scale: `LossScale.record` when the state was taken; used only by a role in float16.
 
         Raises:
-            UserError: It is of another model, or the optimizer keeps other things than those stored.
+            UserError: The state is of another model, or the optimizer has other tensors than those stored.
         """
         role = self.roles[name]
         if (average := role.average) is not None:
@@ -373,7 +376,7 @@ class TrainingStrategy:
             return
         trained = role.model.trained()
         self._make_optimizer_state(name, role)
-        # Before its first update an optimizer keeps nothing, and its state is what an update of length 0 leaves.
+        # An optimizer has no tensors before its first update. Then its state is the one after an update of length 0.
         kinds = [kind for kind in role.kinds if updates_done or kind in stored.kinds]
         stored.require({weight.name: self._full_shape(weight.parameter) for weight in trained}, [WEIGHT, *kinds])
         for weight in trained:
@@ -391,7 +394,7 @@ class TrainingStrategy:
         """Bytes of `state_parts` on all ranks together, also of a role that is an average.
 
         Raises:
-            UserError: What the role's optimizer keeps cannot be in a checkpoint.
+            UserError: A checkpoint cannot store the tensors of the role's optimizer.
         """
         average = self.roles[name].average
         trained = [weight.parameter for weight in self.roles[name].model.trained()]
@@ -402,7 +405,7 @@ class TrainingStrategy:
         return sum(self._full_shape(parameter).numel() for parameter in trained) * width * kinds
 
     def move_average(self, name: str) -> None:
-        """Move a role that is another's average by one step; called by all its ranks."""
+        """Update a role that is a moving average of another by one step; called by all ranks of the role."""
         role = self.roles[name]
         average = role.average
         assert average is not None, name
@@ -416,22 +419,22 @@ class TrainingStrategy:
         role.done += 1
 
     def _materialize(self, name: str, model: PackedModel) -> None:
-        """Give each parameter, which is on the device `meta`, memory for this rank's part of it.
+        """Allocate this rank's part of each parameter; parameters are on the device `meta` before.
 
-        Tied parameters stay tied. Buffers may be made anew, for they are set afterwards. Only called where weights are
-        divided, by all ranks of the role.
+        Tied parameters stay tied. Buffers may be replaced, since they are set afterwards. Called by all ranks of the
+        role, only if weights are divided.
         """
         raise NotImplementedError
 
     def _wrap(self, name: str, role: Role) -> torch.nn.Module:
-        """What the handle calls for a forward pass."""
+        """The module that the handle calls for a forward pass."""
         return role.model
 
     def _forward_plan(self, name: str) -> ForwardPlan:
         return ForwardPlan(self.token_budget, self.packing, self.share_prefixes)
 
     def _update(self, name: str, role: Role, most: float) -> float:
-        """Apply the gradients, unless their norm is above `most`; `step` says what of them is returned."""
+        """Apply the gradients, unless their norm is above `most`; returns the norm as `step` does."""
         return role.clip_and_step(most)
 
     def _full(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -444,7 +447,7 @@ class TrainingStrategy:
         return nullcontext()
 
     def _whole(self, parameter: torch.nn.Parameter) -> Tensor:
-        """The full tensor that the forward computes with, of a gathered parameter."""
+        """The full tensor of a gathered parameter, as forward passes use it."""
         return parameter.detach()
 
     def _empty_whole(self, parameter: torch.nn.Parameter) -> Tensor:
@@ -455,7 +458,7 @@ class TrainingStrategy:
         return parameter.shape
 
     def _part_of(self, parameter: Tensor) -> TensorRange:
-        """What this rank holds of a parameter that forward passes read, or of a tensor that is divided as it is."""
+        """This rank's part of a parameter that forward passes read, or of a tensor that is divided like it."""
         return TensorRange(0, parameter.detach().view(-1))
 
     def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
@@ -463,11 +466,11 @@ class TrainingStrategy:
         return parameter.grad
 
     def _copies(self, name: str) -> tuple[int, int]:
-        """This rank's place among those that hold the same parts of the role's state, and how many they are."""
+        """This rank's place among the ranks that hold the same parts of the role's state, and their number."""
         return 0, 1
 
     def _average_of(self, role: Role, handle: Averaged) -> Average:
-        """An average that has not moved: the weights that the owner starts from."""
+        """An average before its first move: the weights from which the owner starts."""
         owner = next(name for name, other in self.roles.items() if other.handle is handle.owner)
         trained = self.roles[owner].model.trained()
         own = {weight.name: weight.parameter for weight in role.model.weights()}
@@ -479,14 +482,17 @@ class TrainingStrategy:
         return average
 
     def _renew_average(self, name: str) -> None:
-        """Let forward passes read the average where they read copies of it; called by all ranks of the role."""
+        """Copy the average to the weights that forward passes read, if these are not the average itself.
+
+        Called by all ranks of the role.
+        """
         average = self.roles[name].average
         assert average is not None, name
         for key, part in average.parts.items():
             self._part_of(average.weights[key]).values.copy_(part.values)
 
     def _make_optimizer_state(self, name: str, role: Role) -> None:
-        """An update of length 0: optimizers make their state, and DeepSpeed its maps of it, at the first one."""
+        """Make an update of length 0: at a first update optimizers make their state, and DeepSpeed its maps of it."""
         assert role.optimizer is not None
         with role.handle.training():
             loss = role.handle.score_nothing()
@@ -496,7 +502,7 @@ class TrainingStrategy:
         self._update(name, role, math.inf)
 
     def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, TensorRange]:
-        """All that this rank holds of a parameter's float32 `weight`, and of the `kinds` that the optimizer keeps."""
+        """This rank's parts of a parameter's float32 `weight`, and of the optimizer's tensors named in `kinds`."""
         optimizer = self.roles[name].optimizer
         assert optimizer is not None
         held: dict[str, Tensor] = {WEIGHT: parameter} | {kind: optimizer.state[parameter][kind] for kind in kinds}
@@ -506,18 +512,18 @@ class TrainingStrategy:
     def _set_state_parts(
         self, name: str, parameter: torch.nn.Parameter, kinds: list[str], read: Callable[[str, int, int], Tensor]
     ) -> None:
-        """Read, by `read(kind, start, length)`, what `_state_parts_of` gives."""
+        """Set the parts that `_state_parts_of` returns to the values of `read(kind, start, length)`."""
         for kind, part in self._state_parts_of(name, parameter, kinds).items():
             part.values.copy_(read(kind, part.start, part.values.numel()))
 
     def _renew_copies(self, name: str) -> None:
-        """Let forward passes read the weights that were set, where these are copies of them; called by all ranks."""
+        """Copy the weights that were set to those that forward passes read, if these are copies; called by all."""
 
 
 def _read(
     state: Callable[[], StoredRole], units: Iterable[Unit], empty: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of `units`, as forward passes read them, from the state that they are rounded from."""
+    """The weights of `units` as forward passes read them, rounded from the float32 weights of a stored state."""
     stored, names = state(), {name for unit in units for name in unit.names}
     for name, whole in empty.items():
         if name in names:
@@ -531,7 +537,7 @@ def _save_adapter(model: PackedModel, role: str, folder: Path, adapters: dict[st
 
 
 def _kinds_kept(role: Role, device: torch.device) -> int:
-    """How many tensors of a weight's shape the optimizer keeps; before its first update, as it does of a small one."""
+    """Number of the optimizer's tensors for each weight; before its first update, measured on a small weight."""
     if kinds := role.kinds:
         return len(kinds)
     weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
@@ -549,9 +555,9 @@ def _kinds_kept(role: Role, device: torch.device) -> int:
 
 
 def _share_of(part: TensorRange, place: int, count: int) -> TensorRange:
-    """The share of one of `count` ranks that hold the same part: ranges as even as can be.
+    """The share of one of `count` ranks that hold the same part; shares are nearly even.
 
-    Of 10 elements and 3 ranks, place 0 has elements 0 to 2, place 1 elements 3 to 5, place 2 the rest.
+    With 10 elements and 3 ranks, place 0 has elements 0 to 2, place 1 elements 3 to 5, place 2 the rest.
     """
     length = part.values.numel()
     first, end = place * length // count, (place + 1) * length // count

@@ -1,1 +1,1 @@
-"""The values that nodes read and make, and how their rows lie; what everything above speaks in."""
+"""The values that nodes read and make, and the layouts of their rows: the types that the rest of rlflow works with."""

@@ -1,4 +1,4 @@
-"""What stands in a value for a field that was not sent along."""
+"""The placeholder for a field of a value that was not sent."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rlflow.errors import UserError
 
 
 class Absent:
-    """Stands in a value for a field that was not sent, since the type that a node asks for does not name it.
+    """Placeholder for a field that was not sent, since the type of the node's parameter does not name it.
 
-    It can be held, copied, pickled and shown; the first use of it raises.
+    It can be held, copied, pickled and shown. Any other use raises a `UserError`.
 
     Args:
         field: Name of the field.
-        instead: What to write where the field is needed.
+        instead: Advice at the end of the error; by default, to name the field in the type of a parameter.
     """
 
     def __init__(self, field: str, instead: str = "") -> None:

@@ -28,7 +28,7 @@ class TokenRows:
         prompt_ids: Token ids of each row's prompt.
         response_ids: `[B, T]` int64, right-padded.
         lengths: `[B]` int64, response tokens of each row.
-        columns: What a model reads with the tokens, by the column's name, see `rlflow.values.rollout.MODEL_INPUTS`.
+        columns: Other columns that a model reads, by name; see `rlflow.values.rollout.MODEL_INPUTS`.
     """
 
     prompt_ids: Ragged
@@ -38,15 +38,15 @@ class TokenRows:
 
     @classmethod
     def padded(cls, prompt_ids: Ragged, response_ids: Ragged) -> TokenRows:
-        """The responses right-padded with zeros, which nothing reads: the rows carry their lengths."""
+        """Rows whose responses are right-padded with zeros. Nothing reads the zeros, since rows have their lengths."""
         return cls(prompt_ids, response_ids.padded(), response_ids.lengths)
 
 
 class Placed:
-    """Rows that know their place among those of a step: prompts, or samples.
+    """Rows of a step, prompts or samples, with a path that identifies each row.
 
     Attributes:
-        path: Who each row is; None where rows belong to no step.
+        path: Path of each row; None where rows belong to no step.
     """
 
     path: RowPath | None
@@ -54,18 +54,18 @@ class Placed:
     @property
     @computed_from("path")
     def group(self) -> PerSample:
-        """`[B]` int64, alike where rows have one parent; of samples of prompts the prompt's id, of prompts theirs."""
+        """`[B]` int64, equal for rows with one parent: for samples of a prompt its id, and for a prompt its own id."""
         return self._path.group
 
     @property
     @computed_from("path")
     def index(self) -> PerSample:
-        """`[B]` int64, the number of each row among those of its parent; of prompts their id."""
+        """`[B]` int64, the number of each row among its siblings; for a prompt, its id."""
         return self._path.index
 
     @computed_from("path")
     def group_of(self, level: str) -> Tensor:
-        """`[B]` int64, alike where rows descend from one row of `level`: `batch`, or the node that made the rows.
+        """`[B]` int64, equal for rows below one row of `level`: `batch`, or the name of the node that made that row.
 
         Raises:
             UserError: There is no such level above these rows.
@@ -99,7 +99,7 @@ class Batch(Placed):
         loss_mask: `[B, T]` bool, True where a token is trained on.
         lengths: `[B]` int64, response tokens of each row, the end-of-sequence token included.
         rows: The dataset's rows.
-        path: Who each row is: its id. None where rows belong to no step.
+        path: Path of each row, which is its id; None where rows belong to no step.
     """
 
     prompt_ids: Ragged
@@ -116,7 +116,7 @@ class Batch(Placed):
 
 
 class _Responses(Tokens, Sourced, Protocol):
-    """What of samples is a pair's."""
+    """The fields of samples from which a pair is made."""
 
     @property
     def path(self) -> RowPath | None: ...
@@ -124,7 +124,7 @@ class _Responses(Tokens, Sourced, Protocol):
 
 @dataclass(frozen=True)
 class Pairs(Placed):
-    """Prompts with two responses each; the chosen one was preferred. They are a dataset's, or made from samples.
+    """Prompts with two responses each, a chosen and a rejected one. They come from a dataset, or are made from samples.
 
     A response ends with the end-of-sequence token. A model that scores both reads the prompt twice. Two pairs:
 
@@ -140,7 +140,7 @@ class Pairs(Placed):
         chosen_ids: Token ids of each chosen response.
         rejected_ids: Token ids of each rejected response.
         rows: The dataset's rows.
-        path: Who each row is: its id. None where rows belong to no step.
+        path: Path of each row, which is its id; None where rows belong to no step.
     """
 
     prompt_ids: Ragged
@@ -151,14 +151,14 @@ class Pairs(Placed):
 
     @classmethod
     def of(cls, chosen: _Responses, rejected: _Responses) -> Pairs:
-        """Row by row a response that was preferred and one that was not, to one prompt; paths are those of `chosen`.
+        """Pairs, row by row, of a preferred and a rejected response to the same prompt; paths are those of `chosen`.
 
         Args:
             chosen: `B` samples.
             rejected: As many rejected responses, to the same prompts.
 
         Raises:
-            UserError: There are more of one than of the other.
+            UserError: `chosen` and `rejected` have different numbers of rows.
         """
         if len(chosen.lengths) != len(rejected.lengths):
             raise UserError(
@@ -179,14 +179,14 @@ class Pairs(Placed):
 
     @property
     def both(self) -> TokenRows:
-        """`2 B` rows to score in one call: all `chosen`, then all `rejected`; `tensor_split(2)` parts what it gives."""
+        """`2 B` rows to score in one call: all `chosen`, then all `rejected`; `tensor_split(2)` divides the scores."""
         return TokenRows.padded(
             self.prompt_ids.followed_by(self.prompt_ids), self.chosen_ids.followed_by(self.rejected_ids)
         )
 
     @property
     def tokens(self) -> Tensor:
-        """`[B]` int64, what a model reads of each pair."""
+        """`[B]` int64, tokens that a model reads to score each pair."""
         return 2 * self.prompt_ids.lengths + self.chosen_ids.lengths + self.rejected_ids.lengths
 
 

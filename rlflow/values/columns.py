@@ -1,4 +1,4 @@
-"""The columns of a value: how they are found by its type, taken, joined and moved."""
+"""The columns of a value: how they follow from its type, and how their rows are taken, joined and moved."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _OPTIONAL = "rlflow"  # key of a field's metadata
 class Column:
     """One column of a value, such as `logprobs` of a `Rollout`: `Column("logprobs", Cut.TOKEN)`.
 
-    Whoever packs, sends, cuts, joins, stores or compares values goes by their columns, which follow from their type
-    alone. So a new column is named where it is declared, made and read, and nowhere else.
+    All code that packs, sends, cuts, joins, stores or compares values works column by column. The columns follow from
+    the type of the value alone. So a new column is named where it is declared, made and read, and nowhere else.
 
     Attributes:
         name: The field's name; "" where the value is a bare tensor.
         cut: How it is cut by rows, and so its shape: `[B, ...]`, `[B, T, ...]`, see `Cut`.
-        home: Whether it is marked `Home`, so that it goes only to nodes that name it in their types.
+        home: Whether it is marked `Home`, so that it is sent only to nodes that name it in their types.
         entry: Dtype of the entries, or type of the JSON objects, of a column that need not be made; else None.
         model_input: See `optional`.
     """
@@ -45,19 +45,19 @@ class Column:
     model_input: Literal["per token", "any"] | None = None
 
     def of(self, value: Any) -> Any:
-        """Its data in a value: a field, or the value itself where that is a bare tensor."""
+        """The column's data in a value: a field, or the value itself where that is a bare tensor."""
         return getattr(value, self.name) if self.name else value
 
     def asked(self, only: Collection[str] | None) -> bool:
-        """Whether somebody elsewhere reads it.
+        """Whether a node in another layout reads the column.
 
         Args:
-            only: The columns that are read there; None for all but those that are marked `Home`.
+            only: The columns that the node reads; None for all that are not marked `Home`.
         """
         return not self.home if only is None else self.name in only
 
     def sent(self, only: Collection[str] | None) -> bool:
-        """Whether rows of it are sent there: a number for all rows is there, as are paths."""
+        """Whether rows of the column are sent to that node; paths are known there, and a scalar has no rows."""
         return self.asked(only) and self.cut not in (Cut.SCALAR, Cut.PATH)
 
     @property
@@ -66,7 +66,7 @@ class Column:
         return self.cut is Cut.RAGGED and self.model_input == "per token"
 
     def empty(self, like: Tensor) -> Any:
-        """What it is where nobody made it: zeros, rows without entries, or empty objects; `like` is `[B, T]`."""
+        """The column of a value that was made without it: zeros, empty rows, or empty objects; `like` is `[B, T]`."""
         if self.cut is Cut.JSON:
             return [self.entry() for _ in like]
         if self.cut is Cut.RAGGED:
@@ -75,20 +75,20 @@ class Column:
 
 
 def optional(entry: torch.dtype | type, model_input: Literal["per token", "any"] | None = None) -> Any:
-    """Declare a column that need not be made: whoever constructs the value may leave it out, and it is empty then.
+    """Declare an optional column: it may be left out when the value is constructed, and is empty then.
 
     Args:
         entry: Dtype of its entries, or the type of its JSON objects.
-        model_input: Whether a model reads it with the tokens of its rows, so that it is packed and sent with them:
-            `per token` where a ragged column has an entry for each token that the model reads (prompt and response, but
-            for the last), and a `PerToken` column one for each response token; `any` where a row of a ragged column has
-            any number of entries, such as patches of images. None where no model reads it.
+        model_input: How a model reads the column, which is then packed and sent with the tokens of its rows.
+            `per token`: a ragged column has an entry for each token that the model reads (prompt and response without
+            the last token), a `PerToken` column has one for each response token. `any`: a row of a ragged column has
+            any number of entries, such as patches of images. None: no model reads it.
     """
     return dataclasses.field(default=NOT_MADE, metadata={_OPTIONAL: {"entry": entry, "model_input": model_input}})
 
 
 def columns(annotation: Any) -> tuple[Column, ...]:
-    """The columns of a value of this annotated type; `None`, which is no value, has none.
+    """The columns of a value of this annotated type; the type None has none.
 
     Raises:
         TypeError: The type is none of `PerSample`, `PerToken`, `Scalar`, `Rows`, `Texts`, `Ragged`,
@@ -127,13 +127,13 @@ def _column(name: str, annotation: Any) -> Column:
 
 
 def countable(value: Any, annotation: Any) -> list[Tensor]:
-    """The tensors of a value that are not floating point: of these the host counts, and cuts others by them."""
+    """The tensors of a value that are not floating point; the host reads these to count and cut rows."""
     found = [tensor for column in columns(annotation) for tensor in _tensors(column.of(value))]
     return [tensor for tensor in found if not tensor.is_floating_point()]
 
 
 def nbytes(value: Any, annotation: Any) -> int:
-    """Bytes of the tensors of a value, but for its path; 0 of None."""
+    """Bytes of the tensors of a value, without its path; 0 for None."""
     every = () if value is None else columns(annotation)
     return sum(tensor.nbytes for column in every if column.cut is not Cut.PATH for tensor in _tensors(column.of(value)))
 
@@ -155,7 +155,7 @@ def take_rows(value: Any, annotation: Any, index: Tensor) -> Any:
 
 
 def join_rows(values: Sequence[Any], annotation: Any) -> Any:
-    """The rows of at least one value of this type, in order; `PerToken` columns get the width of the widest."""
+    """The rows of one or more values of this type, in order; `PerToken` columns get the width of the widest."""
     return _columnwise(values, annotation, _join)
 
 
@@ -191,13 +191,13 @@ def _take(column: Any, cut: Cut, index: Tensor) -> Any:
 
 def _join(parts: list[Any], cut: Cut) -> Any:
     assert cut is not Cut.SCALAR, "one number is not of rows"
-    if cut is Cut.PATH and any(part is None for part in parts):  # rows of no step
+    if cut is Cut.PATH and any(part is None for part in parts):  # rows that belong to no step
         return None
     if cut is Cut.JSON:
         return [entry for part in parts for entry in part]
     if cut is Cut.PARTS:
         return Parts({name: _join([part[name] for part in parts], Cut.SAMPLE) for name in parts[0]})
-    filled = [part for part in parts if len(part)] or parts[:1]  # what has no row need not have a shape or dtype either
+    filled = [part for part in parts if len(part)] or parts[:1]  # a part without rows may have any shape and dtype
     if cut in (Cut.RAGGED, Cut.PATH):
         return functools.reduce(type(filled[0]).followed_by, filled)
     if cut is Cut.TOKEN:
@@ -222,7 +222,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def with_path(value: Any, annotation: Any, path: RowPath, device: torch.device) -> Any:
-    """The value with `path` as the path of its rows; itself where they have it already."""
+    """The value with `path` as the path of its rows; the same object where its rows have that path already."""
     for column in columns(annotation):
         if column.cut is not Cut.PATH:
             continue
@@ -234,7 +234,7 @@ def with_path(value: Any, annotation: Any, path: RowPath, device: torch.device) 
 
 
 class Parts(dict[str, Tensor]):
-    """Numbers of each sample by name, `[B]` each, such as what a reward is made of; `dict[str, PerSample]` to nodes."""
+    """Numbers of each sample by name, `[B]` each, such as the parts of a reward; nodes write `dict[str, PerSample]`."""
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(

@@ -20,11 +20,11 @@ class Cut(Enum):
     JSON = "json"  # a list of B JSON-able objects
     SCALAR = "scalar"  # 0-dim: one number for the step, equal on all ranks
     PARTS = "per sample, by name"  # a dict of names to [B] numbers of one dtype
-    PATH = "path"  # who each row is: known wherever the row is, and never sent
+    PATH = "path"  # identity of each row: known wherever the row is, and never sent
 
 
 class Home:
-    """Mark of a field that is large and seldom read: a value's own type does not ask for it, others do by its name."""
+    """Mark of a large field that is seldom read: sent only to nodes whose parameter has a type that asks for it."""
 
 
 PerSample = Annotated[Tensor, Cut.SAMPLE]

@@ -1,4 +1,4 @@
-"""How a node reads and makes rows of other levels: all rows below its own, rows that are new, and a training before it.
+"""Types of nodes that work across levels: `Each` (all rows below), `Grown` (new rows), `Trained` (after the updates).
 
 `B` is the number of rows on this rank, `K` the number of all rows below them.
 """
@@ -24,13 +24,13 @@ Grown = Annotated[T, OwnRows]
 
 
 def grown(annotation: Any) -> Any:
-    """`Grown` of a type that is known at run time alone."""
+    """`Grown` of a type that is known only at run time."""
     return Annotated[annotation, OwnRows]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a node gets that comes after a train node: its role's weights are those after the step's updates."""
+    """The value of a train node. A node that reads it runs after the step's updates, with the role's new weights."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Each(Generic[T]):
 
     Attributes:
         values: `K` rows: those below the first row in the order of their paths, then those below the second, and so on.
-        counts: `[B]` int64, how many there are below each row; 0 where there is none.
+        counts: `[B]` int64, how many of the `K` rows are below each row; 0 where there is none.
     """
 
     values: T
@@ -55,16 +55,16 @@ class Each(Generic[T]):
 
     @property
     def parent(self) -> Tensor:
-        """`[K]` int64, which of the `B` rows each one is below."""
+        """`[K]` int64, for each of the `K` rows the index of the row above it, among the `B` rows."""
         return torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(self.counts)
 
     def sum(self) -> Tensor:
-        """`[B]`, of numbers; 0 where a row has none."""
+        """`[B]`, the sum of the numbers below each row; 0 where a row has none."""
         x = self._numbers("sum")
         return self._added(x.double() if x.is_floating_point() else x.long()).to(_dtype(x))
 
     def mean(self) -> Tensor:
-        """`[B]`, of numbers; 0 where a row has none."""
+        """`[B]`, the mean of the numbers below each row; 0 where a row has none."""
         x = self._numbers("mean")
         return (self._added(x.double()) / self.counts.clamp(min=1)).to(_float(x))
 
@@ -77,11 +77,11 @@ class Each(Generic[T]):
         return self._extreme("min", "amin")
 
     def argmax(self) -> Tensor:
-        """`[B]` int64, which of `values` has the largest number, the first of several; -1 where a row has none."""
+        """`[B]` int64, index into `values` of the largest number, the first of equal ones; -1 where a row has none."""
         return self._first_at(self.max())
 
     def argmin(self) -> Tensor:
-        """`[B]` int64, which of `values` has the smallest number, the first of several; -1 where a row has none."""
+        """`[B]` int64, index into `values` of the smallest number, the first of equal ones; -1 where a row has none."""
         return self._first_at(self.min())
 
     def _numbers(self, asked: str) -> Tensor:

@@ -1,10 +1,11 @@
-"""Copies on the host of what it counts and cuts by: tokens, lengths, masks.
+"""Host copies of device tensors that the host reads to count and cut rows: tokens, lengths, masks.
 
-A transfer to or from a device makes the host wait until the device has done all that it was given. So a tensor that
-goes to a device leaves a copy behind where the host may ask for it, rows are taken of both, and what came from another
-rank is brought over once, many tensors at a time. On the CPU all this is the tensor itself.
+A transfer between host and device makes the host wait until the device has finished its work. So the host keeps a copy
+of such a tensor when it sends the tensor to a device. Rows are taken from tensor and copy alike. A tensor that came
+from another rank is copied to the host once, together with others. For a tensor on the CPU the copy is the tensor
+itself.
 
-A copy is forgotten when its tensor, or it, was changed in place.
+A copy is no longer used after it, or its tensor, was changed in place.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-_NAME = "_rlflow_host_copy"  # of the attribute that holds copy and versions
+_NAME = "_rlflow_host_copy"  # name of the attribute that holds copy and versions
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, not to be changed; brought over at most once."""
-    if tensor.is_inference():  # nothing counts its changes
+    """The tensor on the CPU, copied to the host at most once; it must not be changed."""
+    if tensor.is_inference():  # it has no version counter, so a change would not be seen
         return tensor.cpu()
     bring_over([tensor])
     copy: Tensor = tensor if tensor.device.type == "cpu" else getattr(tensor, _NAME)[0]
@@ -27,7 +28,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def bring_over(tensors: Iterable[Tensor]) -> None:
-    """Give each tensor without one a copy on the host; one transfer for all of a device."""
+    """Copy to the host each tensor that has no copy there yet, in one transfer for each device."""
     lacking: dict[torch.device, dict[int, Tensor]] = {}
     for tensor in tensors:
         if not is_on_host(tensor) and not tensor.is_inference():
@@ -41,7 +42,7 @@ def bring_over(tensors: Iterable[Tensor]) -> None:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether the host has the tensor's numbers, and need not wait for them."""
+    """Whether the host has the tensor's numbers and need not wait for the device."""
     if tensor.device.type == "cpu":
         return True
     copy, *versions = getattr(tensor, _NAME, (None, None, None))
@@ -56,11 +57,11 @@ def remember(tensor: Tensor, copy: Tensor) -> Tensor:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`, where the host does not wait for it; what is not floating point stays on the host too.
+    """The tensor on `device`; the host does not wait, and keeps a copy of a tensor that is not floating point.
 
     Args:
         tensor: Tensor in memory that is not pinned: the driver has read it when this returns.
-        device: Device that it is wanted on.
+        device: Device to send it to.
     """
     if tensor.device.type != "cpu":
         return tensor.to(device)
@@ -69,7 +70,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def computed(make: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`make(*tensors)`, which the host computes too where it has all of them, in place of waiting for it."""
+    """`make(*tensors)`. Where the host has all of the tensors, it computes the result as well, to have a copy of it."""
     made = make(*tensors)
     if made.device.type != "cpu" and all(map(is_on_host, tensors)):
         remember(made, make(*map(on_host, tensors)))

@@ -23,7 +23,7 @@ class Layout:
         ranks: Global ranks, in order; consecutive ones hold the same shard.
         shards: The data-parallel size; divides the number of ranks.
         dealing: `groups` keeps the samples of a prompt together, `balanced` evens out tokens.
-        samples_per_update: Rows of one mini-batch, each balanced in itself; None for one mini-batch in all.
+        samples_per_update: Rows of one mini-batch. Each mini-batch is balanced by itself. None for one of all rows.
     """
 
     ranks: tuple[int, ...]
@@ -49,5 +49,5 @@ class Layout:
         return self.ranks[shard * self.copies : (shard + 1) * self.copies]
 
     def publishes(self, rank: int) -> bool:
-        """Whether `rank` is the one of its peers that speaks for their rows."""
+        """Whether `rank` is the first of its peers, which sends the rows of their shard to other ranks."""
         return rank in self.ranks and self.ranks.index(rank) % self.copies == 0

@@ -1,4 +1,4 @@
-"""Who a row is: the numbers that lead to it from its prompt, level by level."""
+"""The path of a row: the numbers that lead to it from its prompt, level by level."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from rlflow.errors import UserError, did_you_mean
 from rlflow.values.host_copy import joined, on_device, on_host, rows_at
 
-NO_GROUP = torch.iinfo(torch.int64).min  # the group of a row that was dropped: it is compared with none
+NO_GROUP = torch.iinfo(torch.int64).min  # the group of a dropped row, which is compared with no other row
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RowPath:
 
     Attributes:
         numbers: `[B, depth]` int64.
-        levels: The names of the rows on the way: `batch`, then the nodes that made them, the last these rows' own.
+        levels: Name of each level: `batch`, then the node that made the rows of each further level.
         dropped: `[B]` bool on the CPU, which rows were dropped, so that their group is `NO_GROUP`; None for none.
     """
 
@@ -45,7 +45,7 @@ class RowPath:
 
     @classmethod
     def of_groups(cls, groups: Tensor, name: str = "rollout") -> RowPath:
-        """Paths of rows below prompts of these ids `[B]`, those of one prompt numbered in their order."""
+        """Paths of samples, given the id of each sample's prompt `[B]`; samples of a prompt are numbered in order."""
         return cls(torch.stack([groups, index_among(groups[:, None])], dim=1), ("batch", name))
 
     def __len__(self) -> int:
@@ -63,16 +63,16 @@ class RowPath:
 
     @property
     def index(self) -> Tensor:
-        """`[B]` int64, the number of each row among its siblings; of a prompt its id."""
+        """`[B]` int64, the number of each row among its siblings; for a prompt, its id."""
         return self._of(on_host(self.numbers)[:, -1])
 
     @property
     def group(self) -> Tensor:
-        """`[B]` int64, alike where rows have one parent, on all ranks; of samples of prompts the prompt's id."""
+        """`[B]` int64, equal for rows with one parent, on any rank; for samples of a prompt, the prompt's id."""
         return self._group(max(1, self.depth - 1))
 
     def group_of(self, level: str) -> Tensor:
-        """`[B]` int64, equal where rows descend from one row of this level: for `batch` its id, else a local number.
+        """`[B]` int64, equal for rows below one row of `level`, on any rank: for `batch` its id, else a number below 0.
 
         Raises:
             UserError: These rows have no such level.
@@ -93,7 +93,7 @@ class RowPath:
         """The rows of both, these first.
 
         Raises:
-            UserError: They are not of one node.
+            UserError: The rows have different levels, so they were made by different nodes.
         """
         if self.levels != other.levels:
             here, there = " > ".join(self.levels), " > ".join(other.levels)
@@ -103,12 +103,12 @@ class RowPath:
         return RowPath(joined([self.numbers, other.numbers]), self.levels)
 
     def children(self, counts: Tensor, name: str, first: Tensor | None = None) -> RowPath:
-        """Paths of so many rows below each of these, in consecutive rows.
+        """Paths of new rows below these: `counts[0]` below the first, then `counts[1]` below the second, and so on.
 
         Args:
-            counts: `[B]` int64.
-            name: Name of the rows.
-            first: `[B]` int64, the number of each row's first child; 0 where None.
+            counts: `[B]` int64, number of new rows below each row.
+            name: Name of the new rows.
+            first: `[B]` int64, number of each row's first new child; None for 0.
         """
         parents = on_host(self.numbers).repeat_interleave(counts, dim=0)
         starts = counts.cumsum(0) - counts
@@ -117,14 +117,14 @@ class RowPath:
         return RowPath(torch.cat([parents, own[:, None]], dim=1), (*self.levels, name))
 
     def below(self, depth: int, name: str) -> RowPath:
-        """These rows as children of the ancestors to which `depth` numbers lead, numbered in their order."""
+        """Paths that make these rows children of their ancestors of `depth` numbers; siblings are numbered in order."""
         parents = on_host(self.numbers)[:, :depth]
         numbers = torch.cat([parents, index_among(parents)[:, None]], dim=1)
         return RowPath(on_device(numbers, self.numbers.device), (*self.levels[:depth], name))
 
     def _group(self, depth: int) -> Tensor:
         numbers = on_host(self.numbers)
-        group = numbers[:, 0] if depth == 1 else -1 - _packed(numbers[:, :depth], self.levels)  # no prompt's id
+        group = numbers[:, 0] if depth == 1 else -1 - _packed(numbers[:, :depth], self.levels)  # below 0: no id
         return self._of(group if self.dropped is None else group.masked_fill(self.dropped, NO_GROUP))
 
     def _of(self, on_cpu: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class RowPath:
 
 
 def _packed(numbers: Tensor, levels: tuple[str, ...]) -> Tensor:
-    """`[B]` int64, paths `[B, depth]` as one number each: alike on all ranks, and in the order of the paths.
+    """`[B]` int64, paths `[B, depth]` as one number each: the same on all ranks, and in the order of the paths.
 
     Each number of a child has 63 / (depth + 1) bits, and a prompt's id twice as many: 2 million children of a row, and
     ids up to 4 trillion, where paths have two numbers.
@@ -148,7 +148,7 @@ def _packed(numbers: Tensor, levels: tuple[str, ...]) -> Tensor:
 
 
 def index_among(parents: Tensor) -> Tensor:
-    """`[B]` int64, the number of each row among those of the same entry of `parents` `[B, depth]`, in their order."""
+    """`[B]` int64, the number of each row among the rows with the same entry of `parents` `[B, depth]`, in order."""
     of = parents[:, 0] if parents.shape[1] == 1 else torch.unique(parents, dim=0, return_inverse=True)[1]
     order = torch.argsort(of, stable=True)
     counts = torch.unique_consecutive(of[order], return_counts=True)[1]
@@ -158,8 +158,8 @@ def index_among(parents: Tensor) -> Tensor:
 
 
 def lexicographic(numbers: Tensor) -> Tensor:
-    """`[N]`, which of the rows `[N, depth]` comes first: by their first numbers, then their second, and so on."""
-    return torch.from_numpy(np.lexsort(numbers.flip(1).T.numpy()))  # its last key counts most
+    """`[N]`, indices that sort the rows `[N, depth]` by their first numbers, then their second, and so on."""
+    return torch.from_numpy(np.lexsort(numbers.flip(1).T.numpy()))  # `lexsort` sorts by the last key first
 
 
 def hashed(text: str, size: int = 8) -> int:

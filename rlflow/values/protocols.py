@@ -1,7 +1,7 @@
-"""What a node reads of a value, as the types of its parameters: each names some fields, and only these travel to it.
+"""Types for the parameters of nodes: each type names some fields of a value, and only these are sent to the node.
 
-`B` is the number of rows on this rank, `T` the longest response among them. A node that reads fields of two types asks
-for a type of its own, `class Mine(Masked, Grouped, Protocol): ...`, to which it may add fields: `finished: PerSample`.
+`B` is the number of rows on this rank, `T` the longest response among them. A node that reads fields of two types
+declares a type of its own, `class Mine(Masked, Grouped, Protocol): ...`, which may add fields: `finished: PerSample`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tokens(Protocol):
 
 
 class Masked(Protocol):
-    """Which tokens count, for what is computed between values per token."""
+    """Which tokens count, for a node that computes values per token from other values per token."""
 
     @property
     def loss_mask(self) -> PerToken:
@@ -47,7 +47,7 @@ class Masked(Protocol):
 
 
 class MaskedTokens(Tokens, Masked, Protocol):
-    """What a loss reads that scores its rows."""
+    """What a loss reads if it scores its rows: tokens, and which of them count."""
 
 
 class Sampled(MaskedTokens, Protocol):
@@ -55,11 +55,11 @@ class Sampled(MaskedTokens, Protocol):
 
     @property
     def logprobs(self) -> PerToken:
-        """`[B, T]`, the engine's."""
+        """`[B, T]`, log-probabilities that the engine gave."""
 
     @property
     def version(self) -> PerSample:
-        """`[B]` int64, of the policy that generated the sample."""
+        """`[B]` int64, version of the policy that generated the sample."""
 
 
 class Grouped(Protocol):
@@ -67,18 +67,18 @@ class Grouped(Protocol):
 
     @property
     def group(self) -> PerSample:
-        """`[B]` int64, alike for the samples of one parent: of a prompt, or of the row that they answer."""
+        """`[B]` int64, equal for samples with one parent, which is a prompt or the row that they answer."""
 
     @property
     def index(self) -> PerSample:
-        """`[B]` int64, the number of each sample among those of its parent."""
+        """`[B]` int64, the number of each sample among its siblings."""
 
     def group_of(self, level: str) -> PerSample:
-        """`[B]` int64, alike for all rows below one row of `level`, such as `batch`."""
+        """`[B]` int64, equal for all rows below one row of `level`, such as `batch`."""
 
 
 class Sourced(Protocol):
-    """What the dataset says of each row."""
+    """The row of the dataset behind each row, for code that reads its columns."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ class Written(Sourced, Protocol):
 
     @property
     def policy_lengths(self) -> PerSample:
-        """`[B]` int64, how many of them the policy wrote, and not an environment."""
+        """`[B]` int64, response tokens of each row that the policy wrote, without those of an environment."""
 
     @property
     def turns(self) -> PerSample:
@@ -126,14 +126,14 @@ class Written(Sourced, Protocol):
 
     @property
     def index(self) -> PerSample:
-        """`[B]` int64, the number of each sample among those of its parent."""
+        """`[B]` int64, the number of each sample among its siblings."""
 
     def group_of(self, level: str) -> PerSample:
-        """`[B]` int64, alike for all rows below one row of `level`, such as `batch`."""
+        """`[B]` int64, equal for all rows below one row of `level`, such as `batch`."""
 
 
 def computed_from(*fields: str) -> Callable[[Method], Method]:
-    """Mark a property's function, or a method, of a value: these fields travel where a type names it, not all."""
+    """Mark a property or method of a value with the fields it reads: where a type names it, these fields are sent."""
 
     def mark(function: Method) -> Method:
         setattr(function, _COMPUTED_FROM, fields)
@@ -143,6 +143,6 @@ def computed_from(*fields: str) -> Callable[[Method], Method]:
 
 
 def fields_behind(member: Any) -> tuple[str, ...] | None:
-    """The fields that a property or a method of a value is computed from; None where it does not say."""
+    """The fields from which a property or a method of a value is computed; None where it has no such mark."""
     found: tuple[str, ...] | None = getattr(getattr(member, "fget", member), _COMPUTED_FROM, None)
     return found

@@ -37,7 +37,7 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor], none: Tensor) -> Ragged:
-        """Rows of entries on the CPU; `none` are entries of their dtype, and none of them."""
+        """One row for each tensor, all on the CPU; `none` is an empty tensor with the dtype and shape of entries."""
         return cls(torch.cat([none, *rows]), torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Ragged:
         return computed(lambda values: pad_sequence(list(torch.split(values, lengths)), batch_first=True), self.values)
 
     def on_host(self) -> Ragged:
-        """The rows on the CPU, not to be changed; brought over at most once."""
+        """The rows on the CPU, copied to the host at most once; they must not be changed."""
         return Ragged(on_host(self.values), on_host(self.lengths))
 
     def take(self, index: Tensor) -> Ragged:
@@ -69,19 +69,19 @@ class Ragged:
         return Ragged(joined([self.values, other.values]), joined([self.lengths, other.lengths]))
 
     def shortened(self, by: Tensor) -> Ragged:
-        """Each row without its last entries, so many `[B]` int64 as `by` says; rows that have none stay so."""
+        """Each row without its last `by` `[B]` int64 entries; a row that has fewer becomes empty."""
         lengths = (on_host(self.lengths) - on_host(by)).clamp(min=0)
         rows = [row[:length] for row, length in zip(self.rows(), lengths.tolist(), strict=True)]
         return Ragged(torch.cat([self.values[:0], *rows]), on_device(lengths, self.lengths.device))
 
     def each_followed_by(self, other: Ragged) -> Ragged:
-        """Each row with that of `other` behind it, such as prompts with what is added to them."""
+        """Each row followed by the same row of `other`, such as prompts and the tokens that are added to them."""
         pairs = zip(self.rows(), other.rows(), strict=True)
         pieces = [piece for pair in pairs for piece in pair]
         return Ragged(torch.cat([self.values[:0], *pieces]), self.lengths + other.lengths)
 
 
 def _chosen(values: Tensor, lengths: list[int], order: list[int]) -> Tensor:
-    """The rows `order` of values that are rows of these lengths."""
+    """The entries of the rows `order`, where `values` are rows of these lengths."""
     rows = torch.split(values, lengths)
     return torch.cat([rows[i] for i in order]) if order else values[:0]

@@ -27,9 +27,9 @@ from rlflow.values.ragged import Ragged
 class Ending(IntEnum):
     """Why a conversation is over."""
 
-    DONE = 0  # its environment said so, or a policy with tools called none
-    TURNS = 1  # it had as many turns, or calls of tools, as it may
-    TOKENS = 2  # it was as long as it may be
+    DONE = 0  # its environment ended it, or a policy with tools called none
+    TURNS = 1  # it reached the limit of turns, or of tool calls
+    TOKENS = 2  # it reached the limit of tokens
     FAILED = 3  # its environment failed
 
 
@@ -57,45 +57,47 @@ class Rollout(Placed):
         ended          DONE          DONE          TOKENS                 DONE
         seat           0             0             0                      0
         texts          "5"           "no"          "let me see, I"        "it is 5"
-        messages       all that was said, a list of dicts a row
+        messages       all messages, a list of dicts for each row
         rows           {"question": "2+3=", ...} of the dataset, for rows 0 and 1 alike
         progress       {} where no conversation is cut off
 
-    From them follow `group` (4 4 7 7), `index` (0 1 0 1), `turns` (1 1 1 2), `policy_lengths` (3 2 7 4) and `turn`, of
-    row 3 (0 0 -1 -1 -1 1 1). A response that is one turn, without an environment, has no `segments`, `turn_rewards` and
-    `messages`.
+    From these follow `group` (4 4 7 7), `index` (0 1 0 1), `turns` (1 1 1 2), `policy_lengths` (3 2 7 4), and `turn`,
+    which for row 3 is 0 0 -1 -1 -1 1 1. A response that is one turn, without an environment, has no `segments`,
+    `turn_rewards` and `messages`.
 
     Attributes:
         prompt_ids: Token ids of each sample's prompt.
         response_ids: `[B, T]` int64, right-padded.
         loss_mask: `[B, T]` bool, True on generated tokens, the end-of-sequence token included.
         lengths: `[B]` int64, generated tokens of each row.
-        logprobs: `[B, T]` float32, the engine's, of the policy version that generated each token, after temperature.
-        finished: `[B]` bool, False where the response was cut at the longest allowed length; of a conversation
-            where tokens ran out, and not where turns or calls did, or where it failed.
-        path: Who each sample is: the id of its prompt, then its number among the prompt's samples.
-        version: `[B]` int64, of the policy that generated the sample; of its oldest token where several did.
-        versions: `[B, T]` int32, of the policy that generated each token.
-        inherited: `[B]` int64, how many of the first tokens came with the row that this one continues; 0 where it
-            answers a prompt. `inherited_mask` has them as `[B, T]`.
-        experts: The experts that the engine chose for each token that it read, `[sum, layers, k]` uint8 (int16 beyond
-            256 experts): of a row its prompt and its response but for the last token, likeliest first. Without entries
-            where no model replays them.
-        segments: Number of tokens of each turn of the policy in a conversation and of each answer to it, alternating,
-            `[sum]` int64; without entries where a response is one turn.
-        turn_rewards: Reward that a conversation's environment gave for each turn, `[sum]`; without entries where a
-            response is one turn.
-        ended: `[B]` int64, why a conversation is over, see `rlflow.values.rollout.Ending`; of a response that is
-            one turn `DONE` where it is finished, and `TOKENS` where it was cut.
+        logprobs: `[B, T]` float32, the engine's log-probability of each token, after temperature, under the version of
+            the policy that generated the token.
+        finished: `[B]` bool, False where the response was cut at the longest allowed length. A conversation is
+            unfinished only where its tokens ran out: one that reached the limit of turns or calls, or failed, is
+            finished.
+        path: Path of each sample: the id of its prompt, then its number among the prompt's samples.
+        version: `[B]` int64, version of the policy that generated the sample; if several did, that of the oldest token.
+        versions: `[B, T]` int32, version of the policy that generated each token.
+        inherited: `[B]` int64, how many of the first tokens were copied from the row that this one continues; 0 where
+            it answers a prompt. `inherited_mask` marks these tokens in `[B, T]`.
+        experts: `[sum, layers, k]` uint8 (int16 beyond 256 experts), the experts that the engine chose for each token
+            that it read, likeliest first. It read the prompt, and the response without its last token. There are no
+            entries where no model replays experts.
+        segments: `[sum]` int64, numbers of tokens in a conversation: of the policy's first turn, of the answer to it,
+            of the second turn, and so on. No entries where a response is one turn.
+        turn_rewards: `[sum]`, reward that a conversation's environment gave for each turn. No entries where a response
+            is one turn.
+        ended: `[B]` int64, why a conversation is over, see `rlflow.values.rollout.Ending`. A response that is one turn
+            has `DONE` where it is finished, and `TOKENS` where it was cut.
         seat: `[B]` int64, the seat from which a row sees its conversation, as a number among the environment's `seats`;
-            0 where it has none.
-        texts: The decoded responses, special tokens left out; of a conversation what the policy said last.
-        messages: All messages of a conversation, the prompt's among them: each with `role` and `content`, those of the
-            policy's turns with their `reward` and `tool_calls`, what was said after the last turn with `unread`, and
-            the last one with `ended`, who ended it and why. Empty where a response is one turn.
+            0 where there are no seats.
+        texts: Decoded responses without special tokens; for a conversation, what the policy wrote last.
+        messages: All messages of a conversation, those of the prompt included. Each has `role` and `content`. A turn of
+            the policy also has `reward` and `tool_calls`, a message after the last turn has `unread`, and the last
+            message has `ended`: who ended the conversation, and why. Empty where a response is one turn.
         rows: The dataset's row of each sample.
-        progress: What it takes to continue a conversation, in addition to the other columns, where
-            `trainer.partial_rollout` may cut it off, see `rlflow.rollout.conversation`; empty elsewhere.
+        progress: State from which a conversation is continued, in addition to the other columns, where
+            `trainer.partial_rollout` may cut it off; see `rlflow.rollout.conversation`. Empty elsewhere.
     """
 
     prompt_ids: Ragged
@@ -126,10 +128,10 @@ class Rollout(Placed):
     @property
     @computed_from("inherited", "loss_mask")
     def inherited_mask(self) -> PerToken:
-        """`[B, T]` bool, True on tokens that came with the row that is continued.
+        """`[B, T]` bool, True on tokens that were copied from the row that this row continues.
 
-        In the loss mask of what a node returns such a token is True in one row alone, the first of those that have it
-        there, so that it is trained once.
+        Several rows may continue one row. Among the rows that a node returns, only the first that has such a token in
+        its loss mask keeps it there, so that the token is trained once.
         """
         places = torch.arange(self.loss_mask.shape[1], device=self.inherited.device)
         mask: Tensor = places < self.inherited[:, None]
@@ -154,7 +156,7 @@ class Rollout(Placed):
     @property
     @computed_from("segments", "loss_mask", "lengths")
     def turn(self) -> PerToken:
-        """`[B, T]` int64, in which turn of the policy each token was written; -1 where the policy did not write it."""
+        """`[B, T]` int64, number of the policy's turn that wrote each token; -1 where the policy did not write it."""
         lengths, width = on_host(self.lengths), self.loss_mask.shape[1]
         turn = torch.full((len(lengths), width), -1, dtype=torch.int64)
         for row, segments in enumerate(each.tolist() for each in self.segments.on_host().rows()):
@@ -168,7 +170,7 @@ class Rollout(Placed):
     @property
     @computed_from("turn_rewards")
     def returns(self) -> Tensor:
-        """`[B, K]`, the reward of each turn, 0 beyond a row's own; K is 0 where no row is a conversation."""
+        """`[B, K]`, the reward of each turn, 0 after a row's last turn; K is 0 where no row is a conversation."""
         counts = on_host(self.turn_rewards.lengths)
         places = torch.arange(max(counts.tolist(), default=0))
         returns = self.turn_rewards.values.new_zeros(len(counts), len(places))
@@ -181,16 +183,16 @@ class Rollout(Placed):
         return taken
 
     def cut(self, at: Tensor) -> Rollout:
-        """The first tokens of each response, to be continued from there by `generate`; shorter ones stay whole.
+        """Rows with the first tokens of each response, for `generate` to continue; shorter responses stay whole.
 
-        A response that loses tokens is no longer finished, but cut. The texts are left out: they are those of whole
-        responses.
+        A response that loses tokens is no longer finished, but cut. The texts are `Absent`, since they are those of
+        whole responses.
 
         Args:
             at: `[B]` int64, how many tokens each response keeps at most, 0 or more.
 
         Raises:
-            UserError: They are conversations, which end where an environment answers.
+            UserError: The rows are conversations, and their environments have read the tokens that would be cut.
         """
         if len(self.segments.values):
             raise UserError(
@@ -222,19 +224,19 @@ class Rollout(Placed):
         )
 
     def concat(self, *others: Rollout) -> Rollout:
-        """These rows, then those of the others; as wide as the widest."""
+        """These rows, then those of the others, padded to the widest."""
         joined: Rollout = join_rows([self, *others], type(self))
         return joined
 
     def as_prompts(self, render: Callable[[str, dict[str, Any]], Sequence[int] | None]) -> Batch:
-        """Prompts made of the responses, one of each row; what answers them are children of these rows.
+        """Prompts made from the responses, one from each row. Responses to them are children of these rows.
 
         Args:
-            render: Given a response's text and its row of the dataset, the token ids of the prompt; see
-                `RLModule.tokens`. None leaves the row out: nothing answers it, and of `Each` it has none.
+            render: Takes a response's text and its row of the dataset; returns the token ids of the prompt, see
+                `RLModule.tokens`. If it returns None, the row gets no prompt and so has no children.
 
         Raises:
-            UserError: The texts did not come along, since the node does not ask for them.
+            UserError: The texts are absent, since the type of the node's parameter does not ask for them.
         """
         device = self.response_ids.device
         rendered = [render(text, row) for text, row in zip(self.texts, self.rows, strict=True)]

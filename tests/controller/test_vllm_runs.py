@@ -114,9 +114,9 @@ class TestWeightsInTheEngine:
     def test_the_saved_model_is_the_trained_one(
         self, results: Results, folder: Path, tensor_parallel_size: int, stage: Stage
     ) -> None:
+        trained = results(tensor_parallel_size, stage).weights
         path = folder / f"tp{tensor_parallel_size}-zero{stage}/model"
         saved = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
-        trained = results(tensor_parallel_size, stage).weights
         assert saved.keys() == trained.keys()
         assert all(torch.equal(saved[name], trained[name]) for name in trained)
         assert AutoTokenizer.from_pretrained(path).decode([49, 43]) == "1+"

@@ -102,6 +102,11 @@ def test_pairs_are_the_problems_of_the_same_split_with_a_wrong_answer_more() -> 
     assert len({pair["rejected"] for pair in pairs}) > 10
 
 
+def test_what_pairs_add_to_problems_is_not_in_later_draws_of_them() -> None:
+    assert "rejected" in ReasoningGymPairs("chain_sum", size=40, validation_size=5)[0]
+    assert "rejected" not in ReasoningGym("chain_sum", size=40, validation_size=5)[0]
+
+
 def test_the_seed_draws_the_wrong_answers() -> None:
     first, again = (rows(ReasoningGymPairs("chain_sum", size=50, validation_size=0)) for _ in range(2))
     assert first == again

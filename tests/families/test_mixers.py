@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -18,10 +19,15 @@ from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.mixers import MixerOfRows
 from rlflow.models.scalar import ValueModel
+from rlflow.strategies.single import SingleProcess
 from tests.families.models import STATEFUL
+from tests.families.test_training import SGD, own_logprobs, reference
 from tests.forks import rows_of, wide_casts
+from tests.ranks import RankPool
 from tests.slow import slow_but
+from tests.strategies.lora import two_gradients, two_gradients_on_ranks
 from tests.strategies.reference import distance
+from tests.strategies.update import Stage, frozen_scores, one_update
 
 CPU = torch.device("cpu")
 Family = Callable[[str], Path]
@@ -107,7 +113,7 @@ def test_a_prefix_that_rows_share_is_read_by_each(family: Family) -> None:
     assert line.useful_tokens == 19 + 18
 
 
-def test_a_number_of_the_response_is_that_of_the_row_alone_with_adapters_and_values(family: Family) -> None:
+def test_values_with_adapters_are_those_of_each_row_alone(family: Family) -> None:
     folder = family("qwen3_5")
     critic = ValueModel(str(folder), lora=LoRA(4))
     model = critic.load(folder, torch.float64, CPU)
@@ -121,6 +127,49 @@ def test_a_number_of_the_response_is_that_of_the_row_alone_with_adapters_and_val
             found = critic.values(one)
             torch.testing.assert_close(together[row, : found.shape[1]], found[0], rtol=0, atol=1e-10)
     assert len(together[together != 0].unique()) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [3, "fsdp"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_checkpointed_update_on_two_ranks_is_that_of_single_rows(
+    name: str, stage: Stage, family: Family, ranks2: RankPool
+) -> None:
+    gradient, weights = reference(family(name))
+    for outcome in ranks2.run(one_update, family(name), stage, "fp32", SGD, True):
+        assert distance(outcome.gradients[0], gradient) < 1e-5
+        assert distance(outcome.weights, weights) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [3, "fsdp"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_an_update_in_bf16_and_a_frozen_reference_pass_the_check(
+    name: str, stage: Stage, family: Family, ranks2: RankPool
+) -> None:
+    gradient, _ = reference(family(name))
+    for outcome in ranks2.run(one_update, family(name), stage, "bf16", SGD):
+        assert distance(outcome.gradients[0], gradient) < 0.3  # seen 0.01 to 0.17
+    scores, wants_gradients = ranks2.run(frozen_scores, family(name), stage)[0]
+    assert not wants_gradients
+    mask = scores != 0
+    torch.testing.assert_close(scores[mask].double(), own_logprobs(family(name)), rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [3, "fsdp"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_adapters_train_on_two_ranks_as_in_one_process(
+    name: str, stage: Stage, family: Family, ranks2: RankPool
+) -> None:
+    strategy = SingleProcess("fp64")
+    Fabric(accelerator="cpu", devices=1, strategy=strategy.processes).launch()
+    with wide_casts():
+        alone = two_gradients(strategy, family(name))
+    assert all(float(gradient.abs().sum()) > 0 for gradient in alone[1].values())
+    for found in ranks2.run(two_gradients_on_ranks, family(name), stage):
+        assert distance(found[0], alone[0]) < 1e-5
+        assert distance(found[1], alone[1]) < 5e-5  # the first update's rounding in it
 
 
 @pytest.mark.parametrize(("dtype", "seen_in"), [(torch.float32, ""), (torch.bfloat16, ", in float32,")])

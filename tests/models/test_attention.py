@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -143,6 +145,20 @@ def test_what_cuda_computes_is_the_formula(
     found = flexible(*inputs, AttentionScores(0.25, window, softcap, s_aux), (cu, cu), flex_attention)
     expected = by_the_formula(*inputs, window or 300, softcap, s_aux, lengths)
     refuse_unlike(found, expected, (*inputs, *([] if s_aux is None else [s_aux])))
+
+
+def test_the_cap_of_scores_reaches_a_compiled_kernel_as_a_tensor_of_its_device() -> None:
+    # Dynamo makes a number that the scores refer to a scalar of float64 on the CPU, which no kernel for CUDA takes.
+    given: list[Tensor] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        given.extend(each for each in inputs if isinstance(each, Tensor))
+        return graph.forward
+
+    compiled = torch.compile(flex_attention, dynamic=True, backend=keep)
+    query, key, value = (states.detach().float() for states in states(4, 2, 16))
+    flexible(query, key, value, AttentionScores(0.25, 3, 1.5, None), (CU, CU), compiled)
+    assert [each.dtype for each in given if each.numel() == 1 and each == 1.5] == [torch.float32]
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 200])

@@ -51,6 +51,38 @@ def test_outputs_and_gradients_are_those_of_the_formula(
     torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), inputs), of_formula, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("block", [3, 4, 128])
+@pytest.mark.parametrize("fresh", [[5, 1, 7, 2], [5, 0, 3, 2], [1, 1, 2, 1]])
+def test_the_rows_of_a_line_attend_to_themselves_where_blocks_hold_several(
+    monkeypatch: pytest.MonkeyPatch, block: int, fresh: list[int]
+) -> None:
+    monkeypatch.setattr(module, "BLOCK", block)
+    lengths = [5, 1, 7, 2]
+    _, key, value = states(torch.float64, 1, (4, 2, 2), length=sum(lengths))
+    query = states(torch.float64, 1, (4, 2, 2), length=sum(fresh))[0].detach().requires_grad_()
+    inputs = [query, key, value]
+    starts = tuple(torch.tensor([0, *each]).cumsum(0) for each in (fresh, lengths))
+    found = block_attention(*inputs, 0.3, starts)
+    rows = zip(query.split(fresh, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    expected = torch.cat([by_the_formula(*row, 0.3) for row in rows], 2)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    weights = torch.arange(expected.numel(), dtype=torch.float64).view_as(expected).sin()
+    of_formula = torch.autograd.grad((expected * weights).sum(), inputs)
+    torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), inputs), of_formula, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("length", "together"), [(64, True), (65, False)])
+def test_rows_of_up_to_64_tokens_in_bfloat16_share_blocks(
+    monkeypatch: pytest.MonkeyPatch, length: int, together: bool
+) -> None:
+    calls = []
+    monkeypatch.setattr("rlflow.models.attention.block_attention", lambda *given: calls.append(given) or given[0])
+    inputs = states(torch.bfloat16, 1, (2, 2, 2), length=3 * length)
+    starts = torch.arange(0, 3 * length + 1, length)
+    packed_attention(nn.Identity(), *inputs, None, cu_seq_lens_q=starts, max_length_q=length)
+    assert len(calls) == (1 if together else 3)
+
+
 def test_bfloat16_on_the_cpu_is_off_by_no_more_than_its_rounding() -> None:
     inputs = states(torch.bfloat16, 1, (4, 2, 2), length=200)
     found, _ = packed_attention(
