@@ -55,7 +55,7 @@ class Weight:
         return merged.to(weight.dtype)
 
 
-def stored_buffers(model: Any) -> list[tuple[str, Tensor]]:
+def stored_buffers(model: Any) -> list[tuple[str, Any]]:
     """The buffers of a transformers model that its files hold, such as the bias that corrects a router's choice."""
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     return [(name, buffer) for name, buffer in model.named_buffers() if name not in computed]

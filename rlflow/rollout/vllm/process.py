@@ -72,7 +72,7 @@ def register_qwen3_5() -> None:
     before an image comes. So empty modules stand in for it while the file is imported. vLLM imports files in a process
     of its own to find what classes can do; classes that are registered it asks in this process.
     """
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
     from vllm.model_executor.models.registry import ModelRegistry
 
     names = () if is_torchvision_available() else STAND_INS  # remembered by transformers from here on
