@@ -72,6 +72,8 @@ def test_logprobs_are_of_rows_alone_after_each_sync_and_a_changed_tensor_is_name
         assert vllm.update_weights([weights(model)], version).tensors == len(weights(model))
         completions = vllm.generate(PROMPTS, SEEDS, SAMPLING, version)
         assert max(gaps(model, PROMPTS, completions)) < LIMITS[name]
+        turns = [[*prompt, *each.token_ids, 65] for prompt, each in zip(PROMPTS, completions, strict=True)]
+        assert max(gaps(model, turns, vllm.generate(turns, SEEDS, SAMPLING, version))) < LIMITS[name]  # a next turn
         change(model, version)
     assert max(gaps(model, PROMPTS, completions)) > 100 * LIMITS[name]  # weights one update old
     load = vllm._load
