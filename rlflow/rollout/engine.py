@@ -434,9 +434,12 @@ class Piece:
 def in_dtype_held(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of the trainer as engines of a dtype hold it: in this dtype, and routers' biases always in float32.
 
-    Experts are chosen by biases that differ by thousandths, which bfloat16 would round off.
+    Experts are chosen by biases that differ by thousandths, which bfloat16 would round off. Whole numbers stay.
     """
-    return tensor.detach().to(torch.float32 if name.rpartition(".")[2] == ROUTER_BIAS else dtype)
+    tensor = tensor.detach()
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.float32 if name.rpartition(".")[2] == ROUTER_BIAS else dtype)
 
 
 class Manifest:

@@ -17,8 +17,6 @@ from torch import Tensor
 from rlflow.errors import UserError
 
 EPSILON = 1e-6  # of the norm of queries and keys, as in transformers and vLLM
-
-
 KERNEL_HEADS = (64, 128)  # sizes that vLLM's kernels for the CPU were tried with; they refuse 32
 
 
@@ -32,8 +30,8 @@ def prepare(config: Any, dtype: torch.dtype) -> None:
     Raises:
         UserError: Neither vLLM's kernels nor this file's function compute it.
     """
+    _allow_float32()  # in bf16 too: an engine in float32 may come later in this process
     if dtype == torch.float32:
-        _allow_float32()
         return
     heads = {config.linear_key_head_dim, config.linear_value_head_dim}
     if dtype != torch.bfloat16 or not heads <= set(KERNEL_HEADS):
@@ -45,6 +43,7 @@ def prepare(config: Any, dtype: torch.dtype) -> None:
 
 
 def _allow_float32() -> None:
+    """Put a function in place of vLLM's that computes in float32 here, and in other dtypes as before."""
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.utils.torch_utils import _resolve_layer_name
@@ -124,7 +123,7 @@ def _compute(layer: Any, rows: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, out
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decays: Tensor, strengths: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule (arXiv 2412.06464, equation 10), token by token.
+    """The gated delta rule (arXiv 2412.06464, section 3.1), token by token.
 
     With keys and queries of norm 1, and queries divided by the root of their size K:
 
