@@ -1,12 +1,12 @@
-"""Layers that carry a state from token to token (convolutions, delta rules, scans), each row from a state of zeros.
+"""Mixers: layers that carry a state from token to token, such as convolutions, delta rules and scans.
 
-Such a mixer reads the rows of a packed line side by side, `[S, L, H]`, padded on the right; all else in the model reads
-the line. It looks backwards only, so what is behind a row changes nothing in it. Where kernels are installed that know
-where rows of a line begin, it reads the line as it is, and they start anew at each row.
+In a packed line, the state of a row would pass to the next row. So a mixer reads the rows side by side, `[S, L, H]`,
+padded on the right, and all other layers read the line. A mixer looks backwards only, so padding after a row changes
+nothing in the row. If kernels are installed that are told where rows begin, a mixer reads the line as it is.
 
-A mixer runs once for all rows. At ZeRO-3 each run of a layer gathers its weights on all ranks, which have other numbers
-of rows: run by run they would wait for each other. So the rows of one micro-batch are of like length instead, see
-`ForwardPlan.side_by_side`.
+A mixer runs once for all rows of a micro-batch. At ZeRO-3 the ranks gather a layer's weights each time it runs, and
+ranks have different numbers of rows; if mixers ran once for each row, ranks would wait for each other forever. To
+keep padding small, the rows of a micro-batch are of like length, see `ForwardPlan.side_by_side`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch
 from torch import Tensor, nn
 
 STATE_LAYERS = {"conv", "hybrid", "linear_attention"}  # of `layer_types`: those that have a mixer
-ROW_NUMBERS = "seq_idx"  # transformers' name of the argument that carries them to every mixer
-# What else transformers hands to a mixer about the rows of a line; padded, they are of one length.
+ROW_NUMBERS = "seq_idx"  # the argument by which transformers tells every mixer each token's row
+# Other arguments that tell mixers where rows of a line begin; rows side by side are no line.
 PLACES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function for CUDA that transformers calls in place of its own, where its package is installed.
+    """A function of a CUDA package, which transformers calls instead of its own function if the package is installed.
 
     Attributes:
         module: Module of the package.
         name: Name of the function.
-        argument: Name of its argument by which it knows the rows of a line.
+        argument: Argument that tells the function where rows begin.
     """
 
     module: str
@@ -42,10 +42,10 @@ class Kernel:
     argument: str
 
     def knows_rows(self) -> bool:
-        """Whether it is installed, and has the argument."""
+        """Whether the function is installed and has the argument."""
         try:
             function = getattr(import_module(self.module), self.name)
-        except Exception:  # what a package raises that was built for another torch; transformers takes its own then
+        except Exception:  # such as a package built for another torch; transformers calls its own function then too
             return False
         return self.argument in signature(function).parameters
 
@@ -61,9 +61,8 @@ class Mixer:
     """A kind of mixer.
 
     Attributes:
-        kernels: What computes its states on CUDA, all of which must know rows; none where transformers does not tell
-            them.
-        state: Names of the sizes whose product is a row's state, without what the convolution keeps.
+        kernels: The functions that compute its states on CUDA; empty if transformers does not tell them about rows.
+        state: Attributes of the layer whose product is the size of a row's state, without that of the convolution.
     """
 
     kernels: tuple[Kernel, ...] = ()
@@ -95,7 +94,7 @@ def has_states(config: Any) -> bool:
 
 
 def mixers_of(model: nn.Module) -> set[str]:
-    """Names of the classes in a transformers model that carry a state: each has a convolution of its own."""
+    """Names of the classes of mixers in a transformers model: a mixer is a module with a convolution of its own."""
     return {
         type(module).__name__
         for module in model.modules()
@@ -104,7 +103,7 @@ def mixers_of(model: nn.Module) -> set[str]:
 
 
 def keep_rows_apart(model: nn.Module) -> None:
-    """Let each mixer of a transformers model start anew at each row of a line."""
+    """Change the class of each mixer of a transformers model, so that it starts with zeros at each row of a line."""
     mixer: Any
     for mixer in model.modules():
         own: Any = type(mixer)
@@ -125,7 +124,7 @@ def reads_side_by_side(model: nn.Module) -> bool:
 
 
 def read_by_kernels(model: nn.Module) -> set[str]:
-    """Names of a model's linear layers whose weights a kernel reads on CUDA, without calling the layers."""
+    """Names of the linear layers of a model that are not called on CUDA, since a kernel reads their weights."""
     return {
         f"{name}.out_proj"
         for name, module in model.named_modules()
@@ -134,7 +133,7 @@ def read_by_kernels(model: nn.Module) -> set[str]:
 
 
 def state_size(model: nn.Module) -> int:
-    """Numbers that the mixers of a transformers model keep of a row, however long it is."""
+    """Numbers that the mixers of a transformers model store for a row, however long it is."""
     total = 0
     for module in model.modules():
         if (kind := MIXERS.get(type(module).__name__)) is not None:
@@ -151,29 +150,29 @@ def row_numbers(cu_seqlens: Tensor) -> Tensor:
 
 @cache
 def _of_rows(kind: Any) -> Any:
-    """The same mixer, reading rows; it has the name of its class."""
+    """A subclass of a mixer's class that starts with zeros at each row; it has the same name."""
     return type(kind.__name__, (MixerOfRows, kind), {})
 
 
 class MixerOfRows:
-    """What is changed of a mixer; the other base of its class is transformers' own.
+    """The first base of a mixer's changed class, before transformers' class.
 
     Attributes:
-        kernels_know_rows: Whether the mixer's kernels start anew at each row of a line.
+        kernels_know_rows: Whether all kernels of the mixer are installed and start with zeros at each row.
     """
 
     kernels_know_rows: bool
 
     def forward(self, hidden_states: Tensor, *arguments: Any, seq_idx: Tensor | None = None, **keywords: Any) -> Tensor:
-        """`[1, N, H]` to `[1, N, H]`.
+        """The mixer's output for each token of a line, `[1, N, H]`.
 
-        Rows are known by an argument, so that a checkpointed layer knows the same in its backward pass.
+        The rows are an argument, so that a checkpointed layer has the same rows in the backward pass.
 
         Args:
-            hidden_states: The line; or `[S, L, H]`, rows that are padded already.
-            arguments: What else transformers passes along.
-            seq_idx: `[1, N]` int32, see `row_numbers`; None where rows are padded, or there is one.
-            keywords: What else transformers passes along.
+            hidden_states: `[1, N, H]`, the line; or `[S, L, H]`, rows that are padded already.
+            arguments: Other arguments of transformers.
+            seq_idx: `[1, N]` int32, see `row_numbers`; None if rows are padded, or there is one row.
+            keywords: Other arguments of transformers.
         """
         own: Any = super()
         if seq_idx is None:
