@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
@@ -53,6 +54,7 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., tuple[Any, Any]]]:
 
     def make(name: str, dtype: torch.dtype = torch.float32, **settings: int) -> tuple[Any, Any]:
         folder = write_model(name, tmp_path, **DENSE.get(name, {}), **settings)
+        VLLMEngine().check_model(AutoConfig.from_pretrained(folder))
         made.append(
             setup(VLLMEngine(kv_cache_gib=0.25, max_num_batched_tokens=IN_PARTS, max_num_seqs=64), folder, dtype)
         )
