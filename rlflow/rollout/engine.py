@@ -314,6 +314,23 @@ class RolloutEngine(ABC):
         prompts, seeds = [turn.prompt for turn in new.values()], [turn.seed for turn in new.values()]
         return dict(zip(new, self.generate(prompts, seeds, of_each, version), strict=True))
 
+    def completions(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+    ) -> Iterator[tuple[int, Completion]]:
+        """What `generate` returns, each response when it has ended: its place among the prompts, and the response.
+
+        Arguments and errors are those of `generate`. Without another `step` than that of this class, all end together.
+        """
+        limits = sampling.limits_of(len(prompts))
+        asked = zip(prompts, seeds, limits, strict=True)
+        new = {place: Turn(prompt, seed, longest) for place, (prompt, seed, longest) in enumerate(asked)}
+        left = len(new)
+        while left:
+            ended = self.step(new, sampling, version)
+            new = {}
+            left -= len(ended)
+            yield from ended.items()
+
     def abort(self) -> None:  # noqa: B027 - nothing is in progress between the steps of most
         """Give up the turns in progress."""
 
