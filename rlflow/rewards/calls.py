@@ -1,4 +1,4 @@
-"""`Calls`: calls of a reward in threads."""
+"""`RewardCalls`: calls of a reward in threads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from queue import SimpleQueue
 from typing import Any
 
 
-class Calls:
+class RewardCalls:
     """Calls in threads, each known by its place; the `with` block ends when none runs.
 
-        with Calls(at_once=4) as calls:
+        with RewardCalls(at_once=4) as calls:
             scores = [calls.begin(place, partial(ask, text)) for place, text in enumerate(texts)]
             return [score.result() for score in scores]
 
@@ -35,7 +35,7 @@ class Calls:
         self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> RewardCalls:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlflow.errors import UserError
-from rlflow.rewards.calls import Calls
+from rlflow.rewards.calls import RewardCalls
 from rlflow.rewards.reward import EarlyReward, Messages, Reward, RewardInput
 
 LAST_SECONDS = 1.0  # that calls are waited for whose scores nobody will read
@@ -32,7 +32,7 @@ class EarlyScores:
 
     def __init__(self, reward: Reward, prompt_column: str | None) -> None:
         self._prompt_column = prompt_column
-        self._rewards = [(each, Calls(each.at_once)) for each in reward.scored_early()]
+        self._rewards = [(each, RewardCalls(each.at_once)) for each in reward.scored_early()]
         self._untaken = dict(enumerate(self._rewards))
         self._ended: dict[int, tuple[str, dict[str, Any], Messages]] = {}
 
@@ -48,7 +48,7 @@ class EarlyScores:
             if all(each in self._ended for each in range(first, first + how.batch)):
                 self._begin(how, calls, first)
 
-    def taken(self, reward: Reward, responses: RewardInput) -> Calls | None:
+    def taken(self, reward: Reward, responses: RewardInput) -> RewardCalls | None:
         """The calls of this reward, once; None where it has none, or they scored anything but these responses."""
         found = next((at for at, (how, _) in self._untaken.items() if how.reward is reward), None)
         if found is None or not self._scored(responses):
@@ -68,7 +68,7 @@ class EarlyScores:
         for _, calls in self._untaken.values():
             calls.close(LAST_SECONDS)
 
-    def _begin(self, how: EarlyReward, calls: Calls, first: int) -> None:
+    def _begin(self, how: EarlyReward, calls: RewardCalls, first: int) -> None:
         texts, rows, conversations = zip(*(self._ended[first + i] for i in range(how.batch)), strict=True)
         with suppress(UserError):  # the reward raises it again when all responses are there
             calls.begin(first, how.call(RewardInput(texts, rows, self._prompt_column, conversations)))

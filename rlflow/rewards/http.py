@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import UserError, one_line
-from rlflow.rewards.calls import Calls
+from rlflow.rewards.calls import RewardCalls
 from rlflow.rewards.reward import EarlyReward, OnError, Reward, RewardInput, Scores, read_column
 
 if TYPE_CHECKING:  # else imported where it is used: `rlflow fit --help` would wait for it
@@ -140,7 +140,7 @@ class HTTPReward(Reward):
         texts, rows = responses.texts, responses.rows
         size = self._batch or max(1, len(texts))
         starts = range(0, len(texts), size)
-        with responses.begun(self, responses) or Calls(self._at_once) as calls:
+        with responses.begun(self, responses) or RewardCalls(self._at_once) as calls:
             asked = [partial(self._answer, texts[at : at + size], rows[at : at + size]) for at in starts]
             answers = [calls.begin(at, ask) for at, ask in zip(starts, asked, strict=True)]
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from rlflow.dotted_path import column_of, value_at
 from rlflow.errors import ENDING, UserError, line_log, one_line
-from rlflow.rewards.calls import Calls
+from rlflow.rewards.calls import RewardCalls
 
 Failed = Literal["zero", "drop"]
 OnError = Literal["raise", "zero", "drop"]
@@ -71,7 +71,7 @@ class RewardInput:
     conversations: Sequence[Messages] = ()
     token_ids: Callable[[], list[list[int]]] = list
     state: TrainerState = TrainerState()
-    begun: Callable[[Reward, RewardInput], Calls | None] = field(default=_none, compare=False)
+    begun: Callable[[Reward, RewardInput], RewardCalls | None] = field(default=_none, compare=False)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -334,7 +334,7 @@ class SampleReward(Reward):
         return partial(self.score_sample, responses.texts[i], responses.rows[i])
 
     def side_by_side(
-        self, calls: Sequence[Callable[[], Any]], responses: RewardInput, begun: Calls | None = None
+        self, calls: Sequence[Callable[[], Any]], responses: RewardInput, begun: RewardCalls | None = None
     ) -> Scores:
         """The scores that calls return, one for each sample; at most `at_once` calls run at a time.
 
@@ -345,7 +345,7 @@ class SampleReward(Reward):
         """
         if begun is None and self.at_once == 1:
             return self.scores_of(calls, responses)
-        with begun or Calls(self.at_once) as running:
+        with begun or RewardCalls(self.at_once) as running:
             scores = [running.begin(i, call) for i, call in enumerate(calls)]
             return self.scores_of((score.result for score in scores), responses)
 

@@ -141,8 +141,8 @@ class RolloutEngine(ABC):
 
     Calls come in this order: the constructor, which only stores settings; `check_installed` and the other checks,
     before processes start; `setup`, which builds the engine without weights; then for each step `wake_up`,
-    `update_weights`, any number of `generate` and `step`, and `sleep`; and `close`. Derive an engine of your own from
-    `InProcessEngine`, which stores the version and verifies each sync.
+    `update_weights`, any number of `generate`, `completions` and `step`, and `sleep`; and `close`. Derive an engine of
+    your own from `InProcessEngine`, which stores the version and verifies each sync.
 
     Attributes:
         tensor_parallel_size: Ranks that share one engine; each makes the same calls and gets the same responses.

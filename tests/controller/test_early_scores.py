@@ -17,12 +17,14 @@ from rlflow.algorithms import DAPO, GRPO
 from rlflow.callbacks import Callback
 from rlflow.context.node_context import NodeContext
 from rlflow.rewards import CallableReward, HTTPReward, Reward, SampleReward, WeightedSum
+from rlflow.rewards.early import EarlyScores
 from rlflow.rewards.reward import OnError
 from rlflow.rollout import RolloutEngine, TransformersEngine, VLLMEngine
 from tests.controller import scoring
 from tests.controller.runs import ZERO2, Fit, OddCharacters, RaggedReMax, failing_fit, fit, sums, trainer_of
 from tests.faults.killed_runs import STOP, content, fit_to_the_end
 from tests.ranks import RankPool
+from tests.rewards.test_early import Counts
 from tests.rewards.test_served_rewards import Server
 from tests.slow import slow_but
 
@@ -114,7 +116,7 @@ def assert_same(folder: Path) -> None:
 
 
 CASES = [(engine, way, on_error) for engine in ENGINES for way in WAYS for on_error in POLICIES]
-FAST = [("transformers", "workers", "drop"), ("transformers", "http in batches", "zero"), ("vllm", "seconds", "zero")]
+FAST = [("transformers", "workers", "drop"), ("transformers", "http in batches", "zero")]
 
 
 @pytest.mark.parametrize(("engine", "way", "on_error"), slow_but([*FAST, ("transformers", "at_once", "raise")], CASES))
@@ -192,6 +194,14 @@ class SamplesTwice(GRPO):
         return self.generate(batch, n=2).concat(self.generate(batch, n=2))
 
 
+@dataclasses.dataclass(eq=False)
+class Unread(GRPO):
+    """Has a reward that no node calls."""
+
+    def rewards(self, rollout: RolloutWithTexts) -> PerSample:
+        return rollout.lengths.float()
+
+
 class Backwards(InThreads):
     """Scores the responses read backwards, and begins to score them as they were."""
 
@@ -204,6 +214,7 @@ class Backwards(InThreads):
 OTHERS: dict[str, Callable[[Path, Path], Fit]] = {
     "texts that a node changes": lambda policy, to: run_of(policy, to, limited(), Edits),
     "rows of two calls": lambda policy, to: run_of(policy, to, limited(), SamplesTwice),
+    "a reward that no node calls": lambda policy, to: run_of(policy, to, limited(), Unread, max_steps=3),
     "texts that the reward changes": lambda policy, to: run_of(policy, to, Backwards("odd", "raise")),
 }
 
@@ -212,11 +223,20 @@ OTHERS: dict[str, Callable[[Path, Path], Fit]] = {
 def test_other_responses_than_were_sampled_are_scored_anew(
     kind: str, policy: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    fit(OTHERS[kind](policy, tmp_path / "early"))
+    rollouts, add = set[EarlyScores](), EarlyScores.add
+
+    def noted(early: EarlyScores, *given: Any, **named: Any) -> None:
+        rollouts.add(early)
+        add(early, *given, **named)
+
+    monkeypatch.setattr(EarlyScores, "add", noted)
+    run, threads = OTHERS[kind](policy, tmp_path / "early"), Threads()
+    run.settings["callbacks"] = [threads]
+    fit(run)
     late(monkeypatch, OTHERS[kind](policy, tmp_path / "late"))
     assert_same(tmp_path)
-    assert early_steps(tmp_path / "early") <= 1  # then it is known
-    assert reward_threads() == []
+    assert len(rollouts) == 1, "after the first it is known"
+    assert threads.left == 0
 
 
 class OfLongest(InThreads):
@@ -238,6 +258,7 @@ STAY: dict[str, Callable[[Path, Path], Fit]] = {
         policy, to, HTTPReward("http://127.0.0.1:9", retries=0, on_error="zero")
     ),
     "responses that are cut off": lambda policy, to: run_of(policy, to, limited(), partial_rollout=4),
+    "those that a filter chooses from": lambda policy, to: run_of(policy, to, limited(), DAPO, partial_rollout=4),
 }
 
 
@@ -246,9 +267,25 @@ def test_what_needs_all_responses_is_scored_after_them(
     kind: str, policy: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr("rlflow.context.node_context.EarlyScores.add", lambda *given, **named: begun.append(given))
+    monkeypatch.setattr(EarlyScores, "add", lambda *given, **named: begun.append(given))
     fit(STAY[kind](policy, tmp_path / "run"))
     assert begun == []
+
+
+def test_no_more_calls_run_together_than_a_reward_allows(policy: Path, tmp_path: Path) -> None:
+    reward = Counts(at_once=2, seconds=0.05)
+    fit(run_of(policy, tmp_path, reward, RaggedReMax))  # which samples twice in a step
+    assert early_steps(tmp_path) == 2
+    assert reward.most == 2
+
+
+class Threads(Callback):
+    """The most threads of rewards that are there between steps."""
+
+    left = 0
+
+    def on_step_end(self, trainer: Any, module: Any, step: int, metrics: Any) -> None:
+        self.left = max(self.left, len(reward_threads()))
 
 
 def reward_threads() -> list[threading.Thread]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlflow.rewards import ExactMatch, RewardInput, SampleReward, WeightedSum
-from rlflow.rewards.calls import Calls
+from rlflow.rewards.calls import RewardCalls
 from rlflow.rewards.early import EarlyScores
 from rlflow.rewards.http import HTTPReward
 
@@ -18,8 +18,9 @@ from rlflow.rewards.http import HTTPReward
 class Counts(SampleReward):
     """The length of a text; counts its calls, and how many of them ran at the same time."""
 
-    def __init__(self, at_once: int = 2) -> None:
+    def __init__(self, at_once: int = 2, seconds: float = 0.01) -> None:
         super().__init__(at_once=at_once)
+        self.seconds = seconds
         self.asked: list[str] = []
         self.most = self._running = 0
         self._lock = threading.Lock()
@@ -29,7 +30,7 @@ class Counts(SampleReward):
             self.asked.append(text)
             self._running += 1
             self.most = max(self.most, self._running)
-        time.sleep(0.01)
+        time.sleep(self.seconds)
         with self._lock:
             self._running -= 1
         return float(len(text))
@@ -102,7 +103,7 @@ def test_calls_that_have_not_begun_are_cancelled_and_others_waited_for() -> None
         time.sleep(0.05)
         ended.append(place)
 
-    with Calls(at_once=2) as calls:
+    with RewardCalls(at_once=2) as calls:
         futures = [calls.begin(place, partial(call, place)) for place in range(6)]
         time.sleep(0.02)
     assert sorted(ended) == [0, 1]
@@ -112,12 +113,14 @@ def test_calls_that_have_not_begun_are_cancelled_and_others_waited_for() -> None
 
 def test_a_call_that_never_ends_does_not_hold_up_the_run_s_end() -> None:
     released = threading.Event()
-    calls = Calls(at_once=1)
+    calls = RewardCalls(at_once=1)
     calls.begin(0, released.wait)
-    started = time.monotonic()
-    calls.close(seconds=0.1)
-    assert time.monotonic() - started < 5
-    (thread,) = (each for each in threading.enumerate() if each.name == "reward")
-    assert thread.daemon
-    released.set()
+    try:
+        started = time.monotonic()
+        calls.close(seconds=0.1)
+        assert time.monotonic() - started < 5
+        (thread,) = (each for each in threading.enumerate() if each.name == "reward")
+        assert thread.daemon
+    finally:
+        released.set()
     thread.join()
