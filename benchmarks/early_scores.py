@@ -6,9 +6,8 @@ GRPO with a small random model in one process; nothing is learned, so that respo
 A reward in processes of its own (`seconds`, 8 `workers`) sleeps for 50 ms a sample. Steps of one run take turns:
 `free` does not sleep, `early` scores each response when it has ended, `late` scores after the last has ended, as plain
 functions do. Seconds are those of `rollout` and `rewards` together, medians with the smallest and largest. What a way
-adds is the median of its differences from the `free` step of its round: to both nodes; to `rewards` alone, which is
-what is left when the last response has ended; and to the seconds that this process computes in both, whoever else is on
-its cores. The last line is JSON.
+adds is the median of its differences from the `free` step of its round: to both nodes, and to `rewards` alone, which is
+what is left when the last response has ended. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,7 @@ def measured(engine: RolloutEngine, rounds: int, sample_s: float, workers: int) 
     """Seconds of each way's steps, and what `early` and `late` add to `free`; printed."""
     turns = Turns()
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model(Path(folder) / "model", hidden_size=256, layers=4, max_position=512)
+        model = write_tiny_model(Path(folder) / "model", hidden_size=128, layers=2, max_position=512)
         reward = CallableReward("delays.scored_after", seconds=60, workers=workers)
         actor = CausalLM(str(model), optimizer=Optimizer("sgd", lr=0.0))
         module = GRPO(actor, reward, SAMPLES, LONGEST, stop_token_ids=STOP)
@@ -75,17 +73,15 @@ def measured(engine: RolloutEngine, rounds: int, sample_s: float, workers: int) 
             callbacks=[turns],
         )
         trainer.fit(module, data)
-    both, after, computed = (by_way([of[part] for of in turns.seconds]) for part in ("both", "rewards", "computed"))
+    both, after = (by_way([of[part] for of in turns.seconds]) for part in ("both", "rewards"))
     name, alone = type(engine).__name__, PROMPTS * SAMPLES * sample_s / workers
     for way, times in both.items():
-        adds = [f"{added(of, way):.3f} s" for of in (both, after, computed)]
-        print(f"{name}, {way}: {spread(times)}; adds {adds[0]}, to `rewards` {adds[1]}, of computing {adds[2]}")
+        print(f"{name}, {way}: {spread(times)}; adds {added(both, way):.3f} s, to `rewards` {added(after, way):.3f} s")
     print(f"{name}: {PROMPTS * SAMPLES} samples of {sample_s:g} s on {workers} workers alone take {alone:.2f} s")
     return {
         "seconds": {way: statistics.median(of) for way, of in both.items()},
         "added": {way: added(both, way) for way in WAYS[1:]},
         "added_to_rewards": {way: added(after, way) for way in WAYS[1:]},
-        "added_of_computing": {way: added(computed, way) for way in WAYS[1:]},
         "alone": alone,
     }
 
@@ -105,7 +101,6 @@ class Turns(Callback):
 
     def __init__(self) -> None:
         self.seconds: list[dict[str, float]] = []
-        self._computed = 0.0
         self._scored_as_made: frozenset[str] = frozenset()
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
@@ -115,18 +110,9 @@ class Turns(Callback):
         early = WAYS[step % len(WAYS)] != "late"
         module._context.scored_as_made = self._scored_as_made if early else frozenset()
 
-    def on_node_start(self, trainer: Trainer, module: Any, node_id: str) -> None:
-        if node_id == "rollout":
-            self._computed = time.process_time()
-
-    def on_node_end(self, trainer: Trainer, module: Any, node_id: str) -> None:
-        if node_id == "rewards":
-            self._computed = time.process_time() - self._computed
-
     def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:
         rewards = metrics["time/rewards"]
-        both = metrics["time/rollout"] + rewards
-        self.seconds.append({"rewards": rewards, "both": both, "computed": self._computed})
+        self.seconds.append({"rewards": rewards, "both": metrics["time/rollout"] + rewards})
 
 
 if __name__ == "__main__":
