@@ -367,6 +367,18 @@ def fit_late(run: Fit) -> None:
         late(patch, run)
 
 
+def test_a_run_that_is_continued_leaves_the_same(policy: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def run(name: str, **more: Any) -> Fit:
+        reward = limited("fails_on_some", "drop")
+        return run_of(policy, tmp_path / name, reward, max_steps=3, save_every_n_steps=1, **more)
+
+    stopped(run("early"), 2)
+    fit(run("early", ckpt_path="last"))
+    assert early_steps(tmp_path / "early") == 2, "those of the continued part"
+    late(monkeypatch, run("late"))
+    assert_same(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_run_one_step_off_that_is_continued_leaves_the_same(ranks2: RankPool, policy: Path, tmp_path: Path) -> None:
     ranks2.run(stopped, of_ranks(policy, tmp_path / "early"), 2, timeout_s=240)
