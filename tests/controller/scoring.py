@@ -1,5 +1,6 @@
 """Rewards that take their time, differently for each row. Workers import it."""
 
+import os
 import time
 
 STEP_S = 0.004
@@ -27,7 +28,7 @@ def fails_on_some(response: str, question: str) -> float:
 def exits_on_some(response: str, question: str) -> float:
     """The same, and ends its process instead."""
     if sum(map(ord, response)) % 3 == 0:
-        raise SystemExit(3)
+        os._exit(3)
     return odd(response, question)
 
 

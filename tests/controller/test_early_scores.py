@@ -126,8 +126,8 @@ def test_a_run_leaves_the_same_to_the_byte(
     monkeypatch.setattr(server, "answer", server.answer)  # as it was, afterwards
     runs = {}
     for name in ("early", "late"):
-        runs[name] = run_of(policy, tmp_path / name, reward_of(way, on_error, server))
-        object.__setattr__(runs[name], "engine", ENGINES[engine]())
+        run = run_of(policy, tmp_path / name, reward_of(way, on_error, server))
+        runs[name] = dataclasses.replace(run, engine=ENGINES[engine]())
     fit(runs["early"])
     late(monkeypatch, runs["late"])
     assert_same(tmp_path)
