@@ -52,7 +52,7 @@ def wide_casts() -> Iterator[None]:
 
     Sums of gradients are then rounded nowhere, so the order in which they are taken does not show at 1e-10.
     """
-    to, narrow, softmax = Tensor.to, Tensor.float, torch.nn.functional.softmax
+    to, narrow, typed, softmax = Tensor.to, Tensor.float, Tensor.type, torch.nn.functional.softmax
 
     def widens(value: Tensor) -> bool:
         caller = sys._getframe(2).f_globals["__name__"]
@@ -69,6 +69,9 @@ def wide_casts() -> Iterator[None]:
     def float_wide(self: Tensor) -> Tensor:
         return self if widens(self) else narrow(self)
 
+    def type_wide(self: Tensor, *args: Any, **keywords: Any) -> Any:
+        return typed(self, *(map(wide, args) if widens(self) else args), **keywords)
+
     def softmax_wide(input: Tensor, *args: Any, **keywords: Any) -> Tensor:
         if widens(input):
             keywords = {name: wide(given) for name, given in keywords.items()}
@@ -77,5 +80,6 @@ def wide_casts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Tensor, "to", to_wide)
         patched.setattr(Tensor, "float", float_wide)
+        patched.setattr(Tensor, "type", type_wide)
         patched.setattr(torch.nn.functional, "softmax", softmax_wide)
         yield

@@ -160,9 +160,12 @@ class Workload:
         return 2 if any(self.graph.type_of(value) is Pairs for value in node.reads) else 1
 
     def computed_tokens(self, node: Node, shards: int) -> float:
-        """Tokens of a shard's forward passes in `node`; a prompt that samples share is counted once."""
+        """Tokens of a shard's forward passes in `node`; a prompt that samples share is counted once.
+
+        Rows of a model whose layers carry a state share no prompt.
+        """
         rows = self.rows(node.space) / shards
-        if not self.share_prefixes:
+        if not self.share_prefixes or (node.role is not None and self.roles[node.role].size.state):
             return rows * self.row_tokens(node)
         prompts = min(rows, max(1.0, self.prompts / shards))
         return prompts * self.lengths.prompt + rows * self.lengths.response * self._responses(node)
@@ -294,7 +297,7 @@ def loaded_engine(
         samples: Number of responses in a step.
         on_cpu: Whether the engine runs on the CPU.
     """
-    row_bytes = longest * followed.size.cache_bytes(followed.width)
+    row_bytes = longest * followed.size.cache_bytes(followed.width) + followed.size.state_bytes
     taken = engine.memory_taken(math.ceil(samples / placed.shards), row_bytes, on_cpu)
     weights = followed.size.parameters * followed.width / engine.tensor_parallel_size
     return Engine(engine.tensor_parallel_size, placed.ranks, weights, taken)

@@ -9,6 +9,7 @@ import torch
 from rlflow.errors import UserError
 from rlflow.models.attention import heads_of
 from rlflow.models.logprobs import unknown_logit_settings
+from rlflow.models.mixers import MIXERS, STATE_LAYERS, mixers_of
 from rlflow.models.remote_code import class_beside
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 ATTENTION = {"full_attention", "sliding_attention"}
+FEED_FORWARD = {"mlp", "moe"}  # layers of one token each
 NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")  # also for a model's own code
 # Keys of a configuration that say who wrote it and how, what is fed to the model, and what is stored between tokens
 NOT_ARCHITECTURE = {
@@ -47,7 +49,10 @@ def check_architecture(
     Raises:
         UserError: It cannot be trained or scored here.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
 
     auto = "AutoModelForCausalLM" if scores_tokens else "AutoModelForSequenceClassification"
     beside = class_beside(config, auto) if trust_remote_code else None
@@ -58,6 +63,8 @@ def check_architecture(
     elif kind is None:
         named = f", and `auto_map` of its config.json names no {auto}" if trust_remote_code else ""
         reason = f"is no causal language model of transformers'{named}; give one"
+    elif not scores_tokens and beside is None and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        reason = "is no model for sequence classification of transformers', as one of values or rewards is; give one"
     elif getattr(config, "quantization_config", None) is not None:
         reason = "has quantised weights, which cannot be trained; give the model without quantisation"
     else:
@@ -67,13 +74,16 @@ def check_architecture(
 
 
 def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: bool) -> str | None:
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
-    if kind._is_stateful and not kind._supports_attention_backend:
-        return (
-            f"carries a state from token to token{_layers(others)}, and packed sequences would hand it on to each"
-            " other; use a model that looks back by attention alone"
-        )
-    if not kind._supports_attention_backend:
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION - FEED_FORWARD
+    if kind._is_stateful or kinds & STATE_LAYERS:
+        mixers = mixers_of(_on_meta(config, trust_remote_code))
+        if not mixers or mixers - MIXERS.keys():
+            by = f" by {', '.join(sorted(mixers - MIXERS.keys()))}" if mixers else _layers(sorted(kinds))
+            return (
+                f"carries a state from token to token{by}, which would pass from row to row of a packed line; use a"
+                f" model whose layers are attention, or mixers that are known here: {', '.join(MIXERS)}"
+            )
+    elif not kind._supports_attention_backend:
         return (
             "has attention of its own, which cannot be kept within packed sequences; use a model for which transformers"
             " supports attention functions"
@@ -81,7 +91,7 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: boo
     lacking = [name for name in NEEDED if getattr(config, name, None) is None]
     if lacking:
         return f"has a configuration that does not say `{lacking[0]}`; give a decoder whose configuration does"
-    if others:
+    if others := sorted(kinds - STATE_LAYERS):
         return f"has layers{_layers(others)}, which are not computed here; use a model of full or sliding attention"
     if any("dynamic" in rope.get("rope_type", "") for rope in rotary_embeddings(config)):
         return (
@@ -91,14 +101,18 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: boo
     if scores_tokens:
         if unknown := unknown_logit_settings(config):
             return f"shapes its logits ({', '.join(unknown)}) in a way that is not known here; use a model without it"
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):  # its layers, without weights
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
-        head = model.get_output_embeddings()
+        head = _on_meta(config, trust_remote_code).get_output_embeddings()
         if head.bias is not None:
             return "has a bias in its output layer, which tokens are scored without here; use a model without one"
     return None
+
+
+def _on_meta(config: Any, trust_remote_code: bool) -> Any:
+    """The model's layers, without weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
 
 
 def _layers(kinds: list[str]) -> str:
@@ -187,7 +201,8 @@ def check_positions(config: Any, tokens: int, role: str, of: str, prompt: int | 
 def cached_bytes(config: Any, dtype: torch.dtype, ranks: int) -> int:
     """Bytes of the keys and values of a token on each of the ranks that share a model.
 
-    Layers with a sliding window are left out, for they forget: the least that a long sequence takes.
+    Layers with a sliding window are left out, for they forget: the least that a long sequence takes. Layers that carry
+    a state take as much for a row of any length.
     """
     count, shared = heads_of(config)
     text = config.get_text_config()
@@ -196,5 +211,7 @@ def cached_bytes(config: Any, dtype: torch.dtype, ranks: int) -> int:
     if kinds is None:
         layers = 0 if getattr(text, "sliding_window", None) else text.num_hidden_layers
     else:
-        layers = list(kinds).count("full_attention")
+        layers = sum(kind in ("full_attention", "hybrid") for kind in kinds)
+    if (latent := getattr(text, "kv_lora_rank", None)) is not None:  # keys and values are made of one vector of a token
+        return int(layers * (latent + text.qk_rope_head_dim) * dtype.itemsize)
     return 2 * layers * max(1, shared // ranks) * width * dtype.itemsize

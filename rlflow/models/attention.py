@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlflow.errors import UserError
 from rlflow.models.block_attention import block_attention
+from rlflow.models.mixers import has_states
 from rlflow.models.prefixes import Prefixes, gather
 from rlflow.values.host_copy import on_host
 
@@ -46,7 +47,7 @@ def check_sequence_parallel(config: Any, size: int, role: str, packing: bool = T
         packing: Whether forward passes are without padding.
 
     Raises:
-        UserError: The heads cannot be divided among `size` ranks, or forward passes are padded.
+        UserError: The heads cannot be divided among `size` ranks, layers carry a state, or forward passes are padded.
     """
     if size == 1:
         return
@@ -54,6 +55,12 @@ def check_sequence_parallel(config: Any, size: int, role: str, packing: bool = T
         raise UserError(
             f"`strategy.packing` is off, and {size} ranks divide the sequences of `{role}`, which are packed for it;"
             " turn it on, or divide none"
+        )
+    if has_states(config):
+        raise UserError(
+            f"{size} ranks divide the sequences of `{role}`, and layers of its model, of the type"
+            f" {config.model_type!r}, carry a state from token to token, which no rank would have whole; set"
+            " `sequence_parallel_size` of its placement to 1"
         )
     count, shared = heads_of(config)
     # Each rank attends with its share of the query heads. If there are fewer heads of keys, ranks share these.

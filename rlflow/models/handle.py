@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation
 from rlflow.models.lora import LoRA
+from rlflow.models.mixers import has_mixers, reads_side_by_side
 from rlflow.models.moe import Routing
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
@@ -49,6 +50,7 @@ class ForwardPlan:
         token_budget: Most tokens of a micro-batch; a longer row is alone in one.
         packing: Feed rows without padding. If off, each micro-batch is right-padded.
         share_prefixes: If rows are packed, compute a prefix once that several rows of a micro-batch share.
+        side_by_side: Plan micro-batches as for padded rows, since mixers pad the rows of a line, see `MixerOfRows`.
         agree: Function that returns the largest number that any rank of the role passes to it; a collective of these
             ranks. The default is for one rank.
         peers: The ranks that divide each line among them; all of them have the rows of this rank.
@@ -58,6 +60,7 @@ class ForwardPlan:
     token_budget: int = 4096
     packing: bool = True
     share_prefixes: bool = True
+    side_by_side: bool = False
     agree: Callable[[int], int] = int
     peers: Peers = ALONE
     gathers: bool = False
@@ -78,7 +81,7 @@ class ForwardPlan:
         """
         if self.packing and self.share_prefixes and not prompts:
             return shared_micro_batches(rows, self.token_budget, at_least)
-        cut = packed_micro_batches if self.packing else padded_micro_batches
+        cut = packed_micro_batches if self._without_padding else padded_micro_batches
         return cut(self._costs(rows, prompts), self.token_budget, at_least)
 
     def _costs(self, rows: Tokens | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
@@ -92,7 +95,11 @@ class ForwardPlan:
                 costs = torch.maximum(costs, token_counts(TokenRows(other, rows.response_ids, rows.lengths)))
             return costs
         chosen, rejected = token_counts(rows.chosen), token_counts(rows.rejected)
-        return chosen + rejected if self.packing else 2 * torch.maximum(chosen, rejected)
+        return chosen + rejected if self._without_padding else 2 * torch.maximum(chosen, rejected)
+
+    @property
+    def _without_padding(self) -> bool:
+        return self.packing and not self.side_by_side
 
     def model_input(self, rows: Tokens) -> ModelInput:
         """The input of one forward pass over all of `rows`."""
@@ -203,9 +210,10 @@ class ModelHandle(ABC):
         """
         forward.eval()  # not chained: that of a DeepSpeed engine returns nothing
         self._forward = forward
-        # Rows that share a token would also share its dropout.
+        # Rows that share a token would also share its dropout, and its state.
         noisy = self.lora is not None and self.lora.dropout > 0
-        self.plan = replace(plan, share_prefixes=False) if noisy else plan
+        shares = plan.share_prefixes and not noisy and not has_mixers(forward)
+        self.plan = replace(plan, share_prefixes=shares, side_by_side=reads_side_by_side(forward))
 
     def freeze(self) -> None:
         """Make the model frozen; called before the weights are loaded."""

@@ -19,8 +19,16 @@ CHUNK_ELEMENTS = 2**26
 
 # Settings of configurations that shape logits, and the types of models in which their meaning is known.
 LOGIT_SETTINGS = {
+    "lm_head_multiplier": {"falcon_h1"},  # a factor on the logits
     "logit_scale": {"cohere", "cohere2", "cohere2_moe"},  # a factor on the logits
-    "logits_scaling": {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"},  # a divisor
+    "logits_scaling": {  # a divisor
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+    },
     "final_logit_softcapping": {"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "vaultgemma", "nanochat"},
 }
 
@@ -47,7 +55,8 @@ class Softmax:
         """The softmax that a transformers configuration sets, for known types; see `unknown_logit_settings`."""
         text = config.get_text_config()
         known = {name: getattr(text, name, None) for name, types in LOGIT_SETTINGS.items() if text.model_type in types}
-        scale = (known.get("logit_scale") or 1.0) / (known.get("logits_scaling") or 1.0)
+        factor = (known.get("logit_scale") or 1.0) * (known.get("lm_head_multiplier") or 1.0)
+        scale = factor / (known.get("logits_scaling") or 1.0)
         return cls(scale=scale, cap=known.get("final_logit_softcapping"))
 
     def products_in(self, hidden: Tensor) -> torch.dtype:

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from rlflow.errors import UserError, one_line, require
+from rlflow.models.mixers import read_by_kernels
 from rlflow.models.remote_code import code_beside
 from rlflow.models.sizes import experts
 from rlflow.models.tiny import resolve_model
 from rlflow.models.weights import ADAPTER, PARAMETER, is_adapter
 
 PEFT_PREFIX = "base_model.model."
+# Layers that peft takes for experts in mixtures of them, also in shared experts and in layers that have none.
+EXPERT_LAYERS = {"gate_proj", "up_proj", "down_proj"}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -35,7 +38,8 @@ class LoRA:
         alpha: The product of the adapters' factors is multiplied by `alpha / rank`.
         dropout: Share of a layer's inputs that its adapter does not see in training. It is drawn for every micro-batch,
             so a gradient then depends on how rows were split.
-        targets: `all-linear` for all linear layers except the output layer, or the last parts of layers' names.
+        targets: `all-linear` for all linear layers except the output layer, or the last parts of layers' names. Among
+            all are neither `out_proj` of Mamba's mixers nor feed-forward layers of a mixture of experts.
     """
 
     rank: int = 8
@@ -85,16 +89,30 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     config = _peft_config(lora)
-    if lora.targets == "all-linear" and experts(model.config.to_dict()) is not None:
+    read_past, mixture = read_by_kernels(model), experts(model.config.to_dict()) is not None
+    if lora.targets == "all-linear" and (read_past or mixture):
         # Peft's `all-linear` would include experts and routers, which are not linear layers.
-        config.target_modules = [n for n, layer in model.named_modules() if isinstance(layer, nn.Linear) and n != head]
+        left_out = {head, *read_past}
+        config.target_modules = [
+            name
+            for name, layer in model.named_modules()
+            if isinstance(layer, nn.Linear)
+            and name not in left_out
+            and not (mixture and name.rpartition(".")[2] in EXPERT_LAYERS)
+        ]
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
         raise UserError(f"`lora.targets` is {lora.targets!r}: {str(error).splitlines()[0]}") from error
     for name, layer in _layers(model):
-        if isinstance(layer, ParamWrapper) or not {ADAPTER} <= layer.lora_A.keys():  # experts and routers
+        linear = isinstance(layer.get_base_layer(), nn.Linear)
+        if not linear or isinstance(layer, ParamWrapper) or not {ADAPTER} <= layer.lora_A.keys():  # experts and routers
             raise UserError(f"`lora.targets` is {lora.targets!r}, and {name!r} is no linear layer; name linear ones")
+        if name in read_past:
+            raise UserError(
+                f"`lora.targets` is {lora.targets!r}, and a kernel for CUDA reads the weight of {name!r} without its"
+                " adapter; name other layers, such as `in_proj`"
+            )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_adapter(name) and not parameter.is_meta:

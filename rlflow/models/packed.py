@@ -12,12 +12,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, Attention, packed_attention
 from rlflow.models.lora import LoRA, adapter_of, add_adapters, save_adapter
+from rlflow.models.mixers import ROW_NUMBERS, has_mixers, keep_rows_apart, reads_side_by_side, row_numbers
 from rlflow.models.moe import ROUTING, Routing
-from rlflow.models.packing import ALONE, Peers, pack, whole
+from rlflow.models.packing import ALONE, ModelInput, Peers, pack, whole
 from rlflow.models.prefixes import SHORTEST, Prefixes, gather
 from rlflow.models.remote_code import code_beside, register_decoder
 from rlflow.models.weight_files import WeightFiles, finish, not_finite
@@ -50,6 +53,8 @@ class PackedModel(nn.Module):
         AttentionInterface.register(PACKED_ATTENTION, packed_attention)
         model.set_attn_implementation(PACKED_ATTENTION)
         use_onednn(model)
+        keep_rows_apart(model)
+        self.has_mixers = has_mixers(model)
         self.model = model
         self.dtype: torch.dtype = model.dtype  # that it computes in, whatever its parameters are held in
         self.divided: Attention | None = None  # attends over a line that ranks divide among them
@@ -134,6 +139,9 @@ class PackedModel(nn.Module):
     ) -> None:
         """Refuse a model that is scored otherwise than by its own forward; called by all ranks that hold it.
 
+        A state that passes from row to row is a small difference, which rounding to bfloat16 would hide: where layers
+        carry one, the same is compared in float32 too. Kernels are left to the model's own dtype.
+
         Args:
             forward: This module, or what training runs it through; the ranks make equally many passes.
             device: Device of the inputs.
@@ -146,27 +154,36 @@ class PackedModel(nn.Module):
         """
         forward.eval()
         rows = probe(self.model.config.get_text_config().vocab_size)
-        sequences = zip(whole(rows).prompt_ids.rows(), rows.prompt_ids.lengths.tolist(), strict=True)
-        with self._as_transformers_has_it():
-            scores = [self.own_scores(forward, tokens.to(device), prompt) for tokens, prompt in sequences]
         line, attention, self.divided = pack(rows, share_prefixes), self.divided, None
-        there = line.to(device)
-        packed: Tensor = forward(*there.arguments(), prefixes=there.prefixes)[0]
         mend = ", or set `strategy.init_args.share_prefixes: false`" if share_prefixes else ""
-        self._refuse_unlike(packed, torch.cat(scores), "its own forward and the packed one", mend)
+        packed, own = self._scored_both_ways(forward, rows, line.to(device))
+        self._refuse_unlike(packed, own, "its own forward and the packed one", mend)
+        if reads_side_by_side(self) and self.dtype in NARROW:
+            with Float32Arithmetic():
+                wide = self._scored_both_ways(forward, rows, line.to(device))
+            self._refuse_unlike(*wide, "its own forward and the packed one, in float32,", dtype=torch.float32)
         self.divided = attention
         if attention is None:
             return
         parts = line.divide(peers.size)
-        own = parts[peers.rank].to(device)
-        values = forward(*own.arguments(), prefixes=own.prefixes)
-        found, *_ = own.in_order(peers.gather(values, [len(part.scored) for part in parts]))
+        own_part = parts[peers.rank].to(device)
+        values = forward(*own_part.arguments(), prefixes=own_part.prefixes)
+        found, *_ = own_part.in_order(peers.gather(values, [len(part.scored) for part in parts]))
         self._refuse_unlike(found, packed, "forwards of whole sequences and of divided ones")
 
-    def _refuse_unlike(self, found: Tensor, expected: Tensor, ways: str, mend: str = "") -> None:
+    def _scored_both_ways(self, forward: nn.Module, rows: TokenRows, line: ModelInput) -> tuple[Tensor, Tensor]:
+        """`[R]` each: the scores of rows by the packed forward of their line, and by the model's own of each row."""
+        sequences = zip(whole(rows).prompt_ids.rows(), rows.prompt_ids.lengths.tolist(), strict=True)
+        with self._as_transformers_has_it():
+            own = [self.own_scores(forward, row.to(line.input_ids.device), prompt) for row, prompt in sequences]
+        return forward(*line.arguments(), prefixes=line.prefixes)[0], torch.cat(own)
+
+    def _refuse_unlike(
+        self, found: Tensor, expected: Tensor, ways: str, mend: str = "", dtype: torch.dtype | None = None
+    ) -> None:
         """Scaled or capped outputs, attention of its own or a state that runs on show as other scores `[R]`."""
         largest = max(1.0, float(expected.abs().mean()))
-        allowed = largest * (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.25)
+        allowed = largest * (1e-3 if (dtype or self.dtype) in (torch.float32, torch.float64) else 0.25)
         difference = float((found - expected).abs().mean())
         if not difference <= allowed:
             raise UserError(
@@ -206,13 +223,19 @@ class PackedModel(nn.Module):
         return plain_name(name.removeprefix("model."))
 
     def weights(self) -> list[Weight]:
-        """What the forward computes with, each adapter merged into its weight; tied weights come once."""
+        """What the forward computes with, each adapter merged into its weight; tied weights come once.
+
+        Buffers that files hold are among them, such as the bias that corrects a router's choice of experts.
+        """
         adapters = {} if self.lora is None else adapter_of(self)
-        return [
+        found = [
             Weight(self.hf_name(name), parameter, adapters.get(name))
             for name, parameter in self.named_parameters()
             if not is_adapter(name)
         ]
+        computed = {name for name, _ in self.model.named_non_persistent_buffers()}
+        stored = ((name, buffer) for name, buffer in self.model.named_buffers() if name not in computed)
+        return found + [Weight(plain_name(name), buffer) for name, buffer in stored]
 
     def trained(self) -> list[Weight]:
         """What an optimizer changes."""
@@ -321,6 +344,7 @@ class PackedModel(nn.Module):
             max_length_k=max_seqlen if prefixes is None else prefixes.max_seqlen,
             divided=self.divided,
             prefixes=prefixes,
+            **({ROW_NUMBERS: row_numbers(cu_seqlens)} if self.has_mixers and cu_seqlens is not None else {}),
             **({} if routing is None else {ROUTING: routing}),
         ).last_hidden_state  # [S, L, H]
         values: tuple[Tensor, ...] = self.output_layer(gather(states.flatten(0, 1), 0, scored), targets, *readout)
@@ -381,6 +405,37 @@ def probe(vocabulary: int) -> TokenRows:
     lengths = torch.tensor([6, 8, 7])
     responses = responses.view(3, 8) * (torch.arange(8) < lengths[:, None])
     return TokenRows(Ragged.from_lists([prompt.tolist(), other.tolist(), prompt.tolist()]), responses, lengths)
+
+
+CASTS = {Tensor.to, Tensor.type, Tensor.type_as, Tensor.bfloat16, Tensor.half}
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class Float32Arithmetic(TorchFunctionMode):
+    """Within it, a model of narrower weights computes in float32.
+
+    What is looked up in an embedding is widened, and is not cast back. A weight is widened for each product that it is
+    in, so no copy of the model is held.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
+        floats = [
+            each for each in tree_leaves((arguments, keywords)) if isinstance(each, Tensor) and each.is_floating_point()
+        ]
+        changes = function.__name__.endswith("_") and function not in (Tensor.__matmul__, Tensor.__rmatmul__)
+        if len({each.dtype for each in floats}) > 1 and not changes:
+            arguments, keywords = tree_map(_widened, (arguments, keywords))
+        result = function(*arguments, **keywords)
+        if function is nn.functional.embedding:
+            return _widened(result)
+        if function in CASTS and result.dtype in NARROW and floats[0].dtype == torch.float32:
+            return floats[0].to(result.device)
+        return result
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
 
 
 def use_onednn(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.models.mixers import state_size
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class ModelSize:
         experts_per_token: Number of experts that a token goes to.
         qk_norm: Whether the queries and keys of a head are normed.
         sinks: Whether there are attention sinks, and biases of attention's output, experts and routers, as in GPT-OSS.
+        others: Parameters of the model beyond those of such a decoder, for layers of other kinds; may be negative.
+        attending: Number of layers with keys and values; None for all.
+        state: Numbers that the other layers store for a row, however long it is.
     """
 
     hidden: int
@@ -46,6 +50,9 @@ class ModelSize:
     experts_per_token: int = 0
     qk_norm: bool = False
     sinks: bool = False
+    others: int = 0
+    attending: int | None = None
+    state: int = 0
 
     @property
     def head_width(self) -> int:
@@ -60,7 +67,7 @@ class ModelSize:
         attention += self.qk_norm * 2 * self.head_width + self.sinks * (self.hidden + self.heads)
         router = self.experts * (self.hidden + self.sinks)
         layer = attention + (self.experts or 1) * self.expert + router + 2 * self.hidden
-        return self.layers * layer + self.hidden + self.embedding + self.output_layer
+        return self.layers * layer + self.hidden + self.embedding + self.output_layer + self.others
 
     @property
     def expert(self) -> int:
@@ -109,10 +116,19 @@ class ModelSize:
 
     def cache_bytes(self, width: int) -> int:
         """Bytes of one token's keys and values, with `width` bytes for each number."""
-        return 2 * self.layers * self.kv_heads * self.head_width * width
+        layers = self.layers if self.attending is None else self.attending
+        return 2 * layers * self.kv_heads * self.head_width * width
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a row's states, in float32."""
+        return 4 * self.state
 
     def adapters(self, rank: int) -> int:
-        """Parameters of LoRA adapters on every linear layer but the output; experts and routers have none."""
+        """Parameters of LoRA adapters on every linear layer but the output; experts and routers have none.
+
+        Layers that carry a state count as layers of attention.
+        """
         queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
         feed_forward = 0 if self.experts else 3 * (self.hidden + self.intermediate)
         return self.layers * rank * (2 * (self.hidden + queries) + 2 * (self.hidden + keys) + feed_forward)
@@ -183,14 +199,31 @@ def experts(config: Mapping[str, Any]) -> tuple[str, int] | None:
 # Types of mixtures of experts whose size is known, and the key in their configs for the width inside an expert.
 EXPERT_WIDTH = {
     "gpt_oss": "intermediate_size",
+    "granitemoehybrid": "intermediate_size",
     "mixtral": "intermediate_size",
+    "qwen3_5_moe_text": "moe_intermediate_size",
     "qwen3_moe": "moe_intermediate_size",
+    "qwen3_next": "moe_intermediate_size",
+}
+# Types of models with layers that carry a state, whose parameters transformers counts.
+WITH_STATES = {
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
 }
 
 
 def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
     kind = config.get("model_type")
     found = experts(config)
+    if kind == "nemotron_h":
+        raise UserError(
+            f"`model` is {model!r}, of the type 'nemotron_h', whose layers are of four kinds; its size is not known"
+            " from its config"
+        )
     dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     if found is not None and (kind not in EXPERT_WIDTH or dense):
         raise UserError(
@@ -199,7 +232,7 @@ def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
             f" {', '.join(EXPERT_WIDTH)} with experts in every layer"
         )
     try:
-        return ModelSize(
+        size = ModelSize(
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size" if found is None else EXPERT_WIDTH[str(kind)]],
             layers=config["num_hidden_layers"],
@@ -214,7 +247,24 @@ def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             sinks=kind == "gpt_oss",
         )
+        return _with_states(size, model) if kind in WITH_STATES else size
     except KeyError as error:
         raise UserError(
             f"`model` is {model!r}, whose config does not say {error}; only decoders of the Llama family are known"
         ) from error
+
+
+def _with_states(size: ModelSize, model: str) -> ModelSize:
+    """The size with what transformers' model has beyond it, and without what it lacks."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return replace(
+        size,
+        others=sum(parameter.numel() for parameter in made.parameters()) - size.parameters,
+        attending=sum(kind in ("full_attention", "hybrid") for kind in config.layer_types),
+        state=state_size(made),
+    )

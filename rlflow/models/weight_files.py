@@ -146,7 +146,8 @@ def finish(model: Any, files: WeightFiles) -> None:
         path, _, key = name.rpartition(".")
         owner = model.get_submodule(path)
         owner._buffers[key] = torch.empty_like(buffer, device="cpu")
-        owners.add(owner)
+        # A model may compute the buffers of its layers, as Falcon-H1 does.
+        owners |= {owner, *(model.get_submodule(path[:end]) for end in range(len(path)) if path[end] == ".")}
     for owner in owners:
         owner._is_hf_initialized = False  # so that `initialize_weights` initialises these modules again, and no others
     with torch.random.fork_rng(devices=[]):

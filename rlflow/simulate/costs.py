@@ -88,7 +88,9 @@ def decode_seconds(
     # On average over the steps, fewer run: the tokens that are to be made, over the steps.
     mean_running = responses * response / steps
     length = prompt + response / 2
-    read = size.multiplied * width + mean_running * length * size.cache_bytes(width)
+    # A state is read and written at each step.
+    kept = length * size.cache_bytes(width) + 2 * size.state_bytes
+    read = size.multiplied * width + mean_running * kept
     reading = read / (ranks * hardware.memory_bandwidth * hardware.memory_efficiency)
     multiplied = forward_flops(size, mean_running, 2 * length)
     multiplying = multiplied / (ranks * hardware.peak_flops * hardware.forward_efficiency)

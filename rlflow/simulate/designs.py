@@ -147,7 +147,8 @@ class _Step:
         role = load.roles[node.generates[0]]
         # a policy may share another's engine
         engine = load.engines.get(node.generates[0]) or next(iter(load.engines.values()))
-        cached = engine.cache(self.hardware.memory) * engine.ranks / role.size.cache_bytes(role.width)
+        row = lengths.total * role.size.cache_bytes(role.width) + role.size.state_bytes
+        held = engine.cache(self.hardware.memory) * engine.ranks / row
         return decode_seconds(
             role,
             engine.ranks,
@@ -157,7 +158,7 @@ class _Step:
             prompt=lengths.prompt,
             response=lengths.response * straggling(rows, shards, VARIATION),
             longest=lengths.longest_response,
-            at_once=max(1.0, min(engine.memory.at_once, cached / lengths.total)),
+            at_once=max(1.0, min(engine.memory.at_once, held)),
         )
 
     def _exchange(self, task: Exchange) -> Iterator[WorkItem]:

@@ -105,10 +105,14 @@ class FSDPStrategy(DistributedStrategy):
         replace_parameters(model, lambda of: nn.Parameter(torch.empty_like(of, device=device), of.requires_grad))
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
-        return _full(parameter.detach().to(self.dtype))
+        return _full(parameter.detach().to(self._read_in(parameter)))
 
     def _empty_whole(self, parameter: nn.Parameter) -> Tensor:
-        return super()._empty_whole(parameter).to(self.dtype)
+        return super()._empty_whole(parameter).to(self._read_in(parameter))
+
+    def _read_in(self, parameter: Tensor) -> torch.dtype:
+        """The dtype that forward passes read it in: `dtype`, but a buffer's is its own."""
+        return self.dtype if isinstance(parameter, nn.Parameter) else parameter.dtype
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         return _full(super()._gradient(parameter))

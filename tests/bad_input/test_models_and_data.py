@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MixtralConfig, PhiConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3_5TextConfig
+from transformers import LlamaConfig, MambaConfig, MixtralConfig, PhiConfig, PretrainedConfig, Qwen2MoeConfig
 
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from tests.bad_input.refusal import Case, Refused, ids, refusal
@@ -140,9 +140,9 @@ def test_a_wrong_model_or_dataset_is_refused_in_one_line_before_a_model_is_loade
     ("config", "rollout", "line"),
     [
         (
-            Qwen3_5TextConfig(),
+            MambaConfig(),
             "TransformersEngine",
-            "`module.init_args.actor.model` is of the type 'qwen3_5_text': it carries a state from",
+            "`module.init_args.actor.model` is of the type 'mamba': it carries a state from",
         ),
         (PhiConfig(), "TransformersEngine", "`module.init_args.actor.model` is of the type 'phi': it has a bias"),
         (

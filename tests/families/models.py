@@ -51,6 +51,45 @@ YARN = {
 }
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
+DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+SCAN = {  # chunks are shorter than the longest sequences of the tests
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+SHARED_EXPERT = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+SIGMOID_EXPERTS = {  # whose choice of experts a bias corrects that is no parameter
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}
+
 # The prefix of transformers' class names, and what the family's configuration says beside COMMON.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -104,12 +143,103 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"partial_rotary_factor": 0.5, "attention_bias": True}),
     "starcoder2": ("Starcoder2", {"sliding_window": WINDOW, "tie_word_embeddings": True}),
     "cohere2": ("Cohere2", {**SLIDING, "tie_word_embeddings": True, "logit_scale": 0.5}),
+    "glm4_moe": ("Glm4Moe", {**SIGMOID_EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek_v3": ("DeepseekV3", {**SIGMOID_EXPERTS, **LATENT, "q_lora_rank": 64, "first_k_dense_replace": 1}),
+    "qwen3_5": ("Qwen3_5", DELTA_RULE),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA_RULE, **SHARED_EXPERT}),
+    "qwen3_next": ("Qwen3Next", {**DELTA_RULE, **SHARED_EXPERT}),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **LATENT,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_head_dim": 32,
+            "linear_num_heads": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            **SIGMOID_EXPERTS,
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            "conv_kernel": 4,
+            "chunk_size": 8,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            **SCAN,
+            "mamba_d_ssm": 256,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.5,
+            "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
+            "attention_out_multiplier": 0.8,
+            "ssm_out_multiplier": 1.3,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **SCAN,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
-NOT_IN_VLLM = ("glm4", "cohere2")
+# Each has a layer that carries a state: by a delta rule, by Kimi's, by Mamba's scan, by a convolution alone.
+STATEFUL = (
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "kimi_linear",
+    "nemotron_h",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+)
+# Tried by training alone: what engines do with states, and with buffers that are sent, has tests of its own.
+TRAINED = (*STATEFUL, "glm4_moe", "deepseek_v3")
+NOT_IN_VLLM = ("glm4", "cohere2", *TRAINED)
 SHORT = ("gemma2", "smollm3")  # capped, windowed, tied and scaled; served by vLLM's Transformers backend
 ALL = slow_but(SHORT, FAMILIES)
 SERVED = [name for name in FAMILIES if name not in NOT_IN_VLLM]
+
+
+def configuration(name: str) -> Any:
+    """The family's transformers configuration."""
+    prefix, settings = FAMILIES[name]
+    text = "Text" if prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else ""
+    common = {key: value for key, value in COMMON.items() if prefix != "NemotronH" or key != "num_hidden_layers"}
+    config_class = getattr(transformers, f"{prefix}{text}Config")
+    return config_class(**common | settings, dtype=torch.float32, architectures=[f"{prefix}ForCausalLM"])
 
 
 def write_family(name: str, folder: Path, seed: int = 0) -> Path:
@@ -117,9 +247,7 @@ def write_family(name: str, folder: Path, seed: int = 0) -> Path:
 
     Weights are large enough for tokens to differ by whole nats, and for scores and logits to come near their caps.
     """
-    prefix, settings = FAMILIES[name]
-    config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(prefix, f"{prefix}Config"))
-    config = config_class(**COMMON | settings, dtype=torch.float32, architectures=[f"{prefix}ForCausalLM"])
+    prefix, config = FAMILIES[name][0], configuration(name)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         model = getattr(transformers, f"{prefix}ForCausalLM")(config)
@@ -128,7 +256,11 @@ def write_family(name: str, folder: Path, seed: int = 0) -> Path:
         if "norm" in parameter_name:
             parameter.data += 0.1 * noise
         else:
-            parameter.data = noise if parameter_name.endswith("sinks") else 0.1 * noise
+            scale = 1.0 if parameter_name.endswith("sinks") else 0.4 if "conv" in parameter_name else 0.1
+            parameter.data = scale * noise
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     tiny_tokenizer(CONTEXT).save_pretrained(folder)
     return folder

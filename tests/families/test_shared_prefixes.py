@@ -12,13 +12,14 @@ from torch import Tensor
 from rlflow import CausalLM, LoRA
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.moe import MoE
-from tests.families.models import FAMILIES
+from tests.families.models import FAMILIES, STATEFUL
 from tests.forks import forked_rows, wide_casts
 from tests.slow import slow_but
 from tests.strategies.reference import distance
 
 Family = Callable[[str], Path]
 MOE = ("qwen3_moe", "mixtral", "gpt_oss")
+SHARING = [name for name in FAMILIES if name not in STATEFUL]
 ROWS = forked_rows()
 NOISE = torch.randn(3, *ROWS.response_ids.shape, generator=torch.Generator().manual_seed(1))
 
@@ -43,7 +44,7 @@ def outcome(folder: Path, dtype: torch.dtype, shares: bool, **settings: object) 
     return torch.stack([logprobs, entropy]).detach(), gradient  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", slow_but(("gemma2", "gpt_oss"), FAMILIES))
+@pytest.mark.parametrize("name", slow_but(("gemma2", "gpt_oss"), SHARING))
 @pytest.mark.parametrize("way", slow_but(("plain",), ("plain", "checkpointing", "lora")))
 def test_in_float64_they_are_equal(name: str, way: str, family: Family) -> None:
     settings: dict[str, object] = {
@@ -59,21 +60,21 @@ def test_in_float64_they_are_equal(name: str, way: str, family: Family) -> None:
     assert distance(gradient, expected) < 1e-10
 
 
-@pytest.mark.parametrize("name", slow_but(("qwen2",), FAMILIES))
+@pytest.mark.parametrize("name", slow_but(("qwen2",), SHARING))
 def test_with_transformers_casts_to_float32_they_are_equal_to_1e6(name: str, family: Family) -> None:
     (values, gradient), (whole, expected) = (outcome(family(name), torch.float64, shares) for shares in (True, False))
     torch.testing.assert_close(values, whole, rtol=0, atol=1e-6)
     assert distance(gradient, expected) < 1e-6
 
 
-@pytest.mark.parametrize("name", slow_but(("qwen3_moe",), FAMILIES))
+@pytest.mark.parametrize("name", slow_but(("qwen3_moe",), SHARING))
 def test_in_float32_they_are_equal_to_its_precision(name: str, family: Family) -> None:
     (values, gradient), (whole, expected) = (outcome(family(name), torch.float32, shares) for shares in (True, False))
     torch.testing.assert_close(values, whole, rtol=0, atol=1e-5)
     assert distance(gradient, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", slow_but(("qwen2",), FAMILIES))
+@pytest.mark.parametrize("name", slow_but(("qwen2",), SHARING))
 def test_bfloat16_is_no_farther_from_float32_than_whole_rows_are(name: str, family: Family) -> None:
     values, gradient = outcome(family(name), torch.float32, False)
     far = [outcome(family(name), torch.bfloat16, shares) for shares in (True, False)]

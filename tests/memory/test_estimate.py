@@ -194,6 +194,10 @@ def test_engines_keep_what_they_say() -> None:
     plain = taken(TransformersEngine(max_batch=3), on_cpu=True)
     # Three at once of 20 tokens, two layers of keys and values of width 5, 2 bytes each
     assert (plain.memory.cache, plain.memory.asleep) == (3 * 20 * 2 * 2 * 5 * 2, "weights")
+    # One of the layers carries a state of 7 numbers of 4 bytes, of a row of any length
+    hybrid = replace(ZERO3, size=replace(SMALL, attending=1, state=7))
+    held = loaded_engine(TransformersEngine(max_batch=3), Layout((0, 1), 2), hybrid, longest=20, samples=8, on_cpu=True)
+    assert held.memory.cache == 3 * (20 * 2 * 1 * 5 * 2 + 7 * 4)
 
 
 def test_engines_that_are_never_awake_at_once_are_not_added() -> None:

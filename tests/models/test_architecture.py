@@ -8,6 +8,8 @@ import transformers
 from rlflow.errors import UserError
 from rlflow.models.architecture import check_architecture
 from rlflow.models.logprobs import Softmax
+from rlflow.models.mixers import MIXERS, has_states
+from tests.families.models import STATEFUL, configuration
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -15,8 +17,9 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("Qwen3_5Text", {}, r"'qwen3_5_text': it carries a state .* \(`layer_types`: linear_attention\)"),
-        ("Mamba", {}, r"'mamba': it carries a state from token to token"),
+        ("Mamba", {}, r"'mamba': it carries a state from token to token by MambaMixer, which would pass"),
+        ("RecurrentGemma", {}, r"'recurrent_gemma': it carries a state .* by RecurrentGemmaRecurrentBlock, which"),
+        ("MiniMax", {}, r"'minimax': it carries a state .* \(`layer_types`: linear_attention\), which would pass"),
         ("Bloom", {}, r"'bloom': it has attention of its own"),
         (
             "Llama4Text",
@@ -52,12 +55,31 @@ def test_a_model_of_plain_attention_is_taken(name: str) -> None:
     check_architecture(getattr(transformers, f"{name}Config")(**SMALL), "`model`", scores_tokens=True)
 
 
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_model_of_known_mixers_is_taken(name: str) -> None:
+    check_architecture(configuration(name), "`model`", scores_tokens=True)
+    assert has_states(configuration(name))
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "granite"])
+def test_a_family_without_sequence_classification_has_no_values(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^`critic` is of the type '{name}': it is no model for sequence class"):
+        check_architecture(configuration(name), "`critic`", scores_tokens=False)
+    check_architecture(configuration("qwen3_5"), "`critic`", scores_tokens=False)
+
+
+def test_a_mixer_that_is_not_known_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(MIXERS, "NemotronHMamba2Mixer")
+    with pytest.raises(UserError, match=r"^`model` is of the type 'nemotron_h': it .* by NemotronHMamba2Mixer, which"):
+        check_architecture(configuration("nemotron_h"), "`model`", scores_tokens=True)
+
+
 def test_a_bias_of_an_output_layer_that_is_replaced_is_no_hindrance() -> None:
     check_architecture(transformers.PhiConfig(**SMALL), "`model`", scores_tokens=False)
 
 
 def test_logits_that_are_shaped_are_no_hindrance_where_none_are_made() -> None:
-    check_architecture(transformers.HyperCLOVAXConfig(**SMALL, logits_scaling=3.0), "`model`", scores_tokens=False)
+    check_architecture(transformers.LlamaConfig(**SMALL, logits_scaling=3.0), "`model`", scores_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +88,8 @@ def test_logits_that_are_shaped_are_no_hindrance_where_none_are_made() -> None:
         ("Granite", {"logits_scaling": 4.0}, Softmax(scale=0.25)),
         ("Cohere2", {"logit_scale": 0.5}, Softmax(scale=0.5)),
         ("Gemma2", {"final_logit_softcapping": 2.0}, Softmax(cap=2.0)),
+        ("FalconH1", {"lm_head_multiplier": 0.25}, Softmax(scale=0.25)),
+        ("GraniteMoeHybrid", {"logits_scaling": 4.0, "mamba_n_heads": 2, "mamba_d_head": 32}, Softmax(scale=0.25)),
         ("HyperCLOVAX", {"logits_scaling": 4.0}, Softmax()),  # it would multiply, and is refused
     ],
 )

@@ -12,6 +12,7 @@ from transformers import Qwen2Config
 from rlflow.errors import UserError
 from rlflow.models.attention import AttentionScores, check_sequence_parallel, flexible, packed_attention, seen_blocks
 from rlflow.models.prefixes import Prefixes
+from tests.families.models import STATEFUL, configuration
 
 LENGTHS = [3, 1, 6]
 CU = torch.tensor([0, 3, 4, 10], dtype=torch.int32)
@@ -259,3 +260,9 @@ def test_heads_that_ranks_cannot_share_are_refused_with_the_sizes_that_fit(
 def test_padded_sequences_are_not_divided() -> None:
     with pytest.raises(UserError, match=r"`strategy\.packing` is off, and 2 ranks divide the sequences of `actor`"):
         check_sequence_parallel(Qwen2Config(), 2, "actor", packing=False)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_sequences_of_a_model_with_states_are_not_divided(name: str) -> None:
+    with pytest.raises(UserError, match=r"^2 ranks divide the sequences of `actor`, and layers of its model, .* state"):
+        check_sequence_parallel(configuration(name), 2, "actor")

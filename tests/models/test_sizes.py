@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 from rlflow.errors import UserError
+from rlflow.models.architecture import cached_bytes
 from rlflow.models.sizes import KNOWN, ModelSize, size_of
-from tests.families.models import COMMON, FAMILIES
+from tests.families.models import COMMON, FAMILIES, configuration
 
 # Of each config.json what its class does not say by itself.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,6 +75,29 @@ def test_a_token_takes_part_of_a_mixture(name: str, active: float, multiplied: f
     assert KNOWN[name].multiplied == pytest.approx(multiplied, rel=0.003)
 
 
+SIZED = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "falcon_h1", "granitemoehybrid", "lfm2"]
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_the_size_of_a_model_with_states_is_what_transformers_counts_and_caches(name: str, tmp_path: Path) -> None:
+    config = configuration(name)
+    config.save_pretrained(tmp_path)
+    size, model = size_of(str(tmp_path)), AutoModelForCausalLM.from_config(config)
+    assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
+    cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
+    states = [getattr(layer, kind, {}) for layer in cache.layers for kind in ("conv_states", "recurrent_states")]
+    assert size.state_bytes == sum(4 * state.numel() for kind in states for state in kind.values() if state is not None)
+    keys = [layer.keys for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+    assert 3 * size.cache_bytes(4) == sum(2 * 4 * key.numel() for key in keys)
+    assert 3 * cached_bytes(config, torch.float32, 1) == 3 * size.cache_bytes(4)
+
+
+def test_a_latent_is_what_a_token_takes_where_keys_are_made_of_it() -> None:
+    # 2 layers of 64 and 32 numbers of 2 bytes; Kimi's has one such layer
+    assert cached_bytes(configuration("deepseek_v3"), torch.bfloat16, 4) == 2 * (64 + 32) * 2
+    assert cached_bytes(configuration("kimi_linear"), torch.bfloat16, 4) == (64 + 32) * 2
+
+
 def test_many_tokens_take_more_of_a_mixture_than_one() -> None:
     # One layer, four experts of 3 * 2 * 5 = 30 parameters, two for a token: one token misses 2 of 4, two miss 1.
     size = ModelSize(2, 5, 1, 1, 1, 10, experts=4, experts_per_token=2)
@@ -86,6 +111,10 @@ def test_many_tokens_take_more_of_a_mixture_than_one() -> None:
         (
             {"model_type": "qwen2_moe", "num_experts": 4},
             r"\(num_experts 4\) of the type 'qwen2_moe', whose size",
+        ),
+        (
+            {"model_type": "nemotron_h", "num_hidden_layers": 52},
+            r"of the type 'nemotron_h', whose layers are of four kinds",
         ),
         ({"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0]}, "with layers that have none, whose"),
     ],

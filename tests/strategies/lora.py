@@ -71,6 +71,25 @@ def adapted_updates(strategy: TrainingStrategy, folder: Path, target: Path) -> A
     )
 
 
+def two_gradients(strategy: TrainingStrategy, folder: Path) -> list[dict[str, Tensor]]:
+    """Of two updates; at the first, one factor of each adapter is still zero."""
+    settings = Optimizer("sgd", lr=0.3, gradient_clipping=0.5)
+    actor = CausalLM(str(folder), optimizer=settings, temperature=TEMPERATURE, lora=LoRA(rank=4, alpha=8.0))
+    torch.manual_seed(5)
+    strategy.setup_role("actor", actor, folder)
+    found = []
+    for _ in range(2):
+        backward(strategy, "actor", actor)
+        found.append({name: gradient.clone() for name, gradient in strategy.gradients("actor").items()})
+        strategy.step("actor")
+    return found
+
+
+def two_gradients_on_ranks(folder: Path, stage: Stage) -> list[dict[str, Tensor]]:
+    """The same on the pool's ranks."""
+    return two_gradients(launch(stage), folder)
+
+
 def on_ranks(folder: Path, stage: Stage, layout: Layout, target: Path) -> Adapted:
     """The same by DeepSpeed."""
     strategy = launch(stage)

@@ -32,6 +32,8 @@ def plain_update(
 ) -> tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]]:
     """Gradients and norms before clipping of each update, and the weights after the last, by Hugging Face name.
 
+    Buffers that files hold are among the weights.
+
     Transformers' attention `eager` caps scores and has sinks, which `sdpa` leaves out, and takes softmax in float32.
     """
     ways = {"attn_implementation": attention, "experts_implementation": "eager"}  # other experts know no float64
@@ -49,7 +51,8 @@ def plain_update(
         gradients.append({key: parameter.grad.clone() for key, parameter in parameters.items()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), clip)))
         optimizer.step()
-    return gradients, norms, {key: parameter.detach() for key, parameter in parameters.items()}
+    stored = {key: buffer for key, buffer in model.named_buffers() if key in model.state_dict()}
+    return gradients, norms, {key: weight.detach() for key, weight in (parameters | stored).items()}
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
