@@ -13,6 +13,7 @@ from rlflow.errors import UserError
 from rlflow.models.sizes import experts
 
 ROUTING = "routing"  # the argument of layers that carries a `Routing`
+ROUTER_BIAS = "e_score_correction_bias"  # transformers' name of a buffer that is added where experts are chosen
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from rlflow.models.packing import ALONE, ModelInput, Peers, pack, whole
 from rlflow.models.prefixes import SHORTEST, Prefixes, gather
 from rlflow.models.remote_code import code_beside, register_decoder
 from rlflow.models.weight_files import WeightFiles, finish, not_finite
-from rlflow.models.weights import Weight, is_adapter, plain_name
+from rlflow.models.weights import Weight, is_adapter, plain_name, stored_buffers
 from rlflow.storage.tensors import is_finite
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
@@ -233,9 +233,7 @@ class PackedModel(nn.Module):
             for name, parameter in self.named_parameters()
             if not is_adapter(name)
         ]
-        computed = {name for name, _ in self.model.named_non_persistent_buffers()}
-        stored = ((name, buffer) for name, buffer in self.model.named_buffers() if name not in computed)
-        return found + [Weight(plain_name(name), buffer) for name, buffer in stored]
+        return found + [Weight(plain_name(name), buffer) for name, buffer in stored_buffers(self.model)]
 
     def trained(self) -> list[Weight]:
         """What an optimizer changes."""

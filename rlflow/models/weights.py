@@ -55,6 +55,12 @@ class Weight:
         return merged.to(weight.dtype)
 
 
+def stored_buffers(model: Any) -> list[tuple[str, Any]]:
+    """The buffers of a transformers model that its files hold, such as the bias that corrects a router's choice."""
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    return [(name, buffer) for name, buffer in model.named_buffers() if name not in computed]
+
+
 def in_buckets(weights: Iterable[Weight], nbytes: Callable[[Weight], int], limit: int) -> Iterator[list[Weight]]:
     """The weights in their order, in buckets of at most `limit` bytes, or of one larger weight.
 

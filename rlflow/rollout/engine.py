@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
+from rlflow.models.moe import ROUTER_BIAS
 from rlflow.models.weights import fingerprint
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class RolloutEngine(ABC):
             UserError: The engine does not run on such a device.
         """
 
-    def check_model(self, config: PretrainedConfig) -> None:  # noqa: B027 - an engine of transformers' takes them all
+    def check_model(self, config: PretrainedConfig) -> None:  # noqa: B027 - most take them all
         """Refuse a model that the engine cannot generate with, before a process starts.
 
         Args:
@@ -423,6 +424,7 @@ class Piece:
         dim: Along which the slice is cut, of both.
         start: Start of the slice in the trainer's tensor.
         row: Row of the slice in the engine's parameter.
+        decays: Whether the engine holds `-exp` of it in float32, as vLLM's Mamba layers hold `A` of `A_log`.
     """
 
     name: str
@@ -431,14 +433,30 @@ class Piece:
     dim: int = 0
     start: int = 0
     row: int = 0
+    decays: bool = False
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The slice of the trainer's `tensor`, a view."""
+        return tensor.narrow(self.dim, self.start, self.length)
 
     def sent(self, tensor: Tensor) -> Tensor:
-        """The slice of the trainer's `tensor`."""
-        return tensor.narrow(self.dim, self.start, self.length)
+        """What the engine shall hold of the trainer's `tensor`."""
+        return -self.cut(tensor).float().exp() if self.decays else self.cut(tensor)
 
     def held(self, parameter: Tensor) -> Tensor:
         """The slice in the engine's `parameter`."""
         return parameter.narrow(self.dim, self.row, self.length)
+
+
+def in_dtype_held(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the trainer as engines of a dtype hold it: in this dtype, and routers' biases always in float32.
+
+    Experts are chosen by biases that differ by thousandths, which bfloat16 would round off. Whole numbers stay.
+    """
+    tensor = tensor.detach()
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.float32 if name.rpartition(".")[2] == ROUTER_BIAS else dtype)
 
 
 class Manifest:
@@ -468,7 +486,7 @@ class Manifest:
             for name, tensor in bucket:
                 if name not in self._pieces:
                     raise WeightSyncError(f"the trainer sends `{name}`, which the engine does not have")
-                cast = tensor.detach().to(self._dtype)
+                cast = in_dtype_held(name, tensor, self._dtype)
                 for piece in self._pieces[name]:
                     self._sent[piece] = fingerprint(piece.sent(cast))
                 self.tensors += 1

@@ -56,6 +56,7 @@ from rlflow.rollout.engine import (
     SyncReport,
     Turn,
     WeightSyncError,
+    in_dtype_held,
 )
 
 log = line_log(__name__)
@@ -200,7 +201,7 @@ class EngineSubprocess(RolloutEngine):
     def _copied(self, buckets: Iterable[list[tuple[str, Tensor]]]) -> Iterator[list[tuple[str, Tensor]]]:
         """Store a copy of each weight that passes, for a process that is started again."""
         for bucket in buckets:
-            self._sent += [(name, tensor.detach().to(self._dtype, copy=True)) for name, tensor in bucket]
+            self._sent += [(name, in_dtype_held(name, tensor, self._dtype).clone()) for name, tensor in bucket]
             yield bucket
 
     def sleep(self, keep_weights: bool = False) -> None:
@@ -253,15 +254,15 @@ class EngineSubprocess(RolloutEngine):
     ) -> Iterator[tuple[SentWeight, int | None] | tuple[None, None]]:
         """Each weight in memory that both processes map, on the CPU with its descriptor; None after the last."""
         for name, tensor in chain.from_iterable(buckets):
-            tensor = tensor.detach().to(self._dtype)
+            tensor = in_dtype_held(name, tensor, self._dtype)
             pieces = tuple(self._pieces.get(name, ()))
-            weight = SentWeight(name, tuple(tensor.shape), self._dtype, pieces, fingerprints(tensor, pieces))
+            weight = SentWeight(name, tuple(tensor.shape), tensor.dtype, pieces, fingerprints(tensor, pieces))
             if tensor.is_cuda:
                 # A copy, for the engine may keep it for longer than the trainer does; its memory is freed when both
                 # let go.
                 yield replace(weight, on_gpu=reduce_tensor(tensor.clone())), None
             else:
-                yield weight, share(tensor, [piece.sent for piece in pieces])
+                yield weight, share(tensor, [piece.cut for piece in pieces])
         yield None, None
 
     def _call(self, method: str, doing: str, *arguments: Any) -> Any:
@@ -536,7 +537,7 @@ def share(tensor: Tensor, parts: Sequence[Callable[[Tensor], Tensor]] = ()) -> i
 
     Args:
         tensor: Tensor to copy.
-        parts: Functions from a tensor to views of it, such as `Piece.sent`. Only these views are copied; other elements
+        parts: Functions from a tensor to views of it, such as `Piece.cut`. Only these views are copied; other elements
             read as 0 and take no memory, but for what shares a page with a view. Empty for the whole tensor.
 
     Returns:

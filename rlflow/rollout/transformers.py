@@ -1,4 +1,8 @@
-"""The reference engine: transformers' forward with a key-value cache, on any device. Slower than vLLM, and simple."""
+"""The reference engine: transformers' forward with its cache, on any device. Slower than vLLM, and simple.
+
+Prompts of a batch are padded on the left. Attention does not look at padding; layers that carry a state from token to
+token have it set to zero at their input, and start with a state of zeros.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlflow.errors import UserError
 from rlflow.models.architecture import positions as positions_of
 from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
 from rlflow.models.remote_code import code_beside
-from rlflow.rollout.engine import Completion, EngineMemory, EnginePlace, InProcessEngine, Piece, Sampling
+from rlflow.models.weights import stored_buffers
+from rlflow.rollout.engine import (
+    Completion,
+    EngineMemory,
+    EnginePlace,
+    InProcessEngine,
+    Piece,
+    Sampling,
+    in_dtype_held,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 COMPACT_AT = 0.75  # share of rows still running below which the finished ones are dropped
 
@@ -31,7 +48,7 @@ class TransformersEngine(InProcessEngine):
     Args:
         max_batch: Responses generated at the same time. Smaller takes less memory.
         max_prefill_tokens: Tokens of prompts computed together, padding included; longer prompts, and more of them, are
-            computed in parts. Smaller takes less memory.
+            computed in parts. Smaller takes less memory. If layers carry a state, a part has 2 tokens of a row at least.
     """
 
     def __init__(self, max_batch: int = 256, max_prefill_tokens: int = 16384) -> None:
@@ -59,6 +76,14 @@ class TransformersEngine(InProcessEngine):
     def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
         return (f"lower `rollout.init_args.max_batch` ({self.max_batch})",)
 
+    def check_model(self, config: PretrainedConfig) -> None:
+        if biased := padding_in_states(config):
+            raise UserError(
+                f"`rollout` is {type(self).__name__}, and the model, of the type {config.model_type!r}, has a bias at"
+                f" the input of its convolutions (`{biased}`): padding of shorter prompts would become part of their"
+                " states; set `rollout: rlflow.rollout.VLLMEngine`, or take a model without this bias"
+            )
+
     def setup(self, model_path: str, place: EnginePlace) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -82,19 +107,25 @@ class TransformersEngine(InProcessEngine):
         self._dtype = place.dtype
         self._device = place.device
         self._context = positions_of(config)
-        self._pieces = [Piece(name, name, len(value)) for name, value in self._model.named_parameters()]
+        has_states = any(isinstance(module, nn.Conv1d) for module in self._model.modules())  # all begin with one
+        self._least_part = 2 if has_states else 1
+        for name, buffer in stored_buffers(self._model):  # in the dtype in which it is sent
+            path, _, key = name.rpartition(".")
+            setattr(self._model.get_submodule(path), key, in_dtype_held(name, buffer, place.dtype))
+        self._weights = dict([*self._model.named_parameters(), *stored_buffers(self._model)])
+        self._pieces = [Piece(name, name, len(value)) for name, value in self._weights.items()]
 
     def close(self) -> None:
-        del self._model
+        del self._model, self._weights
 
     @torch.no_grad()
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         for name, value in weights:
-            self._model.get_parameter(name).copy_(value)
+            self._weights[name].copy_(value)
 
     def _held(self) -> Iterator[tuple[Piece, Tensor]]:
         for piece in self._pieces:
-            yield piece, self._model.get_parameter(piece.place)
+            yield piece, in_dtype_held(piece.name, self._weights[piece.place], self._dtype)
 
     def completions(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
@@ -158,7 +189,7 @@ class TransformersEngine(InProcessEngine):
                 kept = running.nonzero()[:, 0]
                 if not len(kept):
                     break
-                cache.batch_select_indices(kept)
+                cache.reorder_cache(kept)
                 rows, chosen, mask, positions = rows[kept], chosen[kept], mask[kept], positions[kept]
             ids = chosen[:, None]
             mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
@@ -178,8 +209,12 @@ class TransformersEngine(InProcessEngine):
         return [Routing() for _ in parts] if self._tells_experts else []
 
     def _most(self, ids: Tensor) -> int:
-        """How many new tokens of each row one forward pass computes."""
-        return self.max_prefill_tokens // len(ids)
+        """How many new tokens of each row one forward pass computes.
+
+        At least 2 where layers carry a state: transformers takes a token that comes alone for one that was generated,
+        and would let padding into the state.
+        """
+        return max(self.max_prefill_tokens // len(ids), self._least_part)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, routings: Sequence[Routing]) -> Any:
         """Compute `N` new tokens of each row, in parts of at most `max_prefill_tokens` tokens of all rows.
@@ -205,10 +240,29 @@ class TransformersEngine(InProcessEngine):
         return output
 
 
-def _float32_products(head: torch.nn.Linear, hidden: Tensor) -> Tensor:
+# Settings of configurations that give the projection before a convolution a bias, by type of model.
+PROJECTION_BIASES = {
+    "falcon_h1": "mamba_proj_bias",
+    "granitemoehybrid": "mamba_proj_bias",
+    "lfm2": "conv_bias",
+    "nemotron_h": "use_bias",
+}
+
+
+def padding_in_states(config: Any) -> str | None:
+    """The setting by which padding on the left would not be zero where a model's convolutions read it; None if it is.
+
+    Args:
+        config: A transformers configuration.
+    """
+    setting = PROJECTION_BIASES.get(config.model_type)
+    return setting if setting and getattr(config, setting, False) else None
+
+
+def _float32_products(head: nn.Linear, hidden: Tensor) -> Tensor:
     """Logits `[..., V]` of hidden states `[..., H]`, multiplied with the head's weight in float32 or wider."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return torch.nn.functional.linear(hidden.to(dtype), head.weight.to(dtype))
+    return nn.functional.linear(hidden.to(dtype), head.weight.to(dtype))
 
 
 def _experts_of(routings: Sequence[Routing], mask: Tensor) -> list[Tensor]:

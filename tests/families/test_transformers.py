@@ -11,11 +11,12 @@ import torch
 from rlflow.models.causal_lm import ScoringModel
 from rlflow.rollout import TransformersEngine
 from tests.families.gap import follow_three_syncs
-from tests.families.models import FAMILIES, TRAINED
+from tests.families.models import FAMILIES, STATEFUL
 from tests.rollout.trained import setup
+from tests.slow import slow_but
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in TRAINED])
+@pytest.mark.parametrize("name", slow_but([name for name in FAMILIES if name not in STATEFUL], FAMILIES))
 def test_logprobs_are_training_s_after_each_sync(name: str, family: Callable[[str], Path]) -> None:
     folder = family(name)
     follow_three_syncs(

@@ -108,8 +108,20 @@ def described(model: ScoringModel) -> dict[str, Any]:
     [
         ("glm4", r"'glm4', has fused layers in vLLM"),
         ("cohere2", r"'cohere2', sees one token more"),
+        ("deepseek_v3", r"'deepseek_v3', has latent attention, and vLLM's logprobs differ from .* by up to 0\.14"),
+        ("kimi_linear", r"'kimi_linear', has Kimi's delta rule, which vLLM does not build"),
+        ("lfm2", r"'lfm2', has convolutions alone, and vLLM's logprobs differ from .* by up to 0\.37"),
+        ("nemotron_h", r"'nemotron_h', is a mixture of experts \(n_routed_experts 4\), whose weights it cannot read"),
     ],
 )
 def test_what_vllm_cannot_serve_rightly_is_refused_by_its_configuration(name: str, told: str, family: Family) -> None:
     with pytest.raises(UserError, match=rf"^`rollout` is VLLMEngine, and the model, of the type {told}"):
         VLLMEngine().check_model(AutoConfig.from_pretrained(family(name)))
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_5"])
+def test_a_state_that_ranks_would_divide_is_refused(name: str, family: Family) -> None:
+    config = AutoConfig.from_pretrained(family(name))
+    VLLMEngine().check_model(config)
+    with pytest.raises(UserError, match=r"carries a state, and the parts of its layers on 2 ranks are not read back"):
+        VLLMEngine(2).check_model(config)

@@ -29,7 +29,7 @@ EACH = ["qwen3_moe", pytest.param("mixtral", marks=slow), pytest.param("gpt_oss"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", [*EACH, "glm4_moe"])
 def test_two_ranks_that_divide_each_expert_answer_alike(name: str, family: Family, ranks2: RankPool) -> None:
     (first, first_gap, _), (second, second_gap, _) = ranks2.run(_generate, family(name), 2, SAME_SEEDS, timeout_s=300)
     assert max(first_gap, second_gap) < LIMIT
@@ -58,7 +58,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "qwen3_5", "granitemoehybrid"])
 def test_an_engine_in_a_process_of_its_own_follows_each_sync(name: str, family: Family, engine: Any) -> None:
     folder = family(name)
     model = ScoringModel.load(folder, torch.float32, CPU)

@@ -15,7 +15,7 @@ ROWS, COLUMNS = 1024, 1024  # 4 KiB a row: a page
 def test_of_a_tensor_only_the_pieces_that_are_held_take_memory_and_have_their_values() -> None:
     tensor = torch.randn(ROWS, COLUMNS)
     pieces = [Piece("weight", "weight", 16, start=8), Piece("weight", "weight", 4, start=512)]
-    descriptor = share(tensor, [piece.sent for piece in pieces])
+    descriptor = share(tensor, [piece.cut for piece in pieces])
     shared = mapped(descriptor, tensor.shape, tensor.dtype)
     assert os.fstat(descriptor).st_blocks * 512 == 20 * 4096
     os.close(descriptor)
@@ -26,7 +26,7 @@ def test_of_a_tensor_only_the_pieces_that_are_held_take_memory_and_have_their_va
 
 def test_a_slice_of_columns_has_their_values() -> None:
     tensor = torch.randn(8, COLUMNS)
-    descriptor = share(tensor, [Piece("weight", "weight", 512, dim=1, start=512).sent])
+    descriptor = share(tensor, [Piece("weight", "weight", 512, dim=1, start=512).cut])
     shared = mapped(descriptor, tensor.shape, tensor.dtype)
     os.close(descriptor)
     assert torch.equal(shared[:, 512:], tensor[:, 512:])

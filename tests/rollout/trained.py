@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rlflow.models.weights import stored_buffers
 from rlflow.rollout import Completion, EnginePlace, RolloutEngine
 
 STOP = (0,)
@@ -31,7 +32,7 @@ def perturb(model: Any, seed: int, scale: float = 0.05) -> None:
 
 def buckets(model: Any, size: int = 3, leave_out: str = "") -> Iterator[list[tuple[str, Tensor]]]:
     """The model's tensors, `size` at a time."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if name != leave_out]
+    named = [each for each in (*model.named_parameters(), *stored_buffers(model)) if each[0] != leave_out]
     for start in range(0, len(named), size):
         yield named[start : start + size]
 

@@ -29,13 +29,16 @@ from rlflow.rollout.engine import (
     Sampling,
     Turn,
     WeightSyncError,
+    in_dtype_held,
 )
+from rlflow.rollout.vllm import delta_rule
 from rlflow.rollout.vllm.process import (
     import_vllm,
     installed,
     make_rewindable,
     model_classes_kept,
     process_state_kept,
+    register_qwen3_5,
     shared_memory_named,
 )
 from rlflow.rollout.vllm.weights import (
@@ -44,6 +47,7 @@ from rlflow.rollout.vllm.weights import (
     pack_heads_again,
     pieces_of,
     read_back,
+    renew_convolutions,
     set_sinks,
     unserved_experts,
     without_sinks,
@@ -195,12 +199,19 @@ class VLLMEngine(InProcessEngine):
             )
 
     def setup(self, model_path: str, place: EnginePlace) -> None:
+        from transformers import AutoConfig
+
         assert place.world_size % self.tensor_parallel_size == 0, (place.world_size, self.tensor_parallel_size)
         if place.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UserError(
                 f"vLLM does not run in {place.dtype}; train in fp32, bf16 or fp16, or use TransformersEngine"
             )
         vllm = import_vllm(self.allow_untested)
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
+        if config.model_type in QWEN3_5:
+            register_qwen3_5()
+        if config.model_type in DELTA_RULE and place.device.type == "cpu":
+            delta_rule.prepare(config, place.dtype)
         # Ranks join the process group that training, or the process's first engine, has made; without, vLLM makes one.
         makes_group = not dist.is_initialized()
         on_cpu = place.device.type == "cpu"
@@ -227,6 +238,7 @@ class VLLMEngine(InProcessEngine):
                 enforce_eager=on_cpu if self.enforce_eager is None else self.enforce_eager,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(self.kv_cache_gib * 2**30) if on_cpu else None,
+                enable_prefix_caching=False if on_cpu and config.model_type in MAMBA2 else None,
                 enable_sleep_mode=not on_cpu,
                 logprobs_mode="processed_logprobs",  # after temperature
                 hf_overrides={"head_dtype": "float32"} if self._float32_head else {},
@@ -324,15 +336,17 @@ class VLLMEngine(InProcessEngine):
         set_sinks(self._model, self._pieces, sinks)
         pack_heads_again(self._model)
         pack_again(self._model)
+        renew_convolutions(self._model)
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM did not reset its prefix cache: requests are still in progress")
 
     @torch.no_grad()
     def _held(self) -> Iterator[tuple[Piece, Tensor]]:
         for place, pieces in groupby(self._pieces, lambda piece: piece.place):
-            parameter = read_back(self._model, place, self._dtype, self._model_type, self._wide_head)
+            parameter = read_back(self._model, place, self._model_type, self._wide_head)
             for piece in pieces:
-                yield piece, piece.held(parameter).to(self._dtype)
+                held = piece.held(parameter)
+                yield piece, held if piece.decays else in_dtype_held(piece.name, held, self._dtype)
 
 
 def _completion(request: Any) -> Completion:
@@ -341,11 +355,19 @@ def _completion(request: Any) -> Completion:
     return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
 
 
+# Types of models with Mamba-2 layers. On the CPU, vLLM's scan returns the state after a prompt, and a cache of prefixes
+# needs those after each chunk.
+MAMBA2 = ("falcon_h1", "granitemoehybrid", "nemotron_h")
+QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
+DELTA_RULE = (*QWEN3_5, "qwen3_next")
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes, as vLLM's `CPUAttentionBackend` says
 # Types of models that vLLM 0.32 serves otherwise than training needs.
 UNSERVED = {
     "cohere2": "sees one token more through its sliding windows in vLLM than in transformers",
+    "deepseek_v3": "has latent attention, and vLLM's logprobs differ from transformers' by up to 0.14 on the CPU",
     "glm4": "has fused layers in vLLM, which lists them by other names than transformers'",
+    "kimi_linear": "has Kimi's delta rule, which vLLM does not build on the CPU, so that logprobs were never compared",
+    "lfm2": "has convolutions alone, and vLLM's logprobs differ from transformers' by up to 0.37 on the CPU",
 }
 
 
@@ -364,6 +386,11 @@ def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) 
 
     if reason := UNSERVED.get(config.model_type) or unserved_experts(config, tensor_parallel_size, on_cpu):
         return reason
+    if tensor_parallel_size > 1 and config.model_type in (*MAMBA2, *DELTA_RULE):
+        return (
+            f"carries a state, and the parts of its layers on {tensor_parallel_size} ranks are not read back to verify"
+            " a sync; set `tensor_parallel_size: 1`"
+        )
     if type(config) not in MODEL_MAPPING and "AutoModel" not in (getattr(config, "auto_map", None) or {}):
         return "is of code stored with it that names no `AutoModel` in `auto_map`, by which vLLM serves such code"
     if not on_cpu:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
+from rlflow.models.moe import ROUTER_BIAS
 from rlflow.models.sizes import experts
 from rlflow.rollout.engine import Piece
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 UNITS = 256  # unit vectors multiplied together when a packed weight is read back
 SINKS = "sinks"  # of attention, GPT-OSS's
+UNPACKED = "_cpu_unpacked_conv_weight"  # vLLM's copy of a convolution that it has packed
+DECAY = "A"  # of Mamba's layers: -exp of the trainer's A_log, in float32
 
 
 def without_sinks(weights: Iterator[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -55,6 +58,17 @@ def pack_heads_again(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def renew_convolutions(model: Any) -> None:
+    """Let Mamba's layers compute with the convolutions of a reload, where the CPU build has packed them for others.
+
+    In bfloat16 it packs each convolution, for its kernel of the delta rule. Mamba's layers compute with a view of the
+    parameter as it was before. Elsewhere this does nothing.
+    """
+    for module in model.modules():
+        if hasattr(module, "conv_weights") and hasattr(module.conv1d, UNPACKED):
+            module.conv_weights = getattr(module.conv1d, UNPACKED)
 
 
 def pieces_of(model: Any, model_type: str) -> Iterator[Piece]:
@@ -145,26 +159,30 @@ def _parts(module: Any, parameter: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _rows(sources: list[str], place: str, parts: list[tuple[int, int, int]]) -> Iterator[Piece]:
-    """One piece for each part of a parameter; `sources` names each part's tensor, or one tensor that has them all."""
-    assert len(sources) in (1, len(parts)), (sources, place)
+    """One piece for each part of a parameter; `sources` names each part's tensor, the first has what are more parts.
+
+    The parts q, k, v, z of the sources `in_proj_qkv` and `in_proj_z` are three of the first and one of the second.
+    """
+    several = len(parts) - len(sources)  # the first tensor has so many parts more than one
+    assert several >= 0, (sources, place)
     row = before = 0
     for index, (size, start, length) in enumerate(parts):
-        name = sources[index] if len(sources) > 1 else sources[0]
-        yield Piece(name, place, length, start=start + before, row=row)
+        name = sources[max(0, index - several)]
+        decays = place.endswith(f".{DECAY}")
+        yield Piece(name, place, length, start=start + before, row=row, decays=decays)
         row += length
-        before += size if len(sources) == 1 else 0
+        before = before + size if index < several else 0
 
 
-def read_back(model: Any, place: str, dtype: torch.dtype, model_type: str, wide_head: bool = False) -> Tensor:
+def read_back(model: Any, place: str, model_type: str, wide_head: bool = False) -> Tensor:
     """The weight that the engine computes with at a parameter, unpacked; of experts in the trainer's layout.
 
     Args:
         model: vLLM's model.
         place: vLLM's name of the parameter, such as `model.layers.0.self_attn.qkv_proj.weight`.
-        dtype: Dtype of the engine.
         model_type: Type of the model in transformers.
-        wide_head: Whether logits are computed in a wider dtype than `dtype`; then the output layer computes with its
-            parameter and not with a packed copy.
+        wide_head: Whether logits are computed in a wider dtype than the engine's; then the output layer computes with
+            its parameter and not with a packed copy.
     """
     from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -174,16 +192,28 @@ def read_back(model: Any, place: str, dtype: torch.dtype, model_type: str, wide_
     if is_experts(module):
         return read_experts(module, kind, model_type)
     parameter: Tensor = module.get_parameter(kind)
+    if path.endswith(".conv1d") and kind == "weight":
+        return _convolution(model.get_submodule(path.removesuffix(".conv1d")))
     if kind != "weight" or not parameter.is_cpu:
         return parameter
     # The CPU build computes with packed copies, and keeps the parameters empty or unused.
     if isinstance(module, ParallelLMHead):
-        return parameter if wide_head else _unpacked(module, module.embedding_dim, dtype)
+        return parameter if wide_head else _unpacked(module, module.embedding_dim, parameter.dtype)
     if isinstance(module, RowParallelLinear):
-        return _unpacked(module, module.input_size_per_partition, dtype)
+        return _unpacked(module, module.input_size_per_partition, parameter.dtype)
     if isinstance(module, LinearBase):
-        return _unpacked(module, module.input_size, dtype)
+        return _unpacked(module, module.input_size, parameter.dtype)
     return parameter
+
+
+def _convolution(mixer: Any) -> Tensor:
+    """The weight `[channels, 1, width]` that the convolution of a mixer computes with."""
+    weight: Tensor = mixer.conv1d.weight
+    if hasattr(mixer, "conv_weights"):  # Mamba's layers compute with a view
+        weight = mixer.conv_weights
+    elif hasattr(mixer.conv1d, UNPACKED):  # the delta rule's with what is packed
+        (weight,) = _in_order(weight[None], None)
+    return weight.view(len(weight), 1, -1)
 
 
 def _unpacked(layer: Any, columns: int, dtype: torch.dtype) -> Tensor:
@@ -198,19 +228,40 @@ def _unpacked(layer: Any, columns: int, dtype: torch.dtype) -> Tensor:
 CPU_MULTIPLE = 32  # vLLM's kernel on the CPU pads other sizes of experts, and padding is not read back
 DIGIT = 256  # whole numbers below are exact in bfloat16
 
-# Types of models with experts that are read back: parts of names in vLLM, and in transformers.
-SERVED: Mapping[str, Mapping[str, str]] = MappingProxyType(
+# Parts of names in vLLM, and in transformers, by type of model.
+NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "qwen3_moe": {},
-        "mixtral": {".block_sparse_moe.": ".mlp."},
+        "falcon_h1": {".mamba.mamba.": ".mamba."},
         "gpt_oss": {".attn.": ".self_attn.", "model.embedding.": "model.embed_tokens."},
+        "granitemoehybrid": {".block_sparse_moe.gate.": ".block_sparse_moe.router."},
+        "mixtral": {".block_sparse_moe.": ".mlp."},
+        "nemotron_h": {"model.embed_tokens.": "model.embeddings."},
     }
 )
-# What vLLM's reload takes of Mixtral under other names than the trainer's, in this order.
-MIXTRAL = {
-    ".mlp.": ".block_sparse_moe.",
-    ".experts.gate_up_proj": ".experts.w13",
-    ".experts.down_proj": ".experts.w2",
+# Parts of the trainer's names for which vLLM's reload takes others, in this order.
+RELOADED: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "granitemoehybrid": {
+            ".router.": ".router.layer.",
+            ".experts.gate_up_proj": ".input_linear.weight",
+            ".experts.down_proj": ".output_linear.weight",
+        },
+        "mixtral": {
+            ".mlp.": ".block_sparse_moe.",
+            ".experts.gate_up_proj": ".experts.w13",
+            ".experts.down_proj": ".experts.w2",
+        },
+    }
+)
+# The setting that says the size of an expert, by the types of models whose experts are read back.
+EXPERT_SIZES = {
+    "glm4_moe": "moe_intermediate_size",
+    "gpt_oss": "intermediate_size",
+    "granitemoehybrid": "intermediate_size",
+    "mixtral": "intermediate_size",
+    "qwen3_5_moe_text": "moe_intermediate_size",
+    "qwen3_moe": "moe_intermediate_size",
+    "qwen3_next": "moe_intermediate_size",
 }
 # What the trainer calls the parts of vLLM's experts, and along which dimension ranks divide them.
 STACKED = {"w13_weight": ("gate_up_proj", 1), "w2_weight": ("down_proj", 2)}  # [E, out, in]
@@ -231,15 +282,16 @@ def unserved_experts(config: PretrainedConfig, tensor_parallel_size: int, on_cpu
         on_cpu: Whether vLLM's build is for the CPU.
     """
     found = experts(config.to_dict())
-    if found is None:
+    dense = config.model_type == "nemotron_h" and "moe" not in config.layer_types  # it says how many it would have
+    if found is None or dense:
         return None
-    if config.model_type not in SERVED:
+    if config.model_type not in EXPERT_SIZES:
         return f"is a mixture of experts ({found[0]} {found[1]}), whose weights it cannot read back to verify a sync"
     if config.model_type == "gpt_oss":
         layers = getattr(config, "layer_types", None) or ()
         if any((kind == "sliding_attention") != (layer % 2 == 0) for layer, kind in enumerate(layers)):
             return "has other `layer_types` than sliding and full attention in turn, which is all that vLLM knows of it"
-    size = config.intermediate_size if config.model_type != "qwen3_moe" else config.moe_intermediate_size
+    size = getattr(config, EXPERT_SIZES[config.model_type])
     if size % tensor_parallel_size:
         return f"has experts of the size {size}, which {tensor_parallel_size} ranks do not divide"
     for name, width in (("hidden size", config.hidden_size), ("size on each rank", size // tensor_parallel_size)):
@@ -256,9 +308,9 @@ def hf_name(name: str, model_type: str) -> str:
 
     `hf_name("model.layers.0.attn.q_proj.bias", "gpt_oss")` is `model.layers.0.self_attn.q_proj.bias`.
     """
-    for theirs, ours in SERVED.get(model_type, {}).items():
+    for theirs, ours in NAMES.get(model_type, {}).items():
         name = name.replace(theirs, ours)
-    return name
+    return f"{name}_log" if name.endswith(f".{DECAY}") else name
 
 
 def as_loaded(weights: Iterator[tuple[str, Tensor]], model_type: str) -> Iterator[tuple[str, Tensor]]:
@@ -272,11 +324,9 @@ def as_loaded(weights: Iterator[tuple[str, Tensor]], model_type: str) -> Iterato
         before, inside, kind = name.partition(".mlp.experts.")
         if model_type == "gpt_oss" and inside:
             yield from ((f"{before}{inside}{number}.{kind}", expert) for number, expert in enumerate(tensor))
-        elif model_type == "mixtral":
-            for ours, theirs in MIXTRAL.items():
-                name = name.replace(ours, theirs)
-            yield name, tensor
         else:
+            for ours, theirs in RELOADED.get(model_type, {}).items():
+                name = name.replace(ours, theirs)
             yield name, tensor
 
 
@@ -317,6 +367,9 @@ def pieces_of_experts(module: Any, path: str, model_type: str) -> Iterator[Piece
     before = hf_name(path, model_type).removesuffix(".routed_experts")
     names = TRANSPOSED if model_type == "gpt_oss" else STACKED
     for kind, parameter in module.named_parameters(recurse=False):
+        if kind == ROUTER_BIAS:
+            yield Piece(f"{before.removesuffix('.experts')}.gate.{kind}", f"{path}.{kind}", len(parameter))
+            continue
         ours, dim = names[kind]
         name, place = f"{before}.{ours}", f"{path}.{kind}"
         if kind == "w2_bias":  # added once, by the first rank
@@ -336,7 +389,7 @@ def read_experts(module: Any, kind: str, model_type: str) -> Tensor:
     """What the kernel computes with at an experts' parameter, such as `w13_weight`, in the trainer's layout."""
     parameter: Tensor = module.get_parameter(kind)
     if parameter.is_cpu and parameter.dim() == 3:
-        parameter = _unpacked_experts(parameter, _kernel(module).isa)
+        parameter = _in_order(parameter, _kernel(module).isa)
     return in_trainers_layout(parameter, kind, model_type)
 
 
@@ -349,8 +402,8 @@ def _kernel(module: Any) -> Any:
     return module.quant_method.moe_kernel.fused_experts
 
 
-def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
-    """The weights `[E, N, K]` of experts, from those that the CPU build has packed for its kernel."""
+def _in_order(packed: Tensor, isa: str | None) -> Tensor:
+    """The weights `[E, N, K]` that the CPU build has packed for its kernel of experts; None of a convolution."""
     order = _order(packed.shape[1], packed.shape[2], packed.dtype, isa)
     plain = torch.empty_like(packed).flatten(1)
     plain[:, order] = packed.flatten(1)
@@ -358,19 +411,20 @@ def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def _order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor:
+def _order(rows: int, columns: int, dtype: torch.dtype, isa: str | None) -> Tensor:
     """`[N * K]` int64, for each element of a packed weight its index in the flattened plain weight.
 
     Found by packing the indices themselves as if they were weights, one digit to the base 256 at a time, so that each
     number is exact in every dtype.
     """
-    from vllm._custom_ops import cpu_prepack_moe_weight
+    from vllm._custom_ops import causal_conv1d_weight_pack, cpu_prepack_moe_weight
 
     places = torch.arange(rows * columns)
     order, unit = torch.zeros_like(places), 1
     while unit < len(places):
-        digits = (places // unit % DIGIT).to(dtype).view(1, rows, columns)
-        order += unit * cpu_prepack_moe_weight(digits, isa).flatten().long()
+        digits = (places // unit % DIGIT).to(dtype).view(rows, columns)
+        packed = causal_conv1d_weight_pack(digits) if isa is None else cpu_prepack_moe_weight(digits[None], isa)
+        order += unit * packed.flatten().long()
         unit *= DIGIT
     assert torch.equal(order.sort().values, places), "packing is more than another order"
     return order
