@@ -48,7 +48,7 @@ class TransformersEngine(InProcessEngine):
     Args:
         max_batch: Responses generated at the same time. Smaller takes less memory.
         max_prefill_tokens: Tokens of prompts computed together, padding included; longer prompts, and more of them, are
-            computed in parts. Smaller takes less memory. If layers carry a state, a part has 2 tokens of a row at least.
+            computed in parts. Smaller takes less memory. Where layers carry a state, a part has 2 tokens or more.
     """
 
     def __init__(self, max_batch: int = 256, max_prefill_tokens: int = 16384) -> None:
