@@ -1,4 +1,7 @@
-"""An environment that takes its time, for `turns.py`. It imports the standard library alone, as its workers do."""
+"""An environment for `turns.py`, and a reward for `early_scores.py`, that take their time.
+
+Workers import this, so it imports the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -43,3 +46,9 @@ class DelayedTool:
         time.sleep(delay(self.place, self.called, self.median_s))
         self.called += 1
         return f"{self.called:04}" * 3
+
+
+def scored_after(response: str, delay_s: float) -> float:
+    """As many points as there are characters, after a delay."""
+    time.sleep(delay_s)
+    return float(len(response))

@@ -233,7 +233,7 @@ MOST_RANKS = 48  # that are drawn; of more, as many evenly spread
 
 
 def draw_timeline(timeline: Timeline, steps: Sequence[int], path: Path) -> None:
-    """Draw a row for each rank: tasks, the waits in them in white, exchanges in progress as a line below."""
+    """Draw a row for each rank: tasks, the waits in them in white, as a line below exchanges and early scores."""
     # The object form with its own canvas: no window system, and no state shared with a user's own figures.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

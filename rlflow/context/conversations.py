@@ -16,12 +16,14 @@ from rlflow.environments.environment import Definition, Environment
 from rlflow.environments.host import Coroutines, Host
 from rlflow.environments.session import Session
 from rlflow.metrics import StepMetrics
+from rlflow.rewards.early import OnEnd
 from rlflow.rollout.conversation import (
     Conversation,
     Rules,
     add_group_rewards,
     converse,
     from_rollout,
+    messages_of,
     play_game,
     to_rollout,
 )
@@ -120,6 +122,7 @@ class ConversationRunner:
         sampling: Sampling,
         call: ConverseCall,
         earlier: torch.Tensor | None = None,
+        on_end: OnEnd | None = None,
     ) -> tuple[Rollout, list[Conversation], ConversationTimes]:
         """Run `n` conversations from each prompt; called by all ranks that share an engine, with the same rows.
 
@@ -133,6 +136,8 @@ class ConversationRunner:
                 environment may limit a turn further.
             call: The node, and the versions of its policies.
             earlier: See `Children.of`, so that seeds and paths differ from those of earlier calls.
+            on_end: Called with each conversation that is over, while others go on, unless its environment still rewards
+                its group; None for nothing.
 
         Returns:
             The rows on the CPU, `n` for each prompt and each seat of the policy, those of one prompt consecutive; the
@@ -160,7 +165,13 @@ class ConversationRunner:
         )
         started = time.perf_counter()
         queues = self._queues(engines, environment, of_all, sampling, call)
-        loop = ConversationLoop[list[Conversation]](queues, calls, environment.lockstep)
+
+        def ended(number: int, views: Sequence[Conversation]) -> None:
+            for row, view in enumerate(views, open_rows[number]):
+                if on_end is not None and not environment.definition_of(of_all[row]).rewards_groups:
+                    on_end(row, self.decode(view.last_turn[0]), of_all[row], messages_of(view))
+
+        loop = ConversationLoop[list[Conversation]](queues, calls, environment.lockstep, ended)
         try:
             results |= zip(open_rows, loop.run(each, at_once), strict=True)
             seconds = sum(calls.seconds)

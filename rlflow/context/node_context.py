@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
+from rlflow.rewards.early import EarlyScores
 from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.sampling import Part, sample, under_way
@@ -103,6 +105,9 @@ class NodeContext:
         conversations: Runs conversations; None without a tokenizer.
         prompt_column: Column of the prompt that rewards read, see `RewardInput`.
         trainer_state: A step (from 0) to the progress of the run, for rewards.
+        reward: The module's reward; None without.
+        scored_as_made: Nodes that generate, and whose responses a node on this rank may score as they were made: the
+            reward may begin to score them as they end.
         memories: Record of what nodes gave to the module's `PromptMemory` objects.
         running: The node that all calls are for; None between nodes.
     """
@@ -123,11 +128,25 @@ class NodeContext:
     conversations: ConversationRunner | None = None
     prompt_column: str | None = None
     trainer_state: Callable[[int], TrainerState] = TrainerState
+    reward: Reward | None = None
+    scored_as_made: frozenset[str] = frozenset()
     memories: MemoryUpdates = field(init=False)
     running: Running | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.memories = MemoryUpdates(self.transport)
+        self._early: dict[tuple[str, int], EarlyScores] = {}  # by the node that generated, and the step
+
+    def end_step(self, step: int) -> None:
+        """Give up early scores that no node of the step has read."""
+        for node, of in list(self._early):
+            if of == step:
+                self._give_up(node, self._early.pop((node, of)))
+
+    def close(self) -> None:
+        """Give up all early scores; at the end of the run."""
+        for _, step in list(self._early):
+            self.end_step(step)
 
     @contextmanager
     def within(self, running: Running) -> Iterator[None]:
@@ -172,6 +191,7 @@ class NodeContext:
         if isinstance(rows, Rollout):
             require_own_rows(rows, now.node, policy, self.writers, cut_off=now.part is not None)
         callers = callers_of(parents, now.node)
+        early = None if isinstance(rows, Rollout) else self._score_early(now)
         rollout = sample(
             self.engines[policy],
             rows,
@@ -188,6 +208,7 @@ class NodeContext:
             earlier=now.calls.before(callers),
             longest=longest,
             longest_prompt=self.longest_prompt,
+            on_end=None if early is None else partial(early.add, messages=[]),
         )
         now.calls.add(callers, rollout)
         if now.part is not None:
@@ -221,6 +242,7 @@ class NodeContext:
         parents = parents_of(rows, now.node, own)
         callers = callers_of(parents, now.node)
         assert self.conversations is not None, "the run was prepared without a tokenizer"
+        early = self._score_early(now)
         rollout, conversations, times = self.conversations.run(
             {name: self.engines[name] for name in (policy, *(player for player, _ in players.values()))},
             environment,
@@ -230,6 +252,7 @@ class NodeContext:
             replace(sampling, stop_token_ids=(*self.stop_token_ids, *sampling.stop_token_ids)),
             ConverseCall(now.draw, now.node.id, policy, now.versions, now.layout, players, self.rows_of, now.part),
             now.calls.before(callers),
+            None if early is None else early.add,
         )
         if self._speaks(now):
             measure_conversations(now.node.id, conversations, times, now.metrics, cut_off=now.part is not None)
@@ -246,6 +269,29 @@ class NodeContext:
         """Token ids of the prompts that `template` writes from rows of the dataset; see `RLModule.prompts`."""
         prompts: Ragged = to_device(Ragged.from_lists(self.written(rows, template)), self.device)
         return prompts
+
+    def _score_early(self, now: Running) -> EarlyScores | None:
+        """What scores the responses of this call as they end; None where the reward scores them later.
+
+        One rollout at a time is scored early, so that no more calls run together than a reward allows.
+        """
+        place = now.node.id, now.metrics.step
+        if place in self._early:  # the node has generated before, and returns other rows than those of one call
+            self._give_up(now.node.id, self._early.pop(place))
+        if (
+            now.node.id not in self.scored_as_made
+            or self._early
+            or self.reward is None
+            or not self.reward.scored_early()
+        ):
+            return None
+        self._early[place] = EarlyScores(self.reward, self.prompt_column)
+        return self._early[place]
+
+    def _give_up(self, node: str, early: EarlyScores) -> None:
+        """Close early scores that were not used, and score responses of this node no more before all have ended."""
+        early.close()
+        self.scored_as_made -= {node}
 
     def _cut_off(self, now: Running, found: Tensor) -> None:
         if now.cut_off is not None:
@@ -278,7 +324,7 @@ class NodeContext:
                 " on, which nodes that train would not know of; score in a node that reads `rollout: Written` and"
                 " returns PerSample, or set `on_error` to raise or zero"
             )
-        scores = self.scores_of(reward, self.reward_input(rollout, now.metrics.step), now.layout.ranks)
+        scores = self._scores(reward, self.reward_input(rollout, now.metrics.step), now)
         if drops:
             (path,) = (value for value in vars(rollout).values() if isinstance(value, RowPath))
             mine = on_host(path.numbers)[list(scores.dropped)]
@@ -301,6 +347,21 @@ class NodeContext:
             for part_name, values in scores.metrics.items():
                 now.metrics.mean(f"{name}/{part_name}", float(sum(values)), float(len(values)))
         return on_device(totals, self.device), to_device(Parts(parts), self.device)
+
+    def _scores(self, reward: Reward, responses: RewardInput, now: Running) -> Scores:
+        """The scores of this rank's samples, of which some may have been scored as they ended."""
+        early = self._early.pop((now.node.inside, now.metrics.step), None)
+        if early is None:
+            return self.scores_of(reward, responses, now.layout.ranks)
+        try:
+            scores = self.scores_of(reward, replace(responses, begun=early.taken), now.layout.ranks)
+        finally:
+            if early.unused:
+                self._give_up(now.node.inside, early)
+        if self.transport.watch is not None:
+            for name, start, end in early.spans():
+                self.transport.watch.flight(name, start, end)
+        return scores
 
     def reward_input(self, rollout: Written, step: int) -> RewardInput:
         """This rank's samples as a reward reads them, at a step counted from 0; no node needs to run.

@@ -275,6 +275,7 @@ class Controller:
         self.policies.check(self._reduced)
         self._reduced = dict(sorted(self._reduced.items()))
         self._steps.pop(step.number).buffer.clear()
+        run.context.end_step(step.number)
 
     def _doing(self, task: Task) -> str:
         """The task in an out-of-memory error: its node and role, or its line of the plan."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.context.node_context import NodeContext
 from rlflow.controller.samples import Samples
-from rlflow.dag.graph import Graph
+from rlflow.dag.graph import Graph, scores_rows
 from rlflow.dag.node import Node, engine_of
 from rlflow.dag.planner import Plan, sync_of
-from rlflow.dag.tasks import SyncWeights
+from rlflow.dag.tasks import RunNode, SyncWeights
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.rows import RowSpace
@@ -121,6 +121,27 @@ class Run(RunPlan):
     def value_layouts(self) -> dict[str, Layout]:
         """The layout in which each value is made, by name."""
         return self.plan.layouts()
+
+    @property
+    def scored_as_made(self) -> frozenset[str]:
+        """The nodes that generate, and whose responses get to a node that may score them as they were made.
+
+        No exchange is between the two, and no task that chooses or joins responses of several draws.
+        """
+        plan, nodes = self.plan, self.graph.nodes
+        if plan.cuts_off or self.replays:
+            return frozenset()
+        filled = () if plan.fill is None else plan.fill.tasks
+        repeated = {task.node_id for task in filled if isinstance(task, RunNode)}
+        direct = (
+            node.inside
+            for node in self.graph.order
+            if scores_rows(node)
+            and node.inside in node.reads
+            and (node.inside in repeated) == (node.id in repeated)
+            and plan.exchange(node.inside, node, node.inside) is None
+        )
+        return frozenset(made for made in direct if made in nodes and nodes[made].generates)
 
     def in_step(self, space: RowSpace, step: int) -> RowSpace:
         """The rows as rows of `step` (from 0), with the seed and the balancing of the run."""

@@ -32,7 +32,7 @@ class Watch(Protocol):
         """This rank waited for `name`."""
 
     def flight(self, name: str, start: float, end: float) -> None:
-        """`name` was in transfer, whatever this rank did at the time."""
+        """`name` was in progress, such as a transfer, whatever this rank did at the time."""
 
     def turn(self, of: str, conversation: int, start: float, end: float, **arguments: Any) -> None:
         """The conversation of this number waited for a turn of its policy, or for its environment."""

@@ -62,6 +62,10 @@ class CodeTests(SampleReward):
         self.all_or_nothing = all_or_nothing
         self._sandbox = Sandbox(Limits(seconds=seconds, memory_mb=memory_mb))
 
+    @property
+    def waits_for_others(self) -> bool:
+        return True
+
     def check(self, row: dict[str, Any]) -> None:
         self._tests(row)
 

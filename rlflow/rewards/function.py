@@ -60,8 +60,9 @@ class CallableReward(SampleReward):
             logged, and nodes read it by `self.reward_parts`; inside a `WeightedSum` only the sum is a part.
         on_error: `raise`, `zero` or `drop`; see `Reward`.
         seconds: Time limit of a call. The function then runs in a process of its own that can be killed, so that it can
-            neither hang nor end the run, and must be named by its dotted path; None to run it in the rank's own
-            process, which is faster and has no limit.
+            neither hang nor end the run, and must be named by its dotted path; it scores a response when that has
+            ended, while others are generated. None to run it in the rank's own process after the last response has
+            ended, which is faster and has no limit.
         workers: Number of such processes on each rank; above 1 needs `seconds`.
         memory_mb: Memory limit of each of these processes; has an effect only with `seconds`.
 
@@ -98,6 +99,7 @@ class CallableReward(SampleReward):
                 f"`seconds` is {seconds:g}, and `function` is {function!r:.60}, which no other process can import; give"
                 " its dotted path"
             )
+        self._limited = seconds is not None
         is_async = inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
         self._together = seconds is None and is_async
         self._warned: set[str] = set()
@@ -119,19 +121,23 @@ class CallableReward(SampleReward):
                 " one sample a call by `response` in place of `completions`"
             )
 
+    @property
+    def waits_for_others(self) -> bool:
+        return self._limited and not self._batched
+
     def score(self, responses: RewardInput) -> Scores:
         if self._batched:
             return self._of_batch(responses)
-        calls = [self._call_of(responses, i) for i in range(len(responses))]
         if self._together:
-            calls = [partial(_result, outcome) for outcome in _run(_outcomes(calls))]
-        return self.side_by_side(calls, responses)
+            calls = [self.call_of(responses, i) for i in range(len(responses))]
+            return self.side_by_side([partial(_result, outcome) for outcome in _run(_outcomes(calls))], responses)
+        return super().score(responses)
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
-        value: float | Mapping[str, float] = self._call_of(RewardInput([text], [row]), 0)()
+        value: float | Mapping[str, float] = self.call_of(RewardInput([text], [row]), 0)()
         return value
 
-    def _call_of(self, responses: RewardInput, i: int) -> Callable[[], Any]:
+    def call_of(self, responses: RewardInput, i: int) -> Callable[[], Any]:
         """The call that scores sample `i`, with the arguments that the function's parameters name."""
         row = responses.rows[i]
         given = dict(row) if self._takes_all else {}

@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import UserError, one_line
-from rlflow.rewards.reward import OnError, Reward, RewardInput, Scores, read_column, threads
+from rlflow.rewards.calls import RewardCalls
+from rlflow.rewards.reward import EarlyReward, OnError, Reward, RewardInput, Scores, read_column
 
 if TYPE_CHECKING:  # else imported where it is used: `rlflow fit --help` would wait for it
     import httpx
@@ -97,7 +98,8 @@ class HTTPReward(Reward):
 
     Args:
         url: URL to post to.
-        batch: Samples of one request, at most; None for all of a rank's.
+        batch: Samples of one request, at most: consecutive samples of a rank. A request is sent when these have ended,
+            while others are generated. None for one request with all of a rank's, after the last has ended.
         at_once: Requests of each rank in progress together.
         seconds: Time limit of a request.
         retries: Tries after the first one, where the server cannot be reached, is busy (408, 409, 425, 429) or fails
@@ -129,12 +131,18 @@ class HTTPReward(Reward):
         self._columns = columns
         self.reads = dict.fromkeys(columns or (), True)
 
+    def scored_early(self) -> list[EarlyReward]:
+        if self._batch is None or type(self).score is not HTTPReward.score:
+            return []
+        return [EarlyReward(self, self._at_once, self._batch, lambda of: partial(self._answer, of.texts, of.rows))]
+
     def score(self, responses: RewardInput) -> Scores:
         texts, rows = responses.texts, responses.rows
         size = self._batch or max(1, len(texts))
         starts = range(0, len(texts), size)
-        with threads(self._at_once) as pool:
-            answers = [pool.submit(self._answer, texts[at : at + size], rows[at : at + size]) for at in starts]
+        with responses.begun(self, responses) or RewardCalls(self._at_once) as calls:
+            asked = [partial(self._answer, texts[at : at + size], rows[at : at + size]) for at in starts]
+            answers = [calls.begin(at, ask) for at, ask in zip(starts, asked, strict=True)]
 
             def score_of(place: int) -> Any:
                 return answers[place // size].result()[place % size]

@@ -74,6 +74,10 @@ class Judge(SampleReward):
         self._tries = retries + 1
         self._endpoint = Endpoint(f"{url.rstrip('/')}/chat/completions", seconds, retries, with_environment(headers))
 
+    @property
+    def waits_for_others(self) -> bool:
+        return True
+
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
         messages = [{"role": "user", "content": self.rubric.question(text, row)}]
         said = ""

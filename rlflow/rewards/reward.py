@@ -7,9 +7,7 @@ import numbers
 import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -17,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from rlflow.dotted_path import column_of, value_at
 from rlflow.errors import ENDING, UserError, line_log, one_line
+from rlflow.rewards.calls import RewardCalls
 
 Failed = Literal["zero", "drop"]
 OnError = Literal["raise", "zero", "drop"]
@@ -46,6 +45,10 @@ class TrainerState:
     epoch: float = 0.0
 
 
+def _none(reward: Reward, responses: RewardInput) -> None:
+    """Nothing has begun."""
+
+
 @dataclass(frozen=True)
 class RewardInput:
     """What a reward is given: `B` responses, and what is known of them.
@@ -59,6 +62,7 @@ class RewardInput:
         conversations: The messages of each conversation with an environment; empty for a response of one turn.
         token_ids: Returns the token ids of each response; computed only where a reward asks.
         state: Where the run is.
+        begun: Returns the calls by which a reward has begun to score these responses, see `EarlyScores.taken`; or None.
     """
 
     texts: Sequence[str]
@@ -67,6 +71,7 @@ class RewardInput:
     conversations: Sequence[Messages] = ()
     token_ids: Callable[[], list[list[int]]] = list
     state: TrainerState = TrainerState()
+    begun: Callable[[Reward, RewardInput], RewardCalls | None] = field(default=_none, compare=False)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -195,6 +200,10 @@ class Reward(ABC):
             UserError: What is wrong with the row.
         """
 
+    def scored_early(self) -> list[EarlyReward]:
+        """How it scores responses that have ended, while others are generated; empty where it sees all together."""
+        return []
+
     def __str__(self) -> str:
         return type(self).__name__
 
@@ -262,6 +271,23 @@ class Reward(ABC):
         return first
 
 
+@dataclass(frozen=True)
+class EarlyReward:
+    """How a reward scores responses that have ended, while others are generated.
+
+    Attributes:
+        reward: The reward, whose `score` asks `RewardInput.begun` for the calls that have begun.
+        at_once: Most calls that run at the same time.
+        batch: Responses of one call, which are consecutive rows: the call of the rows 8 to 15 has the place 8.
+        call: Returns the call that scores these responses.
+    """
+
+    reward: Reward
+    at_once: int
+    batch: int
+    call: Callable[[RewardInput], Callable[[], Any]]
+
+
 class SampleReward(Reward):
     """A reward that looks at one sample at a time. It has no time limit on a sample, but where a subclass gives one.
 
@@ -271,7 +297,8 @@ class SampleReward(Reward):
 
     Args:
         on_error: What a sample gets that it fails on, see `Reward`.
-        at_once: Samples that are scored at a time, in threads; for what waits for others.
+        at_once: Samples that are scored at a time, in threads; for what waits for others. Above 1 a response is scored
+            when it has ended, while others are generated.
     """
 
     def __init__(self, on_error: OnError = "raise", at_once: int = 1) -> None:
@@ -284,17 +311,43 @@ class SampleReward(Reward):
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
         """The score of one response; or its parts by name, the same names for each response; their sum is the score."""
 
-    def score(self, responses: RewardInput) -> Scores:
-        pairs = zip(responses.texts, responses.rows, strict=True)
-        return self.side_by_side([partial(self.score_sample, text, row) for text, row in pairs], responses)
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether scoring waits for other processes, so that it takes no time from an engine that generates.
 
-    def side_by_side(self, calls: Sequence[Callable[[], Any]], responses: RewardInput) -> Scores:
-        """The scores that calls return, one for each sample; at most `at_once` calls run at a time."""
-        if self.at_once == 1:
+        Then responses are scored early, unless a subclass overrides `score` and not this.
+        """
+        return self.at_once > 1
+
+    def scored_early(self) -> list[EarlyReward]:
+        # A subclass with a `score` of its own may look at all samples before it scores the first.
+        if not self.waits_for_others or not issubclass(_owner(self, "waits_for_others"), _owner(self, "score")):
+            return []
+        return [EarlyReward(self, self.at_once, 1, lambda one: self.call_of(one, 0))]
+
+    def score(self, responses: RewardInput) -> Scores:
+        calls = [self.call_of(responses, i) for i in range(len(responses))]
+        return self.side_by_side(calls, responses, responses.begun(self, responses))
+
+    def call_of(self, responses: RewardInput, i: int) -> Callable[[], Any]:
+        """The call that scores sample `i`."""
+        return partial(self.score_sample, responses.texts[i], responses.rows[i])
+
+    def side_by_side(
+        self, calls: Sequence[Callable[[], Any]], responses: RewardInput, begun: RewardCalls | None = None
+    ) -> Scores:
+        """The scores that calls return, one for each sample; at most `at_once` calls run at a time.
+
+        Args:
+            calls: The call of each sample.
+            responses: What is scored.
+            begun: Calls that have begun, and take the place of these.
+        """
+        if begun is None and self.at_once == 1:
             return self.scores_of(calls, responses)
-        with threads(self.at_once) as pool:
-            begun = [pool.submit(call) for call in calls]
-            return self.scores_of((future.result for future in begun), responses)
+        with begun or RewardCalls(self.at_once) as running:
+            scores = [running.begin(i, call) for i, call in enumerate(calls)]
+            return self.scores_of((score.result for score in scores), responses)
 
 
 def scored(reward: Reward, responses: RewardInput) -> Scores:
@@ -353,6 +406,11 @@ def scored(reward: Reward, responses: RewardInput) -> Scores:
     return replace(scores, total=total, parts=parts)
 
 
+def _owner(reward: Reward, name: str) -> type:
+    """The class that gives a reward its method or property of this name."""
+    return next(each for each in type(reward).__mro__ if name in vars(each))
+
+
 def read_column(row: Mapping[str, Any], name: str, may_be_null: bool = False, place: str | None = None) -> Any:
     """A column that a reward reads of a row; dots step into it, as in `metadata.expression`.
 
@@ -376,16 +434,6 @@ def read_column(row: Mapping[str, Any], name: str, may_be_null: bool = False, pl
             " value, or remove the row"
         )
     return value
-
-
-@contextmanager
-def threads(most: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads, so many at most; where one result ends the run, what has not begun is not begun."""
-    with ThreadPoolExecutor(most) as pool:
-        try:
-            yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _score(given: Any) -> _Score:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from rlflow.dotted_path import object_at
 from rlflow.errors import UserError, did_you_mean
 from rlflow.rewards.function import CallableReward, name_of
-from rlflow.rewards.reward import Failed, OnError, Reward, RewardInput, Scores, scored
+from rlflow.rewards.reward import EarlyReward, Failed, OnError, Reward, RewardInput, Scores, scored
 from rlflow.short_names import made, names_of, path_of
 
 OneReward = Reward | str | Callable[..., Any]
@@ -89,6 +89,9 @@ class WeightedSum(Reward):
     @property
     def checked_by(self) -> str:
         return " + ".join(part.checked_by for part in self.parts.values())
+
+    def scored_early(self) -> list[EarlyReward]:
+        return [each for part in self.parts.values() for each in part.scored_early()]
 
     def check(self, row: dict[str, Any]) -> None:
         for part in self.parts.values():

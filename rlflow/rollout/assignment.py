@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -306,6 +306,12 @@ class TimeSharedEngine(RolloutEngine):
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
         self._check(version)
         return self._engine.step(new, sampling, version)
+
+    def completions(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+    ) -> Iterator[tuple[int, Completion]]:
+        self._check(version)
+        return self._engine.completions(prompts, seeds, sampling, version)
 
     def abort(self) -> None:
         self._engine.abort()

@@ -499,7 +499,7 @@ def to_rollout(
         ended=ended,
         seat=torch.tensor([each.seat for each in conversations]).long(),
         texts=[decode(each.last_turn[0]) for each in conversations],
-        messages=[_messages(each) for each in conversations],
+        messages=[messages_of(each) for each in conversations],
         rows=list(rows),
         progress=[_progress(each) if cut_off else {} for each in conversations],
     )
@@ -546,7 +546,7 @@ def _progress(conversation: Conversation) -> dict[str, Any]:
     return {"over": conversation.ended is not None, **{name: getattr(conversation, name) for name in PROGRESS}}
 
 
-def _messages(conversation: Conversation) -> list[dict[str, Any]]:
+def messages_of(conversation: Conversation) -> list[dict[str, Any]]:
     """What was said, with the rewards of the policy's turns, and why it is over.
 
     A seat that never spoke has a reward, and no message of its own for it.

@@ -41,14 +41,22 @@ class ConversationLoop(Generic[T]):
         calls: Calls of environments.
         lockstep: All conversations that are open take their turns together: no engine steps while a call is open, and
             no call is made while an engine steps.
+        on_end: Called with the number and the result of each conversation when it is over; None for nothing.
 
     Attributes:
         waits: Waits of the first conversations: for `environment` or `policy`, the conversation's number, start and end
             in seconds of `time.perf_counter`.
     """
 
-    def __init__(self, queues: Mapping[str, TurnQueue], calls: EnvironmentCalls, lockstep: bool = False) -> None:
+    def __init__(
+        self,
+        queues: Mapping[str, TurnQueue],
+        calls: EnvironmentCalls,
+        lockstep: bool = False,
+        on_end: Callable[[int, T], None] | None = None,
+    ) -> None:
         self.waits: list[tuple[str, int, float, float]] = []
+        self._on_end = on_end
         self._queues = queues
         self._calls = calls
         self._lockstep = lockstep
@@ -113,6 +121,8 @@ class ConversationLoop(Generic[T]):
         except StopIteration as end:
             del self._open[number]
             self._results[number] = end.value
+            if self._on_end is not None:
+                self._on_end(number, end.value)
             self._begin()
             return
         if number < CONVERSATIONS:

@@ -142,8 +142,8 @@ class RolloutEngine(ABC):
 
     Calls come in this order: the constructor, which only stores settings; `check_installed` and the other checks,
     before processes start; `setup`, which builds the engine without weights; then for each step `wake_up`,
-    `update_weights`, any number of `generate` and `step`, and `sleep`; and `close`. Derive an engine of your own from
-    `InProcessEngine`, which stores the version and verifies each sync.
+    `update_weights`, any number of `generate`, `completions` and `step`, and `sleep`; and `close`. Derive an engine of
+    your own from `InProcessEngine`, which stores the version and verifies each sync.
 
     Attributes:
         tensor_parallel_size: Ranks that share one engine; each makes the same calls and gets the same responses.
@@ -314,6 +314,23 @@ class RolloutEngine(ABC):
         of_each = replace(sampling, max_tokens=max(limits), limits=limits)
         prompts, seeds = [turn.prompt for turn in new.values()], [turn.seed for turn in new.values()]
         return dict(zip(new, self.generate(prompts, seeds, of_each, version), strict=True))
+
+    def completions(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+    ) -> Iterator[tuple[int, Completion]]:
+        """What `generate` returns, each response when it has ended: its place among the prompts, and the response.
+
+        Arguments and errors are those of `generate`. Without another `step` than that of this class, all end together.
+        """
+        limits = sampling.limits_of(len(prompts))
+        asked = zip(prompts, seeds, limits, strict=True)
+        new = {place: Turn(prompt, seed, longest) for place, (prompt, seed, longest) in enumerate(asked)}
+        left = len(new)
+        while left:
+            ended = self.step(new, sampling, version)
+            new = {}
+            left -= len(ended)
+            yield from ended.items()
 
     def abort(self) -> None:  # noqa: B027 - nothing is in progress between the steps of most
         """Give up the turns in progress."""

@@ -41,6 +41,7 @@ def sample(
     earlier: Tensor | None = None,
     longest: int | None = None,
     longest_prompt: int | None = None,
+    on_end: Callable[[int, str, dict[str, Any]], None] | None = None,
 ) -> Rollout:
     """Generate `n` responses to each prompt, or `n` continuations of each response, with the policy `version`.
 
@@ -74,6 +75,8 @@ def sample(
         longest: Tokens of the longest continued response, inherited ones included. Responses to prompts have
             `sampling.max_tokens` at most.
         longest_prompt: Tokens of the longest prompt, for which memory is planned; None for any.
+        on_end: Called with each response that has ended, while others are generated: the number of its row, its text
+            and its row of the dataset. None for nothing.
 
     Returns:
         The responses on the CPU, those of one prompt or of one continued response in consecutive rows: `B * n` rows,
@@ -105,13 +108,24 @@ def sample(
     limits = room.clamp(max=sampling.max_tokens if part is None else part.max_tokens)
     read = [prompt.tolist() + _tokens(begun, row) for row, prompt in enumerate(every_prompt.rows())]
     completions: dict[int, Completion] = {}
+    texts: dict[int, str] = {}
     for some in _together(limits, at_once=isinstance(rows, Rollout)):
         of_each = tuple(limits[some].tolist())
         how = replace(sampling, max_tokens=max(of_each), limits=of_each if len({*of_each}) > 1 else None)
-        made = engine.generate([read[row] for row in some], [seeds[row] for row in some], how, version)
-        completions |= zip(some, made, strict=True)
+        asked = [read[row] for row in some], [seeds[row] for row in some], how, version
+        if on_end is None:
+            completions |= zip(some, engine.generate(*asked), strict=True)
+            continue
+        for place, completion in engine.completions(*asked):
+            row = some[place]
+            completions[row] = completion
+            texts[row] = decode([*_tokens(begun, row), *completion.token_ids])
+            on_end(row, texts[row], begun.rows[row])
     rollout = _extended(begun, completions, version)
-    return replace(rollout, texts=[decode(_tokens(rollout, row)) for row in range(len(read))])
+    return replace(
+        rollout,
+        texts=[texts[row] if row in texts else decode(_tokens(rollout, row)) for row in range(len(read))],
+    )
 
 
 def _require_short(prompts: Ragged, longest: int | None, node: str) -> None:

@@ -48,7 +48,7 @@ class TransformersEngine(InProcessEngine):
     Args:
         max_batch: Responses generated at the same time. Smaller takes less memory.
         max_prefill_tokens: Tokens of prompts computed together, padding included; longer prompts, and more of them, are
-            computed in parts. Smaller takes less memory. A part has 2 tokens of a row at least if layers carry a state.
+            computed in parts. Smaller takes less memory. Where layers carry a state, a part has 2 tokens or more.
     """
 
     def __init__(self, max_batch: int = 256, max_prefill_tokens: int = 16384) -> None:
@@ -127,20 +127,27 @@ class TransformersEngine(InProcessEngine):
         for piece in self._pieces:
             yield piece, in_dtype_held(piece.name, self._weights[piece.place], self._dtype)
 
-    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # little padding in a batch
+    def completions(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+    ) -> Iterator[tuple[int, Completion]]:
         limits = sampling.limits_of(len(prompts))
-        completions: dict[int, Completion] = {}
+        self._check(version, prompts, limits)
+        by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # little padding in a batch
         for start in range(0, len(prompts), self.max_batch):
             rows = by_length[start : start + self.max_batch]
             of_batch = replace(sampling, limits=tuple(limits[row] for row in rows))
             batch = self._generate_batch([prompts[row] for row in rows], [seeds[row] for row in rows], of_batch)
-            completions.update(zip(rows, batch, strict=True))
+            yield from ((rows[place], completion) for place, completion in batch)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        completions = dict(self.completions(prompts, seeds, sampling, self.policy_version))
         return [completions[row] for row in range(len(prompts))]
 
     @torch.inference_mode()
-    def _generate_batch(self, prompts: list[Sequence[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
-        """Generate one response to each of `B` prompts, a token of each in every step.
+    def _generate_batch(
+        self, prompts: list[Sequence[int]], seeds: list[int], sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
+        """Generate one response to each of `B` prompts, a token of each in every step; yield each when it has ended.
 
         Responses that have ended stay in the batch until at most 3 in 4 of its rows still grow; then they are dropped.
         """
@@ -150,7 +157,6 @@ class TransformersEngine(InProcessEngine):
         stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
         tokens = torch.zeros(size, steps, dtype=torch.int64, device=self._device)
         logprobs = torch.zeros(size, steps, device=self._device)
-        lengths = limits.clone()
         finished = torch.zeros(size, dtype=torch.bool, device=self._device)
 
         rows = torch.arange(size, device=self._device)  # those still in the batch
@@ -158,21 +164,28 @@ class TransformersEngine(InProcessEngine):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache: Any = None
         experts: list[list[Tensor]] = [[] for _ in prompts]  # of each row, [tokens, layers, k]
+        growing = set(range(size))
         for step in range(steps):
             routings = self._routings(ids)
             output = self._forward(ids, mask, positions, cache, routings)
-            for row, of_row in zip(rows.tolist(), _experts_of(routings, mask), strict=False):
+            numbers = rows.tolist()
+            for row, of_row in zip(numbers, _experts_of(routings, mask), strict=False):
                 experts[row].append(of_row)
             cache = output.past_key_values
             chosen, chosen_logprobs = _sample(output.logits[:, -1], sampling.temperature, draws[rows, step])  # [b]
             tokens[rows, step] = chosen
             logprobs[rows, step] = chosen_logprobs
             stopped = torch.isin(chosen, stops) & ~finished[rows] & (step < limits[rows])
-            lengths[rows[stopped]] = step + 1
             finished[rows[stopped]] = True
 
             running = ~finished[rows] & (step + 1 < limits[rows])
-            if int(running.sum()) <= COMPACT_AT * len(rows):
+            still = {row for row, runs in zip(numbers, running.tolist(), strict=True) if runs}
+            for row in sorted(growing - still):  # this step's token is their last
+                ids_of_row, logprobs_of_row = (x[row, : step + 1].tolist() for x in (tokens, logprobs))
+                columns = self._columns(experts[row], len(prompts[row]) + step)
+                yield row, Completion(tuple(ids_of_row), tuple(logprobs_of_row), bool(finished[row]), columns)
+            growing = still
+            if len(still) <= COMPACT_AT * len(rows):
                 kept = running.nonzero()[:, 0]
                 if not len(kept):
                     break
@@ -181,14 +194,6 @@ class TransformersEngine(InProcessEngine):
             ids = chosen[:, None]
             mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
             positions = positions[:, -1:] + 1
-        return [
-            Completion(
-                tuple(row[:length]), tuple(row_logprobs[:length]), done, self._columns(chosen, len(prompt) + length - 1)
-            )
-            for row, row_logprobs, length, done, chosen, prompt in zip(
-                tokens.tolist(), logprobs.tolist(), lengths.tolist(), finished.tolist(), experts, prompts, strict=True
-            )
-        ]
 
     def _columns(self, chosen: Sequence[Tensor], tokens: int) -> dict[str, np.ndarray[Any, Any]]:
         """The experts of a row's first `tokens` tokens, `[tokens, layers, k]`; later ones came after its end."""

@@ -91,6 +91,7 @@ def _fit(
         draws = run.steps if run.plan.fill is None else None
         prompts = stack.enter_context(Prefetch(run.train, draws))
         metrics = Metrics()
+        stack.callback(run.context.close)
         if run.context.conversations is not None:
             stack.callback(run.context.conversations.close)
         saving = Saving(run, folder, resume)

@@ -93,8 +93,8 @@ def replay(
     for line in lines:
         print(line)
     logged = _logged(run_dir, step) if any(node.kind == "train" for node in nodes) else {}
-    join(run, None)
     run.replays = True
+    join(run, None)
     with ExitStack() as stack:
         if run.context.conversations is not None:
             stack.callback(run.context.conversations.close)

@@ -96,6 +96,8 @@ def join(run: Run, resolved_config: str | None) -> None:
         longest_prompt=run.data.max_prompt_length,
         prompt_column=run.data.prompt,
         trainer_state=run.trainer_state,
+        reward=run.module.scorer,
+        scored_as_made=run.scored_as_made,
     )
     run.module.attach(run.context)
 

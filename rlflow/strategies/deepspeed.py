@@ -18,6 +18,7 @@ from torch import Tensor
 from rlflow.errors import UserError, require
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
+from rlflow.models.weights import Weight
 from rlflow.storage.tensors import TensorRange
 from rlflow.strategies.distributed import (
     TIMEOUT_S,
@@ -250,6 +251,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         norm = engine.get_global_grad_norm()
         assert norm is not None
         return found.get("norm", float(norm))
+
+    def _full(self, weights: list[Weight], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        # DeepSpeed gathers weights in advance. After a forward pass without a backward pass, some that the backward
+        # pass would have read are still being gathered, and must be released before they can be gathered again.
+        for engine in self._engines.values() if self.stage == 3 else ():
+            engine.empty_partition_cache()
+        yield from super()._full(weights, bucket_bytes)
 
     def _gathered(self, parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
         """A context in which these parameters are whole on this rank; at stage 3 all ranks of the role enter it."""

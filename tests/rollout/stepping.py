@@ -38,6 +38,25 @@ def check_steps(engine: RolloutEngine, version: int) -> None:
     assert_alike(stepped(engine, SAMPLING, version), at_once)
 
 
+def check_completions(engine: RolloutEngine, version: int, by_length: bool = True) -> None:
+    """Responses that come when they have ended are those of one call, to the bit.
+
+    Args:
+        engine: An engine that holds `version`.
+        version: The version.
+        by_length: Whether the shorter ones come first, for the engine grows all of them together.
+    """
+    limits = (16, 2, 24, 1, 8, 12)
+    sampling = Sampling(max(limits), 1.0, STOP, limits)
+    found = list(engine.completions(PROMPTS, SEEDS, sampling, version))
+    assert sorted(at for at, _ in found) == SEEDS
+    expected = engine.generate(PROMPTS, SEEDS, sampling, version)
+    assert [dict(found)[at] for at in SEEDS] == expected
+    lengths = [len(completion.token_ids) for _, completion in found]
+    assert len({*lengths}) > 3
+    assert (lengths == sorted(lengths)) == by_length
+
+
 def assert_alike(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     assert [each.finished for each in found] == [each.finished for each in expected]

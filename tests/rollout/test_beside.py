@@ -31,7 +31,7 @@ from rlflow.rollout import (
 )
 from rlflow.rollout.engine_subprocess import share
 from tests.rollout.engines import Broken
-from tests.rollout.stepping import check_steps
+from tests.rollout.stepping import check_completions, check_steps
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
 
 SEEDS = list(range(len(PROMPTS)))
@@ -95,6 +95,7 @@ def test_turns_that_come_one_by_one_are_those_of_one_call(engine: RolloutEngine,
     version = next(VERSIONS)
     engine.update_weights(buckets(model), version)
     check_steps(engine, version)
+    check_completions(engine, version, by_length=False)  # this one computes all of them within a step
 
 
 def test_the_engine_is_not_in_this_process(engine: RolloutEngine) -> None:

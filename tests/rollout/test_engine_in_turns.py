@@ -72,6 +72,7 @@ def test_an_engine_in_turns_generates_with_the_policy_that_was_synced_last(tied:
             assert engine.update_weights(buckets(model), version).version == engine.policy_version == version
             completions = engine.generate(PROMPTS, SEEDS, SAMPLING, version)
             assert logprob_gap(model, PROMPTS, completions) < 1e-4
+            assert dict(engine.completions(PROMPTS, SEEDS, SAMPLING, version)) == dict(enumerate(completions))
 
 
 def test_a_policy_that_is_not_in_the_engine_generates_nothing(tied: Path) -> None:
@@ -80,6 +81,8 @@ def test_a_policy_that_is_not_in_the_engine_generates_nothing(tied: Path) -> Non
     actor, opponent = here.by_policy["actor"], here.by_policy["opponent"]
     with pytest.raises(WeightSyncError, match="the engine that it shares holds no version"):
         actor.generate(PROMPTS, SEEDS, SAMPLING, 3)
+    with pytest.raises(WeightSyncError, match="the engine that it shares holds no version"):
+        list(actor.completions(PROMPTS, SEEDS, SAMPLING, 3))
     actor.update_weights(buckets(models["actor"]), 3)
     opponent.update_weights(buckets(models["opponent"]), 3)  # of the same number, and another policy's
     with pytest.raises(WeightSyncError) as error:

@@ -11,6 +11,7 @@ from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, WeightSyncError
 from rlflow.rollout.transformers import _draws, _sample
 from tests.rollout.engines import Broken
+from tests.rollout.stepping import check_completions
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb, setup
 
 SEEDS = list(range(len(PROMPTS)))
@@ -54,6 +55,10 @@ def test_batches_of_any_size_give_the_same_responses(engine: RolloutEngine, tied
     expected = engine.generate(PROMPTS, SEEDS, sampling, 0)
     responses = small.generate(PROMPTS, SEEDS, sampling, 0)
     assert [completion.token_ids for completion in responses] == [completion.token_ids for completion in expected]
+
+
+def test_responses_come_when_they_have_ended(engine: RolloutEngine) -> None:
+    check_completions(engine, 0)
 
 
 def test_a_response_ends_with_its_stop_token(engine: RolloutEngine) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
-from tests.rollout.stepping import check_steps
+from tests.rollout.stepping import check_completions, check_steps
 from tests.rollout.test_continued import check_continued, lively
 from tests.rollout.test_parts import check_parts
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb, setup
@@ -66,6 +66,10 @@ def test_parts_make_the_response_that_is_made_at_once(engine: RolloutEngine, mod
 
 def test_a_response_that_was_cut_goes_on_as_it_did_before(engine: RolloutEngine, folder: Path) -> None:
     check_continued(engine, _sync(engine, lively(folder)))
+
+
+def test_responses_come_when_they_have_ended(engine: RolloutEngine, model: Any) -> None:
+    check_completions(engine, _sync(engine, model))
 
 
 def test_turns_that_come_one_by_one_are_those_of_one_call(engine: RolloutEngine, model: Any) -> None:

@@ -166,6 +166,23 @@ def bucket_bytes(folder: Path, stage: Stage, limit: int) -> tuple[list[list[int]
     return sizes, weights
 
 
+def updates_with_scores(
+    folder: Path, optimizer: Optimizer, scores: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after three updates at ZeRO-3, and after a fourth; between them rows may be scored without gradients."""
+    strategy, handle = launch(3), trained(folder, optimizer)
+    strategy.setup_role("actor", handle, folder)
+    for _ in range(3):
+        backward(strategy, "actor", handle)
+        strategy.step("actor")
+    if scores:
+        handle.logprobs(rows_of([0, 1]))
+    third = all_weights(strategy, "actor")
+    backward(strategy, "actor", handle)
+    strategy.step("actor")
+    return third, all_weights(strategy, "actor")
+
+
 def save_after_update(
     folder: Path, stage: Stage, optimizer: Optimizer, target: Path, precision: str = "fp32"
 ) -> dict[str, Tensor]:

@@ -1,0 +1,83 @@
+"""`EarlyScores`: responses are scored as they end, while others are still generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from rlflow.errors import UserError
+from rlflow.rewards.calls import RewardCalls
+from rlflow.rewards.reward import EarlyReward, Messages, Reward, RewardInput
+
+LAST_SECONDS = 1.0  # that calls are waited for whose scores nobody will read
+
+# Called with the place of a response among its rank's, its text, its row of the dataset, and its conversation.
+OnEnd = Callable[[int, str, dict[str, Any], Messages], None]
+
+
+class EarlyScores:
+    """The calls by which a reward scores the responses of one rollout on this rank, each when its responses have ended.
+
+    `add` is told each response that has ended. `RewardInput.begun` of the whole rollout is `taken`, by which the reward
+    finds the calls that have begun; it makes the others itself. So a failure is reported where the reward is called.
+
+    Args:
+        reward: The reward, or a sum of rewards, of which some may score early.
+        prompt_column: See `RewardInput`.
+
+    Attributes:
+        unused: Whether there are calls that the reward did not take, since it was called with other responses.
+    """
+
+    def __init__(self, reward: Reward, prompt_column: str | None) -> None:
+        self._prompt_column = prompt_column
+        self._rewards = [(each, RewardCalls(each.at_once)) for each in reward.scored_early()]
+        self._untaken = dict(enumerate(self._rewards))
+        self._ended: dict[int, tuple[str, dict[str, Any], Messages]] = {}
+
+    @property
+    def unused(self) -> bool:
+        return any(calls.count for _, calls in self._untaken.values())
+
+    def add(self, place: int, text: str, row: dict[str, Any], messages: Messages) -> None:
+        """Score a response that has ended; of a reward with larger batches as soon as its batch is complete."""
+        self._ended[place] = text, row, messages
+        for how, calls in self._rewards:
+            first = place // how.batch * how.batch
+            if all(each in self._ended for each in range(first, first + how.batch)):
+                self._begin(how, calls, first)
+
+    def taken(self, reward: Reward, responses: RewardInput) -> RewardCalls | None:
+        """The calls of this reward, once; None where it has none, or they scored anything but these responses."""
+        found = next((at for at, (how, _) in self._untaken.items() if how.reward is reward), None)
+        if found is None or not self._scored(responses):
+            return None
+        return self._untaken.pop(found)[1]
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """What was called early, and from when to when, in seconds of `time.perf_counter`."""
+        return [
+            (f"{how.reward}, {calls.count} calls", calls.began, calls.ended)
+            for how, calls in self._rewards
+            if calls.began is not None and calls.ended is not None
+        ]
+
+    def close(self) -> None:
+        """Give up the calls that were not taken: those that run are waited for no longer than `LAST_SECONDS`."""
+        for _, calls in self._untaken.values():
+            calls.close(LAST_SECONDS)
+
+    def _begin(self, how: EarlyReward, calls: RewardCalls, first: int) -> None:
+        texts, rows, conversations = zip(*(self._ended[first + i] for i in range(how.batch)), strict=True)
+        with suppress(UserError):  # the reward raises it again when all responses are there
+            calls.begin(first, how.call(RewardInput(texts, rows, self._prompt_column, conversations)))
+
+    def _scored(self, responses: RewardInput) -> bool:
+        """Whether these are the responses that have ended, each in its place."""
+        if responses.prompt_column != self._prompt_column or any(at >= len(responses) for at in self._ended):
+            return False
+        messages = responses.conversations or [[]] * len(responses)
+        return all(
+            (responses.texts[at], responses.rows[at], messages[at]) == ended for at, ended in self._ended.items()
+        )
