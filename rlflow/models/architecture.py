@@ -60,6 +60,8 @@ def check_architecture(
     reason: str | None
     if config.get_text_config() is not config:
         reason = "reads more than text, and only text is fed to models here; give a model of text alone"
+        if kind is not None and kind.config_class is type(config.get_text_config()):
+            reason += ": its own part, `AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(FOLDER)`"
     elif kind is None:
         named = f", and `auto_map` of its config.json names no {auto}" if trust_remote_code else ""
         reason = f"is no causal language model of transformers'{named}; give one"

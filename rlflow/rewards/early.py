@@ -19,8 +19,9 @@ OnEnd = Callable[[int, str, dict[str, Any], Messages], None]
 class EarlyScores:
     """The calls by which a reward scores the responses of one rollout on this rank, each when its responses have ended.
 
-    `add` is told each response that has ended. `RewardInput.begun` of the whole rollout is `taken`, by which the reward
-    finds the calls that have begun; it makes the others itself. So a failure is reported where the reward is called.
+    `add` is called with each response that has ended. `RewardInput.begun` of the whole rollout is `taken`, by which the
+    reward finds the calls that have begun; it makes the others itself. So a failure is reported where the reward is
+    called.
 
     Args:
         reward: The reward, or a sum of rewards, of which some may score early.
@@ -51,7 +52,10 @@ class EarlyScores:
     def taken(self, reward: Reward, responses: RewardInput) -> RewardCalls | None:
         """The calls of this reward, once; None where it has none, or they scored anything but these responses."""
         found = next((at for at, (how, _) in self._untaken.items() if how.reward is reward), None)
-        if found is None or not self._scored(responses):
+        if found is None:
+            return None
+        if not self._scored(responses):
+            self._untaken[found][1].close()  # before it makes others: no more run at once than it allows
             return None
         return self._untaken.pop(found)[1]
 

@@ -79,6 +79,7 @@ def test_scores_of_anything_else_are_not_taken(others: RewardInput) -> None:
     reward = Counts()
     early = begun(reward, [1, 5])
     assert early.taken(reward, others) is None
+    assert not any(thread.name == "reward" for thread in threading.enumerate()), "calls that nobody reads go on"
     assert early.unused
     early.close()
 

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import BloomConfig, LlamaConfig
 
 from rlflow.errors import UserError
-from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, WeightSyncError
+from rlflow.rollout import Completion, RolloutEngine, Sampling, TransformersEngine, WeightSyncError
 from rlflow.rollout.transformers import _draws, _sample
 from tests.rollout.engines import Broken
 from tests.rollout.stepping import check_completions
@@ -157,3 +158,17 @@ def test_a_float32_head_computes_logits_in_float32_of_weights_in_less(untied: Pa
 def test_an_engine_without_a_float32_head_says_so() -> None:
     with pytest.raises(UserError, match=r"`strategy.float32_head` is set, and `rollout` is Broken, which computes"):
         Broken().use_float32_head()
+
+
+class Constant(TransformersEngine):
+    """Answers without a model."""
+
+    def _generate(self, prompts: Any, seeds: Any, sampling: Any) -> list[Completion]:
+        return [Completion((7,), (-1.0,), True) for _ in prompts]
+
+
+def test_a_subclass_that_generates_otherwise_is_asked_for_single_responses_too(tied: Path) -> None:
+    engine = setup(Constant(), tied)
+    engine.update_weights(buckets(load(tied)), 1)
+    found = dict(engine.completions([[1], [2, 3]], [0, 1], Sampling(4), 1))
+    assert [found[place].token_ids for place in range(2)] == [(7,), (7,)]

@@ -2,7 +2,7 @@
 
 vLLM's own kernels for the CPU compute it in bfloat16 alone, and stop with "CPU GDN attention requires BF16". In float32
 on the CPU an engine's logprobs can be compared with the trainer's to 1e-5, which tests and small runs do. It is slow: a
-step of Python for each token of a prompt. In bfloat16, and on GPUs, vLLM's own kernels compute. See docs/design/0037.
+step of Python for each token of a prompt. In bfloat16, and on GPUs, vLLM's own kernels compute. See docs/design/0038.
 """
 
 from __future__ import annotations
