@@ -259,9 +259,9 @@ def _with_states(size: ModelSize, model: str) -> ModelSize:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device("meta"):
-        made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        made: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     return replace(
         size,
         others=sum(parameter.numel() for parameter in made.parameters()) - size.parameters,
