@@ -308,8 +308,9 @@ def _model(role: str, folder: str, case: Case) -> CausalLM | ValueModel | Reward
     if role != "critic":
         return CausalLM(folder)
     assert case.objective is not None
-    updates = {name: case.more[name] for name in ("epochs", "samples_per_update") if name in case.more}
-    return ValueModel(folder, optimizer=OPTIMIZER, loss_aggregation=case.objective.critic_loss_aggregation, **updates)
+    of_both = ("epochs", "samples_per_update", "gradient_checkpointing")
+    given = {name: case.more[name] for name in of_both if name in case.more}
+    return ValueModel(folder, optimizer=OPTIMIZER, loss_aggregation=case.objective.critic_loss_aggregation, **given)
 
 
 def truth(case: Case, recording: Recording) -> dict[str, Update]:

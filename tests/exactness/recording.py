@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout.engine import Completion, EnginePlace, InProcessEngine, Sampling, SyncReport
@@ -65,8 +71,8 @@ class Recording:
     Attributes:
         policy: The language model to train.
         reference: Another.
-        critic: The policy with a head of one number.
-        judge: The policy with another such head.
+        critic: The policy with a head of one number; None where transformers has no such model of the family.
+        judge: The policy with another such head; None where the critic is.
         data: Folder of datasets, of the first `five` prompts, `all`, and the `useless` ones.
         prompts: Their tokens.
         answers: To each prompt; the last one is the greedy one.
@@ -75,8 +81,8 @@ class Recording:
 
     policy: Path
     reference: Path
-    critic: Path
-    judge: Path
+    critic: Path | None
+    judge: Path | None
     data: Path
     prompts: list[Tokens]
     answers: list[list[Answer]]
@@ -88,29 +94,46 @@ class Recording:
         return found
 
 
-def record(folder: Path) -> Recording:
-    """Make models and a recording whose old policy and old critic are apart from the models given."""
-    policy, reference = (_peaked(folder / name, seed) for name, seed in (("policy", 1), ("reference", 2)))
-    critic, judge = (_with_head(policy, folder / name, seed) for name, seed in (("critic", 3), ("judge", 4)))
+def record(
+    folder: Path, write: Callable[[Path, int], Path] | None = None, empty: Sequence[tuple[int, int]] = ()
+) -> Recording:
+    """Make models and a recording whose old policy and old critic are apart from the models given.
+
+    Args:
+        folder: Where they are written.
+        write: Writes a language model into a folder by a seed; None for a small Qwen2.
+        empty: (prompt, response) without a token; the dataset's answer is then the end of text alone.
+    """
+    write = write or _peaked
+    policy, reference = (write(folder / name, seed) for name, seed in (("policy", 1), ("reference", 2)))
+    has_heads = type(AutoConfig.from_pretrained(policy)) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    critic, judge = (
+        _with_head(policy, folder / name, seed) if has_heads else None for name, seed in (("critic", 3), ("judge", 4))
+    )
     tokenizer = AutoTokenizer.from_pretrained(policy)
     texts = ["abcdefgh"[: p + 1] for p in range(PROMPTS)]
     prompts = [tuple(ids) for ids in tokenizer(texts)["input_ids"]]
     draw, past = random.Random(3), _Past(policy, critic)
+
+    def text(p: int, k: int) -> str:
+        return "" if (p, k) in empty else _text(draw, p, k)
+
     answers = []
     for p, prompt in enumerate(prompts):
-        responses = [_text(draw, p, k) for k in range(GROUP + 1)]
+        responses = [text(p, k) for k in range(GROUP + 1)]
         assert len(set(responses)) == len(responses)
         rewards = {text.count("1") for text in responses[:-1]}
         assert (len(rewards) == 1) == (p in USELESS)
         group = []
-        for k, text in enumerate(responses):
+        for k, response in enumerate(responses):
             cut = (p, k) in TRUNCATED
-            tokens = tuple(tokenizer(text)["input_ids"]) + (() if cut else (tokenizer.eos_token_id,))
+            end = () if cut or not response else (tokenizer.eos_token_id,)
+            tokens = tuple(tokenizer(response)["input_ids"]) + end
             assert len(tokens) <= LONGEST
             assert not cut or len(tokens) == LONGEST
-            group.append(Answer(tokens, *past.of(draw, prompt, tokens), not cut, float(text.count("1"))))
+            group.append(Answer(tokens, *past.of(draw, prompt, tokens), not cut, float(response.count("1"))))
         answers.append(group)
-    rows = [{"question": text, "answer": _text(draw, p, 0), "worse": _text(draw, p, 3)} for p, text in enumerate(texts)]
+    rows = [{"question": each, "answer": text(p, 0), "worse": text(p, 3)} for p, each in enumerate(texts)]
     (folder / "data").mkdir()
     for name, held in {"five": rows[:5], "all": rows, "useless": [rows[p] for p in USELESS]}.items():
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
@@ -157,9 +180,9 @@ def _text(draw: random.Random, p: int, k: int) -> str:
 class _Past:
     """The policy and the critic at the start of the step, which are made up: near those given, but not they."""
 
-    def __init__(self, policy: Path, critic: Path) -> None:
+    def __init__(self, policy: Path, critic: Path | None) -> None:
         self._policy = load_float64(policy)
-        self._critic = load_classifier_float64(critic)
+        self._critic = load_classifier_float64(critic) if critic else None
 
     @torch.no_grad()
     def of(self, draw: random.Random, prompt: Tokens, tokens: Tokens) -> tuple[tuple[float, ...], ...]:
@@ -167,6 +190,8 @@ class _Past:
         now = response_logprobs(self._policy, prompt, tokens, TEMPERATURE).tolist()
         old = tuple(logprob + draw.uniform(-0.5, 0.5) for logprob in now)
         rollout = tuple(logprob + draw.uniform(-0.9, 0.9) for logprob in old)
+        if self._critic is None:
+            return rollout, old, ()
         values, _ = response_values(self._critic, prompt, tokens)
         return rollout, old, tuple(value + draw.uniform(-0.5, 0.5) for value in values.tolist())
 

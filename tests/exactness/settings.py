@@ -24,6 +24,7 @@ class Setting:
         seed: Of the run: of the order of the rows, and so of which ranks have which groups.
         precision: Of the weights.
         share_prefixes: Whether rows share the tokens with which they begin, from the first one on.
+        checkpointing: Whether layers are computed again in the backward pass.
     """
 
     stage: Stage | None
@@ -33,6 +34,7 @@ class Setting:
     seed: int = 0
     precision: Literal["fp32", "fp64"] = "fp32"
     share_prefixes: bool = True
+    checkpointing: bool = False
 
 
 def _choices(stage: Literal[0, 1, 2, 3], ranks: int) -> Setting:

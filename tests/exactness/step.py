@@ -137,6 +137,8 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
     """Run one step; what this rank then knows of each trained role, the same on every rank."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     strategy = _strategy(setting)
+    if setting.checkpointing:
+        case = replace(case, more={**case.more, "gradient_checkpointing": True})
     module = _module(recording, case)
     data = PromptData(
         JSONL(str(recording.data / f"{case.data}.jsonl")),

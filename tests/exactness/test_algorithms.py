@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import combinations
@@ -69,7 +69,7 @@ def differences(outcomes: dict[str, Outcome], updates: dict[str, Update]) -> lis
 
 
 def check(
-    name: str, settings: list[Setting], ranks: RankPool, recording: Recording, expected: Truth, folder: Path
+    name: str, settings: Sequence[Setting], ranks: RankPool, recording: Recording, expected: Truth, folder: Path
 ) -> None:
     """In every setting the gradients and weights on every rank are the reference's."""
     wrong = []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlflow.models.tiny import write_tiny_model
+from tests.families.states import write_model
 from tests.faults.covering import kinds, points, runs
 from tests.faults.killed_runs import POINTS, Kind, content, fit_to_the_end, fit_until_killed
 from tests.ranks import RankError, RankPool
@@ -30,23 +31,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind, RankPool], dict[str, Any]]:
-    """What a run of a kind leaves that nobody kills; each kind runs once."""
-    found: dict[Kind, dict[str, Any]] = {}
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind, Path, RankPool], dict[str, Any]]:
+    """What a run of a kind leaves that nobody kills; each kind runs once with a model."""
+    found: dict[tuple[Kind, Path], dict[str, Any]] = {}
 
-    def left(kind: Kind, ranks: RankPool) -> dict[str, Any]:
-        if kind not in found:
+    def left(kind: Kind, model: Path, ranks: RankPool) -> dict[str, Any]:
+        if (kind, model) not in found:
             folder = tmp_path_factory.mktemp(str(kind)) / "run"
             ranks.run(fit_to_the_end, kind.run(model, folder), timeout_s=240)
-            found[kind] = content(folder)
-        return found[kind]
+            found[kind, model] = content(folder)
+        return found[kind, model]
 
     return left
 
 
 def check(kind: Kind, point: str, model: Path, folder: Path, expected: Callable[..., dict[str, Any]]) -> None:
     with RankPool(kind.ranks) as ranks:
-        whole = expected(kind, ranks)
+        whole = expected(kind, model, ranks)
         first = "end of a step" if point == RESUMED else point
         killed(kind.run(model, folder), first, folder.with_name("pids"), ranks)
         again = kind.run(model, folder, ckpt_path="auto")  # none yet where the first is written beside the steps
@@ -82,6 +83,15 @@ def test_runs_of_all_kinds_that_are_killed_anywhere_go_on_to_the_byte(
     counted("runs killed, then equal to the byte", f"{kind}: {point}")
     counted("kinds of runs", f"{kind}")
     counted("kinds of points", point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+def test_a_killed_run_of_a_model_whose_layers_carry_a_state_goes_on_to_the_byte(
+    strategy: str, tmp_path: Path, uninterrupted: Any
+) -> None:
+    kind = Kind("grpo", "together", strategy, "transformers", False)
+    check(kind, "before an update", write_model("qwen3_5", tmp_path / "model"), tmp_path / "run", uninterrupted)
 
 
 def test_every_point_is_come_to_by_a_run() -> None:

@@ -53,7 +53,10 @@ DEFAULT_STEP = Step()
 
 def load_float64(folder: str | Path) -> PreTrainedModel:
     """The causal language model in `folder`, in float64, without dropout."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+    # Experts are computed one by one: products of all together know no float64.
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
+    )
     return model.eval()
 
 
