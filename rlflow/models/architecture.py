@@ -56,7 +56,7 @@ def check_architecture(
 
     auto = "AutoModelForCausalLM" if scores_tokens else "AutoModelForSequenceClassification"
     beside = class_beside(config, auto) if trust_remote_code else None
-    kind: Any = beside or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # of transformers' own, its language model
+    kind: Any = beside or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # its language model
     reason: str | None
     if config.get_text_config() is not config:
         reason = "reads more than text, and only text is fed to models here; give a model of text alone"
