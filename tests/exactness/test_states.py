@@ -81,7 +81,7 @@ def test_in_float64_the_step_is_the_reference_s(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name", "world_size"),
-    [(family, name, ranks) for family, name in MODELS for ranks in RANKS if ranks == 2 or name == "GRPO"],
+    [(*model, ranks) for model in MODELS for ranks in RANKS],
 )
 def test_on_ranks_and_stages_the_step_is_the_reference_s(
     family: str,

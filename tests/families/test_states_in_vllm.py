@@ -65,19 +65,19 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., tuple[Any, Any]]]:
         each.close()
 
 
-@pytest.mark.parametrize("name", slow_but(["nemotron_h", "qwen3_5"], LIMITS))
+@pytest.mark.parametrize("name", slow_but(["qwen3_5"], LIMITS))
 def test_logprobs_are_of_rows_alone_after_each_sync_and_a_changed_tensor_is_named(
     name: str, engine: Callable[..., tuple[Any, Any]]
 ) -> None:
     vllm, model = engine(name)
-    for version in range(3):
+    for version in range(5):
         assert vllm.update_weights([weights(model)], version).tensors == len(weights(model))
         completions = vllm.generate(PROMPTS, SEEDS, SAMPLING, version)
         assert max(gaps(model, PROMPTS, completions)) < LIMITS[name]
         turns = [[*prompt, *each.token_ids, 65] for prompt, each in zip(PROMPTS, completions, strict=True)]
         assert max(gaps(model, turns, vllm.generate(turns, SEEDS, SAMPLING, version))) < LIMITS[name]  # a next turn
         change(model, version)
-    assert max(gaps(model, PROMPTS, completions)) > 100 * LIMITS[name]  # weights one update old
+        assert max(gaps(model, PROMPTS, completions)) > 100 * LIMITS[name]  # the engine is one update old
     load = vllm._load
     for number, (spoiled, _) in enumerate(weights(model)):
 
@@ -86,7 +86,7 @@ def test_logprobs_are_of_rows_alone_after_each_sync_and_a_changed_tensor_is_name
 
         vllm._load = load_other
         with pytest.raises(WeightSyncError, match=rf"held otherwise: {spoiled} \(in "):
-            vllm.update_weights([weights(model)], 3 + number)
+            vllm.update_weights([weights(model)], 5 + number)
 
 
 def last_changed(tensor: Tensor) -> Tensor:
