@@ -76,6 +76,7 @@ def test_the_blocks_that_are_not_run_are_these() -> None:
     assert sorted(found) == [
         ("configuration.md", "MLflow"),
         ("gpu.md", "GPUs"),
+        ("limits.md", "the network"),
         ("nodes.md", "Kubernetes"),  # its form: test_the_manifest_for_kubernetes_starts_the_ranks_that_the_config_has
         ("nodes.md", "Slurm"),
         ("quickstart.md", "the network"),

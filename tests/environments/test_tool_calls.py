@@ -8,7 +8,7 @@ from typing import Any
 from unicodedata import normalize
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlflow.environments.bridge import message
@@ -39,9 +39,11 @@ BRIDGES = {family: bridge_of(family) for family in FAMILIES}
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=25, deadline=None)
 @given(arguments=ARGUMENTS)
+@example(arguments={"word": "\u0f43"})  # another text in NFC
 def test_a_call_that_a_family_s_template_writes_is_read_back(family: str, arguments: dict[str, Any]) -> None:
-    if family == "qwen3-coder":  # whose template writes a value between line breaks, and whose tokenizer reads NFC
-        arguments["word"] = normalize("NFC", arguments["word"]).strip("\n")
+    arguments["word"] = normalize("NFC", arguments["word"])  # as these tokenizers read text
+    if family == "qwen3-coder":  # whose template writes a value between line breaks
+        arguments["word"] = arguments["word"].strip("\n")
     function = {"name": "guess", "arguments": arguments}
     call = message("assistant", "", tool_calls=[{"id": "abcdefg12", "type": "function", "function": function}])
     asked = [message("user", "?")]
