@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rlflow.errors import UserError
 from rlflow.models.architecture import positions as positions_of
+from rlflow.models.mixers import mixers_of
 from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
 from rlflow.models.remote_code import code_beside
 from rlflow.models.weights import stored_buffers
@@ -107,8 +108,7 @@ class TransformersEngine(InProcessEngine):
         self._dtype = place.dtype
         self._device = place.device
         self._context = positions_of(config)
-        has_states = any(isinstance(module, nn.Conv1d) for module in self._model.modules())  # all begin with one
-        self._least_part = 2 if has_states else 1
+        self._least_part = 2 if mixers_of(self._model) else 1
         for name, buffer in stored_buffers(self._model):  # in the dtype in which it is sent
             path, _, key = name.rpartition(".")
             setattr(self._model.get_submodule(path), key, in_dtype_held(name, buffer, place.dtype))
@@ -133,18 +133,24 @@ class TransformersEngine(InProcessEngine):
         if type(self)._generate is not TransformersEngine._generate:  # what a subclass does instead
             yield from super().completions(prompts, seeds, sampling, version)
             return
+        self._check(version, prompts, sampling.limits_of(len(prompts)))
+        yield from self._each(prompts, seeds, sampling)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+        completions = dict(self._each(prompts, seeds, sampling))
+        return [completions[row] for row in range(len(prompts))]
+
+    def _each(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
+        """The place of each response among the prompts, and the response, when it has ended."""
         limits = sampling.limits_of(len(prompts))
-        self._check(version, prompts, limits)
         by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # little padding in a batch
         for start in range(0, len(prompts), self.max_batch):
             rows = by_length[start : start + self.max_batch]
             of_batch = replace(sampling, limits=tuple(limits[row] for row in rows))
             batch = self._generate_batch([prompts[row] for row in rows], [seeds[row] for row in rows], of_batch)
             yield from ((rows[place], completion) for place, completion in batch)
-
-    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        completions = dict(self.completions(prompts, seeds, sampling, self.policy_version))
-        return [completions[row] for row in range(len(prompts))]
 
     @torch.inference_mode()
     def _generate_batch(

@@ -167,6 +167,25 @@ class Constant(TransformersEngine):
         return [Completion((7,), (-1.0,), True) for _ in prompts]
 
 
+class Counting(TransformersEngine):
+    """Counts what it is asked for, and generates as its base class does."""
+
+    calls = 0
+
+    def _generate(self, prompts: Any, seeds: Any, sampling: Any) -> list[Completion]:
+        self.calls += 1
+        return super()._generate(prompts, seeds, sampling)
+
+
+def test_a_subclass_that_calls_its_base_generates_once(tied: Path) -> None:
+    engine = setup(Counting(), tied)
+    engine.update_weights(buckets(load(tied)), 1)
+    made = engine.generate([[1], [2, 3]], [0, 1], Sampling(4), 1)
+    found = dict(engine.completions([[1], [2, 3]], [0, 1], Sampling(4), 1))
+    assert [found[place] for place in range(2)] == made
+    assert engine.calls == 2
+
+
 def test_a_subclass_that_generates_otherwise_is_asked_for_single_responses_too(tied: Path) -> None:
     engine = setup(Constant(), tied)
     engine.update_weights(buckets(load(tied)), 1)
