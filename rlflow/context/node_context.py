@@ -349,7 +349,7 @@ class NodeContext:
         return on_device(totals, self.device), to_device(Parts(parts), self.device)
 
     def _scores(self, reward: Reward, responses: RewardInput, now: Running) -> Scores:
-        """The scores of this rank's samples, of which some may have been scored as they ended."""
+        """The scores of this rank's samples. Some may have been scored as they ended."""
         early = self._early.pop((now.node.inside, now.metrics.step), None)
         if early is None:
             return self.scores_of(reward, responses, now.layout.ranks)
