@@ -133,7 +133,10 @@ EPSILONS = {
     f"{eps:g}": Option(f"{eps:g} is added to the divisor", eps, ("1e-06",))
     for eps in (1e-6, 1e-8, 0.0, 1e-5, 1e-4, 1e-3)
 }
-SIGNS = {"own": Option("more reward, more advantage", 1.0), "minus": Option("the sign is turned", -1.0)}
+SIGNS = {
+    "own": Option("more reward, more advantage", lambda x: x),
+    "minus": Option("the sign is turned", lambda x: -x),
+}
 LONE = {
     "0": Option("a group of one has the advantage 0", lambda r: torch.zeros_like(r)),
     "reward": Option("a group of one keeps its reward", lambda r: r, ("0",)),
@@ -163,16 +166,15 @@ def group_advantages(given: Given, choice: Choice) -> Tensor:
     if rejected == "as 0":
         r, counted = r.where(given["mask"].any(1), 0.0), torch.ones_like(r)
     else:
-        counted = REJECTED[rejected].compute(given)
-    weights = _same(GROUPS[choice["group"]].compute(given)) * ROWS[choice["rows of a rollout"]].compute(given) * counted
-    centred = r - BASELINES[choice["baseline"]].compute(r, weights, given)
-    divisor = NORMALIZATIONS[choice["normalization"]].compute(r, centred, weights)
+        counted = REJECTED[rejected](given)
+    weights = _same(GROUPS[choice["group"]](given)) * ROWS[choice["rows of a rollout"]](given) * counted
+    centred = r - BASELINES[choice["baseline"]](r, weights, given)
+    divisor = NORMALIZATIONS[choice["normalization"]](r, centred, weights)
     eps = 0.0 if choice["normalization"] == "none" else EPSILONS[choice["epsilon"]].compute
     scaled = centred / torch.where(divisor > 1e-9, divisor + eps, 1.0)
     alone = (weights > 0).sum(1) < 2
-    scaled = torch.where(alone, LONE[choice["group of one"]].compute(r), scaled)
-    signed: Tensor = SIGNS[choice["sign"]].compute * AFTERWARDS[choice["whitening"]].compute(scaled)
-    return signed
+    scaled = torch.where(alone, LONE[choice["group of one"]](r), scaled)
+    return SIGNS[choice["sign"]](AFTERWARDS[choice["whitening"]](scaled))
 
 
 def _group_reference(view: View, choice: Choice) -> Tensor:
@@ -197,7 +199,7 @@ STEPS = {
 }
 PLACES = {
     "last": Option("the score is the reward of the last token that counts", None),
-    "end": Option("the score stands on the last position, as a step whether it counts or not", None),
+    "end": Option("the score stands on the last position, whether it counts or not", None),
     "after": Option("the score stands on the first position after the end, as one more step", None, ("last",)),
     "first": Option("the score stands on the first token", None),
     "everywhere": Option("the score stands on every token", None),
@@ -255,9 +257,8 @@ def token_advantages(given: Given, choice: Choice) -> Tensor:
     if time in ("previous", "early"):
         v = v.roll(1 if time == "previous" else -1, 1)
     counts = own if steps in ("over", "reset") else torch.ones_like(own)
-    if choice["position"] in ("after", "end"):
-        step = _after(own) if choice["position"] == "after" else torch.full((len(own),), v.shape[1] - 1)
-        counts = counts | (torch.arange(v.shape[1]) == step[:, None])
+    if choice["position"] == "after":
+        counts = counts | (torch.arange(v.shape[1]) == _after(own)[:, None])
     advantages, last, next_value = torch.zeros_like(v), v.new_zeros(len(v)), v.new_zeros(len(v))
     last_reward = v.new_zeros(len(v))
     width = v.shape[1]
@@ -272,8 +273,7 @@ def token_advantages(given: Given, choice: Choice) -> Tensor:
         advantages[:, t] = last
     if choice["baseline"] == "added":
         advantages = advantages + v
-    signed: Tensor = SIGNS[choice["sign"]].compute * whitened(advantages, own.double(), choice["normalization"])
-    return signed
+    return SIGNS[choice["sign"]](whitened(advantages, own.double(), choice["normalization"]))
 
 
 def _placed(given: Given, place: str) -> Tensor:
@@ -282,7 +282,7 @@ def _placed(given: Given, place: str) -> Tensor:
     if place == "last":
         return rewards
     mask, width = given["mask"] != 0, rewards.shape[1]
-    scores = given["rewards"].double()
+    scores: Tensor = given["rewards"].double()
     places = torch.arange(width).expand_as(rewards)
     after = _after(mask)
     at = {"end": torch.full_like(after, width - 1), "after": after, "first": 0 * after}
@@ -374,11 +374,10 @@ def _whitening_reference(view: View, choice: Choice) -> Tensor:
     cut = view.cut != "whole" and over == "part"
     pieces = []
     for given in view.parts() if cut else [view.given]:
-        x, mask = given["x"].double(), COUNTED[choice["mask"]].compute(given["mask"])
-        centred = x - CENTRES[choice["baseline"]].compute(x, mask, over)
-        pieces.append(
-            SIGNS[choice["sign"]].compute * centred / DIVISORS[choice["normalization"]].compute(x, mask, over)
-        )
+        x, mask = given["x"].double(), COUNTED[choice["mask"]](given["mask"])
+        centred = x - CENTRES[choice["baseline"]](x, mask, over)
+        divisor = DIVISORS[choice["normalization"]](x, mask, over)
+        pieces.append(SIGNS[choice["sign"]](centred / divisor))
     order = torch.tensor([row for part in view.case.parts for row in part]).argsort() if cut else slice(None)
     return torch.cat(pieces)[order]
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -177,9 +178,7 @@ class Function:
         totals = {"total_tokens": view.given["mask"].sum(), "total_rows": len(view.given["mask"]), "world_size": number}
         parts = view.parts()
         if self.has("reduce"):
-            outputs = on_ranks(
-                [lambda reduce, part=part: self._called(part, {**totals, "reduce": reduce}) for part in parts]
-            )
+            outputs = on_ranks([partial(self._on_rank, part, totals) for part in parts])
         else:
             outputs = [self._called(part, {**totals, "parts": [torch.arange(len(part["mask"]))]}) for part in parts]
         tensors = [first_tensor(each, self.name) for each in outputs]
@@ -188,6 +187,9 @@ class Function:
             return torch.cat(tensors)[order]
         stacked = torch.stack(tensors)
         return stacked.mean(0) if view.combine == "mean" else stacked.sum(0)
+
+    def _on_rank(self, part: Given, totals: Mapping[str, Any], reduce: Callable[[Tensor], Tensor]) -> Any:
+        return self._called(part, {**totals, "reduce": reduce})
 
     def _called(self, given: Given, more: Mapping[str, Any]) -> Any:
         every = {**self._derived(given), **more}

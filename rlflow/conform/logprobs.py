@@ -28,7 +28,7 @@ OUTPUTS = {
     "probability": Option("probabilities in place of logprobs", lambda x, z: x.exp()),
     "base 2": Option("logarithms to the base 2", lambda x, z: x / torch.log(torch.tensor(2.0))),
 }
-SIGNS = {"plus": Option("logprobs", 1.0), "minus": Option("negative logprobs", -1.0)}
+SIGNS = {"plus": Option("logprobs", lambda x: x), "minus": Option("negative logprobs", lambda x: -x)}
 SHIFTS = {
     "next": Option("logits score the token that follows", 0),
     "same": Option("logits score the token that they were computed from", 1),
@@ -78,7 +78,7 @@ class ToyModel:
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None, **_: Any
     ) -> Any:
         attended = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        places = POSITIONS["arange"].compute(attended) if position_ids is None else position_ids
+        places = POSITIONS["arange"](attended) if position_ids is None else position_ids
         read = self.tokens[input_ids] + self.positions[places.long()]
         weights = attended[:, None, :].double().tril() + 1e-9  # [B, T, T]
         return SimpleNamespace(logits=(weights @ read) / weights.sum(2, keepdim=True) + self.tokens[input_ids])
@@ -96,20 +96,19 @@ def _reference(view: View, choice: Choice) -> Tensor:
     logits = given["logits"]
     if view.form.startswith("model"):
         attention = given["attention_mask"]
-        attended = ATTENTIONS[choice["padding"]].compute(attention)
-        places = POSITIONS[choice["position ids"]].compute(attention)
+        attended = ATTENTIONS[choice["padding"]](attention)
+        places = POSITIONS[choice["position ids"]](attention)
         logits = MODEL(given["ids"], attended, places).logits
-    scored = TEMPERATURES[choice["temperature"]].compute(logits, given["temperature"])
-    scored = OUTPUTS[choice["normalization"]].compute(scored, logits / given["temperature"])
+    scored = TEMPERATURES[choice["temperature"]](logits, given["temperature"])
+    scored = OUTPUTS[choice["normalization"]](scored, logits / given["temperature"])
     if view.form == "aligned":
         found = scored.roll(SHIFTS[choice["position"]].compute * -1, 1).gather(2, given["targets"][:, :, None])[:, :, 0]
-        return SIGNS[choice["sign"]].compute * found
+        return SIGNS[choice["sign"]](found)
     rolled = scored.roll(-SHIFTS[choice["position"]].compute, 1)
     found = rolled[:, :-1].gather(2, given["ids"][:, 1:, None])[:, :, 0]
     if choice["mask"] != "target":
-        found = found * MASKS[choice["mask"]].compute(given["mask"])
-    signed: Tensor = SIGNS[choice["sign"]].compute * found
-    return signed
+        found = found * MASKS[choice["mask"]](given["mask"])
+    return SIGNS[choice["sign"]](found)
 
 
 def _compared(view: View, output: Tensor) -> Tensor:

@@ -208,7 +208,8 @@ def _of_rollouts(x: Tensor, mask: Tensor, given: Given) -> Tensor:
     """The sum over rollouts of the mean over tokens."""
     rollout = given["rollout"]
     same = (rollout.unique()[:, None] == rollout).to(x.dtype)
-    return ((same @ _sum(x, mask).sum(1)) / _nonzero(same @ mask.sum(1))).sum()
+    means: Tensor = (same @ _sum(x, mask).sum(1)) / _nonzero(same @ mask.sum(1))
+    return means.sum()
 
 
 # One number from a loss per token, its mask, the mask given and the case.
@@ -358,8 +359,7 @@ def batch_loss(given: Given, choice: Choice, *, only: str = "") -> Tensor:
     def divided(loss: Tensor, by: str) -> Tensor:
         if by == "padding":
             return loss.mean()
-        number: Tensor = DENOMINATORS[by].compute(loss, mask, given["mask"], given)
-        return number
+        return DENOMINATORS[by](loss, mask, given["mask"], given)
 
     of_kl = choice["denominator of KL"]
     parts = {"surrogate": surrogate, "kl": kl}
@@ -370,17 +370,17 @@ def batch_loss(given: Given, choice: Choice, *, only: str = "") -> Tensor:
 def loss_per_token(given: Given, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
     """Surrogate, KL and the mask by which they are summed, `[B, T]` each."""
     lp, old, own = given["logprobs"], given["old_logprobs"], given["mask"]
-    a = ADVANTAGES[choice["normalization"]].compute(given["advantages"], own)
+    a = ADVANTAGES[choice["normalization"]](given["advantages"], own)
     low, high = given["clip_low"], given["clip_high"]
     if choice["clip range"] != "given":
         low, high = (float(x) for x in choice["clip range"].split(", "))
-    mask = MASKS[choice["mask"]].compute(own, a)
-    log_r = RATIOS[choice["ratio"]].compute(lp - old, own).expand_as(lp)
-    surrogate = CLIPS[choice["clip"]].compute(log_r.clamp(-20, 20).exp(), a, lp, own, low, high)
-    surrogate = SIGNS[choice["sign"]].compute(DUALS[choice["dual clip"]].compute(surrogate, a))
-    weights = IMPORTANCES[choice["importance weights"]].compute((old - given["rollout_logprobs"]).clamp(-20, 20).exp())
-    kl = given["kl_coef"] * KLS[choice["KL estimator"]].compute(lp, given["ref_logprobs"], old)
-    return surrogate * weights, KL_SIGNS[choice["sign of KL"]].compute(kl), mask
+    mask = MASKS[choice["mask"]](own, a)
+    log_r = RATIOS[choice["ratio"]](lp - old, own).expand_as(lp)
+    surrogate = CLIPS[choice["clip"]](log_r.clamp(-20, 20).exp(), a, lp, own, low, high)
+    surrogate = SIGNS[choice["sign"]](DUALS[choice["dual clip"]](surrogate, a))
+    weights = IMPORTANCES[choice["importance weights"]]((old - given["rollout_logprobs"]).clamp(-20, 20).exp())
+    kl = given["kl_coef"] * KLS[choice["KL estimator"]](lp, given["ref_logprobs"], old)
+    return surrogate * weights, KL_SIGNS[choice["sign of KL"]](kl), mask
 
 
 def _loss_reference(view: View, choice: Choice) -> Tensor:
@@ -425,13 +425,12 @@ def _aggregation_reference(view: View, choice: Choice) -> Tensor:
     masks = [_selected(part, choice) for part in (parts if choice["selection"] == "part" else [given])]
     if choice["selection"] != "part" and len(parts) > 1:
         masks = [masks[0][list(rows)] for rows in view.case.parts]
-    summed = [MASKS[choice["mask"]].compute(mask, part["loss"]) for part, mask in zip(parts, masks, strict=True)]
+    summed = [MASKS[choice["mask"]](mask, part["loss"]) for part, mask in zip(parts, masks, strict=True)]
 
     denominators = DENOMINATORS | OF_ROLLOUTS
 
     def divide(of: Given, x: Tensor, summed: Tensor, own: Tensor) -> Tensor:
-        divided: Tensor = SIGNS[choice["sign"]].compute(denominators[choice["denominator"]].compute(x, summed, own, of))
-        return divided
+        return SIGNS[choice["sign"]](denominators[choice["denominator"]](x, summed, own, of))
 
     values = [divide(part, part["loss"], m, own) for part, m, own in zip(parts, summed, masks, strict=True)]
     if count == "weighted":
@@ -451,7 +450,8 @@ def _selected(given: Given, choice: Choice) -> Tensor:
         return mask
     number = max(1, round(given["share"] * float(mask.sum())))
     lowest = given["scores"].where(mask != 0, -torch.inf).flatten().topk(number).values[-1]
-    return mask * (given["scores"] >= lowest)
+    highest: Tensor = given["scores"] >= lowest
+    return mask * highest
 
 
 def _scalar_or_tokens(view: View, output: Tensor) -> Tensor:

@@ -235,7 +235,7 @@ def a_mask_from_ids_that_are_never_minus_100(
 
 @right("advantages", TRL_7024, RETURNS)
 def a_mask_from_labels(token_rewards: Tensor, ids: Tensor, labels: Tensor, gamma: float) -> Tensor:
-    return the_return_carried_over_masked_tokens(token_rewards, labels != -100, gamma)
+    return _gae(token_rewards, torch.zeros_like(token_rewards), gamma, 1.0, steps=labels != -100)
 
 
 VERL_2506 = "https://github.com/verl-project/verl/issues/2506 (2025-07-13)"

@@ -34,6 +34,11 @@ class Option:
     compute: Any
     instead_of: tuple[str, ...] = ()
 
+    def __call__(self, *arguments: Any) -> Tensor:
+        """What the computation gives."""
+        result: Tensor = self.compute(*arguments)
+        return result
+
 
 Terms = Mapping[str, Mapping[str, Option]]
 

@@ -166,7 +166,7 @@ class _Processes:
     """An accelerator that counts so many processes; what it is asked for else is that of one."""
 
     def __init__(self, accelerator: Any, number: int) -> None:
-        self._one = accelerator._one if isinstance(accelerator, _Processes) else accelerator
+        self._one: Any = accelerator._one if isinstance(accelerator, _Processes) else accelerator
         self.num_processes = number
 
     def __getattr__(self, name: str) -> Any:
