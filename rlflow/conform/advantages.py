@@ -129,10 +129,7 @@ def _mean_of_rows(x: Tensor, weights: Tensor) -> Tensor:
     return (weights * x).sum(1) / weights.sum(1).clamp(min=1)
 
 
-EPSILONS = {
-    f"{eps:g}": Option(f"{eps:g} is added to the divisor", eps, ("1e-06",))
-    for eps in (1e-6, 1e-8, 0.0, 1e-5, 1e-4, 1e-3)
-}
+EPSILONS = {f"{eps:g}": Option(f"{eps:g} is added to the divisor", eps, ("1e-06",)) for eps in (1e-6, 1e-5, 1e-4, 1e-3)}
 SIGNS = {
     "own": Option("more reward, more advantage", lambda x: x),
     "minus": Option("the sign is turned", lambda x: -x),

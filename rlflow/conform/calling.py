@@ -249,37 +249,45 @@ def on_ranks(calls: Sequence[Callable[[Callable[[Tensor], Tensor]], Any]]) -> li
     """What calls return that run at the same time and meet in `reduce`, which adds up their tensors.
 
     Raises:
-        UserError: They do not meet: one ended, or raised, where another waits.
+        UserError: They do not meet: one has ended where another waits.
     """
-    barrier = threading.Barrier(len(calls))
-    held: list[Any] = [None] * len(calls)
+    turn = threading.Condition()
+    totals: list[Tensor] = []
+    waiting: list[Tensor] = []
+    ended = 0
     outputs: list[Any] = [None] * len(calls)
     errors: list[BaseException] = []
 
-    def run(rank: int) -> None:
-        def reduce(x: Tensor) -> Tensor:
-            held[rank] = x.detach().clone()
-            barrier.wait(10)
-            total: Tensor = torch.stack(list(held)).sum(0)
-            barrier.wait(10)
-            return total
+    def reduce(x: Tensor) -> Tensor:
+        with turn:
+            number = len(totals)
+            waiting.append(x.detach())
+            if len(waiting) == len(calls):
+                totals.append(torch.stack(waiting).sum(0))
+                waiting.clear()
+                turn.notify_all()
+            turn.wait_for(lambda: len(totals) > number or ended > 0)
+            if len(totals) == number:
+                raise UserError("the ranks do not call `reduce` the same number of times, so one would wait for ever")
+            return totals[number].clone()
 
+    def run(rank: int) -> None:
+        nonlocal ended
         try:
             outputs[rank] = calls[rank](reduce)
         except BaseException as error:
             errors.append(error)
-            barrier.abort()
+        with turn:
+            ended += 1
+            turn.notify_all()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(calls))]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
-    if real:
-        raise real[0]
     if errors:
-        raise UserError("the ranks do not call `reduce` the same number of times, so one would wait for ever")
+        raise errors[0]
     return outputs
 
 

@@ -308,7 +308,13 @@ def _terms(interface: Interface, function: Function, cuts: set[str]) -> Terms:
     if interface.name == "loss" and (function.has("clip_low", "clip_high", "clip_range") or config):
         left_out.add("clip range")
     left_out |= {f"denominator of {cut}" for cut in ("micro-batches", "ranks") if cut not in cuts}
-    return {term: options for term, options in interface.terms.items() if term not in left_out}
+    every = {term: options for term, options in interface.terms.items() if term not in left_out}
+    if function.has("ref_logprobs"):
+        return every
+    return {
+        term: {name: each for name, each in options.items() if name not in ("part, KL", "part, surrogate")}
+        for term, options in every.items()
+    }
 
 
 def _views(

@@ -122,8 +122,9 @@ CLIPS = {
         ("weight",),
     ),
     "weight high": Option(
-        "a detached ratio, cut at the range itself in place of 1 plus the range",
+        "a detached ratio, cut at the upper range itself and not at 1 plus it, as the weight of A log pi",
         lambda r, a, lp, m, low, high: -r.detach().clamp(max=high) * a * lp,
+        ("weight",),
     ),
     "weight uncut": Option(
         "a detached ratio, not cut, as the weight of A log pi", lambda r, a, lp, m, low, high: -r.detach() * a * lp
@@ -519,6 +520,7 @@ def loss_cases(spread: float) -> list[Case]:
     rollout = everything["old_logprobs"] - everything["_other"].flip(0)
     everything = {**everything, "rollout_logprobs": rollout}
     tool = _uneven(_moved(_batch(4, 6, 2, 4 * spread)), lengths, junk=-0.4)
+    tool["advantages"][2] = 0.0
     tool["mask"] = tool["mask"] * torch.tensor([[1, 1, 0, 0, 1, 1], [1] * 6, [1] * 6, [1, 0, 1, 1, 0, 1]])
     wide = {
         name: torch.nn.functional.pad(x, (0, 3), value=-0.3 if name.endswith("logprobs") else 0.0)

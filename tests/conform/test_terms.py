@@ -134,12 +134,14 @@ def first(terms: Terms) -> dict[str, str]:
 
 
 UNSEEN = ("denominator of micro-batches", "denominator of ranks", "clip range")  # by a function of one batch
+SAME = ("gmpo", "sequence-mean", "given mask")  # its range is of logs; as another option; of a wrong mask alone
 LOSS_CASES = [
     (change.term, change.option)
     for change in changes_from(first(LOSS_TERMS), LOSS_TERMS)
-    if change.term not in UNSEEN and change.option != "gmpo"  # whose range is of logs: another spread
+    if change.term not in UNSEEN and change.option not in SAME
 ]
-GROUP_CASES = [(change.term, change.option) for change in changes_from(first(GROUP.terms), GROUP.terms)]
+FOR_TOKENS = {**first(GROUP.terms), "baseline of rejected rows": "counted"}  # of functions that take token_rewards
+GROUP_CASES = [(change.term, change.option) for change in changes_from(FOR_TOKENS, GROUP.terms)]
 TOKEN_CASES = [(change.term, change.option) for change in changes_from(first(TOKENS.terms), TOKENS.terms)]
 
 
@@ -163,7 +165,7 @@ def test_an_option_of_a_loss_is_named(term: str, option: str) -> None:
     slow_but([("group", "batch"), ("baseline", "others"), ("normalization", "variance")], GROUP_CASES),
 )
 def test_an_option_of_advantages_of_groups_is_named(term: str, option: str) -> None:
-    choice = {**first(GROUP.terms), "baseline of rejected rows": "counted", term: option}
+    choice = {**FOR_TOKENS, term: option}
     function = made(TAKES["group"], lambda given: group_advantages(given, choice))
     assert names(conform("advantages", function), term, option)
 
