@@ -103,6 +103,7 @@ class Function:
         settings: Numbers of the algorithm: those of `SETTINGS`, and those that the user set.
         chosen: Settings that the user set.
         advantages: Whether advantages are given one for each token, `tokens`, or one for each row, `rows`.
+        mask_is_bool: Whether the mask is given as bool, in place of numbers.
     """
 
     call: Callable[..., Any]
@@ -112,6 +113,7 @@ class Function:
     settings: Mapping[str, Any]
     chosen: set[str]
     advantages: str = "tokens"
+    mask_is_bool: bool = False
 
     @classmethod
     def of(
@@ -207,6 +209,7 @@ class Function:
             every["token_scores"] = given["scores"]
         if "mask" in given:
             every.update(total_tokens=given["mask"].sum(), total_rows=len(given["mask"]), world_size=1)
+            every["mask"] = given["mask"].bool() if self.mask_is_bool else given["mask"]
         s = self.settings
         verl = {"clip_ratio": s["clip_low"], "clip_ratio_low": s["clip_low"], "clip_ratio_high": s["clip_high"]}
         verl |= {"clip_ratio_c": 3.0, "gamma": s["gamma"], "lam": s["lam"], "global_batch_info": {}}

@@ -160,18 +160,21 @@ def conform(
     known |= {"token_scores"} if kind == "aggregation" else set()
     function = Function.of(call, name, known, settings or {}, names or {}, (paper.low, paper.high))
     own = _given_choice(own, function)
-    watched, failure = [], None
-    for given_as, form in _forms(kind, function):
-        called = replace(function, advantages=given_as)
-        try:
-            watched.append(_Watched(interface, own, called, form, micro, ranks, dtype))
-        except UserError as error:
-            failure = failure or error
+    watched: list[_Watched] = []
+    failures: list[UserError] = []
+    for is_bool in (False, True):  # of the mask, for a function that takes entries by it
+        for given_as, form in _forms(kind, function):
+            called = replace(function, advantages=given_as, mask_is_bool=is_bool)
+            try:
+                watched.append(_Watched(interface, own, called, form, micro, ranks, dtype))
+            except UserError as error:
+                failures.append(error)
+        if watched:
+            break
     if not watched:
-        assert failure is not None
-        raise failure
-    if len(watched) > 1:
-        watched.sort(key=lambda each: -each.likeness)  # the right form first
+        raise failures[0]
+    if len(watched) > 1:  # the right form first
+        watched = sorted(watched, key=lambda each: (len(each.raised), -each.likeness))
     for each in watched:
         sets = each.explained(deep=False)
         if sets:
@@ -384,6 +387,9 @@ def _observed(interface: Interface, function: Function, view: View, notes: list[
         )
     (gradient,) = torch.autograd.grad(entries.sum(), given[by], allow_unused=True)
     gradient = torch.zeros_like(given[by]) if gradient is None else gradient
+    if view.case.edge and not gradient.isfinite().all():
+        notes.append(f"{view}: its gradient has {_first_broken(gradient)} ({view.case.edge})")
+        return seen
     return [*seen, Observed(replace(view, form=form), gradient.double().flatten(), gradient=True)]
 
 

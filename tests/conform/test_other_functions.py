@@ -118,11 +118,16 @@ def cross_entropy(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     return -torch.nn.functional.cross_entropy(flat, ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
 
 
+def by_entries(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    return surrogate(logprobs, old_logprobs, advantages)[mask].mean()
+
+
 RIGHT: list[tuple[Kind, Callable[..., Any], str, dict[str, Any], set[str]]] = [
     ("loss", compute_policy_loss, "grpo", {}, set()),  # its dual clip is at 3 where no batch reaches it
     ("loss", of_trl, "grpo", {"settings": {"kl_coef": 0.04}}, {"denominator"}),
     ("loss", data_parallel, "grpo", {"micro": "sum", "ranks": "mean"}, set()),
     ("loss", per_token, "grpo", {}, set()),
+    ("loss", by_entries, "grpo", {}, set()),  # which needs a bool mask
     ("aggregation", agg_loss, "grpo", {}, set()),
     ("normalization", masked_whiten, "grpo", {}, set()),
     ("advantages", compute_grpo_outcome_advantage, "grpo", {}, {"group of one"}),
