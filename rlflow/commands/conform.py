@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from rlflow.commands.parser import call
-from rlflow.conform.diagnosis import Finding, Kind, algorithm_named
+from rlflow.conform.diagnosis import Diagnosis, Kind, algorithm_named
 from rlflow.conform.diagnosis import conform as conform_function
 from rlflow.conform.trl import is_trainer, loss_settings, trainer_advantages, trainer_loss
 from rlflow.dotted_path import object_at
@@ -106,7 +106,7 @@ def _function(kind: Kind, path: str, options: dict[str, Any], scratch: Path) -> 
     return function
 
 
-def lines(found: Finding) -> list[str]:
+def lines(found: Diagnosis) -> list[str]:
     """What was found, as a table of terms and notes."""
     rows = [("convention" if each.is_convention else "differs", each.term, each.text) for each in found.changes]
     rows.sort(key=lambda row: row[0], reverse=True)

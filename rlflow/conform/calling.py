@@ -139,9 +139,12 @@ class Function:
             UserError: A parameter without a default asks for nothing known, or a name given is no parameter's.
         """
         parameters = inspect.signature(call).parameters
-        for given in names:
+        for given, quantity in names.items():
             if given not in parameters:
                 raise UserError(f"`--names` has {given!r}, and {name} takes {', '.join(parameters)}")
+            if quantity not in known:
+                told = ", ".join(sorted(known))
+                raise UserError(f"`--names.{given}` is {quantity!r}, which it cannot be given; give one of {told}")
         takes, constants = {}, {}
         for each in parameters.values():
             quantity = names.get(each.name) or quantity_of(each.name, known)

@@ -80,7 +80,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """What was found of a function.
 
     Attributes:
@@ -135,7 +135,7 @@ def conform(
     settings: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
     dtype: torch.dtype = torch.float64,
-) -> Finding:
+) -> Diagnosis:
     """Call a function on constructed cases, and compare what it returns with an algorithm's own.
 
     Args:
@@ -276,7 +276,7 @@ class _Watched:
         """The sets of changes that explain it, by `explanations`."""
         return explanations(self._own, self._terms, self._expected.matched, len(self.observed), deep)
 
-    def finding(self, sets: list[tuple[Change, ...]]) -> Finding:
+    def finding(self, sets: list[tuple[Change, ...]]) -> Diagnosis:
         """What was found, with the sets of changes that explain it, if there are any."""
         own, observed, function = self._own, self.observed, self._function
         changes, unexplained = (sets[0], ()) if sets else _nearest(own, self._terms, observed, self._expected)
@@ -290,7 +290,7 @@ class _Watched:
         given = "given advantages [B], " if function.has("advantages") and function.advantages == "rows" else ""
         told = f"{given}returns {observed[0].view.form or 'entries'}"
         notes = [*self.notes, *([] if unexplained else self._more_notes())]
-        return Finding(verdict, changes, tuple(sets[1:]), unexplained, lost, tuple(dict.fromkeys(notes)), told)
+        return Diagnosis(verdict, changes, tuple(sets[1:]), unexplained, lost, tuple(dict.fromkeys(notes)), told)
 
     def _more_notes(self) -> list[str]:
         function, interface = self._function, self._interface

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.conform.diagnosis import Finding, Kind, conform
+from rlflow.conform.diagnosis import Diagnosis, Kind, conform
 
 EVERY: list[Exhibit] = []
 
@@ -42,11 +42,11 @@ class Exhibit:
     algorithm: str = "grpo"
     options: dict[str, Any] = field(default_factory=dict)
 
-    def found(self) -> Finding:
+    def found(self) -> Diagnosis:
         """What `conform` finds."""
         return conform(self.kind, self.call, self.algorithm, name=self.call.__name__, **self.options)
 
-    def is_named(self, found: Finding) -> bool:
+    def is_named(self, found: Diagnosis) -> bool:
         """Whether that is what is to be found."""
         if self.verdict == "differs":
             return found.verdict == "differs" and self.term in found.terms

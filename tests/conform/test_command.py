@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,14 @@ def test_a_loss_that_differs_has_code_1_and_names_the_term(capsys: pytest.Captur
     assert "  differs  sign  the objective without the minus, so it is descended" in capsys.readouterr().out
 
 
+def test_the_example_of_the_page_prints_what_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "conform.md").read_text()
+    code, command, printed = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)[:3]
+    (tmp_path / "my_losses.py").write_text(code)
+    assert run(*shlex.split(command)[2:]) == 1
+    assert capsys.readouterr().out == printed
+
+
 def test_a_trainer_that_averages_ranks_is_said_by_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--aggregation", "others_losses:by_rank", "--ranks", "mean") == 1
     assert "  differs  denominator of ranks  each part divides by its own count" in capsys.readouterr().out
@@ -105,6 +115,7 @@ def test_what_cannot_be_examined_is_one_line(name: str, said: str, capsys: pytes
         (("--museum", "--loss", "others_losses:right"), "give one function or more"),
         (("--algorithm", "grop", "--loss", "others_losses:right"), "Did you mean grpo?"),
         (("--loss", "others_losses:right", "--names.c", "logprobs"), "`--names` has 'c'"),
+        (("--loss", "others_losses:right", "--names.mask", "rewards"), "`--names.mask` is 'rewards'"),
     ],
 )
 def test_a_wrong_option_is_one_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

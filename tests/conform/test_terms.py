@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlflow.conform.advantages import GROUP, TOKENS, group_advantages, token_advantages
-from rlflow.conform.diagnosis import Finding, Kind, conform
+from rlflow.conform.diagnosis import Diagnosis, Kind, conform
 from rlflow.conform.losses import LOSS_TERMS, batch_loss
 from rlflow.conform.terms import Terms, changes_from
 from rlflow.functional import (
@@ -145,7 +145,7 @@ GROUP_CASES = [(change.term, change.option) for change in changes_from(FOR_TOKEN
 TOKEN_CASES = [(change.term, change.option) for change in changes_from(first(TOKENS.terms), TOKENS.terms)]
 
 
-def names(found: Finding, term: str, option: str) -> bool:
+def names(found: Diagnosis, term: str, option: str) -> bool:
     """Whether the option is among what was found."""
     every = [found.changes, *found.others]
     return any((change.term, change.option) == (term, option) for changes in every for change in changes)
