@@ -20,8 +20,8 @@ from rlflow.errors import UserError, did_you_mean, one_line
 
 # What a parameter's name asks for. The first name of each is the quantity's own; others are those of TRL and verl.
 NAMES = {
-    "logprobs": ("logprobs", "logps", "log_probs", "log_prob", "logprob", "new_logprobs", "per_token_logps"),
-    "old_logprobs": ("old_logprobs", "old_logps", "old_log_probs", "old_log_prob", "old_per_token_logps"),
+    "logprobs": ("logprobs", "logps", "log_probs", "log_prob", "logprob", "logp", "new_logprobs", "per_token_logps"),
+    "old_logprobs": ("old_logprobs", "old_logps", "old_log_probs", "old_log_prob", "old_logp", "old_per_token_logps"),
     "ref_logprobs": (
         *("ref_logprobs", "ref_logps", "ref_log_probs", "ref_log_prob", "ref_logprob", "ref_per_token_logps"),
     ),
@@ -34,12 +34,12 @@ NAMES = {
     "rewards": ("rewards", "reward", "scores", "score"),
     "token_rewards": ("token_rewards", "token_level_rewards"),
     "values": ("values", "value"),
-    "group": ("group", "groups", "group_ids", "prompt_ids_of_rows"),
+    "group": ("group", "groups", "group_ids", "prompt_index"),
     "index": ("index", "uid", "uids"),
     "group_size": ("group_size", "num_generations", "n_samples"),
     "rollout": ("rollout", "rollout_ids"),
     "lengths": ("lengths", "response_lengths"),
-    "x": ("x", "values_to_whiten", "tensor"),
+    "x": ("x", "tensor", "values", "advantages"),
     "token_scores": ("token_scores", "scores"),
     "share": ("share", "fraction"),
     "logits": ("logits",),
@@ -51,7 +51,8 @@ NAMES = {
     "temperature": ("temperature",),
     "clip_low": ("clip_low", "eps_low", "epsilon_low", "clip_ratio_low", "cliprange_low"),
     "clip_high": ("clip_high", "eps_high", "epsilon_high", "clip_ratio_high", "cliprange_high"),
-    "clip_range": ("clip_range", "cliprange", "clip_ratio", "clip_eps", "eps_clip"),
+    "clip_range": ("clip_range", "cliprange", "clip_ratio", "clip_eps", "eps_clip", "clip", "epsilon", "eps"),
+    "eps": ("eps", "epsilon"),
     "kl_coef": ("kl_coef", "beta", "kl_beta", "kl_loss_coef"),
     "gamma": ("gamma",),
     "lam": ("lam", "gae_lambda", "lambd"),
@@ -68,6 +69,7 @@ SETTINGS: Mapping[str, Any] = {
     "clip_low": 0.2,
     "clip_high": 0.28,
     "clip_range": 0.2,
+    "eps": 1e-6,
     "kl_coef": 0.3,
     "gamma": 0.9,
     "lam": 0.8,
@@ -150,7 +152,7 @@ class Function:
             quantity = names.get(each.name) or quantity_of(each.name, known)
             if each.name in settings and quantity is None:
                 constants[each.name] = settings[each.name]
-            elif quantity in known:
+            elif quantity in known and (quantity != "eps" or each.default is each.empty):  # it is the function's own
                 takes[each.name] = quantity
             elif each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
                 told = ", ".join(sorted(known))

@@ -183,7 +183,7 @@ def conform(
 
 
 _NUMBERS: Mapping[str, tuple[str, ...]] = {
-    "advantages": ("gamma", "lam"),
+    "advantages": ("gamma", "lam", "eps"),
     "loss": ("clip_low", "clip_high", "clip_range", "kl_coef", "max_length"),
     "aggregation": ("share", "max_length"),
     "normalization": (),
