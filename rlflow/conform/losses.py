@@ -143,10 +143,6 @@ DUALS = {
         lambda loss, a: torch.where(a < 0, torch.minimum(loss, -3.0 * a), loss),
         ("none",),
     ),
-    "all": Option(
-        "dual clip at 3 whatever the advantage's sign",
-        lambda loss, a: torch.where(a < 0, torch.minimum(loss, -3.0 * a), torch.maximum(loss, -3.0 * a)),
-    ),
 }
 # Divergences per token from log pi, log ref and log old.
 KLS = {
@@ -537,6 +533,9 @@ def loss_cases(spread: float) -> list[Case]:
         Case("rows of different lengths", "denominator", _scaled(_uneven(plain, lengths), 1.7), HALVES),
         Case("ratios within the clip", "ratio", _moved(plain, 0.05), HALVES),
         Case("ratios beyond the clip", "clip", _moved(plain), HALVES),
+        Case(
+            "ratios of 4 and of a fourth", "dual clip", _moved(plain, 1.5 / float(plain["_moved"].abs().max())), HALVES
+        ),
         Case("another reference", "KL estimator", other_reference, HALVES),
         Case("another sampler", "importance weights", sampler, HALVES),
         Case("tokens of a tool", "mask", tool, HALVES),

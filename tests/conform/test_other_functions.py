@@ -123,7 +123,7 @@ def by_entries(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask:
 
 
 RIGHT: list[tuple[Kind, Callable[..., Any], str, dict[str, Any], set[str]]] = [
-    ("loss", compute_policy_loss, "grpo", {}, set()),  # its dual clip is at 3 where no batch reaches it
+    ("loss", compute_policy_loss, "grpo", {}, {"dual clip"}),
     ("loss", of_trl, "grpo", {"settings": {"kl_coef": 0.04}}, {"denominator"}),
     ("loss", data_parallel, "grpo", {"micro": "sum", "ranks": "mean"}, set()),
     ("loss", per_token, "grpo", {}, set()),

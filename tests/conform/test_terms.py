@@ -134,11 +134,14 @@ def first(terms: Terms) -> dict[str, str]:
 
 
 UNSEEN = ("denominator of micro-batches", "denominator of ranks", "clip range")  # by a function of one batch
-SAME = ("gmpo", "sequence-mean", "given mask")  # its range is of logs; as another option; of a wrong mask alone
+SAME = (  # whose range is of logs; as another option; of a wrong mask alone; as the surrogate's
+    *(("clip", "gmpo"), ("denominator", "sequence-mean"), ("denominator", "given mask")),
+    ("denominator of KL", "token-mean"),
+)
 LOSS_CASES = [
     (change.term, change.option)
     for change in changes_from(first(LOSS_TERMS), LOSS_TERMS)
-    if change.term not in UNSEEN and change.option not in SAME
+    if change.term not in UNSEEN and (change.term, change.option) not in SAME
 ]
 FOR_TOKENS = {**first(GROUP.terms), "baseline of rejected rows": "counted"}  # of functions that take token_rewards
 GROUP_CASES = [(change.term, change.option) for change in changes_from(FOR_TOKENS, GROUP.terms)]
