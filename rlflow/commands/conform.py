@@ -111,9 +111,11 @@ def lines(found: Diagnosis) -> list[str]:
     rows = [("convention" if each.is_convention else "differs", each.term, each.text) for each in found.changes]
     rows.sort(key=lambda row: row[0], reverse=True)
     rows += [("differs", term, text) for term, text in found.lost]
-    rows += [("differs", term, f"{case}: {numbers}") for case, term, numbers in found.unexplained[:SHOWN]]
+    for number, (case, term, numbers) in enumerate(found.unexplained[:SHOWN]):
+        first = number == 0  # later cases have the terms of earlier ones in them
+        rows.append(("differs" if first else "also", term if first else "", f"{case}: {numbers}"))
     if len(found.unexplained) > SHOWN:
-        rows.append(("differs", "", f"and in {len(found.unexplained) - SHOWN} more cases"))
+        rows.append(("also", "", f"in {len(found.unexplained) - SHOWN} more cases"))
     rows += [("or", ", ".join(x.term for x in each), "; ".join(x.text for x in each)) for each in found.others]
     rows += [("note", "", text) for text in found.notes]
     widths = [max([0, *(len(row[column]) for row in rows)]) for column in range(2)]

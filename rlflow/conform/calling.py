@@ -141,18 +141,21 @@ class Function:
             UserError: A parameter without a default asks for nothing known, or a name given is no parameter's.
         """
         parameters = inspect.signature(call).parameters
-        for given, quantity in names.items():
+        for given, meant in names.items():
             if given not in parameters:
                 raise UserError(f"`--names` has {given!r}, and {name} takes {', '.join(parameters)}")
-            if quantity not in known:
+            if meant not in known:
                 told = ", ".join(sorted(known))
-                raise UserError(f"`--names.{given}` is {quantity!r}, which it cannot be given; give one of {told}")
-        takes, constants = {}, {}
+                raise UserError(f"`--names.{given}` is {meant!r}, which it cannot be given; give one of {told}")
+        takes: dict[str, str] = {}
+        constants: dict[str, Any] = {}
         for each in parameters.values():
             quantity = names.get(each.name) or quantity_of(each.name, known)
             if each.name in settings and quantity is None:
                 constants[each.name] = settings[each.name]
-            elif quantity in known and (quantity != "eps" or each.default is each.empty):  # it is the function's own
+            elif (
+                quantity is not None and quantity in known and (quantity != "eps" or each.default is each.empty)
+            ):  # it is the function's own
                 takes[each.name] = quantity
             elif each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
                 told = ", ".join(sorted(known))
