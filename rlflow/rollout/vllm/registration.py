@@ -1,0 +1,97 @@
+"""vLLM's own classes of models that its registry cannot find by itself, registered in this process.
+
+Files of vLLM with models that read videos import torchvision, of which no build for the CPU is in the locks. Nothing of
+it is used for text or pictures. See docs/design/0039.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+STAND_INS = (
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
+# Of a type of models: vLLM's file, its class there, and transformers' processor where it reads pictures and videos.
+CLASSES = {
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3VLProcessor"),
+    "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM", None),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForCausalLM", None),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen3VLProcessor"),
+}
+
+
+def register_model(model_type: str) -> None:
+    """Tell vLLM its own class for a type of models in `CLASSES`; of other types this does nothing.
+
+    vLLM imports files in a process of its own to find what classes can do, and that import fails without torchvision.
+    Classes that are registered it asks in this process.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    if model_type not in CLASSES:
+        return
+    file, name, processor = CLASSES[model_type]
+    with _torchvision_stood_in():
+        kind = getattr(import_module(f"vllm.model_executor.models.{file}"), name)
+    ModelRegistry.register_model(name, kind if processor is None else _for_pictures(kind, processor))
+
+
+@contextmanager
+def _torchvision_stood_in() -> Iterator[None]:
+    """Let empty modules stand in for torchvision, where it is not installed."""
+    from transformers.utils.import_utils import is_torchvision_available
+
+    names = () if is_torchvision_available() else STAND_INS  # remembered by transformers from here on
+    for name in names:
+        sys.modules[name] = ModuleType(name)
+    if names:
+        sys.modules[STAND_INS[-2]].functional = sys.modules[STAND_INS[-1]]  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+@cache
+def _for_pictures(kind: Any, processor: str) -> Any:
+    """A subclass of vLLM's model that takes pictures and no videos, for which it would need torchvision.
+
+    Args:
+        kind: vLLM's class.
+        processor: Name of transformers' class that prepares what the model reads.
+    """
+    import transformers
+
+    without_videos = _without_videos(getattr(transformers, processor))
+    factory = kind._processor_factory
+
+    class PicturesAlone(factory.info):  # type: ignore[misc, name-defined]
+        def get_hf_processor(self, **settings: object) -> Any:
+            return self.ctx.get_hf_processor(without_videos, **settings)
+
+        def get_supported_mm_limits(self) -> dict[str, int | None]:
+            return {"image": None}
+
+        def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:
+            return {"image": self.get_max_image_tokens()}
+
+    own = {"_processor_factory": replace(factory, info=PicturesAlone)}
+    return type(kind.__name__, (kind,), own)
+
+
+def _without_videos(processor: Any) -> Any:
+    """A subclass of transformers' processor that is made of an image processor and a tokenizer."""
+    parts = [part for part in processor.get_attributes() if part != "video_processor"]
+    return type(processor.__name__, (processor,), {"get_attributes": classmethod(lambda cls: parts)})
