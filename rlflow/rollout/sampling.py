@@ -105,6 +105,8 @@ def sample(
         most = most if longest is None else longest
     else:
         begun = _without_tokens(every_prompt, path, [rows.rows[i] for i in parent.tolist()], dtype)
+        if isinstance(rows.pictures, Ragged):
+            begun = replace(begun, pictures=rows.pictures.on_host().take(parent))
         if part is not None and part.begun is not None:
             begun = _begun_before(part.begun, begun)
     room = (most - begun.lengths).clamp(min=0).masked_fill(begun.finished, 0)  # [B * n], none where it has ended

@@ -1,0 +1,98 @@
+"""Models that read pictures: packed rows score as transformers' own forward of each alone, and train its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from rlflow.models.causal_lm import ScoringModel
+from rlflow.models.packing import pack
+from rlflow.models.pictures import PictureReader
+from rlflow.values.batch import TokenRows
+from rlflow.values.picture import Picture
+from rlflow.values.ragged import Ragged
+from tests.families.towers import TOWERS, Rows, rows_of, write_tower
+from tests.forks import wide_casts
+from tests.slow import slow_but
+from tests.strategies.reference import distance
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("towers")
+    return cache(lambda name: write_tower(name, folder / name))
+
+
+def responses_to(rows: Rows) -> list[list[int]]:
+    """A response of random tokens to each prompt; one of them has a placeholder, as a policy may sample it."""
+    generator = torch.Generator().manual_seed(3)
+    found = [torch.randint(32, 120, (5 + row,), generator=generator).tolist() for row in range(len(rows.prompts))]
+    found[0][2] = rows.processor.placeholder_id
+    return found
+
+
+def token_rows(rows: Rows, responses: Sequence[Sequence[int]]) -> tuple[TokenRows, Callable[..., list[Picture]]]:
+    """The rows as a step has them, and the album of their pictures."""
+    every = list(dict.fromkeys(picture for of_row in rows.pictures for picture in of_row))
+    numbers = Ragged.from_lists([[every.index(picture) for picture in of_row] for of_row in rows.pictures])
+    prompts, written = Ragged.from_lists(rows.prompts), Ragged.from_lists(responses)
+    return TokenRows.padded(prompts, written, numbers), lambda asked: [every[number] for number in asked]
+
+
+def own_logprobs(model: Any, rows: Rows, responses: Sequence[Sequence[int]]) -> Tensor:
+    """`[R]`, row after row, by transformers' own forward of each; a sampled placeholder is embedded as it is."""
+    found = []
+    for prompt, pictures, response in zip(rows.prompts, rows.pictures, responses, strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        shown, seen = ids.clone(), dict[str, Any]()
+        shown[:, len(prompt) :] = 65
+        if pictures:
+            made = rows.images(images=[[each.opened() for each in pictures]], return_tensors="pt")
+            seen = {name: made[name] for name in rows.images.model_input_names if name in made}
+            seen["pixel_values"] = seen["pixel_values"].double()
+            if "image_grid_thw" in seen:
+                seen["mm_token_type_ids"] = (shown == model.config.image_token_id).int()
+        hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, given, ids=ids: (ids,))
+        logits = model(input_ids=shown, use_cache=False, **seen).logits[0, len(prompt) - 1 : -1]
+        hook.remove()
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("name", slow_but(["idefics3", "qwen3_vl"], TOWERS))
+def test_packed_rows_with_pictures_and_their_gradient_are_those_of_single_rows(
+    name: str, shares: bool, tower: Callable[[str], Path]
+) -> None:
+    folder = tower(name)
+    rows = rows_of(folder)
+    responses = responses_to(rows)
+    tokens, album = token_rows(rows, responses)
+    model = ScoringModel.load(folder, torch.float64, CPU)
+    assert model.processor is not None
+    line = pack(tokens, shares and not model.has_mixers, PictureReader(model.processor, album))
+    weights = torch.randn(len(line.targets), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    own = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    with wide_casts():
+        expected = own_logprobs(own, rows, responses)
+        (weights * expected).sum().backward()
+        found = model(*line.arguments(), pictures=line.pictures, prefixes=line.prefixes)[0]
+        (weights * found).sum().backward()
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=0, atol=1e-10)
+    reference = {key: parameter.grad for key, parameter in own.named_parameters()}
+    gradient = {model.hf_name(key): parameter.grad for key, parameter in model.named_parameters()}
+    tower_names = {model.hf_name(key) for key, of in model.named_parameters() if of in {*model.tower_parameters()}}
+    assert distance(gradient, reference) < 1e-10
+    # Softmax does not change with a bias of keys, so the gradient of such a bias is rounding around 0.
+    for key in (key for key in tower_names if not key.endswith("k_proj.bias")):
+        gap = float((gradient[key] - reference[key]).abs().max() / reference[key].abs().max())  # type: ignore[union-attr,operator]
+        assert gap < 1e-10, key
