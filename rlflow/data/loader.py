@@ -94,6 +94,7 @@ class Loader:
         self._data = data
         self._validates = validates
         self.encode = Encoder(data, tokenizer, environment, processor)
+        self._pictured = None if processor is None else self.encode
         self._pad = tokenizer.pad_token_id or 0  # never read: a batch carries its lengths
         self._seed = seed
         self._limit = limit
@@ -236,7 +237,7 @@ class Loader:
         if self._counted is None or self._counted.ids is None:
             examples = self.encode(self._source, rows.tolist())
         else:
-            examples = self._counted.examples(self._source, rows.tolist(), self.encode)
+            examples = self._counted.examples(self._source, rows.tolist(), self._pictured)
         batch = collate(examples, self._pad) if self._data.rejected is None else collate_pairs(examples)
         numbers = [
             [number_of(row, place, self._validates) for place in range(example.pictures or 0)]

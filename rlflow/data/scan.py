@@ -12,7 +12,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,8 +156,13 @@ class Counted:
         """`[R]` int64, the place in `ids` after the last of each row."""
         return self.numbers[:, :BEGINS].sum(dim=1).cumsum(dim=0)
 
-    def examples(self, source: Source, rows: Sequence[int], encode: Encoder) -> list[Example]:
-        """The given rows of the source, in that order, with the token ids that `encode` gave as they were counted.
+    def examples(self, source: Source, rows: Sequence[int], encode: Encoder | None = None) -> list[Example]:
+        """The given rows of the source, in that order, with the token ids that were counted.
+
+        Args:
+            source: The rows.
+            rows: Numbers of rows.
+            encode: Encoder of rows that may have pictures, to look for them; None where no row has any.
 
         Raises:
             UserError: A row is not what it was when it was counted.
@@ -165,7 +170,7 @@ class Counted:
         values = source.read(rows) if rows else []
         return [self._example(row, value, source.where(row), encode) for row, value in zip(rows, values, strict=True)]
 
-    def _example(self, row: int, value: dict[str, Any], place: str, encode: Encoder) -> Example:
+    def _example(self, row: int, value: dict[str, Any], place: str, encode: Encoder | None) -> Example:
         assert self.ids is not None
         prompt, response, rejected = self.numbers[row, :BEGINS].tolist()
         end = int(self.ends[row])
@@ -174,7 +179,9 @@ class Counted:
         written = [each >= 0 for each in spoken]
         said = [each if each >= 0 else ~each for each in spoken]
         parts = ids[:prompt], said, ids[prompt + response :], None if all(written) else written
-        found = Example(encode.sent(value), *parts, encode.picture_count(value, place))
+        found = Example(value, *parts)
+        if encode is not None:
+            found = replace(found, row=encode.sent(value), pictures=encode.picture_count(value, place))
         if _digest(found, row_as_json(found.row, place).encode()) != self.numbers[row, DIGEST].numpy().tobytes():
             raise UserError(
                 f"{place} is not what it was when all rows were looked at: the data changed, or gives another row at"

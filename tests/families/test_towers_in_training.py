@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,16 +13,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from rlflow import CausalLM, LoRA
 from rlflow.models.causal_lm import ScoringModel
-from rlflow.models.packing import pack
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.packing import pack, take
 from rlflow.models.pictures import PictureReader
 from rlflow.values.batch import TokenRows
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 from tests.families.towers import TOWERS, Rows, rows_of, write_tower
 from tests.forks import wide_casts
+from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import distance
+from tests.strategies.update import Outcome, Stage, all_weights, launch
 
 CPU = torch.device("cpu")
 
@@ -96,3 +101,90 @@ def test_packed_rows_with_pictures_and_their_gradient_are_those_of_single_rows(
     for key in (key for key in tower_names if not key.endswith("k_proj.bias")):
         gap = float((gradient[key] - reference[key]).abs().max() / reference[key].abs().max())  # type: ignore[union-attr,operator]
         assert gap < 1e-10, key
+
+
+MICRO_BATCHES = [[[0, 1], [2]], [[3], [4, 5]]]  # of two ranks: in the first, the second rank has no picture
+SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=1e9)
+
+
+def one_update(folder: Path, stage: Stage, freezes: bool) -> Outcome:
+    """An update on rows with pictures, on a rank; the loss is the mean of all log-probabilities."""
+    rows = rows_of(folder)
+    responses = responses_to(rows)
+    handle = CausalLM(str(folder), optimizer=SGD, freeze_vision_tower=freezes)
+    strategy, outcome = launch(stage), Outcome()
+    handle.album = token_rows(rows, responses)[1]
+    strategy.setup_role("actor", handle, folder)
+    own = MICRO_BATCHES[torch.distributed.get_rank()]
+    for part, numbers in enumerate(own):
+        tokens, _ = token_rows(rows, responses)
+        with handle.training():
+            logprobs = handle.logprobs(take(tokens, torch.tensor(numbers)))
+        strategy.backward("actor", logprobs.sum() / sum(map(len, responses)), last=part == len(own) - 1)
+    outcome.gradients.append({key: value.clone() for key, value in strategy.gradients("actor").items()})
+    strategy.step("actor")
+    outcome.weights = all_weights(strategy, "actor")
+    return outcome
+
+
+@cache
+def reference_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradient of that update in float64, and the weights after it, by transformers' forward of each row."""
+    rows = rows_of(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    with wide_casts():
+        own_logprobs(model, rows, responses_to(rows)).mean().backward()
+    gradient = {key: parameter.grad for key, parameter in model.named_parameters()}
+    weights = {key: (of - 0.1 * of.grad).detach() for key, of in model.named_parameters()}
+    return gradient, weights  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    slow_but(
+        [(3, "qwen3_vl"), ("fsdp", "idefics3")],
+        itertools.product([0, 2, 3, "fsdp"], ["idefics3", "qwen3_vl", "qwen3_5"]),
+    ),
+)
+def test_an_update_on_two_ranks_of_which_one_has_no_picture_is_that_of_single_rows(
+    stage: Stage, name: str, tower: Callable[[str], Path], ranks2: RankPool
+) -> None:
+    gradient, weights = reference_of(tower(name))
+    for outcome in ranks2.run(one_update, tower(name), stage, False):
+        assert distance(outcome.gradients[0], gradient) < 1e-5
+        assert distance(outcome.weights, weights) < 1e-6
+
+
+@pytest.mark.parametrize("stage", slow_but([2], [0, 2, 3, "fsdp"]))
+def test_a_frozen_tower_keeps_its_weights_while_the_decoder_is_trained(
+    stage: Stage, tower: Callable[[str], Path], ranks2: RankPool
+) -> None:
+    folder = tower("idefics3")
+    _, weights = reference_of(folder)
+    model = ScoringModel.load(folder, torch.float32, CPU)
+    frozen = {model.hf_name(key): of for key, of in model.named_parameters() if of in {*model.tower_parameters()}}
+    assert len(frozen) == 38
+    for outcome in ranks2.run(one_update, folder, stage, True):
+        assert all(torch.equal(outcome.weights[key], weight) for key, weight in frozen.items())
+        decoder = outcome.weights.keys() - frozen.keys()
+        assert distance({key: outcome.weights[key] for key in decoder}, {key: weights[key] for key in decoder}) < 1e-6
+
+
+def test_adapters_are_of_the_decoder_and_start_as_the_model_itself(tower: Callable[[str], Path]) -> None:
+    folder = tower("idefics3")
+    rows = rows_of(folder)
+    tokens, album = token_rows(rows, responses_to(rows))
+    scores = []
+    for lora in (None, LoRA(), LoRA(targets=("q_proj",))):
+        handle = CausalLM(str(folder), lora=lora)
+        handle.album = album
+        model = handle.load(folder, torch.float32, CPU)
+        handle.attach(model, handle.plan)
+        if lora is not None:
+            adapted = {name for name, of in model.named_parameters() if of.requires_grad}
+            assert len(adapted) == 2 * (14 if lora.targets == "all-linear" else 2)  # A and B; 7 layers of each of two
+            assert all("text_model" in name for name in adapted)
+        with torch.no_grad():
+            scores.append(handle.logprobs(tokens))
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores[2], scores[0], rtol=0, atol=1e-5)
