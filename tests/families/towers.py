@@ -105,6 +105,8 @@ def write_tower(name: str, folder: Path, seed: int = 0) -> Path:
     draw(model, seed)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if name in ("idefics3", "smolvlm"):  # with the number of features, which vLLM reads
+        images = transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
     images.save_pretrained(folder)
     return folder
 

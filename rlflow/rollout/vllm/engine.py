@@ -251,6 +251,7 @@ class VLLMEngine(InProcessEngine):
                 skip_tokenizer_init=self._processor is None,  # vLLM expands the placeholder of a picture with it
                 limit_mm_per_prompt={} if self._processor is None else {"image": self.max_pictures},
                 mm_processor_cache_gb=PREPARED_GIB,
+                mm_device_do_normalize=False,  # the image processor does, as the trainer's
                 max_model_len=-1 if self.max_model_len is None else self.max_model_len,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,

@@ -73,6 +73,7 @@ def _for_pictures(kind: Any, processor: str) -> Any:
         processor: Name of transformers' class that prepares what the model reads.
     """
     import transformers
+    from vllm.multimodal.processing import BaseProcessingInfo
 
     without_videos = _without_videos(getattr(transformers, processor))
     factory = kind._processor_factory
@@ -83,6 +84,9 @@ def _for_pictures(kind: Any, processor: str) -> Any:
 
         def get_supported_mm_limits(self) -> dict[str, int | None]:
             return {"image": None}
+
+        def get_supported_mm_processor_kwargs(self) -> dict[str, set[str]]:
+            return BaseProcessingInfo.get_supported_mm_processor_kwargs(self)  # Qwen3-VL's adds to those of videos
 
         def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:
             return {"image": self.get_max_image_tokens()}
