@@ -6,8 +6,11 @@ tower makes features of the picture, with the tokens that the family puts around
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -33,6 +36,99 @@ def reads_pictures(config: PretrainedConfig) -> bool:
     return config.model_type in FAMILIES
 
 
+def no_pictures(numbers: Sequence[int]) -> Sequence[Picture]:
+    """An album of a run without data, whose rows have no pictures."""
+    assert not numbers
+    return ()
+
+
+@dataclass(frozen=True)
+class PicturesRead:
+    """The pictures of one forward pass, each once, and where the line reads their features.
+
+    Attributes:
+        tensors: Arguments of the model's `get_image_features`.
+        places: `[P]` int64, flat positions in the line at which a feature stands for a token, ascending.
+        features: `[P]` int64, the feature at each of these places, counted over all pictures.
+    """
+
+    tensors: Mapping[str, Tensor]
+    places: Tensor
+    features: Tensor
+
+    def moved(self, places: Tensor) -> PicturesRead:
+        """The same in a line in which the token at `i` is at `places[i]`; several tokens may become one."""
+        at, first = torch.unique(places[self.places], return_inverse=True)
+        features = torch.empty_like(at).scatter_(0, first, self.features)  # tokens that become one read one feature
+        return PicturesRead(self.tensors, at, features)
+
+
+@dataclass(frozen=True)
+class PictureReader:
+    """Finds the pictures of rows, and what a model reads of them.
+
+    Attributes:
+        processor: Processor of the model.
+        album: Function from numbers of pictures to the pictures, see `rlflow.data.pictures.Album`.
+    """
+
+    processor: PictureProcessor
+    album: Callable[[Sequence[int]], Sequence[Picture]]
+
+    def patches(self, numbers: Sequence[int]) -> int:
+        """Patches that the tower computes of these pictures."""
+        return sum(self.processor.patches(picture) for picture in self.album(numbers))
+
+    def read(self, rows: Sequence[Tensor], numbers: Sequence[Sequence[int]]) -> tuple[PicturesRead, Tensor]:
+        """What a pass reads of the pictures of its rows; of a blank picture, which no row has, where there are none.
+
+        So the tower runs once in each pass. Ranks that gather its weights together would wait for one another forever
+        if some ran it and others did not.
+
+        Args:
+            rows: Tokens of each row that the model reads, one row after another in the line.
+            numbers: Numbers of each row's pictures. A row's first placeholders are theirs; a model may also sample the
+                placeholder's id, which then is a token like any other.
+
+        Returns:
+            The pictures, and positions `[1, N]` or `[3, 1, N]` of the tokens.
+
+        Raises:
+            UserError: A picture is not of the size that it had when the rows were scanned, or cannot be read.
+        """
+        processor, first = self.processor, dict[Picture, int]()  # the place of each picture's first feature
+        places, features, positions, start, count = list[Tensor](), list[Tensor](), list[Tensor](), 0, 0
+        for tokens, of_row in zip(rows, numbers, strict=True):
+            pictures = self.album(of_row) if of_row else []
+            read = list[Tensor]()
+            for picture in pictures:
+                size = processor.features(picture)
+                if picture not in first:
+                    first[picture], count = count, count + size
+                read.append(first[picture] + torch.arange(size))
+            wanted = sum(map(len, read))
+            there = (tokens == processor.placeholder_id).nonzero()[:wanted, 0]
+            if len(there) != wanted:
+                raise UserError(
+                    f"a prompt has places for {len(there)} features of {' and '.join(each.name for each in pictures)},"
+                    f" whose size now gives {wanted}; the files changed since the rows were scanned. Start again, with"
+                    " files that stay as they are"
+                )
+            places.append(start + there)
+            features += read
+            if processor.has_grid_positions:
+                positions.append(processor.positions(tokens.tolist(), pictures))
+            else:
+                positions.append(torch.arange(len(tokens))[None])
+            start += len(tokens)
+        none = torch.zeros(0, dtype=torch.int64)
+        made = PicturesRead(
+            processor.inputs(list(first) or [processor.blank]), torch.cat([none, *places]), torch.cat([none, *features])
+        )
+        along = torch.cat(positions, 1)
+        return made, along[:, None] if processor.has_grid_positions else along
+
+
 class PictureProcessor:
     """Makes what a model of one of `FAMILIES` reads of pictures.
 
@@ -53,22 +149,21 @@ class PictureProcessor:
         self._images = image_processor
         self._held: OrderedDict[Picture, dict[str, Tensor]] = OrderedDict()
         self._lock = Lock()  # pictures of the next step are read while others are
-        if self.has_grid_positions:
-            self._merge: int = config.vision_config.spatial_merge_size
-        else:
-            vision = config.vision_config
-            self._patch_size: int = vision.patch_size
-            self._features_of_square: int = (vision.image_size // vision.patch_size // config.scale_factor) ** 2
-            self._tokenizer = tokenizer
+        self._tokenizer = tokenizer
+        vision = config.vision_config
+        self._patch: int = vision.patch_size
+        # Patches down and across that become one feature; and, of Idefics3, features down and across of a square.
+        self._merged: int = vision.spatial_merge_size if self.has_grid_positions else config.scale_factor
+        self._side: int = 0 if self.has_grid_positions else vision.image_size // vision.patch_size // self._merged
 
     @classmethod
-    def load(cls, path: Path, config: PretrainedConfig, tokenizer: Any) -> PictureProcessor:
+    def load(cls, path: Path, config: PretrainedConfig, tokenizer: Any = None) -> PictureProcessor:
         """The processor of a model's folder, or of a name on the hub.
 
         Args:
             path: Folder of the model, or its name on the hub.
             config: The model's transformers configuration.
-            tokenizer: The model's tokenizer.
+            tokenizer: The model's tokenizer, which `expansion` needs.
 
         Raises:
             UserError: There is no image processor, or it is one of another family.
@@ -85,10 +180,14 @@ class PictureProcessor:
         wanted = "merge_size" if config.model_type in QWEN else "max_image_size"
         if not hasattr(found, wanted):
             raise UserError(
-                f"`model` is {str(path)!r}, of the type {config.model_type!r}, and its image processor is a"
-                f" {type(found).__name__}, of another family; copy preprocessor_config.json from where the model is from"
+                f"`model` is {str(path)!r}, of the type {config.model_type!r}, and its image processor is of another"
+                f" family, {type(found).__name__}; copy preprocessor_config.json from where the model is from"
             )
         return cls(config, found, tokenizer)
+
+    def facts(self) -> list[Any]:
+        """What the tokens of a picture follow from, apart from the tokenizer; JSON-able."""
+        return [self.placeholder_id, self.has_grid_positions, self._side, self._images.to_json_string()]
 
     def features(self, picture: Picture) -> int:
         """How many placeholders of a row are read as features of the picture, by its size alone."""
@@ -96,15 +195,11 @@ class PictureProcessor:
             height, width = self._grid(picture)
             return height * width
         rows, columns = self._squares(picture)
-        return (rows * columns + 1) * self._features_of_square
+        return (rows * columns + 1) * self._side**2
 
     def patches(self, picture: Picture) -> int:
-        """Patches that the tower computes for the picture; each costs about as much as a token."""
-        if self.has_grid_positions:
-            return self.features(picture) * self._merge**2
-        rows, columns = self._squares(picture)
-        side = self._images.max_image_size["longest_edge"]
-        return (rows * columns + 1) * (side // self._patch_size) ** 2
+        """Patches that the tower computes of the picture."""
+        return self.features(picture) * self._merged**2
 
     def expansion(self, picture: Picture) -> list[int]:
         """The ids that stand in a row for the one placeholder of a picture.
@@ -114,7 +209,7 @@ class PictureProcessor:
         if self.has_grid_positions:
             return [self.placeholder_id] * self.features(picture)
         rows, columns = self._squares(picture)
-        around, square = "<fake_token_around_image>", "<image>" * self._features_of_square
+        around, square = "<fake_token_around_image>", "<image>" * self._side**2
         text = f"{around}<global-img>{square}{around}"
         if rows:
             of_row = (
@@ -172,12 +267,12 @@ class PictureProcessor:
         of_pictures = [self._read(picture) for picture in pictures]
         return {name: torch.cat([each[name] for each in of_pictures]) for name in of_pictures[0]}
 
+    @cached_property
     def blank(self) -> Picture:
-        """The smallest picture: towers read it where a pass of the other ranks has pictures, and one's own has none."""
+        """The smallest picture."""
         from PIL import Image
 
-        side = 2 * self._images.patch_size * self._merge if self.has_grid_positions else 2
-        file = BytesIO()
+        side, file = self._patch * self._merged, BytesIO()
         Image.new("RGB", (side, side)).save(file, format="png")
         return Picture.read(file.getvalue())
 
@@ -210,7 +305,7 @@ class PictureProcessor:
         """Features down and across."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        images, side = self._images, self._images.patch_size * self._merge
+        images, side = self._images, self._patch * self._merged
         try:
             height, width = smart_resize(
                 picture.height, picture.width, side, images.size["shortest_edge"], images.size["longest_edge"]
@@ -222,7 +317,7 @@ class PictureProcessor:
         return height // side, width // side
 
     def _squares(self, picture: Picture) -> tuple[int, int]:
-        """Rows and columns of the squares into which the picture is cut, in addition to itself as one; 0 and 0 if not."""
+        """Rows and columns of the squares into which a picture is cut beside being one; 0 and 0 if it is one."""
         _, rows, columns = self._images.get_number_of_image_patches(picture.height, picture.width)
         return rows, columns
 
@@ -244,3 +339,28 @@ class PictureProcessor:
 
 def _nbytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+# Files of a model that say how pictures are read, and what the chat template is.
+FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+
+
+def copy_processor(path: Path, folder: Path) -> None:
+    """Copy the files of a processor, for engines and other programs that load the model with its tower.
+
+    Args:
+        path: Folder of a model, or its name on the hub.
+        folder: Folder to write.
+    """
+    from transformers.utils.hub import cached_file
+
+    for name in FILES:
+        found = cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shutil.copyfile(found, folder / name)

@@ -21,15 +21,21 @@ class Picture:
         data: The file's bytes: PNG, JPEG, WebP or another format that Pillow reads.
         width: Width in pixels, as the file's header says.
         height: Height in pixels, as the file's header says.
+        name: What errors call it, such as its path.
     """
 
     data: bytes = field(repr=False)
     width: int
     height: int
+    name: str = "a picture"
 
     @classmethod
-    def read(cls, data: bytes) -> Picture:
+    def read(cls, data: bytes, name: str = "a picture") -> Picture:
         """The picture in a file's bytes; only the header is read.
+
+        Args:
+            data: The file's bytes.
+            name: What errors call it.
 
         Raises:
             UserError: It is no image, or has more than `MOST_PIXELS` pixels.
@@ -41,14 +47,14 @@ class Picture:
             with Image.open(BytesIO(data)) as image:
                 width, height = image.size
         except Image.DecompressionBombError as error:
-            raise UserError(f"the picture is too large ({one_line(error)}); scale it down") from error
+            raise UserError(f"{name} is too large ({one_line(error)}); scale it down") from error
         except (OSError, ValueError, SyntaxError, EOFError) as error:  # Pillow's formats raise all of these
-            raise UserError(f"{len(data):,} bytes are no picture that Pillow reads; mend or remove the file") from error
+            raise UserError(f"{name} is no picture that Pillow reads; mend or remove it") from error
         if width * height > MOST_PIXELS:
             raise UserError(
-                f"the picture has {width} x {height} pixels, and at most {MOST_PIXELS:,} are decoded; scale it down"
+                f"{name} has {width} x {height} pixels, and at most {MOST_PIXELS:,} are decoded; scale it down"
             )
-        return cls(data, width, height)
+        return cls(data, width, height, name)
 
     @cached_property
     def digest(self) -> str:
@@ -76,7 +82,4 @@ class Picture:
                 return Image.alpha_composite(on_white, image.convert("RGBA")).convert("RGB")
             return image.convert("RGB")
         except (OSError, ValueError, SyntaxError, EOFError) as error:
-            raise UserError(
-                f"a picture of {self.width} x {self.height} pixels cannot be decoded ({one_line(error)}); mend or remove"
-                " its file"
-            ) from error
+            raise UserError(f"{self.name} cannot be decoded ({one_line(error)}); mend or remove it") from error

@@ -270,7 +270,7 @@ def test_a_row_is_tokenised_once_however_often_it_is_drawn(
     again = data.encode(data._source, [3, 0])
     monkeypatch.setattr(data, "encode", None)
     assert data._counted is not None
-    for one, other in zip(data._counted.examples(data._source, [3, 0]), again, strict=True):
+    for one, other in zip(data._counted.examples(data._source, [3, 0], data.encode), again, strict=True):
         assert vars(one) == {**vars(other), "written": None if all(other.written or [True]) else other.written}
     assert len(data.batch(0, 0, 1)[0].rows) == len(data.batch(3, 0, 1)[0].rows) == 2
 
