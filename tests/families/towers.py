@@ -84,9 +84,8 @@ def write_tower(name: str, folder: Path, seed: int = 0) -> Path:
     of = tokenizer.convert_tokens_to_ids
     if name in ("idefics3", "smolvlm"):
         ids = {"image_token_id": of("<image>"), "scale_factor": 2, "pad_token_id": 1}
-        images = transformers.Idefics3ImageProcessorPil(
-            size={"longest_edge": 112}, max_image_size={"longest_edge": 56}, do_image_splitting=True
-        )
+        kind = getattr(transformers, f"{prefix}ImageProcessorPil")
+        images = kind(size={"longest_edge": 112}, max_image_size={"longest_edge": 56}, do_image_splitting=True)
     else:
         named = {"image_token": 2, "video_token": 3, "vision_start_token": 0, "vision_end_token": 1}
         ids = {f"{key}_id": of(QWEN[place]) for key, place in named.items()}

@@ -252,6 +252,7 @@ class VLLMEngine(InProcessEngine):
                 limit_mm_per_prompt={} if self._processor is None else {"image": self.max_pictures},
                 mm_processor_cache_gb=PREPARED_GIB,
                 mm_device_do_normalize=False,  # the image processor does, as the trainer's
+                skip_mm_profiling=on_cpu,  # with the largest picture there is; no memory is measured there
                 max_model_len=-1 if self.max_model_len is None else self.max_model_len,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
