@@ -27,6 +27,7 @@ from tests.families.states import draw
 CONTEXT = 256
 IDEFICS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<row_1_col_1>"]
 QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+DECODER_NAMES = ("lm_head.", "model.language_model.", "model.text_model.")
 SPECIAL = {"idefics3": IDEFICS, "smolvlm": IDEFICS, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_5": QWEN}
 
 TEXT = {
@@ -76,8 +77,11 @@ TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def write_tower(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write the family's model with random weights, its tokenizer and its image processor; return the folder."""
+def write_tower(name: str, folder: Path, seed: int = 0, **more: int) -> Path:
+    """Write the family's model with random weights, its tokenizer and its image processor; return the folder.
+
+    `more` are further settings of its text part.
+    """
     prefix, text, tower = TOWERS[name]
     tokenizer = tiny_tokenizer(CONTEXT)
     tokenizer.add_tokens(SPECIAL[name], special_tokens=True)
@@ -94,7 +98,7 @@ def write_tower(name: str, folder: Path, seed: int = 0) -> Path:
             size={"shortest_edge": side**2, "longest_edge": 64 * side**2}, patch_size=tower["patch_size"]
         )
     config = getattr(transformers, f"{prefix}Config")(
-        text_config={**TEXT, **text, "vocab_size": len(tokenizer)},
+        text_config={**TEXT, **text, **more, "vocab_size": len(tokenizer)},
         vision_config=tower,
         tie_word_embeddings=False,
         **ids,
@@ -126,6 +130,7 @@ class Rows:
         prompts: Expanded ids of each.
         pictures: Pictures of each, which may be none.
         images: Transformers' image processor.
+        processor: The processor of rows.
     """
 
     prompts: list[list[int]]
@@ -135,7 +140,10 @@ class Rows:
 
 
 def rows_of(folder: Path) -> Rows:
-    """Prompts with one picture, with one of another size, with two, and with none; and the first two times more."""
+    """Prompts with one picture, one of another size, two, and none; the first twice more, once as far as it got.
+
+    The policy has sampled the placeholder of pictures in it, which stays a token like any other.
+    """
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     processor = PictureProcessor.load(folder, config, tokenizer)
     place = "<image>" if config.model_type in ("idefics3", "smolvlm") else "<|vision_start|><|image_pad|><|vision_end|>"
@@ -147,6 +155,7 @@ def rows_of(folder: Path) -> Rows:
         processor.expand(tokenizer(text)["input_ids"], of_prompt)
         for text, of_prompt in zip(texts, pictures, strict=True)
     ]
+    prompts[5] += [66, processor.placeholder_id, 67]
     return Rows(prompts, pictures, AutoImageProcessor.from_pretrained(folder), processor)
 
 
@@ -156,21 +165,33 @@ def reference(folder: Path) -> Any:
 
 
 @torch.no_grad()
+def change_tower(model: Any, seed: int, scale: float = 0.02) -> None:
+    """Change every tensor of the tower, and of the layers between it and the decoder."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if not name.startswith(DECODER_NAMES):
+            weight += scale * torch.randn(weight.shape, generator=generator)
+
+
+@torch.no_grad()
 def gaps(model: Any, rows: Rows, completions: Sequence[Completion]) -> list[float]:
-    """For each row, the largest difference between the engine's logprobs and those of `model` reading it alone."""
+    """For each row, the largest difference between the engine's logprobs and those of `model` reading it alone.
+
+    Transformers looks for a picture of every placeholder. So those that were sampled are shown to it as another token,
+    and their own embeddings are put in.
+    """
     found = []
     for prompt, pictures, completion in zip(rows.prompts, rows.pictures, completions, strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]])
-        shown = ids.clone()
-        response = shown[:, len(prompt) :]
-        response[response == model.config.image_token_id] = 65  # transformers would look for a picture of it
         seen: dict[str, Any] = {}
         if pictures:
             made = rows.images(images=[[each.opened() for each in pictures]], return_tensors="pt")
             seen = {name: made[name] for name in rows.images.model_input_names if name in made}
+        placeholders = (ids[0] == model.config.image_token_id).nonzero()[:, 0]
+        sampled = placeholders[sum(map(rows.processor.features, pictures)) :]
+        shown = ids.index_fill(1, sampled, 65)
+        if "image_grid_thw" in seen:
             seen["mm_token_type_ids"] = (shown == model.config.image_token_id).int()
-            if "image_grid_thw" not in seen:
-                del seen["mm_token_type_ids"]
         embedding = model.get_input_embeddings()
         handle = embedding.register_forward_pre_hook(lambda module, given, ids=ids: (ids,))
         logits = model(input_ids=shown, use_cache=False, **seen).logits[0, len(prompt) - 1 : -1]

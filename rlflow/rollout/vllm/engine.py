@@ -443,7 +443,8 @@ def unserved_pictures(config: PretrainedConfig, tensor_parallel_size: int) -> st
         return f"is part of a {config.model_type!r}, which reads more than text and was not tried in vLLM"
     if tensor_parallel_size > 1:
         return (
-            f"reads pictures, whose tower was not tried on {tensor_parallel_size} ranks; set `tensor_parallel_size: 1`"
+            f"reads pictures, and its tower was not tried on {tensor_parallel_size} ranks that share an engine; set"
+            " `tensor_parallel_size: 1`"
         )
     return None
 
