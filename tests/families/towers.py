@@ -140,15 +140,15 @@ class Rows:
 
 
 def rows_of(folder: Path) -> Rows:
-    """Prompts with one picture, one of another size, two, and none; the first twice more, once as far as it got.
+    """Prompts with one picture, one of another size, two, and none; another of the first size; the first, continued.
 
-    The policy has sampled the placeholder of pictures in it, which stays a token like any other.
+    In that one the policy has sampled the placeholder of pictures, which stays a token like any other.
     """
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     processor = PictureProcessor.load(folder, config, tokenizer)
     place = "<image>" if config.model_type in ("idefics3", "smolvlm") else "<|vision_start|><|image_pad|><|vision_end|>"
     one, other, third, fourth = noise(1, 84, 56), noise(2, 56, 112), noise(3, 60, 60), noise(4, 112, 56)
-    pictures = [[one], [other], [third, fourth], [], [one], [one]]
+    pictures = [[one], [other], [third, fourth], [], [noise(5, 84, 56)], [one]]
     texts = [f"{place}What is it?", f"{place}b", f"a {place} and {place} two", "none here", f"{place}What is it?"]
     texts.append(texts[0])
     prompts = [
