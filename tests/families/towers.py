@@ -27,6 +27,7 @@ from tests.families.states import draw
 CONTEXT = 256
 IDEFICS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<row_1_col_1>"]
 QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+DECODER_NAMES = ("lm_head.", "model.language_model.", "model.text_model.")
 SPECIAL = {"idefics3": IDEFICS, "smolvlm": IDEFICS, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_5": QWEN}
 
 TEXT = {
@@ -76,17 +77,19 @@ TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def write_tower(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write the family's model with random weights, its tokenizer and its image processor; return the folder."""
+def write_tower(name: str, folder: Path, seed: int = 0, **more: int) -> Path:
+    """Write the family's model with random weights, its tokenizer and its image processor; return the folder.
+
+    `more` are further settings of its text part.
+    """
     prefix, text, tower = TOWERS[name]
     tokenizer = tiny_tokenizer(CONTEXT)
     tokenizer.add_tokens(SPECIAL[name], special_tokens=True)
     of = tokenizer.convert_tokens_to_ids
     if name in ("idefics3", "smolvlm"):
         ids = {"image_token_id": of("<image>"), "scale_factor": 2, "pad_token_id": 1}
-        images = transformers.Idefics3ImageProcessorPil(
-            size={"longest_edge": 112}, max_image_size={"longest_edge": 56}, do_image_splitting=True
-        )
+        kind = getattr(transformers, f"{prefix}ImageProcessorPil")
+        images = kind(size={"longest_edge": 112}, max_image_size={"longest_edge": 56}, do_image_splitting=True)
     else:
         named = {"image_token": 2, "video_token": 3, "vision_start_token": 0, "vision_end_token": 1}
         ids = {f"{key}_id": of(QWEN[place]) for key, place in named.items()}
@@ -95,7 +98,7 @@ def write_tower(name: str, folder: Path, seed: int = 0) -> Path:
             size={"shortest_edge": side**2, "longest_edge": 64 * side**2}, patch_size=tower["patch_size"]
         )
     config = getattr(transformers, f"{prefix}Config")(
-        text_config={**TEXT, **text, "vocab_size": len(tokenizer)},
+        text_config={**TEXT, **text, **more, "vocab_size": len(tokenizer)},
         vision_config=tower,
         tie_word_embeddings=False,
         **ids,
@@ -105,6 +108,8 @@ def write_tower(name: str, folder: Path, seed: int = 0) -> Path:
     draw(model, seed)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if name in ("idefics3", "smolvlm"):  # with the number of features, which vLLM reads
+        images = transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
     images.save_pretrained(folder)
     return folder
 
@@ -125,6 +130,7 @@ class Rows:
         prompts: Expanded ids of each.
         pictures: Pictures of each, which may be none.
         images: Transformers' image processor.
+        processor: The processor of rows.
     """
 
     prompts: list[list[int]]
@@ -134,18 +140,22 @@ class Rows:
 
 
 def rows_of(folder: Path) -> Rows:
-    """Prompts with one picture, with one of another size, with two, and with none; and the first two times more."""
+    """Prompts with one picture, one of another size, two, and none; another of the first size; the first, continued.
+
+    In that one the policy has sampled the placeholder of pictures, which stays a token like any other.
+    """
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     processor = PictureProcessor.load(folder, config, tokenizer)
     place = "<image>" if config.model_type in ("idefics3", "smolvlm") else "<|vision_start|><|image_pad|><|vision_end|>"
     one, other, third, fourth = noise(1, 84, 56), noise(2, 56, 112), noise(3, 60, 60), noise(4, 112, 56)
-    pictures = [[one], [other], [third, fourth], [], [one], [one]]
+    pictures = [[one], [other], [third, fourth], [], [noise(5, 84, 56)], [one]]
     texts = [f"{place}What is it?", f"{place}b", f"a {place} and {place} two", "none here", f"{place}What is it?"]
     texts.append(texts[0])
     prompts = [
         processor.expand(tokenizer(text)["input_ids"], of_prompt)
         for text, of_prompt in zip(texts, pictures, strict=True)
     ]
+    prompts[5] += [66, processor.placeholder_id, 67]
     return Rows(prompts, pictures, AutoImageProcessor.from_pretrained(folder), processor)
 
 
@@ -155,21 +165,33 @@ def reference(folder: Path) -> Any:
 
 
 @torch.no_grad()
+def change_tower(model: Any, seed: int, scale: float = 0.02) -> None:
+    """Change every tensor of the tower, and of the layers between it and the decoder."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if not name.startswith(DECODER_NAMES):
+            weight += scale * torch.randn(weight.shape, generator=generator)
+
+
+@torch.no_grad()
 def gaps(model: Any, rows: Rows, completions: Sequence[Completion]) -> list[float]:
-    """For each row, the largest difference between the engine's logprobs and those of `model` reading it alone."""
+    """For each row, the largest difference between the engine's logprobs and those of `model` reading it alone.
+
+    Transformers looks for a picture of every placeholder. So those that were sampled are shown to it as another token,
+    and their own embeddings are put in.
+    """
     found = []
     for prompt, pictures, completion in zip(rows.prompts, rows.pictures, completions, strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]])
-        shown = ids.clone()
-        response = shown[:, len(prompt) :]
-        response[response == model.config.image_token_id] = 65  # transformers would look for a picture of it
         seen: dict[str, Any] = {}
         if pictures:
             made = rows.images(images=[[each.opened() for each in pictures]], return_tensors="pt")
             seen = {name: made[name] for name in rows.images.model_input_names if name in made}
+        placeholders = (ids[0] == model.config.image_token_id).nonzero()[:, 0]
+        sampled = placeholders[sum(map(rows.processor.features, pictures)) :]
+        shown = ids.index_fill(1, sampled, 65)
+        if "image_grid_thw" in seen:
             seen["mm_token_type_ids"] = (shown == model.config.image_token_id).int()
-            if "image_grid_thw" not in seen:
-                del seen["mm_token_type_ids"]
         embedding = model.get_input_embeddings()
         handle = embedding.register_forward_pre_hook(lambda module, given, ids=ids: (ids,))
         logits = model(input_ids=shown, use_cache=False, **seen).logits[0, len(prompt) - 1 : -1]

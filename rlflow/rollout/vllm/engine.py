@@ -251,6 +251,8 @@ class VLLMEngine(InProcessEngine):
                 skip_tokenizer_init=self._processor is None,  # vLLM expands the placeholder of a picture with it
                 limit_mm_per_prompt={} if self._processor is None else {"image": self.max_pictures},
                 mm_processor_cache_gb=PREPARED_GIB,
+                mm_device_do_normalize=False,  # the image processor does, as the trainer's
+                skip_mm_profiling=on_cpu,  # with the largest picture there is; no memory is measured there
                 max_model_len=-1 if self.max_model_len is None else self.max_model_len,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
@@ -441,7 +443,8 @@ def unserved_pictures(config: PretrainedConfig, tensor_parallel_size: int) -> st
         return f"is part of a {config.model_type!r}, which reads more than text and was not tried in vLLM"
     if tensor_parallel_size > 1:
         return (
-            f"reads pictures, whose tower was not tried on {tensor_parallel_size} ranks; set `tensor_parallel_size: 1`"
+            f"reads pictures, and its tower was not tried on {tensor_parallel_size} ranks that share an engine; set"
+            " `tensor_parallel_size: 1`"
         )
     return None
 

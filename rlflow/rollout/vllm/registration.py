@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 STAND_INS = (
     "torchvision",
@@ -21,13 +21,32 @@ STAND_INS = (
     "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",
 )
-# Of a type of models: vLLM's file, its class there, and transformers' processor where it reads pictures and videos.
-CLASSES = {
-    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor"),
-    "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3VLProcessor"),
-    "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM", None),
-    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForCausalLM", None),
-    "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen3VLProcessor"),
+
+
+class Own(NamedTuple):
+    """A class of vLLM for a type of models.
+
+    Attributes:
+        architecture: What config.json calls the class.
+        file: vLLM's file.
+        processor: Transformers' processor, where the model reads pictures and videos.
+        name: vLLM's name of the class where that is another.
+    """
+
+    architecture: str
+    file: str
+    processor: str | None = None
+    name: str | None = None
+
+
+CLASSES = {  # by the type of models
+    "qwen2_5_vl": Own("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "Qwen2_5_VLProcessor"),
+    "qwen3_5": Own("Qwen3_5ForConditionalGeneration", "qwen3_5", "Qwen3VLProcessor"),
+    "qwen3_5_moe_text": Own("Qwen3_5MoeForCausalLM", "qwen3_5"),
+    "qwen3_5_text": Own("Qwen3_5ForCausalLM", "qwen3_5"),
+    "qwen3_vl": Own("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3VLProcessor"),
+    # SmolVLM is Idefics3 but for its processor, which needs one more package for videos.
+    "smolvlm": Own("SmolVLMForConditionalGeneration", "idefics3", name="Idefics3ForConditionalGeneration"),
 }
 
 
@@ -41,10 +60,10 @@ def register_model(model_type: str) -> None:
 
     if model_type not in CLASSES:
         return
-    file, name, processor = CLASSES[model_type]
+    own = CLASSES[model_type]
     with _torchvision_stood_in():
-        kind = getattr(import_module(f"vllm.model_executor.models.{file}"), name)
-    ModelRegistry.register_model(name, kind if processor is None else _for_pictures(kind, processor))
+        kind = getattr(import_module(f"vllm.model_executor.models.{own.file}"), own.name or own.architecture)
+    ModelRegistry.register_model(own.architecture, _for_pictures(kind, own.processor) if own.processor else kind)
 
 
 @contextmanager
@@ -73,6 +92,7 @@ def _for_pictures(kind: Any, processor: str) -> Any:
         processor: Name of transformers' class that prepares what the model reads.
     """
     import transformers
+    from vllm.multimodal.processing import BaseProcessingInfo
 
     without_videos = _without_videos(getattr(transformers, processor))
     factory = kind._processor_factory
@@ -84,10 +104,13 @@ def _for_pictures(kind: Any, processor: str) -> Any:
         def get_supported_mm_limits(self) -> dict[str, int | None]:
             return {"image": None}
 
+        def get_supported_mm_processor_kwargs(self) -> dict[str, set[str]]:
+            return BaseProcessingInfo.get_supported_mm_processor_kwargs(self)  # Qwen3-VL's adds to those of videos
+
         def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:
             return {"image": self.get_max_image_tokens()}
 
-    own = {"_processor_factory": replace(factory, info=PicturesAlone)}
+    own = {"__module__": __name__, "_processor_factory": replace(factory, info=PicturesAlone)}
     return type(kind.__name__, (kind,), own)
 
 
