@@ -90,9 +90,8 @@ def read_picture(said: Any, folder: Path | None, allow_remote: bool, place: str)
     except UserError as error:
         raise UnreadablePicture(f"{place}: {error}") from error
     except (OSError, ValueError) as error:
-        raise UnreadablePicture(
-            f"{place}: the picture {said!r:.100} cannot be read ({one_line(error)}); mend or remove it"
-        ) from error
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise UnreadablePicture(f"{place}: the picture {said!r:.100} cannot be read ({why}); mend it") from error
 
 
 def _decoded(url: str) -> bytes:

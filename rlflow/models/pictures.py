@@ -231,8 +231,8 @@ class PictureProcessor:
         places = [place for place, token in enumerate(ids) if token == self.placeholder_id]
         if len(places) != len(pictures):
             raise UserError(
-                f"the prompt has {len(places)} places for pictures, and the row has {len(pictures)} pictures; write"
-                ' {"type": "image"} in a message where each picture belongs'
+                f"the prompt has places for {len(places)} pictures, and the row has {len(pictures)}; name one for each"
+                " `<image>` of a text or image part of a message, in a chat template that writes such parts"
             )
         found, start = list[int](), 0
         for place, picture in zip(places, pictures, strict=True):
