@@ -266,6 +266,7 @@ class NodeContext:
             ConverseCall(now.draw, now.node.id, policy, now.versions, now.layout, players, self.rows_of, now.part),
             now.calls.before(callers),
             None if early is None else early.add,
+            rows.pictures,
         )
         if self._speaks(now):
             measure_conversations(now.node.id, conversations, times, now.metrics, cut_off=now.part is not None)

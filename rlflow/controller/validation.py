@@ -102,7 +102,7 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
             assert run.context.conversations is not None
             call = ConverseCall(DRAW, prefix, POLICY, {POLICY: version}, layout, rows_of=loader.rows_of_all)
             rollout, ended, _ = run.context.conversations.run(
-                {POLICY: engine}, environment, batch.rows, path, n, sampling, call
+                {POLICY: engine}, environment, batch.rows, path, n, sampling, call, pictures=batch.pictures
             )
         speaks = layout.publishes(transport.rank)
         of_rank = run.context.reward_input(rollout, done) if speaks else RewardInput([], [])

@@ -21,7 +21,7 @@ from rlflow.data.played import Played
 from rlflow.data.sources import DataLike, Source, as_source, datasets_of, is_data_module
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
-from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, text_of
+from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, content_of_prompt
 from rlflow.environments.conversation_format import bridge_of, traced
 from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, about, one_line, readable_line
@@ -176,6 +176,7 @@ class Example:
         rejected_ids: Token ids of the rejected response of a pair, else empty.
         written: Which tokens of a response that is a conversation the policy wrote; None where it wrote all.
         pictures: Number of pictures of the prompt; None where one cannot be read, in a row that will be dropped.
+        picture_tokens: Tokens of the prompt that stand for pictures, beyond one of each.
     """
 
     row: dict[str, Any]
@@ -184,6 +185,7 @@ class Example:
     rejected_ids: list[int]
     written: list[bool] | None = None
     pictures: int | None = 0
+    picture_tokens: int = 0
 
 
 class Encoder:
@@ -274,8 +276,14 @@ class Encoder:
         rejected_ids = self._response_ids(self._data.rejected, values, places)
         if self._data.rejected is not None:
             self._check_differ(response_ids, rejected_ids, places)
-        parts = zip(values, prompt_ids, response_ids, rejected_ids, map(len, pictures), strict=True)
-        return [Example(*of_row, pictures=count) for *of_row, count in parts]
+        parts = zip(values, prompt_ids, response_ids, rejected_ids, pictures, strict=True)
+        return [
+            Example(row, prompt, response, rejected, pictures=len(shown), picture_tokens=self._added(shown))
+            for row, prompt, response, rejected, shown in parts
+        ]
+
+    def _added(self, pictures: Sequence[Picture]) -> int:
+        return sum(len(self.processor.expansion(each)) - 1 for each in pictures) if self.processor is not None else 0
 
     def _shown(self, row: dict[str, Any], folder: Path | None, place: str) -> list[Picture] | None:
         """The pictures of a row; None where one cannot be read and such rows are dropped."""
@@ -337,7 +345,8 @@ class Encoder:
         Raises:
             UserError: The row lacks the column, or it holds neither a text nor messages.
         """
-        return self._messages(column_of(row, self._prompt_column, "a row"), "a row")
+        prompt, pictures = column_of(row, self._prompt_column, "a row"), self.picture_count(row, "a row")
+        return self._messages(with_places(prompt, pictures) if pictures else prompt, "a row")
 
     def begins(self, row: dict[str, Any]) -> int:
         """Tokens with which a conversation begins that has this row's prompt, the tools among them; 0 if none does.
@@ -351,7 +360,7 @@ class Encoder:
         if not self._begins:
             return 0
         self._definition_of(row).given(row)
-        said = [{**each, "content": text_of(each["content"], "the prompt")} for each in self.messages(row)]
+        said = [{**each, "content": content_of_prompt(each["content"])} for each in self.messages(row)]
         return len(self.bridge(self._definition_of(row)).begin(said))
 
     def written(self, rows: Sequence[dict[str, Any]], template: str) -> list[list[int]]:

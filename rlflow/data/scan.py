@@ -202,6 +202,7 @@ def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = 
         for row, example in zip(chunk, encode(source, chunk), strict=True):
             place = source.where(row)
             begins = UNREADABLE if example.pictures is None else checked(example.row, encode, reward, place)
+            begins += example.picture_tokens if begins else 0
             spoken = example.response_ids
             if example.written is not None:
                 spoken = [each if own else ~each for each, own in zip(spoken, example.written, strict=True)]

@@ -409,7 +409,7 @@ class Turn:
     pictures: Sequence[Picture] = ()
 
 
-def picture_argument(pictures: Sequence[Sequence[Picture]]) -> dict[str, Sequence[Sequence[Picture]]]:
+def picture_argument(pictures: Sequence[Sequence[Picture]]) -> dict[str, Any]:
     """The argument `pictures` of an engine's methods, left out where no prompt has any."""
     return {"pictures": pictures} if any(pictures) else {}
 

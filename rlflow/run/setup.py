@@ -94,6 +94,8 @@ def join(run: Run, resolved_config: str | None) -> None:
             dtype,
             settings.seed,
             transport,
+            album,
+            None if encode.processor is None else encode.processor.expand,
         ),
         writers={node.id: node.generates for node in run.graph.order},
         longest_prompt=run.data.max_prompt_length,

@@ -28,7 +28,7 @@ def turns(rows: Rows) -> dict[int, Turn]:
     return {number: Turn(*turn) for number, turn in enumerate(asked)}
 
 
-@pytest.mark.parametrize("name", slow_but(["idefics3", "qwen3_vl", "qwen3_5"], TOWERS))
+@pytest.mark.parametrize("name", slow_but(["idefics3", "qwen3_vl"], TOWERS))
 def test_logprobs_with_pictures_are_of_rows_alone_after_each_sync(name: str, tmp_path: Path) -> None:
     folder = write_tower(name, tmp_path)
     rows, model = rows_of(folder), reference(folder)

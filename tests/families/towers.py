@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from rlflow.models.pictures import PictureProcessor
@@ -173,29 +174,32 @@ def change_tower(model: Any, seed: int, scale: float = 0.02) -> None:
             weight += scale * torch.randn(weight.shape, generator=generator)
 
 
-@torch.no_grad()
 def gaps(model: Any, rows: Rows, completions: Sequence[Completion]) -> list[float]:
-    """For each row, the largest difference between the engine's logprobs and those of `model` reading it alone.
+    """For each row, the largest difference between the engine's logprobs and those of `model` reading it alone."""
+    found = []
+    for prompt, pictures, completion in zip(rows.prompts, rows.pictures, completions, strict=True):
+        scored = scores(model, rows, [*prompt, *completion.token_ids], len(prompt), pictures)
+        found.append(float((scored - torch.tensor(completion.logprobs)).abs().max()))
+    return found
+
+
+@torch.no_grad()
+def scores(model: Any, rows: Rows, tokens: Sequence[int], start: int, pictures: Sequence[Picture]) -> Tensor:
+    """Log-probabilities of the tokens of a row from `start` on, by transformers' own forward.
 
     Transformers looks for a picture of every placeholder. So those that were sampled are shown to it as another token,
     and their own embeddings are put in.
     """
-    found = []
-    for prompt, pictures, completion in zip(rows.prompts, rows.pictures, completions, strict=True):
-        ids = torch.tensor([[*prompt, *completion.token_ids]])
-        seen: dict[str, Any] = {}
-        if pictures:
-            made = rows.images(images=[[each.opened() for each in pictures]], return_tensors="pt")
-            seen = {name: made[name] for name in rows.images.model_input_names if name in made}
-        placeholders = (ids[0] == model.config.image_token_id).nonzero()[:, 0]
-        sampled = placeholders[sum(map(rows.processor.features, pictures)) :]
-        shown = ids.index_fill(1, sampled, 65)
-        if "image_grid_thw" in seen:
-            seen["mm_token_type_ids"] = (shown == model.config.image_token_id).int()
-        embedding = model.get_input_embeddings()
-        handle = embedding.register_forward_pre_hook(lambda module, given, ids=ids: (ids,))
-        logits = model(input_ids=shown, use_cache=False, **seen).logits[0, len(prompt) - 1 : -1]
-        handle.remove()
-        scored = torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-        found.append(float((scored - torch.tensor(completion.logprobs)).abs().max()))
-    return found
+    ids = torch.tensor([list(tokens)])
+    seen: dict[str, Any] = {}
+    if pictures:
+        made = rows.images(images=[[each.opened() for each in pictures]], return_tensors="pt")
+        seen = {name: made[name] for name in rows.images.model_input_names if name in made}
+    placeholders = (ids[0] == model.config.image_token_id).nonzero()[:, 0]
+    shown = ids.index_fill(1, placeholders[sum(map(rows.processor.features, pictures)) :], 65)
+    if "image_grid_thw" in seen:
+        seen["mm_token_type_ids"] = (shown == model.config.image_token_id).int()
+    handle = model.get_input_embeddings().register_forward_pre_hook(lambda module, given: (ids,))
+    logits = model(input_ids=shown, use_cache=False, **seen).logits[0, start - 1 : -1]  # at t they score token t + 1
+    handle.remove()
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, start:, None])[:, 0]
