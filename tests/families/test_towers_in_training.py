@@ -57,9 +57,9 @@ def own_logprobs(model: Any, rows: Rows, responses: Sequence[Sequence[int]]) -> 
     """`[R]`, row after row, by transformers' own forward of each; a sampled placeholder is embedded as it is."""
     found = []
     for prompt, pictures, response in zip(rows.prompts, rows.pictures, responses, strict=True):
-        ids = torch.tensor([[*prompt, *response]])
-        shown, seen = ids.clone(), dict[str, Any]()
-        shown[:, len(prompt) :] = 65
+        ids, seen = torch.tensor([[*prompt, *response]]), dict[str, Any]()
+        sampled = (ids[0] == model.config.image_token_id).nonzero()[sum(map(rows.processor.features, pictures)) :, 0]
+        shown = ids.index_fill(1, sampled, 65)
         if pictures:
             made = rows.images(images=[[each.opened() for each in pictures]], return_tensors="pt")
             seen = {name: made[name] for name in rows.images.model_input_names if name in made}
