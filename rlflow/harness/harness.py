@@ -108,7 +108,7 @@ def play(
     row: Mapping[str, Any],
     seed: int,
     number: int,
-    door: Door,
+    door: Door | None,
     arrive: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Run the agent of an episode with a key of its own.
@@ -119,13 +119,14 @@ def play(
         row: Row of the dataset.
         seed: Seed of what it draws from `random` and NumPy.
         number: Number of the episode in its loop.
-        door: Where it calls the policy.
+        door: Where it calls the policy; the rank that runs agents has one.
         arrive: Called with each of its requests, in another thread.
 
     Returns:
         `reward`, or why it `failed`; and `delivered`, the ids of the requests that were answered.
     """
     assert isinstance(host, Worker)
+    assert door is not None
     key = door.open(number, harness.model, arrive)
     delivered: list[int] = []
     outcome: dict[str, Any] = {"delivered": delivered}

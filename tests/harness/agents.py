@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +68,7 @@ def acts(row: dict[str, Any], base_url: str, api_key: str) -> Any:
 
 async def talks(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """Three turns, each after the others."""
+    RECEIVED[0] = 0
     calls, messages = by_http(base_url, api_key), [user(row["question"])]
     for turn in range(3):
         messages += [await asked(calls, messages), user(f"and {turn}?")]
@@ -277,3 +279,14 @@ async def talks_once(row: dict[str, Any], base_url: str, api_key: str) -> float:
 async def at_a_temperature(row: dict[str, Any], base_url: str, api_key: str) -> float:
     await asked(by_http(base_url, api_key), [user(row["question"])], temperature=0.2)
     return 0.0
+
+
+def kills(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Three turns; the sixth episode kills its rank, once."""
+    with open(os.environ["RLFLOW_TEST_KILLS"], "ab", buffering=0) as counter:
+        counter.write(b"x")
+        number = counter.tell()
+    reward = asyncio.run(talks(row, base_url, api_key))
+    if number == 6:
+        os.kill(os.getppid(), signal.SIGKILL)
+    return reward + RECEIVED[0]
