@@ -53,8 +53,7 @@ def run(policy: Path, folder: Path, agent: str, held_out: int = 0, prompts: int 
 
 def main(folder: Path, policy: Path) -> None:
     """Three steps, from the last checkpoint if there is one; writes the metrics of each."""
-    begun = "last" if (folder / "checkpoints").exists() else None
-    made = run(policy, folder, "kills", max_steps=3, save_every_n_steps=1, ckpt_path=begun)
+    made = run(policy, folder, "kills", max_steps=3, save_every_n_steps=1, ckpt_path="auto")
     Trainer(str(folder), accelerator="cpu", rollout=made.engine, **made.settings).fit(made.module, made.data)
     (folder / "record.json").write_text(json.dumps([list(rows.values()) for rows in made.module.record]))
 
