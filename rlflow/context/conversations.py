@@ -52,6 +52,21 @@ ROUND_S = 5.0  # after which ranks that share an engine are informed that no env
 
 
 @dataclass(frozen=True)
+class EpisodeCounts:
+    """What was counted in episodes of a harness on this rank.
+
+    Attributes:
+        count: Number of episodes.
+        refused: Number of requests that were refused.
+        undelivered: Number of answers for which nobody waited any more.
+    """
+
+    count: int
+    refused: int
+    undelivered: int
+
+
+@dataclass(frozen=True)
 class ConversationTimes:
     """How long the conversations of one `converse` call took on this rank, and for what they waited.
 
@@ -61,7 +76,7 @@ class ConversationTimes:
         calls: Seconds in calls of environments, summed over the calls; waiting for their turn does not count.
         idle: Seconds in which this rank waited for environments, and no turn was in progress.
         whole: Seconds from the first turn to the last group reward.
-        sums: What else was counted, by the name under which it is logged, summed over ranks.
+        episodes: What was counted in episodes of a harness; None in conversations with an environment.
     """
 
     waits: Sequence[tuple[str, int, float, float]]
@@ -69,7 +84,7 @@ class ConversationTimes:
     calls: float
     idle: float
     whole: float
-    sums: Mapping[str, int] = field(default_factory=dict)
+    episodes: EpisodeCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -261,12 +276,8 @@ class ConversationRunner:
         counts = torch.tensor([len(end.rows) for end in ends]).view(len(parents), n).sum(dim=1)
         path = parents.children(counts, call.node, None if earlier is None else earlier[:, 1])
         whole = time.perf_counter() - started
-        sums = {
-            "episodes": len(ends),
-            "requests_refused": sum(end.refused for end in ends),
-            "undelivered": sum(end.undelivered for end in ends),
-        }
-        times = ConversationTimes(loop.waits, len(ends), sum(calls.seconds), calls.waited, whole, sums)
+        counted = EpisodeCounts(len(ends), sum(end.refused for end in ends), sum(end.undelivered for end in ends))
+        times = ConversationTimes(loop.waits, len(ends), sum(calls.seconds), calls.waited, whole, counted)
         of_rows = [row for row, count in zip(rows, counts.tolist(), strict=True) for _ in range(count)]
         rollout = to_rollout(views, path, of_rows, call.versions[call.policy], self.decode, self.dtype)
         inherited = torch.tensor([each for end in ends for each in end.inherited], dtype=torch.int64)
@@ -535,8 +546,10 @@ def measure_conversations(
         metrics.sum(f"{node_id}/begun_anew", float(sum(each.begun_anew for each in conversations)))
         conversations = [each for each in conversations if each.ended is not None and not each.was_over]
     measure_turns(node_id, conversations, metrics)
-    for name, number in times.sums.items():
-        metrics.sum(f"{node_id}/{name}", float(number))
+    if times.episodes is not None:
+        metrics.sum(f"{node_id}/episodes", float(times.episodes.count))
+        metrics.sum(f"{node_id}/requests_refused", float(times.episodes.refused))
+        metrics.sum(f"{node_id}/undelivered", float(times.episodes.undelivered))
     count = float(len(conversations))
     ends = [each.ended for each in conversations]
     written = sum(sum(each.segments[::2]) for each in conversations)  # those that are left out of the loss, too

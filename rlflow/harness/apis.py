@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rlflow.environments.bridge import Message, message, text_of
+from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError
 
 MOST_CHOICES = 64
@@ -64,15 +65,6 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a tool: an id, the tool's name, and its arguments."""
-
-    id: str
-    name: str
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Said:
     """What the policy wrote in one answer.
 
@@ -85,7 +77,7 @@ class Said:
     """
 
     text: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     cut: bool
     read: int
     tokens: tuple[tuple[str, float], ...]
@@ -399,7 +391,7 @@ class Messages(API):
 APIS: dict[str, API] = {api.path: api for api in (Chat(), Responses(), Messages())}
 
 
-def _assistant(text: str, calls: Sequence[Call]) -> Message:
+def _assistant(text: str, calls: Sequence[ToolCall]) -> Message:
     """A turn of the policy, in the form that chat templates take."""
     made = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
@@ -414,7 +406,7 @@ def _finish(said: Said) -> Literal["stop", "length", "tool_calls"]:
     return "tool_calls" if said.calls else "stop"
 
 
-def _chat_call(call: Call) -> Body:
+def _chat_call(call: ToolCall) -> Body:
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -441,10 +433,14 @@ def _chat_message(given: Any, where: str) -> Message:
     return message(role, text, **more)
 
 
-def _given_call(given: Any, where: str) -> Call:
+def _given_call(given: Any, where: str) -> ToolCall:
     given = _object(given, where)
     function = _object(given.get("function"), f"{where}.function")
-    return Call(str(given.get("id", "")), str(function.get("name", "")), _arguments(function.get("arguments"), where))
+    return _made(given.get("id"), function.get("name"), _arguments(function.get("arguments"), where))
+
+
+def _made(id: Any, name: Any, arguments: Mapping[str, Any]) -> ToolCall:
+    return ToolCall(str(name or ""), arguments, id=str(id or ""))
 
 
 def _arguments(given: Any, where: str) -> Mapping[str, Any]:
@@ -472,7 +468,7 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
             ]
         messages.append(_chat_message({"role": item.get("role"), "content": content}, where))
     elif kind == "function_call":
-        call = Call(str(item.get("call_id", "")), str(item.get("name", "")), _arguments(item.get("arguments"), where))
+        call = _made(item.get("call_id"), item.get("name"), _arguments(item.get("arguments"), where))
         if not messages or messages[-1]["role"] != "assistant":
             messages.append(message("assistant", ""))
         last = messages[-1]
@@ -499,7 +495,7 @@ def _add_blocks(messages: list[Message], given: Any, where: str) -> None:
         block = _object(block, f"{where}.content[{place}]")
         if block.get("type") == "tool_use" and role == "assistant":
             arguments = _arguments(block.get("input"), where)
-            calls.append(Call(str(block.get("id", "")), str(block.get("name", "")), arguments))
+            calls.append(_made(block.get("id"), block.get("name"), arguments))
         elif block.get("type") == "tool_result" and role == "user":
             said = text_of(block.get("content") or "", f"`{where}`")
             messages.append(message("tool", said, tool_call_id=str(block.get("tool_use_id", ""))))

@@ -12,16 +12,16 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlflow.environments.bridge import Bridge, Message
 from rlflow.environments.session import Session, written
 from rlflow.errors import UserError, shown
-from rlflow.harness.apis import APIS, Answer, Asked, Call, Refused, Said
+from rlflow.harness.apis import APIS, Answer, Asked, Refused, Said
 from rlflow.harness.door import Sent
 from rlflow.harness.harness import Harness
-from rlflow.harness.tree import Sampled, Tokens, rows_of
+from rlflow.harness.tree import CallTokens, Tokens, rows_of
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationSteps
 from rlflow.rollout.engine import Completion, Turn
@@ -71,10 +71,10 @@ class Choice:
     said: Said | None = None
 
     @property
-    def sampled(self) -> Sampled:
+    def sampled(self) -> CallTokens:
         """The tokens that were read and written."""
         assert self.completion is not None
-        return Sampled(self.request.read, self.completion.token_ids, self.number)
+        return CallTokens(self.request.read, self.completion.token_ids, self.number)
 
 
 @dataclass(eq=False)
@@ -271,7 +271,7 @@ class Episode:
         name = _digest([self._seed, request.place, request.asked.seed, choice.number])
         return Said(
             text if calls else parsed.whole,
-            tuple(Call(each.id or f"{name[:8]}{i}", each.name, each.arguments) for i, each in enumerate(calls)),
+            tuple(replace(each, id=each.id or f"{name[:8]}{i}") for i, each in enumerate(calls)),
             not completion.finished,
             len(request.read),
             tuple(zip(map(self._decoded, completion.token_ids), completion.logprobs, strict=True)),

@@ -19,11 +19,11 @@ Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """What the policy wrote in one call.
+class CallTokens:
+    """The tokens of one call.
 
     Attributes:
-        read: Token ids that it read.
+        read: Token ids that the policy read.
         wrote: Token ids that it wrote after them.
         number: Number among the calls that read the same; distinguishes two that wrote the same.
     """
@@ -53,7 +53,7 @@ class EpisodeRow:
     inherited: int
 
 
-def rows_of(calls: Sequence[Sampled]) -> list[EpisodeRow]:
+def rows_of(calls: Sequence[CallTokens]) -> list[EpisodeRow]:
     """A row for each call that no other continues: longest first, then in the order of their tokens.
 
     Args:
@@ -84,7 +84,7 @@ def rows_of(calls: Sequence[Sampled]) -> list[EpisodeRow]:
     return rows
 
 
-def _parents(calls: Sequence[Sampled], wholes: Sequence[Tokens]) -> dict[int, int]:
+def _parents(calls: Sequence[CallTokens], wholes: Sequence[Tokens]) -> dict[int, int]:
     """The call that each call continues, by place: the longest whose tokens begin what it reads."""
     order = sorted(range(len(calls)), key=lambda place: (wholes[place], len(calls[place].read), calls[place].number))
     parents: dict[int, int] = {}

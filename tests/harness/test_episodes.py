@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlflow import Harness
-from rlflow.context.conversations import ConversationRunner
+from rlflow.context.conversations import ConversationRunner, EpisodeCounts
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine
 from rlflow.values.rollout import Ending
@@ -56,7 +56,7 @@ def test_a_conversation_of_an_agent_is_one_row_with_the_tokens_that_were_sampled
             written = f"\n<|im_start|>user\nand {number // 2}?<|im_end|>\n<|im_start|>assistant\n"
             assert tokenizer().decode(part).removeprefix("<|im_end|>") == written
         place += length
-    assert made.times.sums == {"episodes": 1, "requests_refused": 0, "undelivered": 0}
+    assert made.times.episodes == EpisodeCounts(count=1, refused=0, undelivered=0)
 
 
 def test_each_token_that_an_agent_received_is_trained_once_whoever_called_first(
@@ -109,7 +109,7 @@ def test_a_retry_gets_the_stored_answer_and_an_equal_call_another_one(
 
 def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(runner: ConversationRunner) -> None:
     made = played("refused", says(), runner=runner)
-    assert (made.rows[0][5], made.times.sums["requests_refused"]) == ([11.0], 11)
+    assert (made.rows[0][5], made.times.episodes.refused) == ([11.0], 11)
 
 
 @pytest.mark.parametrize(
@@ -152,14 +152,14 @@ def test_a_key_is_of_one_episode(engine: RolloutEngine, runner: ConversationRunn
 def test_calls_beyond_the_most_are_refused(engine: RolloutEngine, runner: ConversationRunner) -> None:
     made = played("floods", engine, runner=runner, max_calls=5)
     assert [row[5][-1] for row in made.rows] == [5.0] * 5
-    assert made.times.sums["requests_refused"] == 1
+    assert made.times.episodes.refused == 1
 
 
 @pytest.mark.slow
 def test_an_answer_that_nobody_waited_for_is_in_no_row(engine: RolloutEngine, runner: ConversationRunner) -> None:
     made = played("leaves", engine, runner=runner)
     assert len(made.rows) == 1
-    assert made.times.sums["undelivered"] == 1
+    assert made.times.episodes.undelivered == 1
 
 
 def test_an_episode_without_calls_is_a_row_with_its_reward(runner: ConversationRunner) -> None:

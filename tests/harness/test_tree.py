@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.harness.tree import EpisodeRow, Sampled, rows_of
+from rlflow.harness.tree import CallTokens, EpisodeRow, rows_of
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> list[Sampled]:
+def trees(draw: st.DrawFn) -> list[CallTokens]:
     """Calls that begin anew, go on from another call, or repeat one; few tokens, so that many begin alike by chance."""
-    calls: list[Sampled] = []
+    calls: list[CallTokens] = []
     counts: dict[tuple[int, ...], int] = {}
     for _ in range(draw(st.integers(1, 12))):
         kind = draw(st.sampled_from(["anew", "continues", "repeats", "cuts"])) if calls else "anew"
@@ -26,33 +26,33 @@ def trees(draw: st.DrawFn) -> list[Sampled]:
             read = other.read
         else:
             read = other.whole[: draw(st.integers(1, len(other.whole)))] + draw(TOKENS)
-        calls.append(Sampled(read, draw(TOKENS), counts.get(read, 0)))
+        calls.append(CallTokens(read, draw(TOKENS), counts.get(read, 0)))
         counts[read] = counts.get(read, 0) + 1
     return calls
 
 
-def whole(calls: list[Sampled], row: EpisodeRow) -> tuple[int, ...]:
+def whole(calls: list[CallTokens], row: EpisodeRow) -> tuple[int, ...]:
     return calls[row.turns[-1]].whole
 
 
 def test_a_fork_is_a_row_that_inherits_what_it_shares() -> None:
     """The example of `rlflow.harness.tree`."""
-    calls = [Sampled((1, 2), (3, 4)), Sampled((1, 2, 3, 4, 5, 6), (7,)), Sampled((1, 2, 3, 4, 8), (9,))]
+    calls = [CallTokens((1, 2), (3, 4)), CallTokens((1, 2, 3, 4, 5, 6), (7,)), CallTokens((1, 2, 3, 4, 8), (9,))]
     assert rows_of(calls) == [EpisodeRow((0, 1), (True, True), 0), EpisodeRow((0, 2), (False, True), 2)]
 
 
 def test_a_request_that_rewrites_its_messages_has_a_prompt_of_its_own() -> None:
-    calls = [Sampled((1, 2), (3, 4)), Sampled((1, 2, 3, 5), (6,))]
+    calls = [CallTokens((1, 2), (3, 4)), CallTokens((1, 2, 3, 5), (6,))]
     assert rows_of(calls) == [EpisodeRow((1,), (True,), 0), EpisodeRow((0,), (True,), 0)]
 
 
 def test_equal_answers_to_equal_calls_are_trained_both_and_the_first_is_continued() -> None:
-    calls = [Sampled((1,), (2,), 1), Sampled((1,), (2,), 0), Sampled((1, 2, 3), (4,))]
+    calls = [CallTokens((1,), (2,), 1), CallTokens((1,), (2,), 0), CallTokens((1, 2, 3), (4,))]
     assert rows_of(calls) == [EpisodeRow((1, 2), (True, True), 0), EpisodeRow((0,), (True,), 0)]
 
 
 @given(trees())
-def test_each_written_token_is_trained_in_exactly_one_row(calls: list[Sampled]) -> None:
+def test_each_written_token_is_trained_in_exactly_one_row(calls: list[CallTokens]) -> None:
     rows = rows_of(calls)
     trained = [turn for row in rows for turn, counts in zip(row.turns, row.trained, strict=True) if counts]
     assert sorted(trained) == list(range(len(calls)))
@@ -64,7 +64,7 @@ def test_each_written_token_is_trained_in_exactly_one_row(calls: list[Sampled]) 
 
 
 @given(trees())
-def test_inherited_tokens_are_those_of_an_earlier_row_and_none_of_them_is_trained(calls: list[Sampled]) -> None:
+def test_inherited_tokens_are_those_of_an_earlier_row_and_none_of_them_is_trained(calls: list[CallTokens]) -> None:
     rows = rows_of(calls)
     for number, row in enumerate(rows):
         prompt = calls[row.turns[0]].read
@@ -79,11 +79,11 @@ def test_inherited_tokens_are_those_of_an_earlier_row_and_none_of_them_is_traine
 
 
 @given(trees(), st.randoms(use_true_random=False))
-def test_rows_do_not_depend_on_the_order_of_calls(calls: list[Sampled], draws: object) -> None:
+def test_rows_do_not_depend_on_the_order_of_calls(calls: list[CallTokens], draws: object) -> None:
     shuffled = list(calls)
     draws.shuffle(shuffled)  # type: ignore[attr-defined]
 
-    def spelled(of: list[Sampled]) -> list[tuple[object, ...]]:
+    def spelled(of: list[CallTokens]) -> list[tuple[object, ...]]:
         return [
             (tuple((of[turn].read, of[turn].wrote) for turn in row.turns), row.trained, row.inherited)
             for row in rows_of(of)
