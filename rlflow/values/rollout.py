@@ -90,7 +90,7 @@ class Rollout(Placed):
         ended: `[B]` int64, why a conversation is over, see `rlflow.values.rollout.Ending`. A response that is one turn
             has `DONE` where it is finished, and `TOKENS` where it was cut.
         seat: `[B]` int64, the seat from which a row sees its conversation, as a number among the environment's `seats`;
-            0 where there are no seats.
+            0 where there are no seats. Of an agent's episode, the row's number among those of the episode.
         texts: Decoded responses without special tokens; for a conversation, what the policy wrote last.
         messages: All messages of a conversation, those of the prompt included. Each has `role` and `content`. A turn of
             the policy also has `reward` and `tool_calls`, a message after the last turn has `unread`, and the last
