@@ -73,14 +73,16 @@ class Said:
         calls: Calls of tools.
         cut: Whether it was cut at its longest length.
         read: Number of tokens that it read.
-        tokens: Text and log-probability of each token that it wrote.
+        wrote: Number of tokens that it wrote.
+        logprobs: Text and log-probability of each of these, where they are wanted.
     """
 
     text: str
     calls: tuple[ToolCall, ...]
     cut: bool
     read: int
-    tokens: tuple[tuple[str, float], ...]
+    wrote: int
+    logprobs: tuple[tuple[str, float], ...] = ()
 
     @property
     def message(self) -> Message:
@@ -106,7 +108,7 @@ class Answer:
     @property
     def wrote(self) -> int:
         """Number of tokens that it wrote, in all answers."""
-        return sum(len(each.tokens) for each in self.said)
+        return sum(each.wrote for each in self.said)
 
 
 class API(ABC):
@@ -414,7 +416,7 @@ def _chat_call(call: ToolCall) -> Body:
 def _logprobs(said: Said) -> Body:
     content = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in said.tokens
+        for text, logprob in said.logprobs
     ]
     return {"content": content, "refusal": None}
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 START_SECONDS = 30.0  # that the server may take to begin
+KEPT_SECONDS = 3600  # that a connection may wait for its next request
 MODELS = "/v1/models"
 
 
@@ -75,7 +76,10 @@ class Door:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off", ws="none")
+        kept = {
+            "timeout_keep_alive": KEPT_SECONDS
+        }  # an agent's tools may take long, and its client keeps the connection
+        config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off", ws="none", **kept)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listening]}, name="door", daemon=True

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlflow.environments.bridge import Bridge, Message
 from rlflow.environments.session import Session, written
-from rlflow.errors import UserError, shown
+from rlflow.errors import UserError, one_line, shown
 from rlflow.harness.apis import APIS, Answer, Asked, Refused, Said
 from rlflow.harness.door import Sent
 from rlflow.harness.harness import Harness
@@ -42,6 +42,7 @@ class Terms:
         longest_prompt: Tokens that the first call of a row may read, at most.
         longest: Tokens after them, at most.
         bridge: The bridge that writes the turns of requests with these tools.
+        ends: Tokens that end a turn.
         decode: Token ids to text.
     """
 
@@ -51,6 +52,7 @@ class Terms:
     longest_prompt: int
     longest: int
     bridge: Callable[[Schemas], Bridge]
+    ends: frozenset[int]
     decode: Callable[[Sequence[int]], str]
 
 
@@ -195,8 +197,13 @@ class Episode:
         try:
             bridge = terms.bridge(asked.tools)
             read, first = self._tokens(asked, digests, bridge)
-        except UserError as error:  # the model's family cannot write them
-            raise Refused(str(error), "messages", code="invalid_value") from error
+        except (
+            Exception
+        ) as error:  # a template may fail in any way on what a client sends, which is no fault of the run
+            text = f"the model's family cannot write the messages ({one_line(error)})"
+            raise Refused(text, "messages", code="invalid_value") from error
+        if not terms.ends.issuperset(bridge.ends):
+            raise Refused("the model's family ends turns with tools by another token, which is not served", "tools")
         self._require_room(read, first)
         place = hashlib.blake2b(array("q", read).tobytes(), digest_size=16).hexdigest()
         same.append(Request(sent["path"], asked, bridge, read, place, digests[-1], first, [sent["request"]]))
@@ -205,12 +212,11 @@ class Episode:
     def _tokens(self, asked: Asked, digests: Sequence[str], bridge: Bridge) -> tuple[Tokens, int]:
         """The tokens of a request, and how many of them the first call of its row read."""
         for place in reversed(range(len(asked.messages))):
-            before = self._said.get(digests[place + 1])
-            new = [written(each) for each in asked.messages[place + 1 :]]
-            if before is None or any(each["role"] == "assistant" for each in new):
-                continue
-            known = before.sampled
-            return (*known.whole, *bridge.after(new, known.wrote, known.read)), before.request.first
+            before, new = self._said.get(digests[place + 1]), asked.messages[place + 1 :]
+            if before is not None and not any(each["role"] == "assistant" for each in new):
+                known = before.sampled
+                answers = bridge.after([written(each) for each in new], known.wrote, known.read)
+                return (*known.whole, *answers), before.request.first
         read = tuple(bridge.begin([written(each) for each in asked.messages]))
         longest = 0, len(read)  # the tokens of the call that these continue, and the first read of its row
         for choice in self._said.values():
@@ -264,21 +270,17 @@ class Episode:
         completion, request, tools = choice.completion, choice.request, choice.request.asked.tools
         assert completion is not None
         parsed = request.bridge.read(completion.token_ids, request.read)
-        readable = tools and parsed.calls and not any(call.problem for call in parsed.calls)
-        text, calls = parsed.text, parsed.calls if readable else ()
+        readable = tools and not any(call.problem for call in parsed.calls)
+        text, calls = (parsed.text, parsed.calls) if readable or not parsed.calls else (parsed.whole, ())
         if calls and request.bridge.form is not None:
             text = text.partition(request.bridge.form.mark)[0].rstrip()
         name = _digest([self._seed, request.place, request.asked.seed, choice.number])
-        return Said(
-            text if calls else parsed.whole,
-            tuple(replace(each, id=each.id or f"{name[:8]}{i}") for i, each in enumerate(calls)),
-            not completion.finished,
-            len(request.read),
-            tuple(zip(map(self._decoded, completion.token_ids), completion.logprobs, strict=True)),
-        )
-
-    def _decoded(self, token: int) -> str:
-        return self._terms.decode([token])
+        calls = tuple(replace(each, id=each.id or f"{name[:8]}{i}") for i, each in enumerate(calls))
+        said = Said(text, calls, not completion.finished, len(request.read), len(completion.token_ids))
+        if not request.asked.logprobs:
+            return said
+        tokens = [self._terms.decode([token]) for token in completion.token_ids]
+        return replace(said, logprobs=tuple(zip(tokens, completion.logprobs, strict=True)))
 
     def _sent(self, request: Request, said: Sequence[Said]) -> Sent:
         api, first = APIS[request.path], request.choices[0].number
