@@ -245,8 +245,8 @@ class ConversationRunner:
         queues = self._queues(engines, harness, rows, sampling, call)
         calls = EnvironmentCalls(harness.concurrency, shared)
         lengths = self.longest_prompt, sampling.max_tokens
-        ends = frozenset(queues[call.policy].sampling.stop_token_ids)
-        terms = Terms(harness, call.policy, sampling.temperature, *lengths, self._bridge_of, ends, self.decode)
+        stops = frozenset(queues[call.policy].sampling.stop_token_ids)
+        terms = Terms(harness, call.policy, sampling.temperature, *lengths, self._bridge_of, stops, self.decode)
         answer = ignored if self._door is None else self._door.answer  # a rank that shares an engine has no door
         in_progress: dict[int, Episode] = {}
 

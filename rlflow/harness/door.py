@@ -76,10 +76,14 @@ class Door:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        kept = {
-            "timeout_keep_alive": KEPT_SECONDS
-        }  # an agent's tools may take long, and its client keeps the connection
-        config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off", ws="none", **kept)
+        config = uvicorn.Config(
+            self._app(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=KEPT_SECONDS,  # an agent's tools may take long, and its client keeps the connection
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listening]}, name="door", daemon=True

@@ -229,6 +229,11 @@ def fails(row: dict[str, Any], base_url: str, api_key: str) -> float:
     return float("nan") if how == "nan" else 1.0
 
 
+def leaves_a_process(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    subprocess.Popen([sys.executable, "-c", SLEEPS], start_new_session=True)
+    return 1.0
+
+
 def calls_late(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """Calls by the key of the episode before, which has ended, then by its own."""
     import httpx

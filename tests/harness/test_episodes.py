@@ -141,6 +141,13 @@ def test_an_agent_that_fails_is_one_failed_episode_and_leaves_nothing(
 
 
 @pytest.mark.slow
+def test_a_process_that_an_agent_leaves_ends_with_its_episode() -> None:
+    with running() as runner:
+        played("leaves_a_process", says(), runner=runner)
+        assert not [each for each in psutil.process_iter(["cmdline"]) if SLEEPS in (each.info["cmdline"] or ())]
+
+
+@pytest.mark.slow
 def test_a_key_is_of_one_episode(engine: RolloutEngine, runner: ConversationRunner) -> None:
     made = played(
         "calls_late", engine, [{"question": f"{place}+1="} for place in range(3)], runner=runner, concurrency=1
