@@ -17,7 +17,7 @@ from typing import Any
 
 from rlflow.environments.bridge import Bridge, Message
 from rlflow.environments.session import Session, written
-from rlflow.errors import UserError, one_line, shown
+from rlflow.errors import UserError, line_log, one_line, shown
 from rlflow.harness.apis import APIS, Answer, Asked, Refused, Said
 from rlflow.harness.door import Sent
 from rlflow.harness.harness import Harness
@@ -27,6 +27,8 @@ from rlflow.rollout.conversation_loop import ConversationSteps
 from rlflow.rollout.engine import Completion, Turn
 from rlflow.values.path import hashed
 from rlflow.values.rollout import Ending
+
+log = line_log(__name__)
 
 Schemas = Sequence[Mapping[str, Any]]
 
@@ -305,10 +307,12 @@ class Episode:
                 f" (the row is {self._session.row})"
             )
         end = self._end(played["delivered"], played.get("reward", 0.0))
-        for row in end.rows if failed is not None else ():
-            row.end(Ending.FAILED, f"the agent failed: {shown(failed)}")
-            if on_failure == "mask":
-                row.written = [False] * len(row.written)
+        if failed is not None:
+            log.warning("the harness `%s` failed: %s (the row is %s)", self._terms.harness, failed, self._session.row)
+            for row in end.rows:
+                row.end(Ending.FAILED, f"the agent failed: {shown(failed)}")
+                if on_failure == "mask":
+                    row.written = [False] * len(row.written)
         return end
 
     def _end(self, delivered: Sequence[int], reward: float) -> EpisodeEnd:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -81,6 +82,8 @@ class Harness(Environment):
         check_installed()
         if isinstance(self.run, str):
             function_at(self.run, f"`run` is {self.run!r}")
+        elif shutil.which(self.run[0]) is None:
+            raise UserError(f"`run` begins with {self.run[0]!r}, and there is no such program; name one, or its path")
         return {"": Definition({}, str(self), answers_messages=True)}
 
     def reward_of(self, worker: Worker, row: Mapping[str, Any], base_url: str, api_key: str, seed: int) -> float:

@@ -193,6 +193,7 @@ def test_a_program_reads_the_row_and_prints_the_reward(engine: RolloutEngine, ru
     [
         ({"run": "tests.harness.agents.no_such"}, "no_such"),
         ({"run": []}, "`run` is empty"),
+        ({"run": ["no_such_program"]}, "no such program"),
         ({"run": f"{AGENTS}.talks", "concurrency": 0}, "`concurrency` is 0"),
         ({"run": f"{AGENTS}.talks", "ignore": ["heat"]}, "'heat'"),
     ],
