@@ -243,7 +243,7 @@ class ConversationRunner:
         if self._door is None and (shared is None or shared.calls):
             self._door = Door()
         queues = self._queues(engines, harness, rows, sampling, call)
-        calls = EnvironmentCalls(harness.concurrency, shared)
+        calls = EnvironmentCalls(harness.concurrency, shared, limited=False)
         lengths = self.longest_prompt, sampling.max_tokens
         stops = frozenset(queues[call.policy].sampling.stop_token_ids)
         terms = Terms(harness, call.policy, sampling.temperature, *lengths, self._bridge_of, stops, self.decode)
@@ -270,11 +270,13 @@ class ConversationRunner:
             ends = loop.run(map(steps, range(len(children.path))), harness.concurrency)
         except BaseException:
             self._hosts.kill()  # so that no agent is waited for
+            while not calls.close():  # one may have started since
+                self._hosts.kill()
             raise
         finally:
             calls.close()
         views = [view for end in ends for view in end.rows]
-        counts = torch.tensor([len(end.rows) for end in ends]).view(len(parents), n).sum(dim=1)
+        counts = torch.tensor([len(end.rows) for end in ends], dtype=torch.int64).view(len(parents), n).sum(dim=1)
         path = parents.children(counts, call.node, None if earlier is None else earlier[:, 1])
         whole = time.perf_counter() - started
         counted = EpisodeCounts(len(ends), sum(end.refused for end in ends), sum(end.undelivered for end in ends))

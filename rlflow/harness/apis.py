@@ -49,6 +49,7 @@ class Asked:
         longest: Tokens that it may write, at most; None for as many as there is room for.
         n: How many answers are wanted.
         seed: The client's seed; it goes into the seed of the answers. None without.
+        stop: Texts before which an answer ends.
         logprobs: Whether log-probabilities are wanted.
         stream: Whether the answer is wanted as events.
         usage: Whether events end with the numbers of tokens.
@@ -59,6 +60,7 @@ class Asked:
     longest: int | None = None
     n: int = 1
     seed: int | None = None
+    stop: tuple[str, ...] = ()
     logprobs: bool = False
     stream: bool = False
     usage: bool = False
@@ -74,6 +76,7 @@ class Said:
         cut: Whether it was cut at its longest length.
         read: Number of tokens that it read.
         wrote: Number of tokens that it wrote.
+        stop: The text before which it ended, of those that were given; empty if it ended by itself.
         logprobs: Text and log-probability of each of these, where they are wanted.
     """
 
@@ -82,6 +85,7 @@ class Said:
     cut: bool
     read: int
     wrote: int
+    stop: str = ""
     logprobs: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -198,13 +202,13 @@ class Chat(API):
             "tools",
             "logprobs",
             "seed",
+            "stop",
         ]
     )
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "top_p": (1,),
         "presence_penalty": (0,),
         "frequency_penalty": (0,),
-        "stop": ([],),
         "logit_bias": ({},),
         "response_format": ({"type": "text"},),
         "tool_choice": ("auto",),
@@ -224,6 +228,7 @@ class Chat(API):
             longest=_whole(body, longest),
             n=_whole(body, "n", most=MOST_CHOICES) or 1,
             seed=_whole(body, "seed", least=None),
+            stop=_stop(body, "stop"),
             logprobs=body.get("logprobs") is True,
             stream=body.get("stream") is True,
             usage=isinstance(stream, dict) and stream.get("include_usage") is True,
@@ -346,11 +351,10 @@ class Messages(API):
     """Anthropic's messages."""
 
     path = "/v1/messages"
-    served = frozenset(["model", "messages", "system", "max_tokens", "temperature", "tools"])
+    served = frozenset(["model", "messages", "system", "max_tokens", "temperature", "tools", "stop_sequences"])
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "top_p": (1,),
         "stream": (False,),
-        "stop_sequences": ([],),
         "tool_choice": ({"type": "auto"},),
         "thinking": ({"type": "disabled"},),
         "service_tier": ("auto", "standard_only"),
@@ -364,7 +368,7 @@ class Messages(API):
         for place, each in _tools(body):
             schema = {**each, "parameters": each.get("input_schema", {})}
             tools.append(_tool(schema, {"type": "function"}, f"tools[{place}]"))
-        return Asked(messages, tools, longest=_whole(body, "max_tokens"))
+        return Asked(messages, tools, longest=_whole(body, "max_tokens"), stop=_stop(body, "stop_sequences"))
 
     def answer(self, answer: Answer) -> Body:
         (said,) = answer.said
@@ -373,6 +377,7 @@ class Messages(API):
             {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)} for call in said.calls
         ]
         reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        stopped = {"stop_reason": "stop_sequence"} if said.stop else {}
         return {
             "id": f"msg_{answer.id}",
             "type": "message",
@@ -380,9 +385,9 @@ class Messages(API):
             "model": answer.model,
             "content": content,
             "stop_reason": reasons[_finish(said)],
-            "stop_sequence": None,
+            "stop_sequence": said.stop or None,
             "usage": {"input_tokens": answer.read, "output_tokens": answer.wrote},
-        }
+        } | stopped
 
     def problem(self, refused: Refused) -> Body:
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -525,6 +530,14 @@ def _tool(function: Any, tool: Body, where: str) -> Mapping[str, Any]:
     described = str(function.get("description") or "")
     schema = {"name": function["name"], "description": described, "parameters": parameters}
     return {"type": "function", "function": schema}
+
+
+def _stop(body: Body, name: str) -> tuple[str, ...]:
+    given = body.get(name, [])
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(each, str) and each for each in texts):
+        raise Refused(f"`{name}` is {given!r:.60}; give texts", name, code="invalid_value")
+    return tuple(texts)
 
 
 def _object(given: Any, where: str) -> Body:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,12 +67,14 @@ class Choice:
         request: The request.
         number: Number among the answers to the same tokens in this episode.
         completion: What was sampled; None until then.
+        stop: The text before which it ended, of those that the request gives.
         said: The same as a message; None until earlier answers to the same tokens are known.
     """
 
     request: Request
     number: int
     completion: Completion | None = None
+    stop: str = ""
     said: Said | None = None
 
     @property
@@ -245,8 +248,27 @@ class Episode:
         longest = min(room, request.asked.longest or room)
         client = "" if request.asked.seed is None else f"/{request.asked.seed}"
         seed = hashed(f"{self._seed}/{request.place}/{choice.number}{client}") >> 1
-        choice.completion = yield self._terms.policy, Turn(request.read, seed, longest)
+        completion: Completion = yield self._terms.policy, Turn(request.read, seed, longest)
+        choice.completion, choice.stop = self._stopped(completion, request.asked.stop)
         self._speak(self._alike[request.place, request.asked.seed])
+
+    def _stopped(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
+        """What was sampled up to the first of these texts, with the token that completes it; and this text.
+
+        The rest is as if it had not been sampled.
+        """
+
+        def found(length: int) -> str:
+            text = self._terms.decode(completion.token_ids[:length])
+            there = [stop for stop in stops if stop in text]
+            return min(there, key=text.index) if there else ""
+
+        lengths = range(len(completion.token_ids) + 1)
+        length = bisect_left(lengths, True, key=lambda length: bool(found(length)))
+        if not stops or length == len(lengths):
+            return completion, ""
+        cut = completion.token_ids[:length], completion.logprobs[:length]
+        return Completion(*cut, finished=True), found(length)
 
     def _speak(self, alike: Sequence[Choice]) -> None:
         """Answer requests whose answers are known, those to the same tokens in the order of their numbers.
@@ -276,9 +298,11 @@ class Episode:
         text, calls = (parsed.text, parsed.calls) if readable or not parsed.calls else (parsed.whole, ())
         if calls and request.bridge.form is not None:
             text = text.partition(request.bridge.form.mark)[0].rstrip()
+        if choice.stop:
+            text = text.partition(choice.stop)[0]
         name = _digest([self._seed, request.place, request.asked.seed, choice.number])
         calls = tuple(replace(each, id=each.id or f"{name[:8]}{i}") for i, each in enumerate(calls))
-        said = Said(text, calls, not completion.finished, len(request.read), len(completion.token_ids))
+        said = Said(text, calls, not completion.finished, len(request.read), len(completion.token_ids), choice.stop)
         if not request.asked.logprobs:
             return said
         tokens = [self._terms.decode([token]) for token in completion.token_ids]

@@ -164,6 +164,15 @@ async def streams(row: dict[str, Any], base_url: str, api_key: str) -> float:
     return float(len(answer.choices))
 
 
+async def stops(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """An answer ends before a text, and the next call goes on from there."""
+    calls, messages = by_http(base_url, api_key), [user(row["question"])]
+    message = await asked(calls, messages, stop=["Result:", "nowhere"], max_tokens=None)
+    assert message["content"] == "add 2 and 3\n", message
+    last = await asked(calls, [*messages, message, user("5")], stop="Result:", max_tokens=None)
+    return float(last["content"] == row["answer"])
+
+
 def retries(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """Retries get the answer that is stored; a call that is the same but no retry gets another one."""
     import httpx
@@ -192,7 +201,8 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         ({"messages": []}, 400, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "text"}}}]}, 400, "tools[0]"),
         ({"temperature": 0.3}, 400, "temperature"),
-        ({"stop": ["x"]}, 400, "stop"),
+        ({"stop": [1]}, 400, "stop"),
+        ({"top_p": 0.5}, 400, "top_p"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"n": 0}, 400, "n"),
         ({"tool_choice": "required"}, 400, "tool_choice"),

@@ -100,6 +100,15 @@ def test_streams_several_answers_and_logprobs_are_of_the_same_tokens(
     assert [any(row[3][: row[4][0]]) for row in made.rows] == [True, False, False]  # the first turn is trained once
 
 
+def test_an_answer_ends_with_the_token_that_completes_a_text_at_which_it_is_to_stop(
+    runner: ConversationRunner,
+) -> None:
+    made = played("stops", says("add 2 and 3\nResult: 6, Result: 7", "5"), [SUM], runner=runner)
+    assert [row[5] for row in made.rows] == [[0.0, 1.0]]
+    assert made.trained() == ["add 2 and 3\nResult:5<|im_end|>"]
+    assert "Result:<|im_end|>\n<|im_start|>user\n5<|im_end|>" in made.text(0)
+
+
 def test_a_retry_gets_the_stored_answer_and_an_equal_call_another_one(
     engine: RolloutEngine, runner: ConversationRunner
 ) -> None:
@@ -109,7 +118,7 @@ def test_a_retry_gets_the_stored_answer_and_an_equal_call_another_one(
 
 def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(runner: ConversationRunner) -> None:
     made = played("refused", says(), runner=runner)
-    assert (made.rows[0][5], made.times.episodes.refused) == ([11.0], 11)
+    assert (made.rows[0][5], made.times.episodes.refused) == ([12.0], 12)
 
 
 @pytest.mark.parametrize(
