@@ -31,6 +31,7 @@ from rlflow.run.prepare import model_path, read_graph
 from rlflow.run.pretrained import load_tokenizer, stop_tokens
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
+from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -174,7 +175,12 @@ class Player(RolloutEngine):
         self._views: list[list[int]] = []  # of each seat, the tokens that were read or written
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        version: int,
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> list[Completion]:
         """A turn after each prompt. A reply that is longer than the turn may be is cut, as a model's is.
 

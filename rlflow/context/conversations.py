@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from rlflow.databuffer.transport import Transport
-from rlflow.environments.bridge import Bridge, Message
+from rlflow.environments.bridge import Bridge, Message, PictureBridge
 from rlflow.environments.environment import Definition, Environment, Tool
 from rlflow.environments.host import Coroutines, Host
 from rlflow.environments.session import Session
+from rlflow.errors import UserError
 from rlflow.harness.door import Door, ignored
 from rlflow.harness.episode import Episode, EpisodeEnd, Terms
 from rlflow.harness.harness import Harness, play
 from rlflow.metrics import StepMetrics
+from rlflow.models.pictures import no_pictures
 from rlflow.rewards.early import OnEnd
 from rlflow.rollout.conversation import (
     Conversation,
@@ -40,9 +42,12 @@ from rlflow.rollout.conversation_loop import (
 )
 from rlflow.rollout.engine import RolloutEngine, Sampling
 from rlflow.rollout.sampling import Children, Part, require_continued
+from rlflow.values.absent import Absent
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
+from rlflow.values.picture import Picture
+from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
 from rlflow.worker import Worker
 
@@ -124,6 +129,8 @@ class ConversationRunner:
         dtype: Dtype of log-probabilities and rewards.
         seed: Seed of the run.
         transport: Collectives with the ranks that share an engine.
+        album: Numbers of pictures to the pictures.
+        expand: Ids with one placeholder for each picture, and the pictures, to a row's ids; None for a model of text.
     """
 
     bridge: Callable[[Definition], Bridge]
@@ -133,6 +140,8 @@ class ConversationRunner:
     dtype: torch.dtype
     seed: int
     transport: Transport
+    album: Callable[[Sequence[int]], Sequence[Picture]] = no_pictures
+    expand: Callable[[Sequence[int], Sequence[Picture]], list[int]] | None = None
     _hosts: EnvironmentHosts = field(default_factory=lambda: EnvironmentHosts(), init=False)
     _door: Door | None = field(default=None, init=False)
     _tools: dict[str, Definition] = field(default_factory=dict, init=False)  # of harnesses, by their schemas
@@ -148,6 +157,7 @@ class ConversationRunner:
         call: ConverseCall,
         earlier: torch.Tensor | None = None,
         on_end: OnEnd | None = None,
+        pictures: Ragged | Absent | None = None,
     ) -> tuple[Rollout, list[Conversation], ConversationTimes]:
         """Run `n` conversations from each prompt; called by all ranks that share an engine, with the same rows.
 
@@ -163,6 +173,7 @@ class ConversationRunner:
             earlier: See `Children.of`, so that seeds and paths differ from those of earlier calls.
             on_end: Called with each conversation that is over, while others go on, unless its environment still rewards
                 its group; None for nothing.
+            pictures: Numbers of the pictures of each prompt, see `Batch`; None where no prompt has any.
 
         Returns:
             The rows on the CPU, `n` for each prompt and each seat of the policy, those of one prompt consecutive; the
@@ -173,20 +184,33 @@ class ConversationRunner:
         """
         seats = environment.seats_of(call.policy, {seat: policy for seat, (policy, _) in call.players.items()})
         if isinstance(environment, Harness):
+            if isinstance(pictures, Ragged) and len(pictures.values):
+                raise UserError(
+                    "the dataset's rows have pictures in their prompts, and an agent that owns its loop writes its own"
+                    " prompts, of text; take rows without pictures"
+                )
             return self._run_harness(engines, environment, rows, parents, n, sampling, call, earlier)
         children = Children.of(parents, torch.full((len(parents),), n * len(seats)), call.node, earlier)
         of_all = [rows[i] for i in children.parent.tolist()]
+        of_each = pictures.on_host().take(children.parent) if isinstance(pictures, Ragged) else None
+        numbers = [[]] * len(of_all) if of_each is None else [each.tolist() for each in of_each.rows()]
         places = call.rows_of(parents.root)[children.parent].tolist()
         at_once = environment.workers or max(1, len(of_all))
         calls = EnvironmentCalls(environment.calls_at_once, self._shared(call.layout), environment.workers is not None)
         rules = self._rules(environment, sampling.max_tokens, call)
         of_dataset = list(zip(places, of_all, strict=True))
-        begun = self._begun(environment, of_dataset, children.path, call.part)
+        begun = self._begun(environment, of_dataset, children.path, call.part, numbers)
         results: dict[int, list[Conversation]] = {row: [each] for row, each in begun.items() if each.was_over}
         open_rows = [row for row in range(0, len(of_all), len(seats)) if row not in results]
         each = (
             self._conversation(
-                environment, of_dataset[row], partial(self._seed_of, children, row), rules, call, begun.get(row)
+                environment,
+                of_dataset[row],
+                partial(self._seed_of, children, row),
+                rules,
+                call,
+                begun.get(row),
+                numbers[row],
             )
             for row in open_rows
         )
@@ -215,7 +239,7 @@ class ConversationRunner:
         whole = time.perf_counter() - started
         times = ConversationTimes(loop.waits, len(open_rows), seconds, calls.waited, whole)
         version, cut_off = call.versions[call.policy], call.part is not None
-        rollout = to_rollout(conversations, children.path, of_all, version, self.decode, self.dtype, cut_off)
+        rollout = to_rollout(conversations, children.path, of_all, version, self.decode, self.dtype, cut_off, of_each)
         return rollout, conversations, times
 
     def close(self) -> None:
@@ -298,7 +322,12 @@ class ConversationRunner:
         return self.bridge(self._tools[key])
 
     def _begun(
-        self, environment: Environment, rows: Sequence[tuple[int, dict[str, Any]]], path: RowPath, part: Part | None
+        self,
+        environment: Environment,
+        rows: Sequence[tuple[int, dict[str, Any]]],
+        path: RowPath,
+        part: Part | None,
+        numbers: Sequence[Sequence[int]],
     ) -> dict[int, Conversation]:
         """The conversations of groups that an earlier draw cut off, by row, with those of them that are over."""
         if part is None or part.begun is None:
@@ -309,8 +338,16 @@ class ConversationRunner:
         for row, (place, of_row) in enumerate(rows[: len(there.path)]):
             definition, idle = environment.definition_of(of_row), environment.host()  # which never starts
             session = Session(definition, idle, of_row, place=place)
-            begun[row] = from_rollout(there, row, session, self.bridge(definition))
+            begun[row] = from_rollout(there, row, session, self._bridge(definition, numbers[row]))
         return begun
+
+    def _bridge(self, definition: Definition, numbers: Sequence[int]) -> Bridge:
+        """The bridge of a conversation whose prompt has the pictures of these numbers."""
+        bridge = self.bridge(definition)
+        if not numbers:
+            return bridge
+        assert self.expand is not None
+        return PictureBridge(bridge, self.album(numbers), self.expand)
 
     def _conversation(
         self,
@@ -320,6 +357,7 @@ class ConversationRunner:
         rules: Rules,
         call: ConverseCall,
         begun: Conversation | None,
+        numbers: Sequence[int],
     ) -> ConversationSteps[list[Conversation]]:
         """One conversation from its beginning, or from where it was cut off; in a game the views of the policy's seats.
 
@@ -330,6 +368,7 @@ class ConversationRunner:
             rules: How long the conversation may get.
             call: The node, and the versions of its policies.
             begun: The conversation as far as it got; None for a new one.
+            numbers: Numbers of the pictures of its prompt.
         """
         place, row = of_dataset
         definition = environment.definition_of(row)
@@ -338,8 +377,8 @@ class ConversationRunner:
             def seed_now(seat: str, turn: int) -> int:
                 return seed_of(seat, turn, call.draw)
 
-            return (yield from self._game(environment, of_dataset, seed_now, rules, call))
-        bridge, prompt = self.bridge(definition), self.messages(row)
+            return (yield from self._game(environment, of_dataset, seed_now, rules, call, numbers))
+        bridge, prompt = self._bridge(definition, numbers), self.messages(row)
         draw = call.draw if begun is None else begun.draw
         key = seed_of("", BEFORE, draw)
         anew = begun is not None and begun.state is None and not self._hosts.waits(key)
@@ -370,10 +409,11 @@ class ConversationRunner:
         seed_of: Callable[[str, int], int],
         rules: Rules,
         call: ConverseCall,
+        numbers: Sequence[int],
     ) -> ConversationSteps[list[Conversation]]:
         (place, row), key = of_dataset, seed_of("", BEFORE)
         definition = environment.definition_of(row)
-        bridge, prompt = self.bridge(definition), self.messages(row)
+        bridge, prompt = self._bridge(definition, numbers), self.messages(row)
         policies = {seat: call.players.get(seat, (call.policy, 0.0))[0] for seat in definition.seats}
         of_seats = {seat: replace(rules, policy=policy) for seat, policy in policies.items()}
         host = self._hosts.take(environment, key)

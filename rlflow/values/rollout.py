@@ -16,7 +16,7 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.values.absent import Absent
 from rlflow.values.batch import Batch, Placed
-from rlflow.values.columns import NOT_MADE, columns, join_rows, optional, take_rows
+from rlflow.values.columns import columns, fill_in, join_rows, optional, take_rows
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
@@ -59,6 +59,7 @@ class Rollout(Placed):
         texts          "5"           "no"          "let me see, I"        "it is 5"
         messages       all messages, a list of dicts for each row
         rows           {"question": "2+3=", ...} of the dataset, for rows 0 and 1 alike
+        pictures       none, or such as 14 16 for rows 0 and 1 alike
         progress       {} where no conversation is cut off
 
     From these follow `group` (4 4 7 7), `index` (0 1 0 1), `turns` (1 1 1 2), `policy_lengths` (3 2 7 4), and `turn`,
@@ -96,6 +97,7 @@ class Rollout(Placed):
             the policy also has `reward` and `tool_calls`, a message after the last turn has `unread`, and the last
             message has `ended`: who ended the conversation, and why. Empty where a response is one turn.
         rows: The dataset's row of each sample.
+        pictures: `[sum]` int64, numbers of the pictures of each sample's prompt, see `Batch`.
         progress: State from which a conversation is continued, in addition to the other columns, where
             `trainer.partial_rollout` may cut it off; see `rlflow.rollout.conversation`. Empty elsewhere.
     """
@@ -118,12 +120,11 @@ class Rollout(Placed):
     texts: Annotated[list[str], Cut.JSON, Home]
     messages: Annotated[list[list[dict[str, Any]]], Cut.JSON, Home] = optional(list)
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
+    pictures: Annotated[Ragged, Cut.RAGGED, Home] = optional(torch.int64, model_input="any")
     progress: Annotated[list[dict[str, Any]], Cut.JSON, Home] = optional(dict)
 
     def __post_init__(self) -> None:
-        for column in columns(type(self)):
-            if column.of(self) is NOT_MADE:
-                object.__setattr__(self, column.name, column.empty(self.response_ids))
+        fill_in(self, self.response_ids)
 
     @property
     @computed_from("inherited", "loss_mask")
