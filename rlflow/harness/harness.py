@@ -92,14 +92,16 @@ class Harness(Environment):
         Raises:
             WorkerError: It failed, or gave no finite number.
         """
-        path = self.run if isinstance(self.run, str) else COMMAND
-        worker.begin(seed, [path])
+        if isinstance(self.run, str):
+            worker.begin(seed, [self.run])
+            try:
+                return _reward(worker.function(self.run, row, base_url, api_key), f"`{self}`")
+            finally:
+                worker.close_if_others_run()
         try:
-            if isinstance(self.run, str):
-                return _reward(worker.function(path, row, base_url, api_key), f"`{self}`")
-            return _reward(worker.function(path, self.run, row, base_url, api_key, self.model), f"`{self}`")
+            return _reward(worker.function(COMMAND, self.run, row, base_url, api_key, self.model), f"`{self}`")
         finally:
-            worker.close_if_others_run()
+            worker.close()
 
     def __str__(self) -> str:
         return self.run if isinstance(self.run, str) else " ".join(self.run)
