@@ -17,6 +17,7 @@ from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges
 from rlflow.data.prompts import Learned, PromptData
 from rlflow.errors import UserError, about, setting
+from rlflow.harness.harness import Harness
 from rlflow.models.architecture import cached_bytes, check_positions, positions
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
@@ -167,6 +168,11 @@ def check_environments(run: Run) -> None:
             raise UserError(
                 f"`moe.routing_replay` is set for `{replays[0]}` and `module.{name}` is set; the experts of a"
                 " conversation, whose turns are generated one by one, are not stored. Leave out `routing_replay`"
+            )
+        if run.settings.partial_rollout is not None and isinstance(environment, Harness):
+            raise UserError(
+                f"`module.{name}` is a harness and `trainer.partial_rollout` is set; an agent that owns its loop is not"
+                " cut off and continued. Leave `partial_rollout` out"
             )
         if run.settings.partial_rollout is not None:
             require_no_seats(f"`module.{name}` is an environment", environment)

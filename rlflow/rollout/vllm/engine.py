@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError, require
+from rlflow.models.mixers import has_states
 from rlflow.models.pictures import PictureProcessor, reads_pictures
 from rlflow.process.environment import place_kept
 from rlflow.rollout.engine import (
@@ -469,7 +470,7 @@ def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) 
 
     if reason := UNSERVED.get(config.model_type) or unserved_experts(config, tensor_parallel_size, on_cpu):
         return reason
-    if tensor_parallel_size > 1 and config.model_type in (*MAMBA2, *DELTA_RULE):
+    if tensor_parallel_size > 1 and has_states(config):
         return (
             f"carries a state, and the parts of its layers on {tensor_parallel_size} ranks are not read back to verify"
             " a sync; set `tensor_parallel_size: 1`"
