@@ -320,6 +320,10 @@ class Encoder:
         """Number of pictures of a row's prompt."""
         return len(self._said(row, place))
 
+    def picture_names(self, row: dict[str, Any]) -> list[str]:
+        """What a row of a step calls its pictures: paths and URLs, of a `data:` URL the beginning."""
+        return [] if self.processor is None else [str(said) for said in self._said(row, "a row")]
+
     def _said(self, row: dict[str, Any], place: str) -> list[Any]:
         if self._data.images is None and self._prompt_column.split(".")[0] not in row:  # a whole conversation
             return []
