@@ -257,8 +257,8 @@ class Encoder:
             for row, value, place in zip(rows, values, places, strict=True)
         ]
         values = [self.sent(value) for value in values]
-        whole = [number for number, of_row in enumerate(shown) if of_row is not None]
-        examples = iter(self._examples(*([each[number] for number in whole] for each in (values, places, shown))))
+        whole = [each for each in zip(values, places, shown, strict=True) if each[2] is not None]
+        examples = iter(self._examples(*map(list, zip(*whole, strict=True))) if whole else ())
         return [
             Example(value, [], [], [], pictures=None) if of_row is None else next(examples)
             for value, of_row in zip(values, shown, strict=True)
