@@ -257,8 +257,8 @@ class Encoder:
             for row, value, place in zip(rows, values, places, strict=True)
         ]
         values = [self.sent(value) for value in values]
-        whole = [number for number, of_row in enumerate(shown) if of_row is not None]
-        examples = iter(self._examples(*([each[number] for number in whole] for each in (values, places, shown))))
+        whole = [each for each in zip(values, places, shown, strict=True) if each[2] is not None]
+        examples = iter(self._examples(*map(list, zip(*whole, strict=True))) if whole else ())
         return [
             Example(value, [], [], [], pictures=None) if of_row is None else next(examples)
             for value, of_row in zip(values, shown, strict=True)
@@ -319,6 +319,10 @@ class Encoder:
     def picture_count(self, row: dict[str, Any], place: str) -> int:
         """Number of pictures of a row's prompt."""
         return len(self._said(row, place))
+
+    def picture_names(self, row: dict[str, Any]) -> list[str]:
+        """What a row of a step calls its pictures: paths and URLs, of a `data:` URL the beginning."""
+        return [] if self.processor is None else [str(said) for said in self._said(row, "a row")]
 
     def _said(self, row: dict[str, Any], place: str) -> list[Any]:
         if self._data.images is None and self._prompt_column.split(".")[0] not in row:  # a whole conversation

@@ -190,7 +190,8 @@ def check_rows(run: Run) -> None:
     check_environments(run)
     run.train.require_enough()
     prompt, response = run.longest_prompt, module.max_response_length
-    longest_row = max(loader.scan.longest_row for loader in run.loaders if loader is not None)
+    scans = [loader.scan for loader in run.loaders if loader is not None]
+    longest_row = max(scan.longest_row for scan in scans)
     for role in sorted(run.paths, key=lambda role: positions(run.configs[role]) or inf):
         config = run.configs[role]
         check_positions(config, longest_row, role, "the longest row of the data")
@@ -200,6 +201,7 @@ def check_rows(run: Run) -> None:
     for policy, engine in run.engines.own.items() if run.generates else ():
         config = run.configs[policy]
         with about(engine):
+            engine.check_pictures(max(scan.most_pictures for scan in scans))
             engine.check_lengths(
                 prompt,
                 response,

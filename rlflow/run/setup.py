@@ -55,6 +55,7 @@ def join(run: Run, resolved_config: str | None) -> None:
         run.decode,
         run.decode_with_special,
         run.train.rows_of,
+        run.train.encode.picture_names,
     )
     groups = [*run.plan.groups(), *(layout.ranks for layout in run.layouts.values())]
     groups += [samples.group]

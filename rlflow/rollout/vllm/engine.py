@@ -189,8 +189,7 @@ class VLLMEngine(InProcessEngine):
     def check_pictures(self, most: int) -> None:
         if most > self.max_pictures:
             raise UserError(
-                f"a prompt has {most} pictures, and `rollout.init_args.max_pictures` is {self.max_pictures}; raise it,"
-                " or give fewer pictures"
+                f"`max_pictures` is {self.max_pictures}, and a prompt has {most}; raise it, or give fewer pictures"
             )
 
     def check_device(self, device: torch.device) -> None:
