@@ -221,6 +221,8 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {api_key}"}
     assert httpx.post(f"{base_url}/chat/completions", content=b"{", headers=headers).status_code == 400
     assert httpx.get(f"{base_url}/files", headers=headers).status_code == 404
+    unknown = httpx.post(f"{base_url}/completions", json=good, headers=headers)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
     assert httpx.get(f"{base_url}/models", headers=headers).json()["data"][0]["id"] == MODEL
     return {"reward": right}
 
