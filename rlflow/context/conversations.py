@@ -308,7 +308,8 @@ class ConversationRunner:
         of_rows = [row for row, count in zip(rows, counts.tolist(), strict=True) for _ in range(count)]
         rollout = to_rollout(views, path, of_rows, call.versions[call.policy], self.decode, self.dtype)
         inherited = torch.tensor([each for end in ends for each in end.inherited], dtype=torch.int64)
-        return replace(rollout, inherited=inherited), views, times
+        branch = torch.tensor([number for end in ends for number in range(len(end.rows))], dtype=torch.int64)
+        return replace(rollout, inherited=inherited, branch=branch), views, times
 
     def _bridge_of(self, tools: Sequence[Mapping[str, Any]]) -> Bridge:
         """The bridge that writes the turns of requests with these tools."""

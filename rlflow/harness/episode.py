@@ -359,11 +359,10 @@ class Episode:
             silent.end(Ending.DONE, "the agent called for nothing")
             end.rows.append(silent)
             end.inherited.append(0)
-        for seat, (view, inherited) in enumerate(zip(end.rows, end.inherited, strict=True)):
-            view.seat = seat
+        for number, (view, inherited) in enumerate(zip(end.rows, end.inherited, strict=True), 1):
             if len(end.rows) > 1:
                 begins = f", which begins with {inherited} tokens of an earlier one" if inherited else ""
-                view.why += f"; row {seat + 1} of {len(end.rows)} of the episode{begins}"
+                view.why += f"; row {number} of {len(end.rows)} of the episode{begins}"
         return end
 
     def _row(self, turns: Sequence[Choice], trained: Sequence[bool], reward: float) -> Conversation:

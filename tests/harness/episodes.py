@@ -50,7 +50,7 @@ class Played:
                 made.segments.rows()[row].tolist(),
                 made.turn_rewards.rows()[row].tolist(),
                 int(made.inherited[row]),
-                int(made.seat[row]),
+                int(made.branch[row]),
                 made.logprobs[row, : lengths[row]].tolist(),
             )
             for row in range(len(lengths))
