@@ -210,7 +210,7 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         ({"guided_json": {}}, 400, "guided_json"),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
         ({"tools": 5}, 400, None),
-        ({"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]}, 400, None),
+        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, 400, "messages"),
         ({"max_tokens": 0.5}, 400, "max_tokens"),
     ]
     right = 0
