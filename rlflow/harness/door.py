@@ -143,7 +143,7 @@ class Door:
         from starlette.routing import Route
 
         routes = [Route(MODELS, self._models), *(Route(path, self._call, methods=["POST"]) for path in APIS)]
-        return Starlette(routes=[*routes, Route("/{path:path}", self._unknown)])
+        return Starlette(routes=[*routes, Route("/{path:path}", self._unknown, methods=["GET", "POST", "DELETE"])])
 
     async def _models(self, request: Request) -> Response:
         episode = self._of_key(request)
@@ -160,6 +160,8 @@ class Door:
         from starlette.responses import Response
 
         api = APIS[request.url.path]
+        if self._of_key(request) is None:  # whose body is not read
+            return _refused(api, _no_key())
         try:
             body = json.loads(await request.body())
         except (ValueError, RecursionError):

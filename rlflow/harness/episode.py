@@ -168,9 +168,9 @@ class Episode:
         try:
             request = self._read(sent)
         except Refused as refused:
-            self._refused += 1
-            self._answer(sent["request"], Sent(refused.status, APIS[sent["path"]].problem(refused)))
-            return []
+            return self._refuse(sent, refused)
+        except Exception as error:  # nothing that a client sends ends the run
+            return self._refuse(sent, Refused(f"the request cannot be read ({one_line(error)})", code="invalid_value"))
         if sent["request"] not in request.ids:  # a retry
             request.ids.append(sent["request"])
             if request.sent is not None:
@@ -181,6 +181,11 @@ class Episode:
         request.choices = [Choice(request, len(alike) + place) for place in range(request.asked.n)]
         alike += request.choices
         return [self._turn(choice) for choice in request.choices]
+
+    def _refuse(self, sent: Mapping[str, Any], refused: Refused) -> list[ConversationSteps[None]]:
+        self._refused += 1
+        self._answer(sent["request"], Sent(refused.status, APIS[sent["path"]].problem(refused)))
+        return []
 
     def _read(self, sent: Mapping[str, Any]) -> Request:
         """The request that was sent; if it is a retry, the one that it repeats.

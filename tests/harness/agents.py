@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -207,11 +208,16 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         ({"n": 0}, 400, "n"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
         ({"guided_json": {}}, 400, "guided_json"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
+        ({"tools": 5}, 400, None),
+        ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, 400, "messages"),
+        ({"max_tokens": 0.5}, 400, "max_tokens"),
     ]
     right = 0
     for change, status, param in wrong:
+        sent = json.dumps(good | change)  # in ASCII: a half character is none of UTF-8
         answer = httpx.post(
-            f"{base_url}/chat/completions", json=good | change, headers={"Authorization": f"Bearer {api_key}"}
+            f"{base_url}/chat/completions", content=sent, headers={"Authorization": f"Bearer {api_key}"}
         )
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (status, param), (change, answer.status_code, error)
@@ -221,6 +227,8 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {api_key}"}
     assert httpx.post(f"{base_url}/chat/completions", content=b"{", headers=headers).status_code == 400
     assert httpx.get(f"{base_url}/files", headers=headers).status_code == 404
+    unknown = httpx.post(f"{base_url}/completions", json=good, headers=headers)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
     assert httpx.get(f"{base_url}/models", headers=headers).json()["data"][0]["id"] == MODEL
     return {"reward": right}
 

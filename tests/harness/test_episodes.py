@@ -118,7 +118,7 @@ def test_a_retry_gets_the_stored_answer_and_an_equal_call_another_one(
 
 def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(runner: ConversationRunner) -> None:
     made = played("refused", says(), runner=runner)
-    assert (made.rows[0][5], made.times.episodes.refused) == ([12.0], 12)
+    assert (made.rows[0][5], made.times.episodes.refused) == ([16.0], 16)
 
 
 @pytest.mark.parametrize(
