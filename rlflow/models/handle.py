@@ -161,7 +161,7 @@ class ModelHandle(ABC):
         if self.trainable and self.optimizer is None:
             self.optimizer = self.default_optimizer
         self.plan = ForwardPlan()
-        self.unknown = ""  # see `PackedModel.unknown`
+        self.remarks: list[str] = []  # see `PackedModel.remarks`
         self._forward: nn.Module | None = None
         self.in_training = False
 
@@ -189,7 +189,7 @@ class ModelHandle(ABC):
         if self.lora is not None:
             model.add_adapters(self.lora, self.model)
         self._prepare(model)
-        self.unknown = model.unknown
+        self.remarks = model.remarks
         return model
 
     @property
