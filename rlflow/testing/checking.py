@@ -27,7 +27,7 @@ DERIVATIVE = 1e-6
 
 
 @dataclass(frozen=True)
-class Column:
+class CheckColumn:
     """Something that should not change a gradient.
 
     Attributes:
@@ -48,17 +48,17 @@ class Column:
 
 PLAIN = Way(derives=True)
 COLUMNS = (
-    Column("randomness", "the step once more, with other states of the random generators", Way(disturbed=True)),
-    Column("micro-batches", "one or two rows at a time", Way(token_budget=SMALL)),
-    Column("packing", "rows one behind the other, without padding", Way(packing=True)),
-    Column("prefixes", "rows that begin alike share their first tokens", Way(packing=True, share_prefixes=True)),
-    Column("order", "the responses of each prompt in the opposite order", Way(backwards="responses")),
-    Column("order of groups", "the prompts in the opposite order", Way(backwards="prompts")),
-    Column("padding", "more padding, with other numbers in it", Way(spoilt="padding")),
-    Column("masked", "other numbers at tokens that a tool wrote", Way(spoilt="masked")),
-    Column("ranks", "2 ranks", Way(ranks=2)),
-    Column("zero2", "2 ranks, DeepSpeed's ZeRO-2 in float32", Way("zero2", 2, packing=True, token_budget=SMALL)),
-    Column("fsdp2", "2 ranks, torch's FSDP2 in float32", Way("fsdp2", 2, packing=True, token_budget=SMALL)),
+    CheckColumn("randomness", "the step once more, with other states of the random generators", Way(disturbed=True)),
+    CheckColumn("micro-batches", "one or two rows at a time", Way(token_budget=SMALL)),
+    CheckColumn("packing", "rows one behind the other, without padding", Way(packing=True)),
+    CheckColumn("prefixes", "rows that begin alike share their first tokens", Way(packing=True, share_prefixes=True)),
+    CheckColumn("order", "the responses of each prompt in the opposite order", Way(backwards="responses")),
+    CheckColumn("order of groups", "the prompts in the opposite order", Way(backwards="prompts")),
+    CheckColumn("padding", "more padding, with other numbers in it", Way(spoilt="padding")),
+    CheckColumn("masked", "other numbers at tokens that a tool wrote", Way(spoilt="masked")),
+    CheckColumn("ranks", "2 ranks", Way(ranks=2)),
+    CheckColumn("zero2", "2 ranks, DeepSpeed's ZeRO-2 in float32", Way("zero2", 2, packing=True, token_budget=SMALL)),
+    CheckColumn("fsdp2", "2 ranks, torch's FSDP2 in float32", Way("fsdp2", 2, packing=True, token_budget=SMALL)),
 )
 NAMES = ("derivative", *(column.name for column in COLUMNS))
 
@@ -156,7 +156,7 @@ def examine(
     depends_on: Collection[str] = (),
     row: Mapping[str, Any] | None = None,
     parts: Sequence[str] = (),
-    columns: Sequence[Column] = COLUMNS,
+    columns: Sequence[CheckColumn] = COLUMNS,
 ) -> Report:
     """As `check`; what is wrong is in the report, and not raised."""
     meant = {*depends_on, *type(module).depends_on}
@@ -180,7 +180,7 @@ def examine(
 
 
 def _lines(
-    module: RLModule, rows: list[dict[str, Any]], scratch: Path, meant: Collection[str], columns: Sequence[Column]
+    module: RLModule, rows: list[dict[str, Any]], scratch: Path, meant: Collection[str], columns: Sequence[CheckColumn]
 ) -> Iterator[Line]:
     def run(way: Way) -> Outcome:
         return run_step(module, rows, way, Path(tempfile.mkdtemp(dir=scratch)))
@@ -195,6 +195,10 @@ def _lines(
         except Wrong as wrong:
             yield Line("derivative", None, wrong.node, wrong.what)
             return
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"the step cannot run: {_said(error)}; mend it") from error
         yield _derived(plain, meant)
         for column in alone:
             try:
@@ -213,8 +217,10 @@ def _lines(
 
 
 def _derived(plain: Outcome, meant: Collection[str]) -> Line:
-    """The line of the derivative, or of a gradient that is 0."""
+    """The line of the derivative, or of a gradient that is 0 or no number."""
     for role, updates in plain.gradients.items():
+        if not all(tensor.isfinite().all() for update in updates for tensor in update.values()):
+            return Line("derivative", None, plain.trained_by[role], f"gives `{role}` an infinite or NaN gradient")
         if all(not tensor.any() for update in updates for tensor in update.values()):
             return Line("derivative", None, plain.trained_by[role], f"gives `{role}` a gradient of 0 in every weight")
     largest = max(plain.derivatives.values(), default=0.0)
@@ -223,7 +229,7 @@ def _derived(plain: Outcome, meant: Collection[str]) -> Line:
     return Line("derivative", largest, node, what if node else "", "derivative" in meant)
 
 
-def _compared(column: Column, plain: Outcome, other: Outcome, meant: Collection[str]) -> Line:
+def _compared(column: CheckColumn, plain: Outcome, other: Outcome, meant: Collection[str]) -> Line:
     apart = _gradients_apart(plain, other)
     if apart <= column.limit:
         return Line(column.name, apart)
@@ -231,12 +237,16 @@ def _compared(column: Column, plain: Outcome, other: Outcome, meant: Collection[
     return Line(column.name, apart, node, what, column.name in meant)
 
 
-def _raised(column: Column, error: Exception, meant: Collection[str]) -> Line:
+def _raised(column: CheckColumn, error: Exception, meant: Collection[str]) -> Line:
     if isinstance(error, Wrong):
         return Line(column.name, None, error.node, error.what, column.name in meant)
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    text = str(error) if isinstance(error, RankFailure) else f"{type(error).__name__}: {one_line(error)}{notes}"
+    text = str(error) if isinstance(error, RankFailure) else _said(error)
     return Line(column.name, None, "step", f"raised {text}", column.name in meant)
+
+
+def _said(error: Exception) -> str:
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {one_line(error)}{notes}"
 
 
 def _gradients_apart(plain: Outcome, other: Outcome) -> float:

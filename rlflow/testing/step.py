@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -161,7 +162,7 @@ class Plain(DistributedStrategy):
 
 
 @dataclass(frozen=True)
-class Watch(NodeInputs):
+class NodeValues(NodeInputs):
     """Notes what nodes make, row by row."""
 
     found: Outcome = field(default_factory=Outcome)
@@ -227,7 +228,7 @@ def small(module: RLModule, folder: Path, parts: tuple[str, ...] = ()) -> RLModu
     """
     module = deepcopy(module)
     make_models(module)
-    module.config_models = {role: copied for role, copied in deepcopy(dict(module.config_models)).items()}
+    module.config_models = deepcopy(dict(module.config_models))
     models = handles(module) | dict(module.config_models)
     for number, (role, handle) in enumerate(models.items()):
         has_head = isinstance(handle, RewardModel | ValueModel)
@@ -278,13 +279,14 @@ def run_step(module: RLModule, rows: list[dict[str, Any]], way: Way, scratch: Pa
         if way.disturbed:
             torch.manual_seed(random.randrange(2**32))
             random.seed()
+            np.random.seed()
         Observer(run, way, found).attach()
         prompts = stack.enter_context(Prefetch(run.train, None))
         trace = Trace(scratch / "traces", run.rank)
         stack.callback(trace.close)
         callbacks = Callbacks([], None, module)  # type: ignore[arg-type]
-        watch = Watch(run, None, found=found, reversed_prompts=way.backwards == "prompts")
-        controller = Controller(run, Policies(run, callbacks), prompts, Metrics(), trace, callbacks, watch)
+        node_values = NodeValues(run, None, found=found, reversed_prompts=way.backwards == "prompts")
+        controller = Controller(run, Policies(run, callbacks), prompts, Metrics(), trace, callbacks, node_values)
         controller.step(0)
         controller.close()
     return found
@@ -331,7 +333,7 @@ def _converse(
 
 
 @dataclass
-class Call:
+class LossCall:
     """A call of a train node: one micro-batch.
 
     Attributes:
@@ -360,7 +362,7 @@ class Observer:
         self._run = run
         self._way = way
         self._found = found
-        self._calls: dict[str, list[Call]] = defaultdict(list)  # of the update in progress, by role
+        self._calls: dict[str, list[LossCall]] = defaultdict(list)  # of the update in progress, by role
         self._held: derivative.Held | None = None
         self._backward, self._step = run.strategy.backward, run.strategy.step
 
@@ -419,7 +421,7 @@ class Observer:
         assert node.role is not None
         self._found.trained_by[node.role] = node.id
         self._found.order += [node.id] if node.id not in self._found.order else []
-        call = Call(partial(method, **values), derivative.Held())
+        call = LossCall(partial(method, **values), derivative.Held())
         with self._holding(call.held if self._way.derives else None):
             loss = method(**values)
         if not isinstance(loss, Tensor):
@@ -466,7 +468,7 @@ class Observer:
         """A model's forward pass, in which nothing is held."""
         return (method if self._held is None else self._held.without(method))(*arguments, **named)
 
-    def _loss(self, role: str, calls: list[Call]) -> float:
+    def _loss(self, role: str, calls: list[LossCall]) -> float:
         """The loss of an update at the present weights, with what was detached held where it was."""
         handle: ModelHandle = getattr(self._run.module, role)
         total = 0.0
