@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.errors import UserError, did_you_mean, one_line
+from rlflow.errors import UserError, did_you_mean
 from rlflow.module import RLModule, environments, handles
-from rlflow.testing.ranks import RankFailure, Ranks
+from rlflow.testing.ranks import RankFailure, Ranks, said
 from rlflow.testing.recorded import PROMPTS, recorded_rows
 from rlflow.testing.step import SMALL, Outcome, Rows, Way, Wrong, run_step, small
 
@@ -193,12 +193,14 @@ def _lines(
         try:
             plain = run(PLAIN)
         except Wrong as wrong:
-            yield Line("derivative", None, wrong.node, wrong.what)
+            yield Line("derivative", None, wrong.node, str(wrong))
             return
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"the step cannot run: {_said(error)}; mend it") from error
+            raise UserError(
+                f"the step cannot run: `{getattr(error, 'node', 'step')}` {said(error)}; mend it"
+            ) from error
         yield _derived(plain, meant)
         for column in alone:
             try:
@@ -238,15 +240,8 @@ def _compared(column: CheckColumn, plain: Outcome, other: Outcome, meant: Collec
 
 
 def _raised(column: CheckColumn, error: Exception, meant: Collection[str]) -> Line:
-    if isinstance(error, Wrong):
-        return Line(column.name, None, error.node, error.what, column.name in meant)
-    text = str(error) if isinstance(error, RankFailure) else _said(error)
-    return Line(column.name, None, "step", f"raised {text}", column.name in meant)
-
-
-def _said(error: Exception) -> str:
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {one_line(error)}{notes}"
+    what = str(error) if isinstance(error, RankFailure | Wrong) else said(error)
+    return Line(column.name, None, getattr(error, "node", None) or "step", what, column.name in meant)
 
 
 def _gradients_apart(plain: Outcome, other: Outcome) -> float:

@@ -21,7 +21,22 @@ TIMEOUT_S = 120.0  # for one job on all ranks
 
 
 class RankFailure(Exception):
-    """A rank raised, died, or did not answer in time; the message is one line."""
+    """A rank raised, died, or did not answer in time; the message is one line.
+
+    Args:
+        message: What happened.
+        node: Name of the node that raised; None where none did.
+    """
+
+    def __init__(self, message: str, node: str | None = None) -> None:
+        super().__init__(message)
+        self.node = node
+
+
+def said(error: BaseException) -> str:
+    """An error in one line, with its notes."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"raised {type(error).__name__}: {one_line(error)}{notes}"
 
 
 class Ranks:
@@ -71,7 +86,7 @@ class Ranks:
                         process.join()
                         raise RankFailure(f"rank {rank} died with exit code {process.exitcode}") from None
                     if failed:
-                        raise RankFailure(answer)
+                        raise RankFailure(*answer)
                     answers.append((rank, answer))
                     del pending[rank]
                 elif time.monotonic() > until:
@@ -111,7 +126,6 @@ class Ranks:
             try:
                 connection.send_bytes(pickle.dumps((False, self._do(job))))
             except BaseException as error:
-                notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-                connection.send_bytes(pickle.dumps((True, f"{type(error).__name__}: {one_line(error)}{notes}")))
+                connection.send_bytes(pickle.dumps((True, (said(error), getattr(error, "node", None)))))
                 break
         os._exit(0)  # taking torch down in good order costs seconds

@@ -25,6 +25,7 @@ LONGEST = 12  # tokens of a recorded response, the end token included
 END = 0  # the end token of the embedded tokenizer, whose other ids are the characters' codes
 GREEDY = 97  # number of the response that is recorded for temperature 0
 FAILS = "9"  # a response that begins with it is one that the reward fails on
+EVEN = "6"  # responses that begin with it are all worth the same
 
 # Five prompts, so that two ranks have 3 and 2. The sum of a prompt's ids, modulo 5, says what is odd about its group:
 # 0 one response is cut, 1 one is empty, 2 one fails to be scored, 3 another is cut, 4 all are worth the same. Two share
@@ -120,11 +121,13 @@ class Recorded(InProcessEngine):
         draw, kind = random.Random(f"{prompt} {number}"), sum(prompt) % 5
         cut, empty = kind in CUT and number == 1 + (kind == 0), kind == EMPTY and number == 2
         digits = draw.choices("02345", k=LONGEST if cut else draw.randint(3, LONGEST - 1))
-        ones = 1 if kind == EQUAL and not self._all_differ else number if number < 2 else draw.randint(0, 2)
+        ones = number if number < 2 else draw.randint(0, 2)
         for place in draw.sample(range(1, len(digits)), ones):
             digits[place] = "1"
         if kind == FAILING and number == 1:
             digits[0] = FAILS
+        if kind == EQUAL and not self._all_differ:
+            digits[0] = EVEN
         tokens = () if empty else (*(ord(digit) for digit in digits), *(() if cut else (END,)))
         logprobs = tuple(draw.uniform(-6.0, -0.5) for _ in tokens)
         return Completion(tokens[:limit], logprobs[:limit], not cut and len(tokens) <= limit)
@@ -137,7 +140,7 @@ class Recorded(InProcessEngine):
 
 
 class RecordedReward(SampleReward):
-    """0, 1/2 or 1 by the number of ones in a response; it fails on one response, which is dropped.
+    """From 0 to 1 by the number of ones in a response; it fails on one response, which is dropped.
 
     Args:
         parts: Names of the parts, for algorithms that read them; each counts another digit. Empty for one number.
@@ -151,11 +154,18 @@ class RecordedReward(SampleReward):
         if text.startswith(FAILS):
             raise ValueError("this response is recorded as one that the reward fails on")
         if not self._parts:
-            return text.count("1") % 3 / 2
-        return {name: text.count("102345"[place % 6]) % 3 / 2 for place, name in enumerate(self._parts)}
+            return _worth(text, "1")
+        return {name: _worth(text, "102345"[place % 6]) for place, name in enumerate(self._parts)}
 
     def _warn(self, failures: Sequence[str], responses: Any) -> None:
         """The failure is meant."""
+
+
+def _worth(text: str, digit: str) -> float:
+    """From 0 to 1 by the number of a digit, and a little by the rest of the text, so that no two are worth the same."""
+    if text.startswith(EVEN):
+        return 0.5
+    return 0.4 * (text.count(digit) % 3) + 0.2 * random.Random(text).random()
 
 
 def with_tool(rollout: Rollout, rewards: bool) -> Rollout:

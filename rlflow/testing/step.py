@@ -87,7 +87,7 @@ class Way:
 
 
 class Wrong(Exception):
-    """What a node did that is wrong in itself.
+    """What a node did that is wrong in itself; other errors of nodes get the attribute `node` too.
 
     Args:
         node: Name of the node.
@@ -95,8 +95,8 @@ class Wrong(Exception):
     """
 
     def __init__(self, node: str, what: str) -> None:
-        super().__init__(node, what)
-        self.node, self.what = node, what
+        super().__init__(what)
+        self.node = node
 
 
 @dataclass
@@ -230,6 +230,7 @@ def small(module: RLModule, folder: Path, parts: tuple[str, ...] = ()) -> RLModu
     make_models(module)
     module.config_models = deepcopy(dict(module.config_models))
     models = handles(module) | dict(module.config_models)
+    trained = read_graph(deepcopy(module)).trained_roles()
     for number, (role, handle) in enumerate(models.items()):
         has_head = isinstance(handle, RewardModel | ValueModel)
         handle.model = str(write_model(folder / role, seed=number + 1, has_head=has_head))
@@ -237,7 +238,7 @@ def small(module: RLModule, folder: Path, parts: tuple[str, ...] = ()) -> RLModu
         handle.start_step, handle.gradient_checkpointing, handle.trust_remote_code = 0, False, False
         if handle.lora is not None:
             handle.lora = replace(handle.lora, dropout=0.0)
-        if handle.optimizer is not None:
+        if role in trained:
             handle.optimizer = Optimizer("sgd", lr=LR, gradient_clipping=0.0)
     if module.reward is not None:
         module.reward = RecordedReward(parts or parts_of(module.scorer))
@@ -398,6 +399,13 @@ class Observer:
         return self._step(name, most)
 
     def _call(self, node: Node, method: Callable[..., Any], **values: Any) -> Any:
+        try:
+            return self._called(node, method, values)
+        except Exception as error:
+            error.node = node.id  # type: ignore[attr-defined]
+            raise
+
+    def _called(self, node: Node, method: Callable[..., Any], values: dict[str, Any]) -> Any:
         spoilt = (
             values
             if node.kind == "rollout"
@@ -492,24 +500,28 @@ class Observer:
 
     def _changed(self, value: Any, annotation: Any, node: Node, values: dict[str, Any]) -> Any:
         names = [each.name for each in columns(annotation) if each.cut is Cut.TOKEN] if annotation is not Any else []
-        if not dataclasses.is_dataclass(value):
-            if not names:
-                return value
-            if self._way.spoilt == "padding":
-                return nn.functional.pad(value, (0, 0) * (value.dim() - 2) + (0, WIDER))
+        own = {name: getattr(value, name) if name else value for name in names}
+        given = {name: column for name, column in own.items() if isinstance(column, Tensor)}
+        if isinstance(getattr(value, "lengths", None), Tensor):  # rows with tokens
+            changed = self._other_numbers(value, given)
+        else:  # what a node made for each token
             tool = next((each for each in map(_tool, values.values()) if each is not None), None)
-            if node.kind != "train" or tool is None or tool.shape != value.shape or not value.is_floating_point():
-                return value
-            return value + 3.0 * tool
-        changed = {}
-        for name in names:
-            column = getattr(value, name)
-            if isinstance(column, Tensor) and self._way.spoilt == "padding":
-                changed[name] = _padded(column, value.lengths)
-        if self._way.spoilt == "masked" and isinstance(getattr(value, "logprobs", None), Tensor):
-            tool = _tool(value)
-            changed = {} if tool is None else {"logprobs": value.logprobs - 3.0 * tool}
-        return replace(value, **changed)
+            changed = {name: self._beside(column, node, tool) for name, column in given.items()}
+        return changed[""] if "" in changed else replace(value, **changed) if changed else value
+
+    def _other_numbers(self, value: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The columns per token of rows that have other numbers now."""
+        if self._way.spoilt == "padding":
+            return {name: _padded(column, value.lengths) for name, column in given.items()}
+        tool = _tool(value)
+        return {"logprobs": value.logprobs - 3.0 * tool} if tool is not None and "logprobs" in given else {}
+
+    def _beside(self, column: Tensor, node: Node, tool: Tensor | None) -> Tensor:
+        """What a node made for each token, `[B, T, ...]`; its padding is the node's own, so zeros are added to it."""
+        if self._way.spoilt == "padding":
+            return nn.functional.pad(column, (0, 0) * (column.dim() - 2) + (0, WIDER))
+        counts = node.kind == "train" and tool is not None and tool.shape == column.shape
+        return column + 3.0 * tool if counts and column.is_floating_point() else column  # type: ignore[operator]
 
     def _narrowed(self, result: Any, node: Node, values: dict[str, Any]) -> Any:
         """A node's result without the columns of padding that were added to what it read."""
@@ -517,13 +529,10 @@ class Observer:
             return result
         widths = {width for name, value in values.items() if (width := self._width(name, value)) is not None}
         if isinstance(result, Tensor):
-            wider = (
-                result.dim() > 1
-                and result.shape[1] - WIDER in widths
-                and (node.kind == "train" or node.returns == PerToken)
-            )
+            per_token = node.kind == "train" or node.returns == PerToken
+            wider = per_token and result.dim() > 1 and result.shape[1] - WIDER in widths
             return result[:, :-WIDER] if wider else result
-        return trim(result, node.returns, max(widths)) if node.makes_rows and widths else result
+        return trim(result, node.returns, max(widths)) if dataclasses.is_dataclass(result) and widths else result
 
     def _width(self, name: str, value: Any) -> int | None:
         """Columns of a value per token, before padding was added."""

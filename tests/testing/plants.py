@@ -51,8 +51,10 @@ class Detached(GRPO):
 class NotDetached(GRPO):
     """The old log-probabilities are the new ones with their gradient, so the ratio is 1 whatever the weights."""
 
-    def anchored(self, rollout: Sampled, logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
-        return logprobs
+    @node(role="actor", type="train")
+    def actor_loss(self, rollout: Sampled, advantages: PerSample) -> PerToken:
+        logprobs = self.actor.logprobs(rollout)
+        return -advantages[:, None] * torch.exp(logprobs - logprobs)
 
 
 class RandomWithoutSeed(GRPO):
