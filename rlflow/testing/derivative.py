@@ -133,7 +133,7 @@ def wide_casts() -> Iterator[None]:
 
     def widens(value: Any) -> bool:
         caller = sys._getframe(2).f_globals["__name__"]
-        return value.dtype == torch.float64 and caller.startswith("transformers.")
+        return bool(value.dtype == torch.float64 and caller.startswith("transformers."))
 
     def wide(given: Any) -> Any:
         return torch.float64 if given is torch.float32 else given

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rlflow.errors import one_line
 
@@ -97,7 +98,7 @@ class Ranks:
         if not jobs:
             return
         context = multiprocessing.get_context("fork")
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store  # the parent serves it, on a port that the system chose
         for rank in range(self._count):
             here, there = context.Pipe()

@@ -29,6 +29,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
 from rlflow.models.arguments import make_models
+from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.scalar import RewardModel, ValueModel
@@ -265,7 +266,6 @@ def run_step(module: RLModule, rows: list[dict[str, Any]], way: Way, scratch: Pa
         max_steps=1,
         devices=way.ranks,
         accelerator="cpu",
-        logprob_gap_limit=1e6,  # the recorded logprobs are no model's
     )
     found = Outcome()
     with ExitStack() as stack:
@@ -281,13 +281,13 @@ def run_step(module: RLModule, rows: list[dict[str, Any]], way: Way, scratch: Pa
             torch.manual_seed(random.randrange(2**32))
             random.seed()
             np.random.seed()
-        Observer(run, way, found).attach()
         prompts = stack.enter_context(Prefetch(run.train, None))
         trace = Trace(scratch / "traces", run.rank)
         stack.callback(trace.close)
         callbacks = Callbacks([], None, module)  # type: ignore[arg-type]
         node_values = NodeValues(run, None, found=found, reversed_prompts=way.backwards == "prompts")
         controller = Controller(run, Policies(run, callbacks), prompts, Metrics(), trace, callbacks, node_values)
+        Observer(run, way, found).attach()
         controller.step(0)
         controller.close()
     return found
@@ -372,7 +372,9 @@ class Observer:
         module, strategy = self._run.module, self._run.strategy
         for node in self._run.graph.order:
             setattr(module, node.id, partial(self._call, node, getattr(module, node.id)))
-        for handle in handles(module).values() if self._way.derives else ():
+        for handle in handles(module).values():
+            if isinstance(handle, CausalLM):
+                handle.watch = lambda rows, logprobs: None  # the recorded logprobs are no model's
             handle._by_micro_batch = partial(self._score, handle._by_micro_batch)  # type: ignore[method-assign]
         strategy.backward, strategy.step = self.backward, self.step  # type: ignore[method-assign]
 
@@ -436,12 +438,12 @@ class Observer:
             raise Wrong(node.id, f"returned {type(loss).__name__} and not a tensor of losses")
         if not loss.requires_grad:
             raise Wrong(node.id, "returned a loss without a gradient: all that depends on the weights is detached")
-        loss = self._narrowed(loss, node, given)
-        self._note(node, loss, given)
+        narrow: Tensor = self._narrowed(loss, node, given)
+        self._note(node, narrow, given)
         if self._way.derives:
-            call.loss = loss
+            call.loss = narrow
             self._calls[node.role].append(call)
-        return loss
+        return narrow
 
     def _note(self, node: Node, loss: Tensor, values: dict[str, Any]) -> None:
         """Note the losses of rows; of losses per token those in the mask."""

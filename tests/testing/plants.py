@@ -193,3 +193,9 @@ PLANTS: dict[type[GRPO], tuple[str, str]] = {
 
 class MeansOrder(RowBefore):
     depends_on: ClassVar[tuple[str, ...]] = ("order", "order of groups", "ranks")
+
+
+class Broken(GRPO):
+    @node
+    def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
+        return rewards / (1 // 0)
