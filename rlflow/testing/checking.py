@@ -188,7 +188,7 @@ def _lines(
     alone = [column for column in columns if column.way.ranks == 1]
     absent = {"zero2": "DeepSpeed is not installed"} if find_spec("deepspeed") is None else {}
     shared = [column for column in columns if column.way.ranks > 1 and column.name not in absent]
-    ranks = Ranks(2, run, [column.way for column in shared])
+    ranks = Ranks(2, run, [column.way for column in shared], scratch)
     try:
         try:
             plain = run(PLAIN)
@@ -201,6 +201,11 @@ def _lines(
             raise UserError(
                 f"the step cannot run: `{getattr(error, 'node', 'step')}` {said(error)}; mend it"
             ) from error
+        if not plain.gradients:
+            raise UserError(
+                "no role was trained in the step: no recorded row has a token to learn from; look at what the"
+                " train node reads"
+            )
         yield _derived(plain, meant)
         for column in alone:
             try:
@@ -241,6 +246,8 @@ def _compared(column: CheckColumn, plain: Outcome, other: Outcome, meant: Collec
 
 def _raised(column: CheckColumn, error: Exception, meant: Collection[str]) -> Line:
     what = str(error) if isinstance(error, RankFailure | Wrong) else said(error)
+    if "fork-based multiprocessing" in what:  # torch's words where threads of a GPU's backward passes are running
+        return Line(column.name, None, left_out="this process has used a GPU, and cannot be forked; check in a new one")
     return Line(column.name, None, getattr(error, "node", None) or "step", what, column.name in meant)
 
 
