@@ -18,6 +18,7 @@ from rlflow.errors import UserError
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards.reward import SampleReward
 from rlflow.rollout.engine import Completion, EnginePlace, InProcessEngine, Sampling, SyncReport
+from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
@@ -108,7 +109,13 @@ class Recorded(InProcessEngine):
         self.policy_version = version
         return SyncReport(version, len(tensors), 0, 0.0)
 
-    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Sequence[Picture]] = (),
+    ) -> list[Completion]:
         asked, alike = Counter[tuple[int, ...]](), Counter(map(tuple, prompts))
         completions = []
         for prompt, limit in zip(map(tuple, prompts), sampling.limits_of(len(prompts)), strict=True):
