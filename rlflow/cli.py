@@ -21,6 +21,7 @@ from rlflow.process.supervisor import leave, supervise
 COMMANDS = {
     "fit": "Train a model as a config says.",
     "validate": "Measure a config's model on its held-out prompts.",
+    "check": "Say what changes an algorithm's gradient and should not: ranks, micro-batches, padding, order.",
     "graph": "Print an algorithm's graph and a rank's plan, and draw it.",
     "report": "Show where the time of a run's steps went, rank by rank.",
     "trace": "Join the traces of a run's ranks into one file.",

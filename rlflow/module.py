@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -58,6 +58,7 @@ class RLModule:
         max_draws: Batches of prompts that a filter draws at most to fill a step.
         unclipped: Whether the loss has no clip, cap or mask at all. A run that makes several updates a step, or trains
             on samples of older weights, is then warned of it, once.
+        depends_on: Names of columns of `rlflow check` on which the gradient is meant to depend, such as `order`.
         config_models: Model handles by role that a config gives in addition to or in place of those of
             `configure_models`.
         config_nodes: Nodes, by name, that a config adds or puts in the place of others; None removes one.
@@ -74,6 +75,7 @@ class RLModule:
     mask_truncated: bool = False
     max_draws: int = 10
     unclipped: ClassVar[bool] = False
+    depends_on: ClassVar[Collection[str]] = ()
     config_models: Mapping[str, ModelHandle] = MappingProxyType({})
     config_nodes: Mapping[str, NodeConfig | str | None] = MappingProxyType({})
     given_models: Mapping[str, ModelHandle] = MappingProxyType({})

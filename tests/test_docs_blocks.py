@@ -76,7 +76,6 @@ def test_the_blocks_that_are_not_run_are_these() -> None:
     assert sorted(found) == [
         ("configuration.md", "MLflow"),
         ("gpu.md", "GPUs"),
-        ("limits.md", "the network"),
         ("nodes.md", "Kubernetes"),  # its form: test_the_manifest_for_kubernetes_starts_the_ranks_that_the_config_has
         ("nodes.md", "Slurm"),
         ("quickstart.md", "the network"),
@@ -86,6 +85,7 @@ def test_the_blocks_that_are_not_run_are_these() -> None:
 
 # Files that configs and commands of the documents name, by the beginnings of the blocks that are in them.
 MODULES = {
+    "my_agent": ["import json\n\nfrom openai import AsyncOpenAI\n"],
     "my_algorithm": ['"""GRPO whose reward loses', "from rlflow import Batch, CausalLM, PerSample, PerToken"],
     "my_algorithms": ["from dataclasses import dataclass\n\nfrom rlflow.algorithms import GRPO\n"],
     "my_callbacks": ["from rlflow import Callback\n"],
@@ -106,7 +106,7 @@ ROWS = [
         "target": "2",
     }
 ] * 4
-DATA = ("mine", "problems", "preferences", "conversations", "words", "sums")
+DATA = ("mine", "problems", "preferences", "conversations", "words", "sums", "cells_train", "cells_test")
 BASE = {
     "module": {"class_path": "GRPO", "init_args": {"actor": "tiny", "reward": "exact_match"}},
     "data": {"train": "problems.jsonl", "prompts_per_step": 4},

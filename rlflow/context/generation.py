@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from rlflow.errors import UserError
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
+from rlflow.values.picture import Picture
+from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
 
@@ -82,6 +84,19 @@ def parents_of(rows: Any, node: Node, own: RowPath) -> RowPath:
             f" {' > '.join(rows.path.levels)}, which descend from others; generate from rows below those it reads"
         )
     return replace(rows.path, numbers=on_host(rows.path.numbers))
+
+
+def pictures_of(rows: Any, album: Callable[[Sequence[int]], Sequence[Picture]]) -> list[Sequence[Picture]]:
+    """The pictures of each of these prompts; an empty list if no prompt has any.
+
+    Args:
+        rows: `Batch`, `Pairs` or `Rollout`.
+        album: Numbers of pictures to the pictures.
+    """
+    numbers = rows.pictures
+    if not isinstance(numbers, Ragged) or not len(numbers.values):
+        return []
+    return [album(of_row.tolist()) for of_row in numbers.on_host().rows()]
 
 
 def require_beginning(rows: Any, node: Node, environment: Environment, cut_off: bool) -> None:
@@ -233,4 +248,6 @@ def _take(mask: Tensor, taken: dict[Path, Tensor], made_by: Path, tokens: slice)
 
 def _sampled(made: Rollout) -> int:
     """The tokens that a policy was asked for: not those that were inherited, nor what environments wrote."""
-    return int((made.policy_lengths - made.inherited).sum())
+    if not len(made.segments.values):
+        return int((made.lengths - made.inherited).sum())
+    return int(((made.turn >= 0) & ~made.inherited_mask).sum())

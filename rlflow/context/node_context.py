@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from rlflow.context.conversations import ConversationRunner, ConverseCall, measure_conversations
-from rlflow.context.generation import Calls, callers_of, parents_of, policy_of, require_beginning, require_own_rows
+from rlflow.context.generation import (
+    Calls,
+    callers_of,
+    parents_of,
+    pictures_of,
+    policy_of,
+    require_beginning,
+    require_own_rows,
+)
 from rlflow.dag.graph import scores_rows
 from rlflow.dag.node import Node
 from rlflow.databuffer.rows import RowSpace
@@ -26,6 +34,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
+from rlflow.models.pictures import no_pictures
 from rlflow.rewards.early import EarlyScores
 from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
@@ -35,6 +44,7 @@ from rlflow.values.columns import Parts, to_device
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
 from rlflow.values.path import NO_GROUP, RowPath
+from rlflow.values.picture import Picture
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
@@ -100,6 +110,7 @@ class NodeContext:
         written: Rows of the dataset and a template to token ids of prompts.
         on_scores: Called with the step (from 0), samples and their scores, for `samples.jsonl`.
         rows_of: Ids of prompts `[N]` to their places in the dataset `[N]`.
+        album: Numbers of pictures to the pictures.
         writers: Policies of each node that generates, by node.
         longest_prompt: Tokens of the longest prompt that a node may generate from; None for any.
         conversations: Runs conversations; None without a tokenizer.
@@ -123,6 +134,7 @@ class NodeContext:
     written: Callable[[Sequence[dict[str, Any]], str], list[list[int]]]
     on_scores: Callable[[int, Written, Scores], None]
     rows_of: Callable[[Tensor], Tensor] = lambda ids: ids
+    album: Callable[[Sequence[int]], Sequence[Picture]] = no_pictures
     writers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     longest_prompt: int | None = None
     conversations: ConversationRunner | None = None
@@ -208,6 +220,7 @@ class NodeContext:
             earlier=now.calls.before(callers),
             longest=longest,
             longest_prompt=self.longest_prompt,
+            pictures=pictures_of(rows, self.album),
             on_end=None if early is None else partial(early.add, messages=[]),
         )
         now.calls.add(callers, rollout)
@@ -253,6 +266,7 @@ class NodeContext:
             ConverseCall(now.draw, now.node.id, policy, now.versions, now.layout, players, self.rows_of, now.part),
             now.calls.before(callers),
             None if early is None else early.add,
+            rows.pictures,
         )
         if self._speaks(now):
             measure_conversations(now.node.id, conversations, times, now.metrics, cut_off=now.part is not None)

@@ -16,6 +16,7 @@ from rlflow.dag.node import Node, engine_of
 from rlflow.dag.planner import Plan, sync_of
 from rlflow.dag.tasks import RunNode, SyncWeights
 from rlflow.data.loader import Loader
+from rlflow.data.pictures import Album
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
@@ -156,6 +157,11 @@ class Run(RunPlan):
     def loaders(self) -> tuple[Loader, Loader | None]:
         """Loaders of the training rows and of the held-out rows."""
         return self.train, self.validation
+
+    @cached_property
+    def album(self) -> Album:
+        """The pictures of the data, on this rank."""
+        return Album(self.train.pictures, None if self.validation is None else self.validation.pictures)
 
     @property
     def is_scanned(self) -> bool:

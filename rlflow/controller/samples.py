@@ -27,6 +27,7 @@ class Samples:
         decode: Converts token ids to text, without special tokens.
         decode_with_special: Converts token ids to text, with special tokens.
         rows_of: Converts ids of prompts to their row numbers in the dataset.
+        picture_names: Names of the pictures of a row of the dataset.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Samples:
         decode: Callable[[Sequence[int]], str],
         decode_with_special: Callable[[Sequence[int]], str],
         rows_of: Callable[[Tensor], Tensor],
+        picture_names: Callable[[dict[str, Any]], list[str]],
     ) -> None:
         self.group = tuple(sorted({0, speaker}))
         self._transport = transport
@@ -43,6 +45,7 @@ class Samples:
         self._decode = decode
         self._decode_with_special = decode_with_special
         self._rows_of = rows_of
+        self._picture_names = picture_names
         self._steps: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
 
     def keep(self, step: int, rollout: Written, scores: Scores) -> None:
@@ -55,6 +58,7 @@ class Samples:
         kept = failed_first[: SAMPLES_PER_STEP - len(samples)]
         places = dict(zip(kept, self._rows_of(on_host(rollout.group_of(BATCH))[kept]).tolist(), strict=True))
         for i in kept:
+            pictures = self._picture_names(rollout.rows[i])
             samples.append(
                 {
                     "row": places[i],
@@ -69,6 +73,7 @@ class Samples:
                     "messages": rollout.messages[i],
                 }
                 | ({"columns": {name: _json(of[i]) for name, of in scores.columns.items()}} if scores.columns else {})
+                | ({"pictures": pictures} if pictures else {})
                 | ({"read": self._decode_with_special(prompts[i].tolist())} if rollout.messages[i] else {})
             )
 

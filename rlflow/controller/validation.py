@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlflow.context.conversations import ConverseCall, measure_turns
+from rlflow.context.generation import pictures_of
 from rlflow.context.node_context import Running
 from rlflow.controller.run import Run
 from rlflow.dag.node import BATCH, Node
@@ -95,12 +96,13 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
                 node=prefix,
                 version=version,
                 decode=run.decode,
+                pictures=pictures_of(batch, run.album),
             )
         else:
             assert run.context.conversations is not None
             call = ConverseCall(DRAW, prefix, POLICY, {POLICY: version}, layout, rows_of=loader.rows_of_all)
             rollout, ended, _ = run.context.conversations.run(
-                {POLICY: engine}, environment, batch.rows, path, n, sampling, call
+                {POLICY: engine}, environment, batch.rows, path, n, sampling, call, pictures=batch.pictures
             )
         speaks = layout.publishes(transport.rank)
         of_rank = run.context.reward_input(rollout, done) if speaks else RewardInput([], [])
@@ -117,7 +119,7 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
         for number, seat in enumerate(seats if len(seats) > 1 else ()):
             of_seat = of_all[rollout.seat == number]
             metrics.mean(f"{prefix}/reward_{seat}", of_seat.sum(), float(len(of_seat)))
-        scores = of_all[rollout.seat == 0]
+        scores = of_all[(rollout.seat == 0) & (rollout.branch == 0)]  # an agent's episode counts once
         rows = float(len(scores))
         right = scores >= FULL_REWARD
         metrics.mean(f"{prefix}/reward", scores.sum(), rows)

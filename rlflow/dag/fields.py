@@ -78,7 +78,8 @@ def fields_read(module: object, node: Node, value: str, made: Any, watched: Coll
     every = columns(made)
     inputs = [each for each in node.inputs if each.name == value]
     asked = ", ".join(dict.fromkeys(_written(each) for each in inputs))
-    named = {name for each in inputs for name in _named(each, made, every)}
+    of_models = {column.name for column in every if column.model_input == "any"}  # which no node reads itself
+    named = {name for each in inputs for name in _named(each, made, every)} - of_models
     framework = _framework(module, node, made, every, watched)
     in_order = tuple(column.name for column in every if column.name in named)
     added, known = [], set(in_order)
@@ -133,7 +134,9 @@ def _framework(
     """The fields that the framework reads in addition to the node, each with a reason."""
     handle = getattr(module, node.role, None) if node.role is not None else None
     if node.kind == "rollout":
-        yield "samples carry it on", [column.name for column in every]
+        policies = [getattr(module, name, None) for name in node.generates]
+        read = {name for policy in policies for name in getattr(policy, "model_inputs", ())}
+        yield "samples carry it on", [each.name for each in every if each.model_input != "any" or each.name in read]
     if node.kind == "train" and made is Pairs:
         yield "a loss is of it", ("prompt_ids", "chosen_ids", "rejected_ids")
     if node.kind == "train" and any(column.name == "loss_mask" for column in every):
@@ -144,4 +147,4 @@ def _framework(
         yield "compared with the engine's logprobs", list(members(Sampled))
     for column in every:
         if column.model_input is not None and column.name in getattr(handle, "model_inputs", ()):
-            yield f"trained with these {column.name}", (column.name,)
+            yield f"its model reads these {column.name}", (column.name,)

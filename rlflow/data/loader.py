@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlflow.data.pictures import number_of
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import (
     Counted,
@@ -29,9 +30,11 @@ from rlflow.data.sources import Source
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about
+from rlflow.models.pictures import PictureProcessor
 from rlflow.rewards.reward import Reward
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.path import hashed
+from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 
 if TYPE_CHECKING:
@@ -62,6 +65,8 @@ class Loader:
         ranks: Number of ranks that will scan together; 1 scans at construction.
         environment: Environment with which conversations of the dataset were held; None without.
         reward: Reward that scores responses to these rows, if one does; it must be able to score all of them.
+        processor: Processor of a model that reads pictures; None for one that reads text alone.
+        validates: Whether these are the rows of validation, for the numbers of pictures.
 
     Raises:
         UserError: The dataset is empty, a row cannot be read or scored, or it is too long and `data.overlong` is
@@ -82,10 +87,14 @@ class Loader:
         ranks: int = 1,
         environment: Environment | None = None,
         reward: Reward | None = None,
+        processor: PictureProcessor | None = None,
+        validates: bool = False,
     ) -> None:
         self._source = source
         self._data = data
-        self.encode = Encoder(data, tokenizer, environment)
+        self._validates = validates
+        self.encode = Encoder(data, tokenizer, environment, processor)
+        self._pictured = None if processor is None else self.encode
         self._pad = tokenizer.pad_token_id or 0  # never read: a batch carries its lengths
         self._seed = seed
         self._limit = limit
@@ -96,7 +105,7 @@ class Loader:
         self._counted: Counted | None = None
         with about(source):
             rows = len(source)
-        self._key = key_of(source, data, tokenizer, environment, reward) if rows > FEW_ROWS else None
+        self._key = key_of(source, data, tokenizer, environment, reward, processor) if rows > FEW_ROWS else None
         counted = None if self._key is None else read_counted(self._key, rows)
         if counted is None and (ranks == 1 or self._key is None):
             counted = self._count()
@@ -215,12 +224,26 @@ class Loader:
         generator = torch.Generator().manual_seed(hashed(f"{self._seed}/{epoch}/order", size=7))
         return self._kept[torch.randperm(self.size, generator=generator)]
 
+    def pictures(self, row: int) -> list[Picture]:
+        """The pictures of a row of the dataset.
+
+        Raises:
+            UserError: A picture is not where it was when the rows were scanned.
+        """
+        source = self._source
+        return self.encode.pictures(source.read([row])[0], source.folder(row), source.where(row))
+
     def _read(self, rows: Tensor) -> Batch | Pairs:
         if self._counted is None or self._counted.ids is None:
             examples = self.encode(self._source, rows.tolist())
         else:
-            examples = self._counted.examples(self._source, rows.tolist())
-        return collate(examples, self._pad) if self._data.rejected is None else collate_pairs(examples)
+            examples = self._counted.examples(self._source, rows.tolist(), self._pictured)
+        batch = collate(examples, self._pad) if self._data.rejected is None else collate_pairs(examples)
+        numbers = [
+            [number_of(row, place, self._validates) for place in range(example.pictures or 0)]
+            for row, example in zip(rows.tolist(), examples, strict=True)
+        ]
+        return replace(batch, pictures=Ragged.from_lists(numbers)) if any(numbers) else batch
 
 
 @dataclass(frozen=True)

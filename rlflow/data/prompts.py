@@ -6,17 +6,28 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
+from rlflow.data.pictures import (
+    MOST_IN_ROW,
+    UnreadablePicture,
+    read_picture,
+    said_pictures,
+    with_places,
+    without_pictures,
+)
 from rlflow.data.played import Played
 from rlflow.data.sources import DataLike, Source, as_source, datasets_of, is_data_module
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
-from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, text_of
+from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, content_of_prompt
 from rlflow.environments.conversation_format import bridge_of, traced
 from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, about, one_line, readable_line
+from rlflow.models.pictures import FAMILIES, PictureProcessor
 from rlflow.rewards.reward import PROMPTS
+from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,8 +67,13 @@ class PromptData:
             that nodes and environments write.
         max_response_length: Longest response of the dataset, in tokens with the end-of-sequence token; None for any.
         overlong: What becomes of rows that are longer: stop with an error, or drop them before anything is dealt out.
-            What the reward reads must be in these too.
+            What the reward reads must be in these too. Rows with a picture that cannot be read are dropped with them.
         shuffle: Draw the rows in another order in every epoch.
+        images: Column of a row's picture, or of a list of them, for a model that reads pictures: a path from the
+            dataset's file, a `file:` or `data:` URL, bytes, an image of Pillow or of `datasets`. None where messages
+            have the pictures, as `{"type": "image", "image": PATH}`, or there are none. In a prompt that is a text,
+            `<image>` marks the place of a picture; without it pictures come first.
+        allow_remote: Whether pictures may be `http:` and `https:` URLs, which each rank downloads.
     """
 
     def __init__(
@@ -76,6 +92,8 @@ class PromptData:
         max_response_length: int | None = None,
         overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
+        images: str | None = None,
+        allow_remote: bool = False,
     ) -> None:
         if prompts_per_step < 1:
             raise UserError(f"`prompts_per_step` is {prompts_per_step}; a step needs at least 1 prompt. Raise it")
@@ -104,6 +122,8 @@ class PromptData:
         self.max_response_length = max_response_length
         self.overlong = overlong
         self.shuffle = shuffle
+        self.images = images
+        self.allow_remote = allow_remote
 
     def resolved(self, learned: Learned | None = None) -> Self:
         """The same with the columns that are not set, as the first row of `train` and the algorithm decide them.
@@ -131,7 +151,12 @@ class PromptData:
             found.prompt = _first(row, PROMPTS, "prompt", place, absent)
         if self.chat_template is None:
             prompt = None if _is_whole(response) else column_of(row, str(found.prompt), place)
-            found.chat_template = isinstance(prompt, list) or isinstance(response, list)
+            found.chat_template = isinstance(prompt, list) or isinstance(response, list) or self.images is not None
+        if self.images is not None and not found.chat_template:
+            raise UserError(
+                f"`data.images` is {self.images!r} without `data.chat_template`, which writes the place of a picture;"
+                " set `data.chat_template: true`"
+            )
         if self.system_prompt is not None and not found.chat_template:
             raise UserError(
                 "`data.system_prompt` is set without `data.chat_template`, which writes it; set `data.chat_template:"
@@ -150,6 +175,8 @@ class Example:
         response_ids: Token ids of the response to learn; for pairs, of the chosen one.
         rejected_ids: Token ids of the rejected response of a pair, else empty.
         written: Which tokens of a response that is a conversation the policy wrote; None where it wrote all.
+        pictures: Number of pictures of the prompt; None where one cannot be read, in a row that will be dropped.
+        picture_tokens: Tokens of the prompt that stand for pictures, beyond one of each.
     """
 
     row: dict[str, Any]
@@ -157,6 +184,8 @@ class Example:
     response_ids: list[int]
     rejected_ids: list[int]
     written: list[bool] | None = None
+    pictures: int | None = 0
+    picture_tokens: int = 0
 
 
 class Encoder:
@@ -170,6 +199,7 @@ class Encoder:
         tokenizer: Tokenizer of the model.
         environment: Environment with which conversations of the dataset were held, or will be from its prompts; the
             policy reads of its tools. None without.
+        processor: Processor of a model that reads pictures; None for one that reads text alone.
 
     Attributes:
         bridge: The bridge of an environment, which writes and reads its turns; made once.
@@ -179,7 +209,11 @@ class Encoder:
     """
 
     def __init__(
-        self, data: PromptData, tokenizer: PreTrainedTokenizerBase, environment: Environment | None = None
+        self,
+        data: PromptData,
+        tokenizer: PreTrainedTokenizerBase,
+        environment: Environment | None = None,
+        processor: PictureProcessor | None = None,
     ) -> None:
         assert data.prompt is not None, "`PromptData.resolved` comes first"
         if data.chat_template and tokenizer.chat_template is None:
@@ -192,6 +226,7 @@ class Encoder:
         self._data = data
         self._prompt_column = data.prompt
         self._tokenizer = tokenizer
+        self.processor = processor
         self._begins = environment is not None and data.response is None
         toolless = defined(None)
         self._definition_of = (lambda row: toolless) if environment is None else environment.definition_of
@@ -217,13 +252,87 @@ class Encoder:
                 for value in values:
                     source.require_form(self.bridge(self._definition_of(value)).form)
             return [self._conversation(value, place) for value, place in zip(values, places, strict=True)]
-        prompts = [self._prompt(value, place) for value, place in zip(values, places, strict=True)]
-        prompt_ids = self._prompt_ids(prompts, places)
+        shown = [
+            self._shown(value, source.folder(row), place)
+            for row, value, place in zip(rows, values, places, strict=True)
+        ]
+        values = [self.sent(value) for value in values]
+        whole = [each for each in zip(values, places, shown, strict=True) if each[2] is not None]
+        examples = iter(self._examples(*map(list, zip(*whole, strict=True))) if whole else ())
+        return [
+            Example(value, [], [], [], pictures=None) if of_row is None else next(examples)
+            for value, of_row in zip(values, shown, strict=True)
+        ]
+
+    def _examples(
+        self, values: list[dict[str, Any]], places: list[str], pictures: list[list[Picture]]
+    ) -> list[Example]:
+        prompts = [
+            self._prompt(value, place, pictures=len(shown))
+            for value, place, shown in zip(values, places, pictures, strict=True)
+        ]
+        prompt_ids = self._prompt_ids(prompts, places, pictures)
         response_ids = self._response_ids(self._data.response, values, places)
         rejected_ids = self._response_ids(self._data.rejected, values, places)
         if self._data.rejected is not None:
             self._check_differ(response_ids, rejected_ids, places)
-        return [Example(*parts) for parts in zip(values, prompt_ids, response_ids, rejected_ids, strict=True)]
+        parts = zip(values, prompt_ids, response_ids, rejected_ids, pictures, strict=True)
+        return [
+            Example(row, prompt, response, rejected, pictures=len(shown), picture_tokens=self._added(shown))
+            for row, prompt, response, rejected, shown in parts
+        ]
+
+    def _added(self, pictures: Sequence[Picture]) -> int:
+        return sum(len(self.processor.expansion(each)) - 1 for each in pictures) if self.processor is not None else 0
+
+    def _shown(self, row: dict[str, Any], folder: Path | None, place: str) -> list[Picture] | None:
+        """The pictures of a row; None where one cannot be read and such rows are dropped."""
+        try:
+            return self.pictures(row, folder, place)
+        except UnreadablePicture:
+            if self._data.overlong == "error":
+                raise
+            return None
+
+    def pictures(self, row: dict[str, Any], folder: Path | None, place: str) -> list[Picture]:
+        """The pictures of a row's prompt, in the order of their places; only their headers are decoded.
+
+        Args:
+            row: Row of the dataset.
+            folder: Folder from which its paths start.
+            place: Place of the row, for errors.
+
+        Raises:
+            UnreadablePicture: A picture cannot be read.
+            UserError: The model reads text alone, or the row has too many pictures.
+        """
+        said = self._said(row, place)
+        if said and self.processor is None:
+            raise UserError(
+                f"{place} has a picture, and the model reads text alone; take a model that reads pictures"
+                f" ({', '.join(sorted(FAMILIES))}), or rows without pictures"
+            )
+        if len(said) > MOST_IN_ROW:
+            raise UserError(f"{place} has {len(said)} pictures, and a row has at most {MOST_IN_ROW}; split the row")
+        return [read_picture(each, folder, self._data.allow_remote, place) for each in said]
+
+    def picture_count(self, row: dict[str, Any], place: str) -> int:
+        """Number of pictures of a row's prompt."""
+        return len(self._said(row, place))
+
+    def picture_names(self, row: dict[str, Any]) -> list[str]:
+        """What a row of a step calls its pictures: paths and URLs, of a `data:` URL the beginning."""
+        return [] if self.processor is None else [str(said) for said in self._said(row, "a row")]
+
+    def _said(self, row: dict[str, Any], place: str) -> list[Any]:
+        if self._data.images is None and self._prompt_column.split(".")[0] not in row:  # a whole conversation
+            return []
+        images = None if self._data.images is None else column_of(row, self._data.images, place)
+        return said_pictures(column_of(row, self._prompt_column, place), images, place)
+
+    def sent(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row of the dataset as ranks send it to one another: without the bytes of its pictures."""
+        return row if self.processor is None else without_pictures(row, self._prompt_column, self._data.images)
 
     def tokens(self, text: str) -> list[int]:
         """The token ids of one prompt.
@@ -240,7 +349,8 @@ class Encoder:
         Raises:
             UserError: The row lacks the column, or it holds neither a text nor messages.
         """
-        return self._messages(column_of(row, self._prompt_column, "a row"), "a row")
+        prompt, pictures = column_of(row, self._prompt_column, "a row"), self.picture_count(row, "a row")
+        return self._messages(with_places(prompt, pictures) if pictures else prompt, "a row")
 
     def begins(self, row: dict[str, Any]) -> int:
         """Tokens with which a conversation begins that has this row's prompt, the tools among them; 0 if none does.
@@ -254,7 +364,7 @@ class Encoder:
         if not self._begins:
             return 0
         self._definition_of(row).given(row)
-        said = [{**each, "content": text_of(each["content"], "the prompt")} for each in self.messages(row)]
+        said = [{**each, "content": content_of_prompt(each["content"])} for each in self.messages(row)]
         return len(self.bridge(self._definition_of(row)).begin(said))
 
     def written(self, rows: Sequence[dict[str, Any]], template: str) -> list[list[int]]:
@@ -279,20 +389,35 @@ class Encoder:
                 )
         return ids
 
-    def _prompt_ids(self, prompts: list[str], places: list[str]) -> list[list[int]]:
-        """Token ids of prompts: with the special tokens that a chat template wrote, else with the tokenizer's own."""
+    def _prompt_ids(
+        self, prompts: list[str], places: list[str], pictures: Sequence[Sequence[Picture]] | None = None
+    ) -> list[list[int]]:
+        """Token ids of prompts: with the special tokens that a chat template wrote, else with the tokenizer's own.
+
+        Pictures are expanded, see `PictureProcessor.expand`.
+        """
         chat = self._data.chat_template
         found: list[list[int]] = self._tokenizer(prompts, add_special_tokens=not chat)["input_ids"]
         ids = [
             self._special.ids(text) if chat and MARK in text else of for text, of in zip(prompts, found, strict=True)
         ]
+        if self.processor is not None:
+            of_rows = [()] * len(ids) if pictures is None else pictures
+            ids = [self._expanded(*each) for each in zip(ids, of_rows, places, strict=True)]
         if (empty := next((place for of, place in zip(ids, places, strict=True) if not of), None)) is not None:
             raise UserError(
                 f"{empty}: the prompt is empty, so nothing can follow it; write something into it, or remove the row"
             )
         return ids
 
-    def _prompt(self, row: dict[str, Any], place: str, template: str | None = None) -> str:
+    def _expanded(self, ids: list[int], pictures: Sequence[Picture], place: str) -> list[int]:
+        assert self.processor is not None
+        try:
+            return self.processor.expand(ids, pictures)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from error
+
+    def _prompt(self, row: dict[str, Any], place: str, template: str | None = None, pictures: int = 0) -> str:
         prompt = column_of(row, self._prompt_column, place)
         if template is not None:
             prompt = self._rewritten(prompt, template, row, place)
@@ -303,7 +428,9 @@ class Encoder:
                 " into it, or remove the row"
             )
         if self._data.chat_template:
-            return self._chat(prompt, place)
+            if pictures and not isinstance(prompt, list):
+                text_in(prompt, self._prompt_column, place)
+            return self._chat(with_places(prompt, pictures) if pictures else prompt, place)
         if isinstance(prompt, list):
             raise UserError(
                 f"{place}: column `{self._prompt_column}` is a list of messages; set `data.chat_template: true`"

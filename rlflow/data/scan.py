@@ -12,7 +12,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from rlflow.data.sources import Source, row_as_json
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, one_line
+from rlflow.models.pictures import PictureProcessor
 from rlflow.rewards.reward import Reward, read_column
 
 if TYPE_CHECKING:
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
 CHUNK = 1024  # rows that are encoded together, and so held in memory together as lists
 TRAVELLING = 2**20  # tokens of each rank that are sent together
 CACHE_VARIABLE = "RLFLOW_CACHE"
-VERSION = "5"  # of the file, the numbers of a row, and of how rows are encoded
+VERSION = "6"  # of the file, the numbers of a row, and of how rows are encoded
 HEAD = 32  # bytes of the digest that a file begins with
-PROMPT, RESPONSE, REJECTED, BEGINS, DIGEST = 0, 1, 2, 3, slice(4, 6)  # numbers of a row
+PROMPT, RESPONSE, REJECTED, BEGINS, PICTURES, DIGEST = 0, 1, 2, 3, 4, slice(5, 7)  # numbers of a row
+NUMBERS = 7  # of a row
+UNREADABLE = 2**31 - 1  # what a conversation begins with, in a row with a picture that cannot be read
 SHOWN = 3  # dropped rows named as examples
 
 
@@ -47,10 +50,12 @@ class Scan:
         source: The dataset's name.
         kept: `[K]` int64, rows of the source to draw from, ascending.
         rows: Rows of the source.
-        examples: Places of the first few rows that are too long.
+        unreadable: Rows with a picture that cannot be read.
+        examples: Places of the first few rows that are too long, or have such a picture.
         longest_prompt: Tokens of the longest prompt, of the rows to draw from.
         longest_response: Tokens of the longest response, of all rows; 0 without a response column.
         longest_row: Tokens of the longest row, prompt and response together, of the rows to draw from.
+        most_pictures: Pictures of the row that has most of them, of the rows to draw from.
         digest: Digest of the rows to draw from, tokens and columns; equal where ranks, or a run and its continuation,
             see the same data.
     """
@@ -58,20 +63,25 @@ class Scan:
     source: str
     kept: Tensor
     rows: int
+    unreadable: int
     examples: tuple[str, ...]
     longest_prompt: int
     longest_response: int
     longest_row: int
+    most_pictures: int
     digest: str
 
     @property
     def dropped(self) -> int:
-        """How many rows are too long."""
+        """How many rows are too long, or have a picture that cannot be read."""
         return self.rows - len(self.kept)
 
     def __str__(self) -> str:
         line = f"{self.source}: {len(self.kept):,} of {self.rows:,} rows kept"
-        return f"{line}; {self.dropped:,} too long, such as {', '.join(self.examples)}" if self.dropped else line
+        broken = f" or with pictures that cannot be read ({self.unreadable:,})" if self.unreadable else ""
+        return (
+            f"{line}; {self.dropped:,} too long{broken}, such as {', '.join(self.examples)}" if self.dropped else line
+        )
 
 
 def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
@@ -94,6 +104,13 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
         fits &= responses <= data.max_response_length
     kept, dropped = fits.nonzero()[:, 0], (~fits).nonzero()[:, 0]
     places = tuple(source.where(row) for row in dropped[:SHOWN].tolist())
+    unreadable = (prompts == UNREADABLE).nonzero()[:, 0]
+    if len(unreadable) and (data.overlong == "error" or not len(kept)):
+        raise UserError(
+            f"{len(unreadable):,} of {len(numbers):,} rows have a picture that cannot be read, the first of them"
+            f" {source.where(int(unreadable[0]))}; mend or remove them"
+            + (", or set `data.overlong: drop`" * bool(len(kept)))
+        )
     if len(dropped) and (data.overlong == "error" or not len(kept)):
         limits = {"prompt": (data.max_prompt_length, prompts), "response": (data.max_response_length, responses)}
         exceeded, enough = list[str](), list[str]()
@@ -110,10 +127,12 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
         source=source.name,
         kept=kept,
         rows=len(numbers),
+        unreadable=len(unreadable),
         examples=places,
         longest_prompt=int(prompts[kept].max()),
         longest_response=int(responses.max()),
         longest_row=int((prompts + responses)[kept].max()),
+        most_pictures=int(numbers[kept][:, PICTURES].max()),
         digest=hashlib.sha256(numbers[kept][:, DIGEST].contiguous().numpy().tobytes()).hexdigest(),
     )
 
@@ -126,9 +145,9 @@ class Counted:
     `7, 8, 9, ~2`; its `numbers` begin with `2, 2, 0`.
 
     Attributes:
-        numbers: `[R, 6]` int32: of each row the tokens of its prompt, of its response and of its rejected response;
-            those with which a conversation begins, the tools that the policy may call among them; and a digest of its
-            tokens and columns.
+        numbers: `[R, 7]` int32: of each row the tokens of its prompt, of its response and of its rejected response;
+            those with which a conversation begins, the tools that the policy may call among them; the number of its
+            pictures; and a digest of its tokens and columns.
         ids: Int32, the rows' token ids one after another, prompt, response and rejected response; `~id` of a response's
             token that the policy did not write. None where other ranks have them.
     """
@@ -141,16 +160,21 @@ class Counted:
         """`[R]` int64, the place in `ids` after the last of each row."""
         return self.numbers[:, :BEGINS].sum(dim=1).cumsum(dim=0)
 
-    def examples(self, source: Source, rows: Sequence[int]) -> list[Example]:
+    def examples(self, source: Source, rows: Sequence[int], encode: Encoder | None = None) -> list[Example]:
         """The given rows of the source, in that order, with the token ids that were counted.
+
+        Args:
+            source: The rows.
+            rows: Numbers of rows.
+            encode: Encoder of rows that may have pictures, to look for them; None where no row has any.
 
         Raises:
             UserError: A row is not what it was when it was counted.
         """
         values = source.read(rows) if rows else []
-        return [self._example(row, value, source.where(row)) for row, value in zip(rows, values, strict=True)]
+        return [self._example(row, value, source.where(row), encode) for row, value in zip(rows, values, strict=True)]
 
-    def _example(self, row: int, value: dict[str, Any], place: str) -> Example:
+    def _example(self, row: int, value: dict[str, Any], place: str, encode: Encoder | None) -> Example:
         assert self.ids is not None
         prompt, response, rejected = self.numbers[row, :BEGINS].tolist()
         end = int(self.ends[row])
@@ -158,8 +182,11 @@ class Counted:
         spoken = ids[prompt : prompt + response]
         written = [each >= 0 for each in spoken]
         said = [each if each >= 0 else ~each for each in spoken]
-        found = Example(value, ids[:prompt], said, ids[prompt + response :], None if all(written) else written)
-        if _digest(found, row_as_json(value, place).encode()) != self.numbers[row, DIGEST].numpy().tobytes():
+        parts = ids[:prompt], said, ids[prompt + response :], None if all(written) else written
+        found = Example(value, *parts)
+        if encode is not None:
+            found = replace(found, row=encode.sent(value), pictures=encode.picture_count(value, place))
+        if _digest(found, row_as_json(found.row, place).encode()) != self.numbers[row, DIGEST].numpy().tobytes():
             raise UserError(
                 f"{place} is not what it was when all rows were looked at: the data changed, or gives another row at"
                 " each reading; start again, with data that stays as it is"
@@ -178,16 +205,17 @@ def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = 
         chunk = range(start, min(start + CHUNK, rows.stop))
         for row, example in zip(chunk, encode(source, chunk), strict=True):
             place = source.where(row)
-            begins = checked(example.row, encode, reward, place)
+            begins = UNREADABLE if example.pictures is None else checked(example.row, encode, reward, place)
+            begins += example.picture_tokens if begins else 0
             spoken = example.response_ids
             if example.written is not None:
                 spoken = [each if own else ~each for each, own in zip(spoken, example.written, strict=True)]
             parts = example.prompt_ids, spoken, example.rejected_ids
-            numbers.extend([*map(len, parts), begins])
+            numbers.extend([*map(len, parts), begins, example.pictures or 0])
             numbers.frombytes(_digest(example, row_as_json(example.row, place).encode()))
             for part in parts:
                 ids.extend(part)
-    return Counted(_int32(numbers).view(-1, 6), _int32(ids))
+    return Counted(_int32(numbers).view(-1, NUMBERS), _int32(ids))
 
 
 def count_together(
@@ -216,7 +244,7 @@ def count_together(
     Raises:
         UserError: A row of some rank cannot be read; on all ranks alike, of the first such row.
     """
-    counted, wrong = Counted(torch.empty(0, 6, dtype=torch.int32), None), ""
+    counted, wrong = Counted(torch.empty(0, NUMBERS, dtype=torch.int32), None), ""
     try:
         counted = count(source, encode, mine, reward)
     except UserError as error:
@@ -225,7 +253,7 @@ def count_together(
         if first:
             raise UserError(first.decode())
     of_all = transport.all_gather_ragged(counted.numbers.flatten())
-    numbers = torch.cat([each.view(-1, 6) for each in of_all])
+    numbers = torch.cat([each.view(-1, NUMBERS) for each in of_all])
     pieces = _pieces_of_all(counted, transport)
     if keeps:
         keep_counted(key, numbers, pieces)
@@ -260,8 +288,12 @@ def key_of(
     tokenizer: PreTrainedTokenizerBase,
     environment: Environment | None = None,
     reward: Reward | None = None,
+    processor: PictureProcessor | None = None,
 ) -> str | None:
-    """A digest of all that numbers depend on: data, tokenizer, template, tools, reward; None where one has none."""
+    """A digest of all that numbers depend on: data, tokenizer, template, tools, reward; None where one has none.
+
+    The files of pictures are not read for it. A picture of another size than when it was counted is refused later.
+    """
     of_source = source.digest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if of_source is None or backend is None:
@@ -271,6 +303,8 @@ def key_of(
     of_reward = None if reward is None else [dict(reward.reads), reward.checked_by]
     writers = [data.renderer, data.tool_calls]  # of lists of messages, with an environment and without
     facts: list[Any] = [VERSION, of_source, of_tokenizer, columns, writers, of_reward]
+    if processor is not None:
+        facts += [processor.facts(), data.images]
     if environment is not None:
         known = {name: [each.schemas, each.required] for name, each in environment.definitions.items()}
         facts += [known, environment.by]
@@ -293,10 +327,10 @@ def read_counted(key: str, rows: int) -> Counted | None:
         found = torch.from_file(str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32)
     except OSError:
         return None
-    numbers, ids = found[HEAD // 4 :].tensor_split([6 * rows])
-    if len(numbers) != 6 * rows:
+    numbers, ids = found[HEAD // 4 :].tensor_split([NUMBERS * rows])
+    if len(numbers) != NUMBERS * rows:
         return None
-    numbers = numbers.clone().view(rows, 6)
+    numbers = numbers.clone().view(rows, NUMBERS)
     return Counted(numbers, ids) if len(ids) == numbers[:, :BEGINS].sum() else None
 
 

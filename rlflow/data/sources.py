@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, cast
 
+from rlflow.data.pictures import portable
 from rlflow.errors import ConfigPlace, UserError, did_you_mean, no_file, one_line, place
 from rlflow.process.hub import offline_unless_reached
 
@@ -66,6 +67,10 @@ class Source(ABC):
     def where(self, row: int) -> str:
         """The place of a row as error messages name it: `train.jsonl, line 8`."""
         return f"{self.name}, row {row}"
+
+    def folder(self, row: int) -> Path | None:
+        """Folder from which the paths of a row's pictures start; None for the working directory."""
+        return None
 
     def digest(self) -> str | None:
         """A digest of everything that rows are made from; with an equal digest the check of all rows is not repeated.
@@ -119,6 +124,9 @@ class JSONL(Source):
     def where(self, row: int) -> str:
         files, _, numbers, _ = self._lines
         return f"{self._paths[files[row]]}, line {numbers[row]}"
+
+    def folder(self, row: int) -> Path | None:
+        return self._paths[self._lines[0][row]].parent
 
     def digest(self) -> str | None:
         """SHA-256 of the files' bytes and of their paths in the folder."""
@@ -186,12 +194,16 @@ class Parquet(Source):
             try:
                 table = self._table(group)
                 for row in of_group:
-                    found[row] = table.slice(row - first, 1).to_pylist()[0]
+                    found[row] = portable(table.slice(row - first, 1).to_pylist()[0])
             except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
                 raise UserError(
                     f"rows {first} and on of {self.path} cannot be read ({one_line(error)}); write the file anew"
                 ) from error
         return [found[row] for row in rows]
+
+    def folder(self, row: int) -> Path | None:
+        path = self._existing
+        return path if path.is_dir() else path.parent
 
     def digest(self) -> str | None:
         """SHA-256 of the files' bytes and of their paths in the folder."""
@@ -251,7 +263,7 @@ class _LoadedDataset(Source):
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         columns = self._dataset[list(rows)]
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [portable(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
     def digest(self) -> str | None:
         """The dataset's fingerprint, which `datasets` computes from its files and transforms."""
@@ -414,7 +426,7 @@ class _Listed(Source):
             raise UserError(
                 f"{self.where(row)} is {found!r:.60}, not a mapping; give each row as {{column: value, ...}}"
             )
-        return cast(dict[str, Any], json.loads(row_as_json(dict(found), self.where(row))))
+        return cast(dict[str, Any], json.loads(row_as_json(portable(dict(found)), self.where(row))))
 
     def digest(self) -> str | None:
         """SHA-256 of a list's rows as JSON; None for other datasets, and for rows that JSON cannot hold."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, cast
 
+from rlflow.data.pictures import portable
 from rlflow.data.sources import Source
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of, object_at
@@ -170,7 +171,7 @@ class RandomRows(Source):
         return self.size
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self._draw(random.Random(f"{self.seed}/{row}"))
+        return cast(dict[str, Any], portable(self._draw(random.Random(f"{self.seed}/{row}"))))
 
     @cached_property
     def _draw(self) -> DrawRow:

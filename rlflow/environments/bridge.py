@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.environments.tool_calls import ToolCall, ToolForm
 from rlflow.errors import UserError
+from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
     from transformers import AddedToken, PreTrainedTokenizerBase
@@ -48,10 +49,12 @@ class Bridge(ABC):
         ends: Ids of tokens that end a turn of the policy; the first of them is appended to a turn that was cut.
         form: Form in which calls of tools are read, one of `TOOL_FORMS`; None if a renderer reads them, or there are no
             tools.
+        pictures: Pictures of the prompt, in the order of their places, see `PictureBridge`.
     """
 
     ends: tuple[int, ...]
     form: ToolForm | None = None
+    pictures: Sequence[Picture] = ()
 
     @property
     def end(self) -> int:
@@ -86,6 +89,38 @@ class Bridge(ABC):
     @abstractmethod
     def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
         """Parse the tokens of a policy's turn; `before` has the conversation's tokens before the turn."""
+
+
+class PictureBridge(Bridge):
+    """A bridge for one row of the dataset whose prompt has pictures: their places in it are expanded.
+
+    Args:
+        bridge: Bridge that writes and reads everything else.
+        pictures: Pictures of the prompt, in the order of their places.
+        expand: Function from ids with one placeholder for each picture, and the pictures, to a row's ids.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        pictures: Sequence[Picture],
+        expand: Callable[[Sequence[int], Sequence[Picture]], list[int]],
+    ) -> None:
+        self.ends, self.form, self.pictures = bridge.ends, bridge.form, pictures
+        self._bridge = bridge
+        self._expand = expand
+
+    def end_of(self, text: str) -> int:
+        return self._bridge.end_of(text)
+
+    def begin(self, messages: Sequence[Message]) -> list[int]:
+        return self._expand(self._bridge.begin(messages), self.pictures)
+
+    def after(self, new: Sequence[Message], spoken: Sequence[int], before: Sequence[int] = ()) -> list[int]:
+        return self._bridge.after(new, spoken, before)
+
+    def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
+        return self._bridge.read(spoken, before)
 
 
 Message = dict[str, Any]
@@ -137,6 +172,20 @@ def text_of(content: Any, where: str) -> str:
         if not isinstance(part.get("text"), str):
             raise UserError(f"{where} gave the part {part!r:.60}, which has no text; give it one under `text`")
     return "".join(part["text"] for part in parts)
+
+
+PICTURE = {"type": "image"}  # a part of a message, as chat templates take it
+
+
+def content_of_prompt(content: Any) -> str | list[dict[str, str]]:
+    """The text of a prompt's message, or its parts where some are pictures: `PICTURE`, and texts between them.
+
+    Raises:
+        UserError: A part is something else.
+    """
+    if not isinstance(content, list) or PICTURE not in content:
+        return text_of(content, "the prompt")
+    return [part if part == PICTURE else {"type": "text", "text": text_of([part], "the prompt")} for part in content]
 
 
 MARK = "\ufdd0"  # no character: Unicode reserves this code point for internal use

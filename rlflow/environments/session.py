@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from rlflow.environments.bridge import Message, ParsedTurn, checked, message, text_of
+from rlflow.environments.bridge import Message, ParsedTurn, checked, content_of_prompt, message
 from rlflow.environments.environment import Definition
 from rlflow.environments.host import Host, HostError
 from rlflow.environments.tool_calls import ToolCall
@@ -103,7 +103,7 @@ class Session:
             UserError: It does not take the row, or gave no messages.
         """
         made, self._row = self.definition, row
-        messages = [{**each, "content": text_of(each["content"], "the prompt")} for each in prompt]
+        messages = [{**each, "content": content_of_prompt(each["content"])} for each in prompt]
         self._make()
         said = self._host.call("reset", **made.given(row)) if made.resets else None
         if isinstance(said, str):
@@ -374,5 +374,7 @@ def _append(messages: list[Message], said: str) -> None:
     last = next((place for place in reversed(range(len(messages))) if messages[place]["role"] == "user"), None)
     if last is None:
         messages.append(message("user", said))
-    else:
-        messages[last] = {**messages[last], "content": f"{messages[last]['content']}{said}"}
+        return
+    content = messages[last]["content"]
+    more = [{"type": "text", "text": said}] if isinstance(content, list) else said
+    messages[last] = {**messages[last], "content": content + more}

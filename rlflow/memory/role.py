@@ -256,7 +256,8 @@ def loaded_role(
     optimizer = handle.optimizer
     if not isinstance(handle, CausalLM):
         size = size.with_labels(1)
-    trained = 0 if optimizer is None else size.adapters(handle.lora.rank) if handle.lora else size.parameters
+    whole = size.parameters - (size.tower if isinstance(handle, CausalLM) and handle.freeze_vision_tower else 0)
+    trained = 0 if optimizer is None else size.adapters(handle.lora.rank) if handle.lora else whole
     stage = strategy.stage or 0
     width = torch.finfo(strategy.dtype).bits // 8
     within = strategy.partition_within or 0

@@ -10,6 +10,7 @@ from rlflow.errors import UserError
 from rlflow.models.attention import heads_of
 from rlflow.models.logprobs import unknown_logit_settings
 from rlflow.models.mixers import MIXERS, STATE_LAYERS, mixers_of
+from rlflow.models.pictures import FAMILIES, reads_pictures
 from rlflow.models.remote_code import class_beside
 
 if TYPE_CHECKING:
@@ -58,8 +59,13 @@ def check_architecture(
     beside = class_beside(config, auto) if trust_remote_code else None
     kind: Any = beside or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # its language model
     reason: str | None
-    if config.get_text_config() is not config:
-        reason = "reads more than text, and only text is fed to models here; give a model of text alone"
+    if reads_pictures(config):
+        reason = _refusal_of_pictures(config, scores_tokens)
+    elif config.get_text_config() is not config:
+        reason = (
+            "reads more than text, and of such models only those of the types"
+            f" {', '.join(sorted(FAMILIES))} are run here; give one of them, or a model of text alone"
+        )
         if kind is not None and kind.config_class is type(config.get_text_config()):
             reason += ": its own part, `AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(FOLDER)`"
     elif kind is None:
@@ -75,8 +81,21 @@ def check_architecture(
         raise UserError(f"{said_by} is of the type {config.model_type!r}: it {reason}")
 
 
+def _refusal_of_pictures(config: Any, scores_tokens: bool) -> str | None:
+    """Why a model that reads pictures is refused; its decoder is checked like any other."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if not scores_tokens:
+        return "reads pictures, and models of values and rewards read text alone; give one of text"
+    if getattr(config, "quantization_config", None) is not None:
+        return "has quantised weights, which cannot be trained; give the model without quantisation"
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return _refusal(config, kind, scores_tokens, trust_remote_code=False)
+
+
 def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: bool) -> str | None:
-    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION - FEED_FORWARD
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION - FEED_FORWARD
     if kind._is_stateful or kinds & STATE_LAYERS:
         mixers = mixers_of(_on_meta(config, trust_remote_code))
         if not mixers or mixers - MIXERS.keys():
@@ -90,7 +109,7 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: boo
             "has attention of its own, which cannot be kept within packed sequences; use a model for which transformers"
             " supports attention functions"
         )
-    lacking = [name for name in NEEDED if getattr(config, name, None) is None]
+    lacking = [name for name in NEEDED if getattr(text, name, None) is None]
     if lacking:
         return f"has a configuration that does not say `{lacking[0]}`; give a decoder whose configuration does"
     if others := sorted(kinds - STATE_LAYERS):
@@ -111,10 +130,11 @@ def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: boo
 
 def _on_meta(config: Any, trust_remote_code: bool) -> Any:
     """The model's layers, without weights."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    kind: Any = AutoModelForImageTextToText if reads_pictures(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
+        return kind.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def _layers(kinds: list[str]) -> str:

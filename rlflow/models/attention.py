@@ -56,6 +56,11 @@ def check_sequence_parallel(config: Any, size: int, role: str, packing: bool = T
             f"`strategy.packing` is off, and {size} ranks divide the sequences of `{role}`, which are packed for it;"
             " turn it on, or divide none"
         )
+    if config.get_text_config() is not config:
+        raise UserError(
+            f"{size} ranks divide the sequences of `{role}`, and its model, of the type {config.model_type!r}, reads"
+            " pictures, whose features no rank would have whole; set `sequence_parallel_size` of its placement to 1"
+        )
     if has_states(config):
         raise UserError(
             f"{size} ranks divide the sequences of `{role}`, and layers of its model, of the type"

@@ -48,6 +48,8 @@ class CausalLM(ModelHandle):
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings instead of all weights.
         moe: How routers and experts of a mixture of experts are trained; None to train them like all weights.
+        freeze_vision_tower: Of a model that reads pictures, leave the tower as it is loaded, and the layers between it
+            and the decoder. Adapters are of the decoder alone.
         trust_remote_code: Run the code in the folder of its weights (`auto_map`) to load it; read that code first.
 
     Attributes:
@@ -58,6 +60,7 @@ class CausalLM(ModelHandle):
     temperature: float = 1.0
     _: KW_ONLY
     moe: MoE | None = None
+    freeze_vision_tower: bool = False
 
     def __post_init__(self) -> None:
         if not 1 / HOTTEST <= self.temperature <= HOTTEST:
@@ -68,6 +71,9 @@ class CausalLM(ModelHandle):
         super().__post_init__()
         if self.moe is not None and not self.trainable:
             raise UserError(f"`moe` is given for {self.model!r}, which is frozen; set `trainable` or leave it out")
+        if self.freeze_vision_tower and (not self.trainable or self.lora is not None):
+            why = "trains adapters alone" if self.lora is not None else "is frozen"
+            raise UserError(f"`freeze_vision_tower` is set for {self.model!r}, which {why}; leave it out")
         self.watch: Callable[[Tokens, Tensor], None] = _ignore
         self._generator: Callable[..., Any] | None = None
         self._converser: Callable[..., Any] | None = None
@@ -375,7 +381,8 @@ class CausalLM(ModelHandle):
     @property
     def model_inputs(self) -> tuple[str, ...]:
         """See `ModelHandle.model_inputs`."""
-        return ("experts",) if self.trainable and self.moe is not None and self.moe.routing_replay else ()
+        replays = self.trainable and self.moe is not None and self.moe.routing_replay
+        return (*super().model_inputs, *(("experts",) if replays else ()))
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -403,6 +410,11 @@ class CausalLM(ModelHandle):
         return loss, otherwise, sum(differs.numel() for differs in replayed)
 
     def _prepare(self, model: PackedModel) -> None:
+        if self.freeze_vision_tower:
+            if model.processor is None:
+                raise UserError(f"`freeze_vision_tower` is set for {self.model!r}, which has no tower; leave it out")
+            for parameter in model.tower_parameters():
+                parameter.requires_grad_(False)
         if self.moe is None:
             return
         if self.moe.freeze_router:

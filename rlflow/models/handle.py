@@ -29,12 +29,15 @@ from rlflow.models.packing import (
     packed_micro_batches,
     pad,
     padded_micro_batches,
+    patch_counts,
     shared_micro_batches,
     take,
     token_counts,
 )
+from rlflow.models.pictures import PictureProcessor, PictureReader, no_pictures
 from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.host_copy import on_device, rows_at
+from rlflow.values.picture import Picture
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 
@@ -53,6 +56,7 @@ class ForwardPlan:
         side_by_side: Plan micro-batches as for padded rows, since mixers pad the rows of a line, see `MixerOfRows`.
         agree: Function that returns the largest number that any rank of the role passes to it; a collective of these
             ranks. The default is for one rank.
+        reader: Reader of the rows' pictures; None for a model that reads text alone.
         peers: The ranks that divide each line among them; all of them have the rows of this rank.
         gathers: Whether a weight is whole only while its layer's forward runs.
     """
@@ -62,6 +66,7 @@ class ForwardPlan:
     share_prefixes: bool = True
     side_by_side: bool = False
     agree: Callable[[int], int] = int
+    reader: PictureReader | None = None
     peers: Peers = ALONE
     gathers: bool = False
 
@@ -80,9 +85,10 @@ class ForwardPlan:
             prompts: Further prompts of the rows, for passes of their own that score the same responses after these.
         """
         if self.packing and self.share_prefixes and not prompts:
-            return shared_micro_batches(rows, self.token_budget, at_least)
+            return shared_micro_batches(rows, self.token_budget, at_least, self.reader)
         cut = packed_micro_batches if self._without_padding else padded_micro_batches
-        return cut(self._costs(rows, prompts), self.token_budget, at_least)
+        costs = self._costs(rows, prompts) + patch_counts(rows, self.reader)
+        return cut(costs, self.token_budget, at_least)
 
     def _costs(self, rows: Tokens | Pairs, prompts: Sequence[Ragged] = ()) -> Tensor:
         """`[B]`, the tokens of each row in a forward pass. A pair counts its two rows, padded to the longer if padded.
@@ -103,7 +109,7 @@ class ForwardPlan:
 
     def model_input(self, rows: Tokens) -> ModelInput:
         """The input of one forward pass over all of `rows`."""
-        return pack(rows, self.share_prefixes) if self.packing else pad(rows)
+        return pack(rows, self.share_prefixes, self.reader) if self.packing else pad(rows, self.reader)
 
 
 @dataclass(eq=False, repr=False)
@@ -127,6 +133,9 @@ class ModelHandle(ABC):
     Attributes:
         default_optimizer: Optimizer of a trainable model that is given none.
         in_training: Whether scores carry gradients and the given rows are one micro-batch; see `training`.
+        reads_pictures: Whether the model has a tower for pictures; set as a run is prepared.
+        album: Function from numbers of pictures to the pictures, on this rank.
+        unread_placeholder: Id of the token in whose place other models of the run read pictures, and this one cannot.
     """
 
     model: str
@@ -161,9 +170,13 @@ class ModelHandle(ABC):
         if self.trainable and self.optimizer is None:
             self.optimizer = self.default_optimizer
         self.plan = ForwardPlan()
-        self.unknown = ""  # see `PackedModel.unknown`
+        self.remarks: list[str] = []  # see `PackedModel.remarks`
         self._forward: nn.Module | None = None
+        self._processor: PictureProcessor | None = None
         self.in_training = False
+        self.reads_pictures = False
+        self.album: Callable[[Sequence[int]], Sequence[Picture]] = no_pictures
+        self.unread_placeholder: int | None = None
 
     def load(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool = False) -> PackedModel:
         """Build the model with its adapters. A strategy calls this, wraps the result, and passes it to `attach`.
@@ -189,7 +202,8 @@ class ModelHandle(ABC):
         if self.lora is not None:
             model.add_adapters(self.lora, self.model)
         self._prepare(model)
-        self.unknown = model.unknown
+        self.remarks = model.remarks
+        self._processor = model.processor
         return model
 
     @property
@@ -213,7 +227,8 @@ class ModelHandle(ABC):
         # Rows that share a token would also share its dropout, and its state.
         noisy = self.lora is not None and self.lora.dropout > 0
         shares = plan.share_prefixes and not noisy and not has_mixers(forward)
-        self.plan = replace(plan, share_prefixes=shares, side_by_side=reads_side_by_side(forward))
+        reader = plan.reader if self._processor is None else PictureReader(self._processor, self.album)
+        self.plan = replace(plan, share_prefixes=shares, side_by_side=reads_side_by_side(forward), reader=reader)
 
     def freeze(self) -> None:
         """Make the model frozen; called before the weights are loaded."""
@@ -254,8 +269,8 @@ class ModelHandle(ABC):
 
     @property
     def model_inputs(self) -> tuple[str, ...]:
-        """The columns of rows that training reads in addition to their tokens, see `MODEL_INPUTS`."""
-        return ()
+        """The columns of rows that the model reads in addition to their tokens, see `MODEL_INPUTS`."""
+        return ("pictures",) if self.reads_pictures else ()
 
     def take_routed(self) -> tuple[Tensor | None, Tensor | int, int]:
         """What the forward passes within the last `training` recorded about experts; called once.
@@ -320,11 +335,16 @@ class ModelHandle(ABC):
             beside: `[R, ...]`, a further tensor with an entry for each scored token, see `ModelInput.beside`; or None.
         """
         assert self._forward is not None, "attach comes first"
+        if self.unread_placeholder is not None and bool((rows.prompt_ids.values == self.unread_placeholder).any()):
+            raise UserError(
+                f"{self.model!r} reads text alone, and it is given prompts with pictures; take a model that reads"
+                " pictures, or have the node make prompts of text (`as_prompts`)"
+            )
         peers = self.plan.peers
         parts = replace(self.plan.model_input(rows), beside=beside).divide(peers.size)
         read = parts[peers.rank].to(next(self._forward.parameters()).device)
         last = () if read.beside is None else (read.beside,)
-        more = {"routing": self._routing(read), "prefixes": read.prefixes}
+        more = {"routing": self._routing(read), "prefixes": read.prefixes, "pictures": read.pictures}
         values = self._forward(*read.arguments(), *arguments, *last, **more)
         return read, read.in_order(peers.gather(values, [len(part.scored) for part in parts]))
 

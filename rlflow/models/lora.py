@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rlflow.errors import UserError, one_line, require
 from rlflow.models.mixers import read_by_kernels
+from rlflow.models.pictures import copy_processor, reads_pictures
 from rlflow.models.remote_code import code_beside
 from rlflow.models.sizes import experts
 from rlflow.models.tiny import resolve_model
@@ -39,7 +40,8 @@ class LoRA:
         dropout: Share of a layer's inputs that its adapter does not see in training. It is drawn for every micro-batch,
             so a gradient then depends on how rows were split.
         targets: `all-linear` for all linear layers except the output layer, or the last parts of layers' names. Among
-            all are neither `out_proj` of Mamba's mixers nor feed-forward layers of a mixture of experts.
+            all are neither `out_proj` of Mamba's mixers nor feed-forward layers of a mixture of experts. Layers of a
+            tower that reads pictures get no adapters.
     """
 
     rank: int = 8
@@ -90,7 +92,9 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
         parameter.requires_grad_(False)
     config = _peft_config(lora)
     read_past, mixture = read_by_kernels(model), experts(model.config.to_dict()) is not None
-    if lora.targets == "all-linear" and (read_past or mixture):
+    if reads_pictures(model.config):
+        config.target_modules = _of_decoder(model, lora.targets)
+    elif lora.targets == "all-linear" and (read_past or mixture):
         # Peft's `all-linear` would include experts and routers, which are not linear layers.
         left_out = {head, *read_past}
         config.target_modules = [
@@ -119,6 +123,30 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
                 parameter.copy_(first_values(name, parameter.shape))
     if head is not None:
         getattr(model, head).requires_grad_(True)
+
+
+def _of_decoder(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -> list[str]:
+    """Names of the targets in the decoder of a model that reads pictures; peft would also take those in its tower.
+
+    Raises:
+        UserError: The decoder has no such layer.
+    """
+    decoder = {*model.get_decoder().modules()}
+    found = [
+        name
+        for name, layer in model.named_modules()
+        if layer in decoder
+        and (
+            isinstance(layer, nn.Linear)
+            if targets == "all-linear"
+            else name.endswith(tuple(f".{of}" for of in targets))
+        )
+    ]
+    if not found:
+        raise UserError(
+            f"`lora.targets` is {targets!r}, and no layer of the decoder has such a name; name some that do"
+        )
+    return found
 
 
 def first_values(name: str, shape: torch.Size) -> Tensor:
@@ -198,7 +226,12 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
         UserError: The adapter or its base cannot be read.
     """
     from peft import PeftConfig, PeftModel
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
     try:
         config = PeftConfig.from_pretrained(str(adapter))
@@ -210,6 +243,8 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
     settings = {"num_labels": 1} if scalar else {}
     try:
         with code_beside(base, "architecture", trust_remote_code, "the base of `--model`", "--trust_remote_code"):
+            pictures = reads_pictures(AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code))
+            kind = AutoModelForImageTextToText if pictures else kind
             model: Any = kind.from_pretrained(base, dtype="auto", trust_remote_code=trust_remote_code, **settings)
         dtype = model.dtype
         wide = torch.promote_types(dtype, torch.float32)
@@ -221,6 +256,8 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
         reason = str(error).splitlines()[0]
         raise UserError(f"`--model` {str(adapter)!r} on {str(base)!r} cannot be loaded: {reason}") from error
     merged.to(dtype).save_pretrained(folder)
+    if pictures:
+        copy_processor(base, folder)
     return base
 
 

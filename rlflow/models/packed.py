@@ -18,9 +18,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, Attention, packed_attention
 from rlflow.models.lora import LoRA, adapter_of, add_adapters, save_adapter
-from rlflow.models.mixers import ROW_NUMBERS, has_mixers, keep_rows_apart, reads_side_by_side, row_numbers
+from rlflow.models.mixers import ROW_NUMBERS, has_mixers, keep_rows_apart, reads_side_by_side, row_numbers, slow_states
 from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, ModelInput, Peers, pack, whole
+from rlflow.models.pictures import (
+    PictureProcessor,
+    PictureReader,
+    PicturesRead,
+    copy_processor,
+    no_pictures,
+    reads_pictures,
+)
 from rlflow.models.prefixes import SHORTEST, Prefixes, gather
 from rlflow.models.remote_code import code_beside, register_decoder
 from rlflow.models.weight_files import WeightFiles, finish, not_finite
@@ -30,6 +38,7 @@ from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 
 OUTPUT_LAYERS = ("lm_head", "score")  # that a model of the other kind leaves in its files
+PICTURES_AUTO_CLASS = "AutoModelForImageTextToText"  # transformers' class that reads a model with its tower
 
 
 class PackedModel(nn.Module):
@@ -51,7 +60,7 @@ class PackedModel(nn.Module):
 
         super().__init__()
         AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-        model.set_attn_implementation(PACKED_ATTENTION)
+        _attend(model, PACKED_ATTENTION)
         use_onednn(model)
         keep_rows_apart(model)
         self.has_mixers = has_mixers(model)
@@ -62,8 +71,10 @@ class PackedModel(nn.Module):
         self.base = ""  # what adapters belong to
         self.base_digest = ""  # `digest_of` it; set by who can see all of its weights
         self.held_as_trained = False  # frozen weights are held in the dtype of trained ones, to be moved in it
-        self.unknown = ""  # a line about tensors of its files that it leaves out
+        self.remarks: list[str] = []  # lines that its user should read once
         self.files: WeightFiles | None = None  # of a model that was built empty, until `fill` reads them
+        self.processor: PictureProcessor | None = None  # of a model that reads pictures
+        self.path: Path | None = None  # of the files that belong to the processor
 
     @classmethod
     def load(
@@ -88,8 +99,6 @@ class PackedModel(nn.Module):
         Raises:
             UserError: There is no such model, or weights are missing, NaN or infinite.
         """
-        import transformers
-
         scalar = cls.head is not None
         may_lack = {f"{cls.head}.weight", f"{cls.head}.bias"} if scalar else set()
         settings: dict[str, Any] = {"num_labels": 1} if scalar else {}
@@ -97,9 +106,9 @@ class PackedModel(nn.Module):
             settings |= {"device_map": "meta", "use_safetensors": True}
         if dtype == torch.float64:
             settings["experts_implementation"] = "eager"  # torch's grouped products know no float64
-        files, kind = WeightFiles(path) if empty else None, getattr(transformers, cls.auto_class)
+        files = WeightFiles(path) if empty else None
         with torch.random.fork_rng(devices=[], enabled=scalar):  # transformers draws an output layer that is missing
-            found, report = _from_pretrained(kind, path, trust_remote_code, dtype=dtype, **settings)
+            found, report = _from_pretrained(cls.auto_class, path, trust_remote_code, dtype=dtype, **settings)
         _require_weights(path, report, may_lack)
         for name, tensor in () if empty else found.named_parameters():  # a buffer may hold the infinity of a mask
             if not is_finite(tensor):
@@ -114,8 +123,11 @@ class PackedModel(nn.Module):
         if gradient_checkpointing:
             found.gradient_checkpointing_enable({"use_reentrant": False})
         model = cls(found.eval())
+        if reads_pictures(found.config):
+            model.processor, model.path = PictureProcessor.load(path, found.config), path
         model.files, model.new_head = files, bool(report["missing_keys"])
-        model.unknown = _unknown(path, found, report["unexpected_keys"])
+        lines = (_unknown(path, found, report["unexpected_keys"]), slow_states(found, device))
+        model.remarks = [line for line in lines if line]
         if model.new_head and not empty:
             model.output_layer.zero()
         return model
@@ -154,7 +166,8 @@ class PackedModel(nn.Module):
         """
         forward.eval()
         rows = probe(self.model.config.get_text_config().vocab_size)
-        line, attention, self.divided = pack(rows, share_prefixes), self.divided, None
+        reader = None if self.processor is None else PictureReader(self.processor, no_pictures)
+        line, attention, self.divided = pack(rows, share_prefixes, reader), self.divided, None
         mend = ", or set `strategy.init_args.share_prefixes: false`" if share_prefixes else ""
         packed, own = self._scored_both_ways(forward, rows, line.to(device))
         self._refuse_unlike(packed, own, "its own forward and the packed one", mend)
@@ -176,7 +189,8 @@ class PackedModel(nn.Module):
         sequences = zip(whole(rows).prompt_ids.rows(), rows.prompt_ids.lengths.tolist(), strict=True)
         with self._as_transformers_has_it():
             own = [self.own_scores(forward, row.to(line.input_ids.device), prompt) for row, prompt in sequences]
-        return forward(*line.arguments(), prefixes=line.prefixes)[0], torch.cat(own)
+        packed = forward(*line.arguments(), prefixes=line.prefixes, pictures=line.pictures)[0]
+        return packed, torch.cat(own)
 
     def _refuse_unlike(
         self, found: Tensor, expected: Tensor, ways: str, mend: str = "", dtype: torch.dtype | None = None
@@ -199,14 +213,14 @@ class PackedModel(nn.Module):
         """
         this: Any = self
         head = self.output_layer
-        self.model.set_attn_implementation("eager")
+        _attend(self.model, "eager")
         this.forward = lambda input_ids: self.model(input_ids=input_ids, use_cache=False).logits
         head.forward = head.logits
         try:
             yield
         finally:
             del this.forward, head.forward
-            self.model.set_attn_implementation(PACKED_ATTENTION)
+            _attend(self.model, PACKED_ATTENTION)
 
     @abstractmethod
     def own_scores(self, forward: nn.Module, tokens: Tensor, prompt: int) -> Tensor:
@@ -278,6 +292,8 @@ class PackedModel(nn.Module):
 
             custom_object_save(self.model, folder, config=config)
         config.save_pretrained(folder)
+        if self.path is not None:
+            copy_processor(self.path, folder)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
 
@@ -307,6 +323,11 @@ class PackedModel(nn.Module):
     def decoder(self) -> Any:
         """The layers below the output layer."""
 
+    def tower_parameters(self) -> list[nn.Parameter]:
+        """The weights by which pictures are read: of the tower, and of what connects it with the decoder."""
+        others = {*self.decoder.parameters(), *self.output_layer.parameters()}
+        return [parameter for parameter in self.parameters() if parameter not in others]
+
     def forward(
         self,
         input_ids: Tensor,
@@ -318,6 +339,7 @@ class PackedModel(nn.Module):
         *readout: Any,
         routing: Routing | None = None,
         prefixes: Prefixes | None = None,
+        pictures: PicturesRead | None = None,
     ) -> tuple[Tensor, ...]:
         """What the output layer computes for each scored token of a `ModelInput`, `[R, ...]` each.
 
@@ -331,9 +353,10 @@ class PackedModel(nn.Module):
             readout: More arguments of the output layer's forward.
             routing: The experts of this pass; None for those that the routers choose.
             prefixes: See `ModelInput`.
+            pictures: See `ModelInput`.
         """
         states = self.decoder(
-            input_ids=input_ids,
+            **({"input_ids": input_ids} if pictures is None else self._with_pictures(input_ids, pictures)),
             position_ids=position_ids,
             use_cache=False,
             cu_seq_lens_q=cu_seqlens,
@@ -348,14 +371,48 @@ class PackedModel(nn.Module):
         values: tuple[Tensor, ...] = self.output_layer(gather(states.flatten(0, 1), 0, scored), targets, *readout)
         return values
 
+    def _with_pictures(self, input_ids: Tensor, pictures: PicturesRead) -> dict[str, Any]:
+        """What the decoder reads in place of ids: embeddings, with the features of pictures in their places.
 
-def _from_pretrained(kind: Any, path: Path, trust_remote_code: bool, **settings: Any) -> tuple[Any, dict[str, Any]]:
+        Transformers finds these places by the placeholder's id, which a policy may also sample. So they are given.
+        """
+        found: Any = self.model.get_image_features(**pictures.tensors, return_dict=True)
+        embeddings = self.model.get_input_embeddings()(input_ids)  # [S, L, H]
+        features = _chosen(found.pooler_output, pictures).to(embeddings.dtype)
+        shown = embeddings.flatten(0, 1).index_copy(0, pictures.places, features).view_as(embeddings)
+        if (layers := getattr(found, "deepstack_features", None)) is None:
+            return {"inputs_embeds": shown}
+        mask = torch.zeros_like(input_ids, dtype=torch.bool)
+        mask.view(-1)[pictures.places] = True
+        # Features of the tower's lower layers, which are added in the first layers (DeepStack, arXiv 2406.04334).
+        deeper = [_chosen(layer, pictures) for layer in layers]
+        return {"inputs_embeds": shown, "visual_pos_masks": mask, "deepstack_visual_embeds": deeper}
+
+
+def _chosen(features: Any, pictures: PicturesRead) -> Tensor:
+    """`[P, H]`, the features that the line reads, of a tensor or of tensors of each picture."""
+    every = features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(list(features))
+    return gather(every, 0, pictures.features)
+
+
+def _attend(model: Any, how: str) -> None:
+    """Let the decoder of a transformers model attend in one of transformers' ways; a tower keeps torch's."""
+    has_tower = model.config.get_text_config() is not model.config
+    model.set_attn_implementation({"text_config": how, "vision_config": "sdpa"} if has_tower else how)
+
+
+def _from_pretrained(
+    auto_class: str, path: Path, trust_remote_code: bool, **settings: Any
+) -> tuple[Any, dict[str, Any]]:
     """A transformers model with eager attention, transformers' own reference, and what it says of the weights."""
+    import transformers
     from safetensors import SafetensorError
 
     with code_beside(path, "architecture", trust_remote_code):
         try:
             register_decoder(path, trust_remote_code)
+            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            kind: Any = getattr(transformers, PICTURES_AUTO_CLASS if reads_pictures(config) else auto_class)
             model, report = kind.from_pretrained(
                 path,
                 attn_implementation="eager",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rlflow.databuffer.balance import even_parts
 from rlflow.errors import UserError
+from rlflow.models.pictures import PictureReader, PicturesRead
 from rlflow.models.prefixes import Prefixes, families, gather, neighbours
 from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.columns import to_device
@@ -24,6 +26,8 @@ from rlflow.values.host_copy import bring_over, on_host, rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import MODEL_INPUTS
+
+PICTURES = "pictures"  # the column of numbers of pictures
 
 
 def take(rows: Tokens, index: Tensor) -> TokenRows:
@@ -63,7 +67,8 @@ class ModelInput:
 
     Attributes:
         input_ids: `[1, N]`, all sequences in one line; or `[S, L]`, one sequence a line, right-padded.
-        position_ids: Shaped like `input_ids`; starts at 0 in each sequence.
+        position_ids: Shaped like `input_ids`; starts at 0 in each sequence. If positions have three dimensions, see
+            `PictureProcessor.positions`, `[3, 1, N]` or `[3, S, L]`.
         cu_seqlens: `[S + 1]` int32, where each sequence of the line starts, and the end; None where padded. A row that
             shares a prefix with the row before has only its other tokens in the line.
         max_seqlen: Length of the longest sequence.
@@ -72,10 +77,12 @@ class ModelInput:
         mask: `[B, T]` bool, where those tokens stand in the responses.
         useful_tokens: Tokens in `input_ids` without padding and dummy tokens.
         columns: Other columns that the model reads, by name: `[N, ...]` with an entry for each token of the line,
-            `[R, ...]` with one for each response token, or all entries of the rows. Empty where the line is divided.
+            `[R, ...]` with one for each response token, or all entries of the rows. Of `pictures` `[N]`, a number for
+            each token, equal in rows with the same pictures. Empty where the line is divided.
         beside: `[R, ...]`, a further argument of the output layer with an entry for each scored token, such as tokens
             to score there; None for none.
         prefixes: The tokens of the line that each row sees, if rows share tokens; else None.
+        pictures: The pictures of the rows, for a model that reads pictures; else None.
         order: `[R]` int64, in a part of a divided line: for each scored token, row by row, the place of its value among
             the values of all parts one after another. None where they are in that order.
     """
@@ -91,6 +98,7 @@ class ModelInput:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     beside: Tensor | None = None
     prefixes: Prefixes | None = None
+    pictures: PicturesRead | None = None
     order: Tensor | None = None
 
     def to(self, device: torch.device) -> ModelInput:
@@ -198,7 +206,8 @@ def whole(rows: Tokens) -> TokenRows:
     for prompt, response, length in zip(here.prompt_ids.rows(), here.response_ids, here.lengths.tolist(), strict=True):
         pieces += [prompt, response[:length]]
     prompts = Ragged(torch.cat(pieces), here.prompt_ids.lengths + here.lengths)
-    found = TokenRows(prompts, torch.zeros_like(here.lengths)[:, None], torch.ones_like(here.lengths))
+    shown = {name: data for name, data in columns_of(rows).items() if name == PICTURES}
+    found = TokenRows(prompts, torch.zeros_like(here.lengths)[:, None], torch.ones_like(here.lengths), shown)
     there: TokenRows = to_device(found, rows.lengths.device)
     return there
 
@@ -214,12 +223,13 @@ def token_counts(rows: Tokens) -> Tensor:
     return (prompts + responses - 1) * (responses > 0)
 
 
-def pack(rows: Tokens, share_prefixes: bool = False) -> ModelInput:
+def pack(rows: Tokens, share_prefixes: bool = False, reader: PictureReader | None = None) -> ModelInput:
     """All rows in one line; a single dummy token where there is nothing to score.
 
     Args:
         rows: Prompts and responses on any device; the result is on the CPU.
         share_prefixes: Whether a prefix that several rows share is in the line only once.
+        reader: Reader of the rows' pictures; None for a model that reads text alone.
 
     Raises:
         UserError: A row has a response and no prompt.
@@ -259,7 +269,18 @@ def pack(rows: Tokens, share_prefixes: bool = False) -> ModelInput:
         useful_tokens=total,
         columns={name: _in_line(name, data, counts, mask) for name, data in beside.items()} if total else {},
     )
+    if reader is not None:
+        line = _with_pictures(line, reader, beside.get(PICTURES), counts)
     return _shared(line) if share_prefixes else line
+
+
+def _with_pictures(line: ModelInput, reader: PictureReader, column: Any, counts: Tensor) -> ModelInput:
+    """The line with the pictures of its rows, and with the positions that tokens have beside them."""
+    assert line.cu_seqlens is not None
+    tokens = line.input_ids[0].split(line.cu_seqlens.diff().tolist())
+    numbers = [] if column is None else [each.tolist() for each in column.on_host().take(counts.nonzero()[:, 0]).rows()]
+    pictures, positions = reader.read(tokens, numbers or [[] for _ in tokens])
+    return replace(line, pictures=pictures, position_ids=positions)
 
 
 def _shared(line: ModelInput) -> ModelInput:
@@ -284,28 +305,32 @@ def _shared(line: ModelInput) -> ModelInput:
     return replace(
         line,
         input_ids=line.input_ids[:, chosen],
-        position_ids=line.position_ids[:, chosen],
+        position_ids=line.position_ids[..., chosen],
         cu_seqlens=torch.tensor([0, *fresh]).cumsum(0).to(torch.int32),
         max_seqlen=max(fresh),
         scored=torch.from_numpy(places)[line.scored],
         useful_tokens=end,
         columns={
-            name: data[chosen] if MODEL_INPUTS[name].per_read_token else data for name, data in line.columns.items()
+            name: data[chosen] if MODEL_INPUTS[name].per_read_token or name == PICTURES else data
+            for name, data in line.columns.items()
         },
         prefixes=Prefixes.of(keys),
+        pictures=None if line.pictures is None else line.pictures.moved(torch.from_numpy(places)),
     )
 
 
 def _compared(line: ModelInput) -> list[NDArray[np.int64]]:
     """A number for each token of each row, equal where tokens are equal and are read with equal columns.
 
-    No numbers of two rows are equal if the rows have a column with any number of entries, such as patches of images.
+    No numbers of two rows are equal if the rows have a column with any number of entries, or other pictures.
     """
     assert line.cu_seqlens is not None
     read, beside = line.input_ids[0], []
     for name, data in line.columns.items():
         if MODEL_INPUTS[name].per_read_token:
             beside.append(data.flatten(1).long())
+        elif name == PICTURES:
+            beside.append(data[:, None])
         elif MODEL_INPUTS[name].cut is Cut.RAGGED:
             lengths = line.cu_seqlens.diff().long()
             beside.append(torch.arange(len(lengths)).repeat_interleave(lengths)[:, None])
@@ -318,24 +343,32 @@ def _in_line(name: str, data: Tensor | Ragged, counts: Tensor, mask: Tensor) -> 
     """A column as a line reads it, see `ModelInput`; rows without a response are not in the line."""
     if isinstance(data, Tensor):
         return on_host(data)[mask]
+    if name == PICTURES:
+        alike = dict[tuple[int, ...], int]()
+        of_rows = [alike.setdefault(tuple(each.tolist()), len(alike)) for each in data.on_host().rows()]
+        return torch.tensor(of_rows).repeat_interleave(counts)
     if not MODEL_INPUTS[name].per_read_token:
         return data.take(counts.nonzero()[:, 0]).values
     assert torch.equal(on_host(data.lengths), counts), f"`{name}` has an entry for each token that is read"
     return data.values
 
 
-def pad(rows: Tokens) -> ModelInput:
+def pad(rows: Tokens, reader: PictureReader | None = None) -> ModelInput:
     """As `pack`, but one sequence a line, right-padded. With causal attention, padding does not change the scores."""
-    packed = pack(rows)
+    packed = pack(rows, reader=reader)
     assert packed.cu_seqlens is not None
     lengths = packed.cu_seqlens.diff()
     slots = torch.arange(packed.max_seqlen) < lengths[:, None]  # [S, L]
+    at = slots.flatten().nonzero().flatten()  # [N], place of each token of the line
+    positions = torch.zeros(*packed.position_ids.shape[:-2], *slots.shape, dtype=torch.int64)
+    positions.flatten(-2)[..., at] = packed.position_ids[..., 0, :]
     return replace(
         packed,
         input_ids=torch.zeros_like(slots, dtype=torch.int64).masked_scatter(slots, packed.input_ids),
-        position_ids=torch.zeros_like(slots, dtype=torch.int64).masked_scatter(slots, packed.position_ids),
+        position_ids=positions,
         cu_seqlens=None,
-        scored=slots.flatten().nonzero().flatten()[packed.scored],
+        scored=at[packed.scored],
+        pictures=None if packed.pictures is None else packed.pictures.moved(at),
     )
 
 
@@ -361,17 +394,30 @@ def packed_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -
         number += 1
 
 
-def shared_micro_batches(rows: Tokens | Pairs, budget: int, at_least: int = 1) -> list[Tensor]:
+def patch_counts(rows: Tokens | Pairs, reader: PictureReader | None) -> Tensor:
+    """`[B]` int64, patches that the tower of a model computes of each row's pictures."""
+    column = getattr(rows, PICTURES, None) if isinstance(rows, Pairs) else columns_of(rows).get(PICTURES)
+    if reader is None or not isinstance(column, Ragged) or not len(column.values):
+        return torch.zeros(len(rows.prompt_ids), dtype=torch.int64)
+    return torch.tensor([reader.patches(each.tolist()) for each in column.on_host().rows()])
+
+
+def shared_micro_batches(
+    rows: Tokens | Pairs, budget: int, at_least: int = 1, reader: PictureReader | None = None
+) -> list[Tensor]:
     """As `packed_micro_batches`, for rows that share prefixes: families stay together, with costs from `families`.
 
-    A pair costs as much as the families of its two rows.
+    A pair costs as much as the families of its two rows. Patches of pictures cost as much as tokens; those of a family
+    are the patches of its row with most.
     """
+    patches = patch_counts(rows, reader)
     if isinstance(rows, Pairs):
         pairs = zip(_by_row(rows.chosen), _by_row(rows.rejected), strict=True)
         of_rows = [([number], sum(cost for _, cost in families(pair, budget))) for number, pair in enumerate(pairs)]
     else:
         of_rows = families(_by_row(rows), budget)
-    parts = packed_micro_batches(torch.tensor([cost for _, cost in of_rows], dtype=torch.int64), budget, at_least)
+    costs = torch.tensor([cost + int(patches[members].max()) for members, cost in of_rows], dtype=torch.int64)
+    parts = packed_micro_batches(costs, budget, at_least)
     members = [[number for family in part.tolist() for number in of_rows[family][0]] for part in parts]
     return [torch.tensor(sorted(numbers), dtype=torch.int64) for numbers in members]
 

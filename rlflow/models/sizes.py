@@ -10,6 +10,7 @@ from typing import Any
 
 from rlflow.errors import UserError, did_you_mean, one_line
 from rlflow.models.mixers import state_size
+from rlflow.models.pictures import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class ModelSize:
         others: Parameters of the model beyond those of such a decoder, for layers of other kinds; may be negative.
         attending: Number of layers with keys and values; None for all.
         state: Numbers that the other layers store for a row, however long it is.
+        tower: Parameters by which pictures are read; no token of text is multiplied with them.
     """
 
     hidden: int
@@ -53,6 +55,7 @@ class ModelSize:
     others: int = 0
     attending: int | None = None
     state: int = 0
+    tower: int = 0
 
     @property
     def head_width(self) -> int:
@@ -67,7 +70,7 @@ class ModelSize:
         attention += self.qk_norm * 2 * self.head_width + self.sinks * (self.hidden + self.heads)
         router = self.experts * (self.hidden + self.sinks)
         layer = attention + (self.experts or 1) * self.expert + router + 2 * self.hidden
-        return self.layers * layer + self.hidden + self.embedding + self.output_layer + self.others
+        return self.layers * layer + self.hidden + self.embedding + self.output_layer + self.others + self.tower
 
     @property
     def expert(self) -> int:
@@ -102,7 +105,7 @@ class ModelSize:
     @property
     def largest_layer(self) -> int:
         """Parameters of a layer, or of an embedding where that has more."""
-        layer = (self.parameters - self.embedding - self.output_layer) // self.layers
+        layer = (self.parameters - self.tower - self.embedding - self.output_layer) // self.layers
         return max(self.embedding, layer)
 
     def with_labels(self, labels: int) -> ModelSize:
@@ -111,8 +114,8 @@ class ModelSize:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that a token is multiplied with: the active ones without an untied input embedding."""
-        return self.active - (0 if self.tied else self.embedding)
+        """Parameters that a token is multiplied with: the active ones without an untied input embedding and a tower."""
+        return self.active - self.tower - (0 if self.tied else self.embedding)
 
     def cache_bytes(self, width: int) -> int:
         """Bytes of one token's keys and values, with `width` bytes for each number."""
@@ -137,6 +140,7 @@ class ModelSize:
 # Sizes from the config.json of each model at huggingface.co.
 KNOWN: dict[str, ModelSize] = {
     "tiny": ModelSize(128, 384, 2, 4, 2, 128, tied=True, bias=True),
+    "tiny_vision": ModelSize(64, 192, 2, 2, 2, 128, tower=113_920),
     "Qwen/Qwen2.5-0.5B": ModelSize(896, 4864, 24, 14, 2, 151_936, tied=True, bias=True),
     "Qwen/Qwen2.5-1.5B": ModelSize(1536, 8960, 28, 12, 2, 151_936, tied=True, bias=True),
     "Qwen/Qwen2.5-3B": ModelSize(2048, 11_008, 36, 16, 2, 151_936, tied=True, bias=True),
@@ -144,6 +148,21 @@ KNOWN: dict[str, ModelSize] = {
     "Qwen/Qwen2.5-14B": ModelSize(5120, 13_824, 48, 40, 8, 152_064, bias=True),
     "Qwen/Qwen2.5-32B": ModelSize(5120, 27_648, 64, 40, 8, 152_064, bias=True),
     "Qwen/Qwen2.5-72B": ModelSize(8192, 29_568, 80, 64, 8, 152_064, bias=True),
+    "Qwen/Qwen3.5-0.8B": ModelSize(
+        1024,
+        3584,
+        24,
+        8,
+        2,
+        248_320,
+        tied=True,
+        head_dim=256,
+        others=107_992_896,
+        attending=6,
+        state=5_160_960,
+        tower=100_592_896,
+    ),
+    "Qwen/Qwen3-VL-8B": ModelSize(4096, 12_288, 36, 32, 8, 151_936, head_dim=128, qk_norm=True, tower=576_388_336),
     "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 151_936, head_dim=128, qk_norm=True),
     "Qwen/Qwen3-30B-A3B": ModelSize(
         2048, 768, 48, 32, 4, 151_936, head_dim=128, experts=128, experts_per_token=8, qk_norm=True
@@ -218,6 +237,8 @@ WITH_STATES = {
 
 def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
     kind = config.get("model_type")
+    if kind in FAMILIES:
+        return _with_tower(model)
     found = experts(config)
     if kind == "nemotron_h":
         raise UserError(
@@ -252,6 +273,25 @@ def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
         raise UserError(
             f"`model` is {model!r}, whose config does not say {error}; only decoders of the Llama family are known"
         ) from error
+
+
+def _with_tower(model: str) -> ModelSize:
+    """The size of a model that reads pictures: of its decoder, with what transformers' model has beyond it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    text = config.get_text_config()
+    with torch.device("meta"):
+        made: Any = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    of_text = {*made.get_decoder().parameters(), *made.get_output_embeddings().parameters()}
+    tower = sum(parameter.numel() for parameter in {*made.parameters()} - of_text)
+    size = _read(model, {**text.to_dict(), "model_type": None})  # what its kind adds is among the others
+    others = sum(parameter.numel() for parameter in of_text) - size.parameters
+    attending = [each in ("full_attention", "hybrid") for each in getattr(text, "layer_types", None) or ()]
+    return replace(
+        size, tower=tower, others=others, attending=sum(attending) if attending else None, state=state_size(made)
+    )
 
 
 def _with_states(size: ModelSize, model: str) -> ModelSize:

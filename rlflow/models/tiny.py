@@ -1,4 +1,7 @@
-"""The embedded model: a small random Qwen2 with a character-level tokenizer, made from a seed without a network."""
+"""The embedded models, with a character-level tokenizer: a random Qwen2, and an Idefics3, which reads pictures.
+
+They are made from a seed without a network.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from rlflow.errors import UserError
 from rlflow.process.hub import offline_unless_reached
@@ -25,14 +31,22 @@ CHAT_TEMPLATE = (  # short, as each character is a token
     "{{ '<|im_end|>' }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}",
+)
+# Tokens of Idefics3's processor, by the codes of control characters that they take.
+VISION_TOKENS = {4: "<image>", 5: "<fake_token_around_image>", 6: "<global-img>", 7: "<end_of_utterance>"}
+EMBEDDED = ("tiny", "tiny_vision")
 
 
 def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     """The place of the weights of `model`: a folder, or the Hugging Face name itself.
 
     Args:
-        model: `tiny`, a folder in Hugging Face form, or a Hugging Face name `organisation/name`.
-        scratch: Folder in which `tiny` is written. All ranks may call this at the same time.
+        model: `tiny`, `tiny_vision`, a folder in Hugging Face form, or a Hugging Face name `organisation/name`.
+        scratch: Folder in which embedded models are written. All ranks may call this at the same time.
         said_by: Name in errors of the setting that named the model.
 
     Raises:
@@ -40,6 +54,8 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     """
     if model == "tiny":
         return write_tiny_model(scratch / "tiny")
+    if model == "tiny_vision":
+        return write_tiny_vision_model(scratch / "tiny_vision")
     folder = Path(model)
     if os.path.exists(folder):  # False for names that no folder can have, for which `Path.exists` raises
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -57,7 +73,7 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
         return folder
     raise UserError(
         f"{said_by} is {model!r:.200}, which is neither a folder nor a Hugging Face name; "
-        "give an existing folder, organisation/name, or `tiny`"
+        f"give an existing folder, organisation/name, or {' or '.join(f'`{name}`' for name in EMBEDDED)}"
     )
 
 
@@ -93,10 +109,6 @@ def write_tiny_model(
     """
     if (folder / "config.json").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-
-    from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = tiny_tokenizer(max_position)
@@ -118,12 +130,70 @@ def write_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    return write_model(folder, model, tokenizer, dtype)
+
+
+def write_tiny_vision_model(folder: Path, *, seed: int = 0, max_position: int = 2048) -> Path:
+    """Write an Idefics3 model with random weights, its tokenizer and its processor; return the folder.
+
+    A picture is scaled to 56 x 56 pixels, of which the tower makes 16 patches and 4 features. See `write_tiny_model`.
+
+    Args:
+        folder: Folder to write.
+        seed: Seed of the random weights.
+        max_position: Longest sequence, in tokens.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    tokenizer = tiny_tokenizer(max_position, VISION_TOKENS, VISION_CHAT_TEMPLATE)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    decoder = {"vocab_size": len(tokenizer), "intermediate_size": 192, "num_key_value_heads": 2}
+    decoder |= {"max_position_embeddings": max_position, "tie_word_embeddings": False}
+    config = Idefics3Config(
+        architectures=["Idefics3ForConditionalGeneration"],
+        dtype=torch.float32,
+        text_config={"model_type": "llama", **sizes, **decoder, **ends},
+        vision_config={**sizes, "intermediate_size": 96, "image_size": 56, "patch_size": 14},
+        image_token_id=tokenizer.convert_tokens_to_ids(VISION_TOKENS[4]),
+        scale_factor=2,
+        tie_word_embeddings=False,
+        **ends,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = Idefics3ForConditionalGeneration(config)  # type: ignore[no-untyped-call]
+        for name, weight in model.named_parameters():  # transformers' are so small that nothing is learned for long
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=0.2 if "embed_tokens" in name else weight[0].numel() ** -0.5)
+    side = {"longest_edge": 56}
+    images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    processor: Any = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=VISION_CHAT_TEMPLATE)
+    return write_model(folder, model, processor)
+
+
+def write_model(folder: Path, model: Any, processor: Any, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a transformers model with its tokenizer, or its processor with a tokenizer; return the folder.
+
+    Args:
+        folder: Folder to write. It appears only when it is complete; one that exists already is not changed.
+        model: The model.
+        processor: The tokenizer or processor.
+        dtype: Dtype of the weights on disk.
+    """
+    from safetensors.torch import save_file
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     # Not `model.save_pretrained`, which writes only on the first rank of a process group.
     weights = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
     save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(draft)
+    model.config.save_pretrained(draft)
     model.generation_config.save_pretrained(draft)
-    tokenizer.save_pretrained(draft)
+    processor.save_pretrained(draft)
 
     try:
         os.rename(draft, folder)
@@ -135,7 +205,9 @@ def write_tiny_model(
     return folder
 
 
-def tiny_tokenizer(max_length: int = 2048) -> Any:
+def tiny_tokenizer(
+    max_length: int = 2048, more: Mapping[int, str] = MappingProxyType({}), chat_template: str = CHAT_TEMPLATE
+) -> Any:
     """A tokenizer of 128 entries, one for each ASCII character; its id is its code.
 
     Codes of control characters serve as special tokens: 0 ends a text, 1 pads. Characters beyond ASCII are dropped. The
@@ -143,11 +215,13 @@ def tiny_tokenizer(max_length: int = 2048) -> Any:
 
     Args:
         max_length: Longest sequence, in tokens.
+        more: Further special tokens, by the codes of control characters.
+        chat_template: Template of conversations.
     """
     from transformers import Qwen2Tokenizer
 
     special = {code: f"<|reserved_{code}|>" for code in (*range(32), 127) if chr(code) not in "\t\n\r"}
-    special |= {0: EOS, 1: PAD, 2: TURN_START, 3: TURN_END}
+    special |= {0: EOS, 1: PAD, 2: TURN_START, 3: TURN_END, **more}
     # Byte-level vocabularies write each invisible character as the one 256 code points after it.
     written = {code: chr(code if code > 32 else 256 + code) for code in range(127)}
     return Qwen2Tokenizer(
@@ -156,6 +230,6 @@ def tiny_tokenizer(max_length: int = 2048) -> Any:
         eos_token=EOS,
         pad_token=PAD,
         extra_special_tokens=list(special.values()),
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         model_max_length=max_length,
     )

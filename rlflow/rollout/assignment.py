@@ -22,9 +22,11 @@ from rlflow.rollout.engine import (
     SyncReport,
     Turn,
     WeightSyncError,
+    picture_argument,
 )
 from rlflow.rollout.engine_subprocess import EngineSubprocess, free_address
 from rlflow.values.layout import Layout
+from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -298,20 +300,30 @@ class TimeSharedEngine(RolloutEngine):
         return self._engine.memory_settings(on_cpu)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        version: int,
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> list[Completion]:
         self._check(version)
-        return self._engine.generate(prompts, seeds, sampling, version)
+        return self._engine.generate(prompts, seeds, sampling, version, **picture_argument(pictures))
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
         self._check(version)
         return self._engine.step(new, sampling, version)
 
     def completions(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        version: int,
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> Iterator[tuple[int, Completion]]:
         self._check(version)
-        return self._engine.completions(prompts, seeds, sampling, version)
+        return self._engine.completions(prompts, seeds, sampling, version, **picture_argument(pictures))
 
     def abort(self) -> None:
         self._engine.abort()

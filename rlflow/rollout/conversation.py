@@ -214,7 +214,7 @@ def _take_turn(conversation: Conversation, seed_of: Callable[[int], int], rules:
     if not may:
         return False
     read = conversation.prompt + conversation.tokens
-    completion: Completion = yield rules.policy, Turn(read, seed_of(number), may)
+    completion: Completion = yield rules.policy, Turn(read, seed_of(number), may, conversation.bridge.pictures)
     ends = completion.finished or len(completion.token_ids) == longest
     conversation.add_turn(completion, ends)
     return ends
@@ -469,6 +469,7 @@ def to_rollout(
     decode: Callable[[Sequence[int]], str],
     dtype: torch.dtype,
     cut_off: bool = False,
+    pictures: Ragged | None = None,
 ) -> Rollout:
     """Conversations as far as they got, on the CPU.
 
@@ -480,11 +481,12 @@ def to_rollout(
         decode: Token ids to text, of what the policy said last.
         dtype: Dtype of log-probabilities and rewards.
         cut_off: Whether some may be continued.
+        pictures: Numbers of the pictures of each prompt, see `Batch`; None where no prompt has any.
     """
     responses = Ragged.from_lists([each.tokens for each in conversations])
     versions = [[*each.versions, *[version] * (len(each.tokens) - len(each.versions))] for each in conversations]
     ended = torch.tensor([Ending.TOKENS if each.ended is None else each.ended for each in conversations]).long()
-    return Rollout(
+    rollout = Rollout(
         prompt_ids=Ragged.from_lists([each.prompt for each in conversations]),
         response_ids=responses.padded(),
         loss_mask=Ragged.from_lists([each.written for each in conversations], torch.bool).padded(),
@@ -503,6 +505,7 @@ def to_rollout(
         rows=list(rows),
         progress=[_progress(each) if cut_off else {} for each in conversations],
     )
+    return rollout if pictures is None else replace(rollout, pictures=pictures)
 
 
 def from_rollout(rollout: Rollout, row: int, session: Session, bridge: Bridge) -> Conversation:

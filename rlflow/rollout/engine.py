@@ -14,7 +14,9 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.models.moe import ROUTER_BIAS
+from rlflow.models.pictures import PictureProcessor
 from rlflow.models.weights import fingerprint
+from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -180,6 +182,16 @@ class RolloutEngine(ABC):
             UserError: They do not; names the setting.
         """
 
+    def check_pictures(self, most: int) -> None:  # noqa: B027 - most take any number
+        """Refuse a run with more pictures in a prompt than the engine takes, before it is set up.
+
+        Args:
+            most: Pictures of the prompt that has most of them.
+
+        Raises:
+            UserError: They are more; names the setting.
+        """
+
     def check_device(self, device: torch.device) -> None:  # noqa: B027 - most run on any
         """Called before a process starts and a weight is loaded.
 
@@ -280,19 +292,27 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        version: int,
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> list[Completion]:
         """One response to each prompt, in order. A response depends on its own prompt and seed, not on the others.
 
         Args:
-            prompts: Token ids, one list for each response wanted.
+            prompts: Token ids, one list for each response wanted; for a picture the ids of its expansion.
             seeds: Seeds, one for each prompt, see `sampling_seed`.
             sampling: Shared by all.
             version: The policy version that must generate.
+            pictures: Pictures of each prompt, in the order of their places. Left out where no prompt has any, so that
+                an engine for text alone needs no such parameter.
 
         Raises:
             WeightSyncError: The engine holds another version.
-            UserError: A prompt and the longest response do not fit into the engine's context.
+            UserError: A prompt and the longest response do not fit into the engine's context, or the engine does not
+                take the pictures.
         """
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
@@ -313,18 +333,25 @@ class RolloutEngine(ABC):
         limits = tuple(turn.longest for turn in new.values())
         of_each = replace(sampling, max_tokens=max(limits), limits=limits)
         prompts, seeds = [turn.prompt for turn in new.values()], [turn.seed for turn in new.values()]
-        return dict(zip(new, self.generate(prompts, seeds, of_each, version), strict=True))
+        pictures = [turn.pictures for turn in new.values()]
+        completions = self.generate(prompts, seeds, of_each, version, **picture_argument(pictures))
+        return dict(zip(new, completions, strict=True))
 
     def completions(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        version: int,
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> Iterator[tuple[int, Completion]]:
         """What `generate` returns, each response when it has ended: its place among the prompts, and the response.
 
         Arguments and errors are those of `generate`. Without another `step` than that of this class, all end together.
         """
         limits = sampling.limits_of(len(prompts))
-        asked = zip(prompts, seeds, limits, strict=True)
-        new = {place: Turn(prompt, seed, longest) for place, (prompt, seed, longest) in enumerate(asked)}
+        asked = zip(prompts, seeds, limits, pictures or [()] * len(prompts), strict=True)
+        new = {place: Turn(*turn) for place, turn in enumerate(asked)}
         left = len(new)
         while left:
             ended = self.step(new, sampling, version)
@@ -373,11 +400,18 @@ class Turn:
         prompt: Token ids.
         seed: See `sampling_seed`.
         longest: Tokens of the response, at most.
+        pictures: Pictures of the prompt, in the order of their places.
     """
 
     prompt: Sequence[int]
     seed: int
     longest: int
+    pictures: Sequence[Picture] = ()
+
+
+def picture_argument(pictures: Sequence[Sequence[Picture]]) -> dict[str, Any]:
+    """The argument `pictures` of an engine's methods, left out where no prompt has any."""
+    return {"pictures": pictures} if any(pictures) else {}
 
 
 def check_asked(n: int, longest: int, most: int) -> None:
@@ -529,7 +563,8 @@ class InProcessEngine(RolloutEngine):
 
     `setup` of a subclass sets `_pieces`, one or more for each parameter of its model, `_dtype` and `_context`. Then
     `update_weights` passes the trainer's tensors to `_load`, and compares what `_held` gives with what was sent, piece
-    by piece; `generate` refuses weights of another version and responses that do not fit, and calls `_generate`.
+    by piece; `generate` refuses weights of another version and what does not fit, and calls `_generate`. Of a model
+    that reads pictures, `setup` also sets `_processor`.
     """
 
     _to_hold_more: str = "take a model of longer context"  # for a message
@@ -538,6 +573,7 @@ class InProcessEngine(RolloutEngine):
     _pieces: Sequence[Piece]
     _dtype: torch.dtype
     _context: int | None  # tokens of the longest prompt and response together; None without a limit
+    _processor: PictureProcessor | None = None  # None of a model that reads text alone
 
     def check_context(self, prompt: int, response: int) -> None:
         if self._context is not None and prompt + response > self._context:
@@ -551,10 +587,15 @@ class InProcessEngine(RolloutEngine):
         return self._pieces
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        version: int,
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> list[Completion]:
-        self._check(version, prompts, sampling.limits_of(len(prompts)))
-        return self._generate(prompts, seeds, sampling) if prompts else []
+        self._check(version, prompts, sampling.limits_of(len(prompts)), pictures)
+        return self._generate(prompts, seeds, sampling, **picture_argument(pictures)) if prompts else []
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
         start = time.perf_counter()
@@ -565,18 +606,40 @@ class InProcessEngine(RolloutEngine):
         self.policy_version = version
         return SyncReport(version, manifest.tensors, manifest.nbytes, time.perf_counter() - start)
 
-    def _check(self, version: int, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-        """Refuse weights of another version, and responses that do not fit."""
+    def _check(
+        self,
+        version: int,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        pictures: Sequence[Sequence[Picture]],
+    ) -> None:
+        """Refuse weights of another version, responses that do not fit, and pictures that are not read."""
         if version != self.policy_version:
             held = f"version {self.policy_version}" if self.policy_version != NO_VERSION else "no version"
             raise WeightSyncError(
                 f"policy version {version} shall generate and the engine holds {held}; sync the weights first"
             )
         self.check_context(*max(zip(map(len, prompts), limits, strict=True), key=sum, default=(0, 0)))
+        most = max(map(len, pictures), default=0)
+        if most and self._processor is None:
+            raise UserError(
+                f"a prompt has pictures ({most}), and the model reads text alone; take a model that reads pictures, or"
+                " leave them out of the dataset"
+            )
+        self.check_pictures(most)
 
     @abstractmethod
-    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """One response to each prompt, in order; there is at least one, and all of them fit."""
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Sequence[Picture]] = (),
+    ) -> list[Completion]:
+        """One response to each prompt, in order; there is at least one, and all of them fit.
+
+        `pictures` is left out where no prompt has any.
+        """
 
     @abstractmethod
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -58,6 +58,7 @@ from rlflow.rollout.engine import (
     WeightSyncError,
     in_dtype_held,
 )
+from rlflow.values.picture import Picture
 
 log = line_log(__name__)
 _stores: dict[str, Any] = {}  # where the processes of an engine meet, by address
@@ -141,12 +142,18 @@ class EngineSubprocess(RolloutEngine):
         self._call("check_context", "check its context", prompt, response)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        version: int,
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> list[Completion]:
         asked = [list(map(int, prompt)) for prompt in prompts]
         doing = f"generate {len(asked)} responses"
+        seen = [pictures] if any(pictures) else []  # a file that several prompts share is pickled once
         completions: list[Completion]
-        completions = self._call_or_restart("generate", doing, asked, asked, list(seeds), sampling, version)
+        completions = self._call_or_restart("generate", doing, asked, asked, list(seeds), sampling, version, *seen)
         return completions
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:

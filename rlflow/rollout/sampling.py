@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlflow.errors import UserError
-from rlflow.rollout.engine import Completion, RolloutEngine, Sampling
+from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, picture_argument
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.columns import columns, to_device
 from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import bring_over, on_host
 from rlflow.values.path import RowPath, hashed
+from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
 
@@ -41,6 +42,7 @@ def sample(
     earlier: Tensor | None = None,
     longest: int | None = None,
     longest_prompt: int | None = None,
+    pictures: Sequence[Sequence[Picture]] = (),
     on_end: Callable[[int, str, dict[str, Any]], None] | None = None,
 ) -> Rollout:
     """Generate `n` responses to each prompt, or `n` continuations of each response, with the policy `version`.
@@ -75,6 +77,7 @@ def sample(
         longest: Tokens of the longest continued response, inherited ones included. Responses to prompts have
             `sampling.max_tokens` at most.
         longest_prompt: Tokens of the longest prompt, for which memory is planned; None for any.
+        pictures: Pictures of the `B` prompts, in the order of their places; empty where no prompt has any.
         on_end: Called with each response that has ended, while others are generated: the number of its row, its text
             and its row of the dataset. None for nothing.
 
@@ -102,6 +105,8 @@ def sample(
         most = most if longest is None else longest
     else:
         begun = _without_tokens(every_prompt, path, [rows.rows[i] for i in parent.tolist()], dtype)
+        if isinstance(rows.pictures, Ragged):
+            begun = replace(begun, pictures=rows.pictures.on_host().take(parent))
         if part is not None and part.begun is not None:
             begun = _begun_before(part.begun, begun)
     room = (most - begun.lengths).clamp(min=0).masked_fill(begun.finished, 0)  # [B * n], none where it has ended
@@ -113,10 +118,11 @@ def sample(
         of_each = tuple(limits[some].tolist())
         how = replace(sampling, max_tokens=max(of_each), limits=of_each if len({*of_each}) > 1 else None)
         asked = [read[row] for row in some], [seeds[row] for row in some], how, version
+        seen = picture_argument([pictures[int(parent[row])] for row in some] if pictures else ())
         if on_end is None:
-            completions |= zip(some, engine.generate(*asked), strict=True)
+            completions |= zip(some, engine.generate(*asked, **seen), strict=True)
             continue
-        for place, completion in engine.completions(*asked):
+        for place, completion in engine.completions(*asked, **seen):
             row = some[place]
             completions[row] = completion
             texts[row] = decode([*_tokens(begun, row), *completion.token_ids])

@@ -1,14 +1,16 @@
 """The reference engine: transformers' forward with its cache, on any device. Slower than vLLM, and simple.
 
 Prompts of a batch are padded on the left. Attention does not look at padding; layers that carry a state from token to
-token have it set to zero at their input, and start with a state of zeros.
+token have it set to zero at their input, and start with a state of zeros. Of pictures, the tower's features stand in
+place of the embeddings of their tokens while prompts are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from rlflow.errors import UserError
 from rlflow.models.architecture import positions as positions_of
 from rlflow.models.mixers import mixers_of
 from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
+from rlflow.models.pictures import PictureProcessor, reads_pictures
 from rlflow.models.remote_code import code_beside
 from rlflow.models.weights import stored_buffers
 from rlflow.rollout.engine import (
@@ -31,6 +34,7 @@ from rlflow.rollout.engine import (
     Sampling,
     in_dtype_held,
 )
+from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -86,16 +90,21 @@ class TransformersEngine(InProcessEngine):
             )
 
     def setup(self, model_path: str, place: EnginePlace) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
         with code_beside(Path(model_path), "configuration", place.trust_remote_code):
             config = AutoConfig.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
         # Transformers' other ways to attend leave the cap out.
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         attention = {"attn_implementation": "eager"} if capped else {}
+        kind: Any = AutoModelForCausalLM
+        if reads_pictures(config):
+            kind = AutoModelForImageTextToText
+            tokenizer = AutoTokenizer.from_pretrained(model_path)
+            self._processor = PictureProcessor.load(Path(model_path), config, tokenizer)
         # Random weights: no version is held before the first sync.
         with torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []), place.device:
-            self._model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            self._model: Any = kind.from_config(
                 config, dtype=place.dtype, trust_remote_code=place.trust_remote_code, **attention
             )
         self._model.eval()
@@ -128,20 +137,35 @@ class TransformersEngine(InProcessEngine):
             yield piece, in_dtype_held(piece.name, self._weights[piece.place], self._dtype)
 
     def completions(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling, version: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        version: int,
+        pictures: Sequence[Sequence[Picture]] = (),
     ) -> Iterator[tuple[int, Completion]]:
         if type(self)._generate is not TransformersEngine._generate:  # what a subclass does instead
-            yield from super().completions(prompts, seeds, sampling, version)
+            yield from super().completions(prompts, seeds, sampling, version, pictures)
             return
-        self._check(version, prompts, sampling.limits_of(len(prompts)))
-        yield from self._each(prompts, seeds, sampling)
+        self._check(version, prompts, sampling.limits_of(len(prompts)), pictures)
+        yield from self._each(prompts, seeds, sampling, pictures)
 
-    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        completions = dict(self._each(prompts, seeds, sampling))
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Sequence[Picture]] = (),
+    ) -> list[Completion]:
+        completions = dict(self._each(prompts, seeds, sampling, pictures))
         return [completions[row] for row in range(len(prompts))]
 
     def _each(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Sequence[Picture]],
     ) -> Iterator[tuple[int, Completion]]:
         """The place of each response among the prompts, and the response, when it has ended."""
         limits = sampling.limits_of(len(prompts))
@@ -149,12 +173,17 @@ class TransformersEngine(InProcessEngine):
         for start in range(0, len(prompts), self.max_batch):
             rows = by_length[start : start + self.max_batch]
             of_batch = replace(sampling, limits=tuple(limits[row] for row in rows))
-            batch = self._generate_batch([prompts[row] for row in rows], [seeds[row] for row in rows], of_batch)
+            seen = [pictures[row] for row in rows] if pictures else []
+            batch = self._generate_batch([prompts[row] for row in rows], [seeds[row] for row in rows], of_batch, seen)
             yield from ((rows[place], completion) for place, completion in batch)
 
     @torch.inference_mode()
     def _generate_batch(
-        self, prompts: list[Sequence[int]], seeds: list[int], sampling: Sampling
+        self,
+        prompts: list[Sequence[int]],
+        seeds: list[int],
+        sampling: Sampling,
+        pictures: list[Sequence[Picture]],
     ) -> Iterator[tuple[int, Completion]]:
         """Generate one response to each of `B` prompts, a token of each in every step; yield each when it has ended.
 
@@ -171,17 +200,20 @@ class TransformersEngine(InProcessEngine):
         rows = torch.arange(size, device=self._device)  # those still in the batch
         ids, mask = (x.to(self._device) for x in _left_padded(prompts))  # [b, P]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        features: Features | None = None
+        if any(pictures):
+            features = self._features(ids, mask, pictures)
+            positions = self._positions(positions, prompts, pictures)
         cache: Any = None
         experts: list[list[Tensor]] = [[] for _ in prompts]  # of each row, [tokens, layers, k]
         growing = set(range(size))
         for step in range(steps):
             routings = self._routings(ids)
-            output = self._forward(ids, mask, positions, cache, routings)
+            logits, cache = self._forward(ids, mask, positions, cache, routings, features)
             numbers = rows.tolist()
             for row, of_row in zip(numbers, _experts_of(routings, mask), strict=False):
                 experts[row].append(of_row)
-            cache = output.past_key_values
-            chosen, chosen_logprobs = _sample(output.logits[:, -1], sampling.temperature, draws[rows, step])  # [b]
+            chosen, chosen_logprobs = _sample(logits, sampling.temperature, draws[rows, step])  # [b]
             tokens[rows, step] = chosen
             logprobs[rows, step] = chosen_logprobs
             stopped = torch.isin(chosen, stops) & ~finished[rows] & (step < limits[rows])
@@ -199,10 +231,10 @@ class TransformersEngine(InProcessEngine):
                 if not len(kept):
                     break
                 cache.reorder_cache(kept)
-                rows, chosen, mask, positions = rows[kept], chosen[kept], mask[kept], positions[kept]
-            ids = chosen[:, None]
+                rows, chosen, mask, positions = rows[kept], chosen[kept], mask[kept], positions[..., kept, :]
+            ids, features = chosen[:, None], None
             mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
-            positions = positions[:, -1:] + 1
+            positions = _next(positions)
 
     def _columns(self, chosen: Sequence[Tensor], tokens: int) -> dict[str, np.ndarray[Any, Any]]:
         """The experts of a row's first `tokens` tokens, `[tokens, layers, k]`; later ones came after its end."""
@@ -225,28 +257,124 @@ class TransformersEngine(InProcessEngine):
         """
         return max(self.max_prefill_tokens // len(ids), self._least_part)
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, routings: Sequence[Routing]) -> Any:
+    def _forward(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: Any,
+        routings: Sequence[Routing],
+        features: Features | None,
+    ) -> tuple[Tensor, Any]:
         """Compute `N` new tokens of each row, in parts of at most `max_prefill_tokens` tokens of all rows.
 
-        `ids` and `positions` are `[b, N]`; `mask` `[b, M]` covers the tokens in `cache` and then the new ones. Each of
-        `routings` records the experts of a part. Returns transformers' output for the last part: `logits` `[b, 1, V]`,
-        and the new cache as `past_key_values`.
+        `ids` are `[b, N]`, `positions` too or `[3, b, N]`; `mask` `[b, M]` covers the tokens in `cache` and then the
+        new ones. Each of `routings` records the experts of a part. Returns the logits `[b, V]` of the last tokens, and
+        transformers' cache with the new ones.
         """
         width, most = ids.shape[1], self._most(ids)
         before = mask.shape[1] - width
         for number, start in enumerate(range(0, width, most)):
             part = slice(start, start + most)
-            watched = {ROUTING: routings[number]} if routings else {}
-            output = self._model(
-                input_ids=ids[:, part],
-                attention_mask=mask[:, : before + start + most],
-                position_ids=positions[:, part],
-                past_key_values=cache,
-                logits_to_keep=1,
-                **watched,
-            )
+            shared = {
+                "attention_mask": mask[:, : before + start + most],
+                "position_ids": positions[..., part],
+                "past_key_values": cache,
+                **({ROUTING: routings[number]} if routings else {}),
+            }
+            if features is None:
+                output = self._model(input_ids=ids[:, part], logits_to_keep=1, **shared)
+                logits = output.logits[:, -1]
+            else:
+                embedded = features.embedded(self._model.get_input_embeddings()(ids[:, part]), part)
+                output = self._model.get_decoder()(**embedded, **shared, use_cache=True)
+                logits = self._model.get_output_embeddings()(output.last_hidden_state[:, -1])
             cache = output.past_key_values
-        return output
+        return logits, cache
+
+    def _features(self, ids: Tensor, mask: Tensor, pictures: Sequence[Sequence[Picture]]) -> Features:
+        """What the tower makes of the pictures of `b` prompts `[b, P]`, of a picture that several share once."""
+        assert self._processor is not None
+        distinct = list(dict.fromkeys(chain.from_iterable(pictures)))
+        values, deep, starts = list[Tensor](), list[list[Tensor]](), dict[Picture, int]()
+        for some in _together(distinct, self._processor.patches, self.max_prefill_tokens):
+            inputs = {name: tensor.to(self._device) for name, tensor in self._processor.inputs(some).items()}
+            output = self._model.get_image_features(**inputs, return_dict=True)
+            values.append(_joined(output.pooler_output))
+            deep.append([_joined(layer) for layer in getattr(output, "deepstack_features", None) or ()])
+        start = 0
+        for picture in distinct:
+            starts[picture], start = start, start + self._processor.features(picture)
+        places = torch.full_like(ids, -1)
+        for row, of_row in enumerate(pictures):
+            read = [starts[each] + at for each in of_row for at in range(self._processor.features(each))]
+            # Responses come behind: a placeholder that was sampled is none of the first.
+            there = ((ids[row] == self._processor.placeholder_id) & (mask[row] == 1)).nonzero()[: len(read), 0]
+            assert len(there) == len(read), "the pictures are those of the ids"
+            places[row, there] = torch.tensor(read, dtype=torch.int64, device=places.device)
+        return Features(torch.cat(values), [torch.cat(layer) for layer in zip(*deep, strict=True)], places)
+
+    def _positions(
+        self, along: Tensor, prompts: Sequence[Sequence[int]], pictures: Sequence[Sequence[Picture]]
+    ) -> Tensor:
+        """Positions `[3, b, P]` of padded prompts where a model has them in three dimensions, else `along` `[b, P]`."""
+        assert self._processor is not None
+        if not self._processor.has_grid_positions:
+            return along
+        positions = along.repeat(3, 1, 1)
+        for row, (prompt, of_row) in enumerate(zip(prompts, pictures, strict=True)):
+            positions[:, row, along.shape[1] - len(prompt) :] = self._processor.positions(prompt, of_row).to(along)
+        return positions
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a tower makes of the pictures of a batch of prompts.
+
+    Attributes:
+        values: `[F, H]`, read in place of embeddings.
+        deep: `[F, H]` for each of the decoder's first layers, added behind it; empty of most families.
+        places: `[b, P]` int64, which of the `F` is read at each token; -1 where the token's own embedding is.
+    """
+
+    values: Tensor
+    deep: list[Tensor]
+    places: Tensor
+
+    def embedded(self, embeddings: Tensor, part: slice) -> dict[str, Any]:
+        """What the decoder reads of a part of the tokens, given their own embeddings `[b, n, H]`."""
+        places = self.places[:, part]
+        there = places >= 0
+        read = places[there]
+        embeddings = embeddings.clone()
+        embeddings[there] = self.values[read].to(embeddings.dtype)
+        if not self.deep:
+            return {"inputs_embeds": embeddings}
+        deep = [layer[read] for layer in self.deep]
+        return {"inputs_embeds": embeddings, "visual_pos_masks": there, "deepstack_visual_embeds": deep}
+
+
+def _together(pictures: Sequence[Picture], patches: Callable[[Picture], int], most: int) -> list[list[Picture]]:
+    """The pictures in their order, in groups of at most `most` patches, or of one picture that has more."""
+    groups, left = list[list[Picture]](), 0
+    for picture in pictures:
+        if not groups or patches(picture) > left:
+            groups.append([])
+            left = most
+        groups[-1].append(picture)
+        left -= patches(picture)
+    return groups
+
+
+def _joined(features: Any) -> Tensor:
+    """Features of some pictures, `[F, H]`, which transformers gives picture by picture, or by squares of one size."""
+    return torch.cat(features) if isinstance(features, tuple) else features.flatten(0, 1)
+
+
+def _next(positions: Tensor) -> Tensor:
+    """Positions `[b, 1]` or `[3, b, 1]` of the token behind: one more than the largest of the row."""
+    largest = positions.amax(-1, keepdim=True)
+    return (largest if largest.dim() == 2 else largest.amax(0, keepdim=True).expand_as(largest)) + 1
 
 
 # Settings of configurations that give the projection before a convolution a bias, by type of model.

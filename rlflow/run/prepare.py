@@ -25,6 +25,7 @@ from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import require_peft
+from rlflow.models.pictures import PictureProcessor, reads_pictures
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule, chooses_prompts, environments, handles, has_validation_step
 from rlflow.process.status import refusing_exits
@@ -53,6 +54,15 @@ def read_graph(module: RLModule) -> Graph:
             raise UserError(f"`{name}` is {size}; give 1 or more", of=module)
     configure(module)
     bind(module)
+    return graph_of(module)
+
+
+def graph_of(module: RLModule) -> Graph:
+    """The checked graph of a module whose models are configured.
+
+    Raises:
+        UserError: The graph has problems, which are listed.
+    """
     models = handles(module)
     policies = [name for name, of in models.items() if isinstance(of, CausalLM)]
     averages = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, Averaged)}
@@ -216,6 +226,11 @@ def prepare(
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
     policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}
     configs = {name: _model_config(module, name, path) for name, path in (paths | policies).items()}
+    if any(map(reads_pictures, configs.values())):  # models with a tower read a further column of rows
+        for name, config in configs.items():
+            handles(module)[name].reads_pictures = reads_pictures(config)
+        made = planned(module, graph_of(module), settings, engines, settings.world_size)
+        graph = made.graph
     for role in paths:
         handle, config = handles(module)[role], configs[role]
         if placed[role].copies > 1:
@@ -225,6 +240,7 @@ def prepare(
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
     check_schedules(module, graph, data.prompts_per_step)
     tokenizer = _same_tokenizer(module, policies | paths, lead)
+    processor = _processor(module, configs, (policies | paths)[lead], lead, tokenizer)
     checks.require_end(made.plan, settings, chooses_prompts(module))
     ranks, seed = settings.world_size, settings.seed
     held_out = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
@@ -244,7 +260,7 @@ def prepare(
     validation = None
     if data.validation is not None:
         scored_by = module.scorer if scores_validation else None
-        validation = Loader(data.validation, *read, held_out, ranks, environment, scored_by)
+        validation = Loader(data.validation, *read, held_out, ranks, environment, scored_by, processor, validates=True)
     return Run(
         graph=graph,
         plan=made.plan,
@@ -260,7 +276,7 @@ def prepare(
         configs=configs,
         tokenizer=tokenizer,
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
-        train=Loader(data.train, *read, ranks=ranks, environment=environment, reward=scorer),
+        train=Loader(data.train, *read, ranks=ranks, environment=environment, reward=scorer, processor=processor),
         validation=validation,
         generates=samples or scores_validation,
         scores_validation=scores_validation,
@@ -297,6 +313,33 @@ def _model_config(module: RLModule, role: str, path: Path) -> PretrainedConfig:
         with loading("architecture", path, handle.trust_remote_code):
             check_architecture(config, _said_by(module, role), isinstance(handle, CausalLM), handle.trust_remote_code)
     return config
+
+
+def _processor(
+    module: RLModule,
+    configs: Mapping[str, PretrainedConfig],
+    path: Path,
+    lead: str,
+    tokenizer: PreTrainedTokenizerBase,
+) -> PictureProcessor | None:
+    """The processor of the lead, if that reads pictures; its placeholder is noted for models that read text alone.
+
+    Raises:
+        UserError: There is none, or another model reads pictures in another way.
+    """
+    if not reads_pictures(configs[lead]):
+        return None
+    with about(handles(module)[lead]):
+        processor = PictureProcessor.load(path, configs[lead], tokenizer)
+    for role, config in configs.items():
+        if not reads_pictures(config):
+            handles(module)[role].unread_placeholder = processor.placeholder_id
+        elif config.model_type != configs[lead].model_type:
+            raise UserError(
+                f"`{role}` is of the type {config.model_type!r} and `{lead}` of the type {configs[lead].model_type!r},"
+                " and a picture has other tokens in each; give models of one type"
+            )
+    return processor
 
 
 def _same_tokenizer(module: RLModule, paths: Mapping[str, Path], lead: str) -> PreTrainedTokenizerBase:

@@ -55,6 +55,7 @@ def join(run: Run, resolved_config: str | None) -> None:
         run.decode,
         run.decode_with_special,
         run.train.rows_of,
+        run.train.encode.picture_names,
     )
     groups = [*run.plan.groups(), *(layout.ranks for layout in run.layouts.values())]
     groups += [samples.group]
@@ -70,7 +71,9 @@ def join(run: Run, resolved_config: str | None) -> None:
         timeout_s = strategy.timeout.total_seconds() if strategy.timeout else TIMEOUT_S
         run.rank_engines = engines_of_rank(run.engines, placed, transport, on_cpu, timeout_s)
     dtype = torch.float64 if strategy.dtype == torch.float64 else torch.float32  # of rewards and rollout logprobs
-    encode = run.train.encode
+    encode, album = run.train.encode, run.album
+    for handle in handles(run.module).values():
+        handle.album = album
     run.context = NodeContext(
         engines=run.rank_engines.by_policy,
         transport=transport,
@@ -83,6 +86,7 @@ def join(run: Run, resolved_config: str | None) -> None:
         written=encode.written,
         on_scores=samples.keep,
         rows_of=run.train.rows_of,
+        album=album,
         conversations=ConversationRunner(
             encode.bridge,
             encode.messages,
@@ -91,6 +95,8 @@ def join(run: Run, resolved_config: str | None) -> None:
             dtype,
             settings.seed,
             transport,
+            album,
+            None if encode.processor is None else encode.processor.expand,
         ),
         writers={node.id: node.generates for node in run.graph.order},
         longest_prompt=run.data.max_prompt_length,

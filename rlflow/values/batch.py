@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
+from rlflow.values.columns import fill_in, optional
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import computed
 from rlflow.values.path import RowPath
@@ -37,9 +38,10 @@ class TokenRows:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def padded(cls, prompt_ids: Ragged, response_ids: Ragged) -> TokenRows:
+    def padded(cls, prompt_ids: Ragged, response_ids: Ragged, pictures: Any = None) -> TokenRows:
         """Rows whose responses are right-padded with zeros. Nothing reads the zeros, since rows have their lengths."""
-        return cls(prompt_ids, response_ids.padded(), response_ids.lengths)
+        shown = {"pictures": pictures} if isinstance(pictures, Ragged) and len(pictures.values) else {}
+        return cls(prompt_ids, response_ids.padded(), response_ids.lengths, shown)
 
 
 class Placed:
@@ -62,6 +64,12 @@ class Placed:
     def index(self) -> PerSample:
         """`[B]` int64, the number of each row among its siblings; for a prompt, its id."""
         return self._path.index
+
+    @property
+    @computed_from("path")
+    def episode(self) -> PerSample:
+        """`[B]` int64, equal for the rows of a group that are of one episode; here each row is one."""
+        return self.index
 
     @computed_from("path")
     def group_of(self, level: str) -> Tensor:
@@ -100,6 +108,8 @@ class Batch(Placed):
         lengths: `[B]` int64, response tokens of each row, the end-of-sequence token included.
         rows: The dataset's rows.
         path: Path of each row, which is its id; None where rows belong to no step.
+        pictures: `[sum]` int64, numbers of the pictures of each prompt, by which a model finds them in the dataset; see
+            `rlflow.data.pictures`. No entries where a prompt has none.
     """
 
     prompt_ids: Ragged
@@ -108,6 +118,10 @@ class Batch(Placed):
     lengths: PerSample
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
     path: RowPath | None = None
+    pictures: Annotated[Ragged, Cut.RAGGED, Home] = optional(torch.int64, model_input="any")
+
+    def __post_init__(self) -> None:
+        fill_in(self, self.response_ids)
 
     @property
     def tokens(self) -> Tensor:
@@ -141,6 +155,7 @@ class Pairs(Placed):
         rejected_ids: Token ids of each rejected response.
         rows: The dataset's rows.
         path: Path of each row, which is its id; None where rows belong to no step.
+        pictures: `[sum]` int64, numbers of the pictures of each prompt, see `Batch`.
     """
 
     prompt_ids: Ragged
@@ -148,6 +163,10 @@ class Pairs(Placed):
     rejected_ids: Ragged
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
     path: RowPath | None = None
+    pictures: Annotated[Ragged, Cut.RAGGED, Home] = optional(torch.int64, model_input="any")
+
+    def __post_init__(self) -> None:
+        fill_in(self, self.prompt_ids.lengths)
 
     @classmethod
     def of(cls, chosen: _Responses, rejected: _Responses) -> Pairs:
@@ -165,23 +184,26 @@ class Pairs(Placed):
                 f"`Pairs.of` got {len(chosen.lengths)} chosen and {len(rejected.lengths)} rejected responses; give one"
                 " of each for a pair"
             )
-        return cls(chosen.prompt_ids, _unpadded(chosen), _unpadded(rejected), chosen.rows, chosen.path)
+        made = cls(chosen.prompt_ids, _unpadded(chosen), _unpadded(rejected), chosen.rows, chosen.path)
+        pictures = getattr(chosen, "pictures", None)
+        return replace(made, pictures=pictures) if isinstance(pictures, Ragged) else made
 
     @property
     def chosen(self) -> TokenRows:
         """`B` rows to score: each prompt with its chosen response."""
-        return TokenRows.padded(self.prompt_ids, self.chosen_ids)
+        return TokenRows.padded(self.prompt_ids, self.chosen_ids, self.pictures)
 
     @property
     def rejected(self) -> TokenRows:
         """`B` rows to score: each prompt with its rejected response."""
-        return TokenRows.padded(self.prompt_ids, self.rejected_ids)
+        return TokenRows.padded(self.prompt_ids, self.rejected_ids, self.pictures)
 
     @property
     def both(self) -> TokenRows:
         """`2 B` rows to score in one call: all `chosen`, then all `rejected`; `tensor_split(2)` divides the scores."""
+        pictures = self.pictures.followed_by(self.pictures) if isinstance(self.pictures, Ragged) else None
         return TokenRows.padded(
-            self.prompt_ids.followed_by(self.prompt_ids), self.chosen_ids.followed_by(self.rejected_ids)
+            self.prompt_ids.followed_by(self.prompt_ids), self.chosen_ids.followed_by(self.rejected_ids), pictures
         )
 
     @property

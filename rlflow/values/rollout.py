@@ -16,7 +16,7 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.values.absent import Absent
 from rlflow.values.batch import Batch, Placed
-from rlflow.values.columns import NOT_MADE, columns, join_rows, optional, take_rows
+from rlflow.values.columns import columns, fill_in, join_rows, optional, take_rows
 from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
@@ -56,14 +56,16 @@ class Rollout(Placed):
         turn_rewards   1.0           0.0           0.0                    0.5 1.0
         ended          DONE          DONE          TOKENS                 DONE
         seat           0             0             0                      0
+        branch         0             0             0                      0
         texts          "5"           "no"          "let me see, I"        "it is 5"
         messages       all messages, a list of dicts for each row
         rows           {"question": "2+3=", ...} of the dataset, for rows 0 and 1 alike
+        pictures       none, or such as 14 16 for rows 0 and 1 alike
         progress       {} where no conversation is cut off
 
-    From these follow `group` (4 4 7 7), `index` (0 1 0 1), `turns` (1 1 1 2), `policy_lengths` (3 2 7 4), and `turn`,
-    which for row 3 is 0 0 -1 -1 -1 1 1. A response that is one turn, without an environment, has no `segments`,
-    `turn_rewards` and `messages`.
+    From these follow `group` (4 4 7 7), `index` (0 1 0 1), `episode` (0 1 0 1), `turns` (1 1 1 2), `policy_lengths`
+    (3 2 7 4), and `turn`, which for row 3 is 0 0 -1 -1 -1 1 1. A response that is one turn, without an environment, has
+    no `segments`, `turn_rewards` and `messages`.
 
     Attributes:
         prompt_ids: Token ids of each sample's prompt.
@@ -91,11 +93,14 @@ class Rollout(Placed):
             has `DONE` where it is finished, and `TOKENS` where it was cut.
         seat: `[B]` int64, the seat from which a row sees its conversation, as a number among the environment's `seats`;
             0 where there are no seats.
+        branch: `[B]` int64, number of each row among the rows of its episode, which follow one another, where an agent
+            owns its loop and made several, see `rlflow.Harness`; else 0.
         texts: Decoded responses without special tokens; for a conversation, what the policy wrote last.
         messages: All messages of a conversation, those of the prompt included. Each has `role` and `content`. A turn of
             the policy also has `reward` and `tool_calls`, a message after the last turn has `unread`, and the last
             message has `ended`: who ended the conversation, and why. Empty where a response is one turn.
         rows: The dataset's row of each sample.
+        pictures: `[sum]` int64, numbers of the pictures of each sample's prompt, see `Batch`.
         progress: State from which a conversation is continued, in addition to the other columns, where
             `trainer.partial_rollout` may cut it off; see `rlflow.rollout.conversation`. Empty elsewhere.
     """
@@ -115,15 +120,15 @@ class Rollout(Placed):
     turn_rewards: Ragged = optional(torch.float32)
     ended: PerSample
     seat: PerSample = optional(torch.int64)
+    branch: PerSample = optional(torch.int64)
     texts: Annotated[list[str], Cut.JSON, Home]
     messages: Annotated[list[list[dict[str, Any]]], Cut.JSON, Home] = optional(list)
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
+    pictures: Annotated[Ragged, Cut.RAGGED, Home] = optional(torch.int64, model_input="any")
     progress: Annotated[list[dict[str, Any]], Cut.JSON, Home] = optional(dict)
 
     def __post_init__(self) -> None:
-        for column in columns(type(self)):
-            if column.of(self) is NOT_MADE:
-                object.__setattr__(self, column.name, column.empty(self.response_ids))
+        fill_in(self, self.response_ids)
 
     @property
     @computed_from("inherited", "loss_mask")
@@ -136,6 +141,12 @@ class Rollout(Placed):
         places = torch.arange(self.loss_mask.shape[1], device=self.inherited.device)
         mask: Tensor = places < self.inherited[:, None]
         return mask
+
+    @property
+    @computed_from("path", "branch")
+    def episode(self) -> PerSample:
+        """`[B]` int64, equal for the rows of a group that are of one episode: the number of its first row, `index`."""
+        return self.index - self.branch
 
     @property
     @computed_from("segments")

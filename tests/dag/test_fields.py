@@ -84,6 +84,7 @@ def fields_of(annotation: Any) -> set[str]:
                 "segments",
                 "turn_rewards",
                 "ended",
+                "branch",
             },
         ),
         (Short, {"prompt_ids", "version"}),
@@ -100,11 +101,11 @@ def test_a_type_of_ones_own_adds_to_those_it_derives_from() -> None:
     assert fields_of(Bare) == fields_of(Grouped)
 
 
-SEEN_BY_NAME = ("texts", "messages", "progress", "rows")
+SEEN_BY_NAME = ("texts", "messages", "progress", "rows", "pictures")
 
 
-def test_a_rollout_with_texts_has_all_fields() -> None:
-    assert fields_of(RolloutWithTexts) == {*Rollout.__dataclass_fields__}
+def test_a_rollout_with_texts_has_all_fields_but_those_of_models_alone() -> None:
+    assert fields_of(RolloutWithTexts) == {*Rollout.__dataclass_fields__} - {"pictures"}
 
 
 @pytest.mark.parametrize("annotation", [Rollout, Any])

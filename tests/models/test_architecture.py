@@ -39,7 +39,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
         ("Phi", {}, r"'phi': it has a bias in its output layer"),
         ("T5", {}, r"'t5': it is no causal language model"),
         ("Gemma3", {}, r"'gemma3': it reads more than text"),
-        ("Qwen3_5", {}, r"'qwen3_5': it reads more than text, .*: its own part, `AutoModelForCausalLM.from_pre"),
+        ("Qwen3_5Moe", {}, r"'qwen3_5_moe': it reads more than text, .*: its own part, `AutoModelForCausalLM.from_pre"),
         ("Llama", {"quantization_config": {"quant_method": "mxfp4"}}, r"'llama': it has quantised weights"),
     ],
 )

@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from rlflow import CausalLM
 from rlflow.errors import UserError
+from rlflow.memory.role import loaded_role
 from rlflow.models.architecture import cached_bytes
 from rlflow.models.sizes import KNOWN, ModelSize, size_of
+from rlflow.models.tiny import write_tiny_vision_model
+from rlflow.strategies import SingleProcess
+from rlflow.values.layout import Layout
 from tests.families.models import COMMON, FAMILIES, configuration
+from tests.families.towers import TOWERS, write_tower
+from tests.slow import slow_but
 
 # Of each config.json what its class does not say by itself.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,6 +97,24 @@ def test_the_size_of_a_model_with_states_is_what_transformers_counts_and_caches(
     keys = [layer.keys for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
     assert 3 * size.cache_bytes(4) == sum(2 * 4 * key.numel() for key in keys)
     assert 3 * cached_bytes(config, torch.float32, 1) == 3 * size.cache_bytes(4)
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen3_5"], TOWERS))
+def test_the_size_of_a_model_that_reads_pictures_is_what_transformers_counts(name: str, tmp_path: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(write_tower(name, tmp_path))
+    size = size_of(str(tmp_path))
+    assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
+    decoder = {*model.get_decoder().parameters(), model.get_output_embeddings().weight}
+    assert size.tower == sum(parameter.numel() for parameter in {*model.parameters()} - decoder)
+
+
+def test_a_frozen_tower_is_not_among_the_parameters_that_are_trained(tmp_path: Path) -> None:
+    size = size_of(str(write_tiny_vision_model(tmp_path / "tiny_vision")))
+    assert size.parameters == KNOWN["tiny_vision"].parameters == 237_120
+    layout, one = Layout((0,), 1), SingleProcess()
+    handles = [CausalLM("m", freeze_vision_tower=freezes) for freezes in (False, True)]
+    trained = [loaded_role(handle, size, one, layout, samples=8).trained for handle in handles]
+    assert trained == [237_120, 237_120 - size.tower]
 
 
 def test_a_latent_is_what_a_token_takes_where_keys_are_made_of_it() -> None:

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError, require
+from rlflow.models.mixers import has_states
+from rlflow.models.pictures import PictureProcessor, reads_pictures
 from rlflow.process.environment import place_kept
 from rlflow.rollout.engine import (
     Completion,
@@ -38,9 +41,9 @@ from rlflow.rollout.vllm.process import (
     make_rewindable,
     model_classes_kept,
     process_state_kept,
-    register_qwen3_5,
     shared_memory_named,
 )
+from rlflow.rollout.vllm.registration import register_model
 from rlflow.rollout.vllm.weights import (
     as_loaded,
     pack_again,
@@ -52,6 +55,7 @@ from rlflow.rollout.vllm.weights import (
     unserved_experts,
     without_sinks,
 )
+from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -78,6 +82,7 @@ class VLLMEngine(InProcessEngine):
         max_model_len: Tokens of the longest prompt and response together; None for as many as the model takes and the
             cache holds.
         max_num_seqs: Responses generated at the same time.
+        max_pictures: Pictures of a prompt, at most, for which vLLM plans memory where the model reads pictures.
         max_num_batched_tokens: Tokens computed together, of prompts and of responses; longer prompts, and more of them,
             are computed in parts. None for vLLM's own number.
         block_size: Tokens of a block of the key-value cache. Whole blocks are shared by the responses to a prompt. None
@@ -92,6 +97,7 @@ class VLLMEngine(InProcessEngine):
     kv_cache_gib: float = 1.0
     max_model_len: int | None = None
     max_num_seqs: int = 256
+    max_pictures: int = 16
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
     enforce_eager: bool | None = None
@@ -116,8 +122,10 @@ class VLLMEngine(InProcessEngine):
             raise UserError(
                 f"`block_size` is {self.block_size}; a block of the cache has tokens. Set 32 or a multiple."
             )
+        if self.max_pictures < 0:
+            raise UserError(f"`max_pictures` is {self.max_pictures}; set how many a prompt has at most, 0 or more")
         self._float32_head = False
-        self._in_progress: set[int] = set()  # numbers of turns
+        self._in_progress: dict[int, Turn] = {}  # by number
         self._loads = 0  # how often weights were loaded
         self._group_of_vllm = False  # whether vLLM made the process group that it is in
 
@@ -178,6 +186,12 @@ class VLLMEngine(InProcessEngine):
                 " `data.max_prompt_length` or `module.max_response_length`"
             )
 
+    def check_pictures(self, most: int) -> None:
+        if most > self.max_pictures:
+            raise UserError(
+                f"`max_pictures` is {self.max_pictures}, and a prompt has {most}; raise it, or give fewer pictures"
+            )
+
     def check_device(self, device: torch.device) -> None:
         name, of_cpu = installed()
         if of_cpu != (device.type == "cpu"):
@@ -192,6 +206,8 @@ class VLLMEngine(InProcessEngine):
         text = config.get_text_config()
         _, of_cpu = installed()
         reason = unserved(text, self.tensor_parallel_size, of_cpu)
+        if text is not config:
+            reason = reason or unserved_pictures(config, self.tensor_parallel_size)
         if reason is not None:
             raise UserError(
                 f"`rollout` is {type(self).__name__}, and the model, of the type {text.model_type!r}, {reason}; set"
@@ -199,7 +215,7 @@ class VLLMEngine(InProcessEngine):
             )
 
     def setup(self, model_path: str, place: EnginePlace) -> None:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, AutoTokenizer
 
         assert place.world_size % self.tensor_parallel_size == 0, (place.world_size, self.tensor_parallel_size)
         if place.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -208,10 +224,12 @@ class VLLMEngine(InProcessEngine):
             )
         vllm = import_vllm(self.allow_untested)
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
-        if config.model_type in QWEN3_5:
-            register_qwen3_5()
-        if config.model_type in DELTA_RULE and place.device.type == "cpu":
-            delta_rule.prepare(config, place.dtype)
+        register_model(config.model_type)
+        text = config.get_text_config()
+        if text.model_type in DELTA_RULE and place.device.type == "cpu":
+            delta_rule.prepare(text, place.dtype)
+        if reads_pictures(config):
+            self._processor = PictureProcessor.load(Path(model_path), config, AutoTokenizer.from_pretrained(model_path))
         # Ranks join the process group that training, or the process's first engine, has made; without, vLLM makes one.
         makes_group = not dist.is_initialized()
         on_cpu = place.device.type == "cpu"
@@ -230,7 +248,11 @@ class VLLMEngine(InProcessEngine):
                 distributed_executor_backend="uni" if makes_group else "external_launcher",
                 dtype=str(place.dtype).removeprefix("torch."),
                 seed=place.seed,
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=self._processor is None,  # vLLM expands the placeholder of a picture with it
+                limit_mm_per_prompt={} if self._processor is None else {"image": self.max_pictures},
+                mm_processor_cache_gb=PREPARED_GIB,
+                mm_device_do_normalize=False,  # the image processor does, as the trainer's
+                skip_mm_profiling=on_cpu,  # with the largest picture there is; no memory is measured there
                 max_model_len=-1 if self.max_model_len is None else self.max_model_len,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
@@ -238,10 +260,10 @@ class VLLMEngine(InProcessEngine):
                 enforce_eager=on_cpu if self.enforce_eager is None else self.enforce_eager,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 kv_cache_memory_bytes=int(self.kv_cache_gib * 2**30) if on_cpu else None,
-                enable_prefix_caching=False if on_cpu and config.model_type in MAMBA2 else None,
+                enable_prefix_caching=False if on_cpu and text.model_type in MAMBA2 else None,
                 enable_sleep_mode=not on_cpu,
                 logprobs_mode="processed_logprobs",  # after temperature
-                hf_overrides={"head_dtype": "float32"} if self._float32_head else {},
+                hf_overrides=read_by_vllm(config) | ({"head_dtype": "float32"} if self._float32_head else {}),
             )
         self._group_of_vllm = makes_group or any(other._group_of_vllm for other in live_engines)
         live_engines.add(self)
@@ -251,7 +273,7 @@ class VLLMEngine(InProcessEngine):
         if on_cpu:
             self._llm.collective_rpc(lambda worker: make_rewindable(worker.model_runner))
         self._model_type = self._llm.model_config.hf_text_config.model_type
-        self._pieces = tuple(pieces_of(self._model, self._model_type))
+        self._pieces = tuple(pieces_of(self._model, self._model_type, self._processor is not None))
         self._dtype = place.dtype
         self._wide_head = self._llm.model_config.head_dtype != place.dtype
         self._device = place.device
@@ -284,34 +306,60 @@ class VLLMEngine(InProcessEngine):
                 destroy_distributed_environment()
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
-        self._check(version, [turn.prompt for turn in new.values()], [turn.longest for turn in new.values()])
-        engine = self._llm.llm_engine
+        turns = new.values()
+        pictures = [turn.pictures for turn in turns]
+        self._check(version, [turn.prompt for turn in turns], [turn.longest for turn in turns], pictures)
+        engine, opened = self._llm.llm_engine, _opened(pictures)
         for number, turn in new.items():
             params = self._params(sampling, turn.seed, turn.longest)
-            engine.add_request(str(number), self._prompt(turn.prompt), params)
-            self._in_progress.add(number)
+            engine.add_request(str(number), self._prompt(turn.prompt, turn.pictures, opened), params)
+            self._in_progress[number] = turn
         with torch.random.fork_rng(devices=[]):  # as `_generate`
-            ended = {int(request.request_id): _completion(request) for request in engine.step()}
-        self._in_progress -= ended.keys()
-        return ended
+            requests = {int(request.request_id): request for request in engine.step()}
+        return {
+            number: _completion(request, self._in_progress.pop(number).prompt) for number, request in requests.items()
+        }
 
     def abort(self) -> None:
         self._llm.llm_engine.abort_request([str(number) for number in self._in_progress])
         self._in_progress.clear()
 
-    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Sequence[Picture]] = (),
+    ) -> list[Completion]:
+        opened = _opened(pictures)
+        asked = [
+            self._prompt(prompt, of_prompt, opened)
+            for prompt, of_prompt in zip(prompts, pictures or [()] * len(prompts), strict=True)
+        ]
         params = [
             self._params(sampling, seed, limit)
             for seed, limit in zip(seeds, sampling.limits_of(len(seeds)), strict=True)
         ]
         # On the CPU vLLM draws from the process's generator at every token, whether it needs the number or not.
         with torch.random.fork_rng(devices=[]):
-            requests = self._llm.generate([self._prompt(prompt) for prompt in prompts], params, use_tqdm=False)
-        return [_completion(request) for request in requests]
+            requests = self._llm.generate(asked, params, use_tqdm=False)
+        return [_completion(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
 
-    def _prompt(self, tokens: Sequence[int]) -> Any:
-        """A prompt in vLLM's form. The salt differs after each sync: blocks cached with older weights are not found."""
-        return {"prompt_token_ids": list(tokens), "cache_salt": str(self._loads)}
+    def _prompt(self, tokens: Sequence[int], pictures: Sequence[Picture], opened: Mapping[Picture, Any]) -> Any:
+        """A prompt in vLLM's form. The salt differs after each sync: blocks cached with older weights are not found.
+
+        vLLM expands the placeholder of a picture itself, also one that is expanded already.
+        """
+        salt = {"cache_salt": str(self._loads)}
+        if not pictures:
+            return {"prompt_token_ids": list(tokens), **salt}
+        assert self._processor is not None
+        return {
+            "prompt_token_ids": self._processor.collapse(tokens, pictures),
+            "multi_modal_data": {"image": [opened[picture] for picture in pictures]},
+            "multi_modal_uuids": {"image": [picture.digest for picture in pictures]},
+            **salt,
+        }
 
     def _params(self, sampling: Sampling, seed: int, limit: int) -> Any:
         from vllm.sampling_params import RequestOutputKind
@@ -337,6 +385,8 @@ class VLLMEngine(InProcessEngine):
         pack_heads_again(self._model)
         pack_again(self._model)
         renew_convolutions(self._model)
+        if self._processor is not None:  # features of the tower as it was
+            self._llm.llm_engine.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM did not reset its prefix cache: requests are still in progress")
 
@@ -349,26 +399,60 @@ class VLLMEngine(InProcessEngine):
                 yield piece, held if piece.decays else in_dtype_held(piece.name, held, self._dtype)
 
 
-def _completion(request: Any) -> Completion:
-    """The response of a vLLM `RequestOutput` that has ended: by a stop token, or by its longest length."""
+def _opened(pictures: Sequence[Sequence[Picture]]) -> dict[Picture, Any]:
+    """Each picture decoded once, however many prompts share it."""
+    return {picture: picture.opened() for picture in {*chain.from_iterable(pictures)}}
+
+
+def _completion(request: Any, prompt: Sequence[int]) -> Completion:
+    """The response of a vLLM `RequestOutput` that has ended: by a stop token, or by its longest length.
+
+    Raises:
+        UserError: vLLM has read other tokens than those of the row.
+    """
+    read = list(request.prompt_token_ids)
+    if read != list(prompt):
+        raise UserError(
+            f"a prompt has {len(prompt)} tokens with its pictures, and vLLM has read {len(read)} that are not the same:"
+            " it expands pictures otherwise than the model's image processor; set"
+            " `rollout: rlflow.rollout.TransformersEngine`"
+        )
     output = request.outputs[0]
     return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
+
+
+def read_by_vllm(config: PretrainedConfig) -> dict[str, Any]:
+    """Settings of a model that vLLM is given in place of transformers', so that it computes the same.
+
+    A token of Cohere 2 sees `sliding_window` tokens with itself in transformers, and one more in vLLM.
+    """
+    return {"sliding_window": config.sliding_window - 1} if config.model_type == "cohere2" else {}
 
 
 # Types of models with Mamba-2 layers. On the CPU, vLLM's scan returns the state after a prompt, and a cache of prefixes
 # needs those after each chunk.
 MAMBA2 = ("falcon_h1", "granitemoehybrid", "nemotron_h")
-QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
-DELTA_RULE = (*QWEN3_5, "qwen3_next")
+DELTA_RULE = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+PREPARED_GIB = 0.25  # of pictures as the tower reads them, which vLLM holds for prompts that share them
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes, as vLLM's `CPUAttentionBackend` says
 # Types of models that vLLM 0.32 serves otherwise than training needs.
 UNSERVED = {
-    "cohere2": "sees one token more through its sliding windows in vLLM than in transformers",
     "deepseek_v3": "has latent attention, and vLLM's logprobs differ from transformers' by up to 0.14 on the CPU",
-    "glm4": "has fused layers in vLLM, which lists them by other names than transformers'",
     "kimi_linear": "has Kimi's delta rule, which vLLM does not build on the CPU, so that logprobs were never compared",
     "lfm2": "has convolutions alone, and vLLM's logprobs differ from transformers' by up to 0.37 on the CPU",
 }
+
+
+def unserved_pictures(config: PretrainedConfig, tensor_parallel_size: int) -> str | None:
+    """Why `VLLMEngine` refuses a model that reads more than text, as in `unserved`; None where it takes it."""
+    if not reads_pictures(config):
+        return f"is part of a {config.model_type!r}, which reads more than text and was not tried in vLLM"
+    if tensor_parallel_size > 1:
+        return (
+            f"reads pictures, and its tower was not tried on {tensor_parallel_size} ranks that share an engine; set"
+            " `tensor_parallel_size: 1`"
+        )
+    return None
 
 
 def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
@@ -386,7 +470,7 @@ def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) 
 
     if reason := UNSERVED.get(config.model_type) or unserved_experts(config, tensor_parallel_size, on_cpu):
         return reason
-    if tensor_parallel_size > 1 and config.model_type in (*MAMBA2, *DELTA_RULE):
+    if tensor_parallel_size > 1 and has_states(config):
         return (
             f"carries a state, and the parts of its layers on {tensor_parallel_size} ranks are not read back to verify"
             " a sync; set `tensor_parallel_size: 1`"

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,12 +21,6 @@ import torch.distributed as dist
 from rlflow.errors import UserError
 
 TESTED = ("0.32.0",)
-STAND_INS = (
-    "torchvision",
-    "torchvision.transforms",
-    "torchvision.transforms.v2",
-    "torchvision.transforms.v2.functional",
-)
 
 
 def installed() -> tuple[str, bool]:
@@ -63,30 +55,6 @@ def import_vllm(allow_untested: bool) -> Any:
             "install that or set `allow_untested: true`"
         )
     return vllm
-
-
-def register_qwen3_5() -> None:
-    """Tell vLLM its own classes of Qwen3.5's text models, which it cannot find by itself without torchvision.
-
-    The classes are in a file that also has those of models with images, which import torchvision and use nothing of it
-    before an image comes. So empty modules stand in for it while the file is imported. vLLM imports files in a process
-    of its own to find what classes can do; classes that are registered it asks in this process.
-    """
-    from transformers.utils.import_utils import is_torchvision_available
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    names = () if is_torchvision_available() else STAND_INS  # remembered by transformers from here on
-    for name in names:
-        sys.modules[name] = ModuleType(name)
-    if names:
-        sys.modules[STAND_INS[-2]].functional = sys.modules[STAND_INS[-1]]  # type: ignore[attr-defined]
-    try:
-        from vllm.model_executor.models import qwen3_5
-    finally:
-        for name in names:
-            del sys.modules[name]
-    for kind in (qwen3_5.Qwen3_5ForCausalLM, qwen3_5.Qwen3_5MoeForCausalLM):
-        ModelRegistry.register_model(kind.__name__, kind)
 
 
 @contextmanager

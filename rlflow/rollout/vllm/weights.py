@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlflow.errors import UserError
 from rlflow.models.moe import ROUTER_BIAS
@@ -71,19 +71,21 @@ def renew_convolutions(model: Any) -> None:
             module.conv_weights = getattr(module.conv1d, UNPACKED)
 
 
-def pieces_of(model: Any, model_type: str) -> Iterator[Piece]:
+def pieces_of(model: Any, model_type: str, reads_pictures: bool = False) -> Iterator[Piece]:
     """The pieces of all parameters of this rank's part of the model, see `Piece`, those of a parameter in sequence.
 
     Args:
         model: vLLM's model, after its construction.
-        model_type: Type of the model in transformers, such as `qwen3`.
+        model_type: Type of the model's text part in transformers, such as `qwen3`.
+        reads_pictures: Whether it has a tower beside its text part, so that names begin otherwise.
 
     Raises:
         UserError: A layer holds a parameter in a form that cannot be read back, such as quantised.
     """
     from vllm.model_executor.layers.linear import RowParallelLinear
 
-    fused: dict[str, list[str]] = model.packed_modules_mapping
+    fused: dict[str, list[str]] = model.packed_modules_mapping | WHOLE.get(model_type, {})
+    beginnings = _beginnings(model) if reads_pictures else {}
     names: dict[int, str] = {}  # by the parameter's identity: a tied one goes by its first name in every place
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
@@ -93,7 +95,7 @@ def pieces_of(model: Any, model_type: str) -> Iterator[Piece]:
             if is_experts(module):
                 continue
             called = [f"{parent}.{source}.{kind}".lstrip(".") for source in fused.get(leaf, [leaf])]
-            sources = [hf_name(name, model_type) for name in called]
+            sources = [_begun(hf_name(name, model_type), beginnings) for name in called]
             sources[0] = names.setdefault(id(parameter), sources[0])
             if isinstance(module, RowParallelLinear) and kind == "weight":
                 columns = module.input_size_per_partition
@@ -104,7 +106,27 @@ def pieces_of(model: Any, model_type: str) -> Iterator[Piece]:
             yield from pieces_of_experts(module, path, model_type)
 
 
+def _beginnings(model: Any) -> dict[str, str]:
+    """How names in vLLM begin, the longest first, and those of transformers for them: vLLM's own mapping, reversed.
+
+    Where it lists several, the first is that of transformers' models; others are of older files.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    found: dict[str, str] = {}
+    for ours, theirs in {} if mapper is None else mapper.orig_to_new_prefix.items():
+        if theirs is not None:
+            found.setdefault(theirs, ours)
+    return dict(sorted(found.items(), key=lambda each: -len(each[0])))
+
+
+def _begun(name: str, beginnings: Mapping[str, str]) -> str:
+    """`_begun("visual.merger.norm.weight", {"visual.": "model.visual."})` is `model.visual.merger.norm.weight`."""
+    theirs = next(filter(name.startswith, beginnings), "")
+    return beginnings[theirs] + name.removeprefix(theirs) if theirs else name
+
+
 def _require_readable(module: Any, parameter: Tensor, place: str) -> None:
+    from vllm.model_executor.layers.conv import ConvLayerBase
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
@@ -113,7 +135,8 @@ def _require_readable(module: Any, parameter: Tensor, place: str) -> None:
     elif is_experts(module):
         can_read = readable(module)
     else:
-        can_read = parameter.dim() == 1  # norms and attention sinks
+        held_plain = nn.Embedding | nn.Conv2d | nn.Conv3d | ConvLayerBase  # of towers
+        can_read = parameter.dim() == 1 or isinstance(module, held_plain)  # norms and attention sinks are of one
     if not can_read:
         raise UserError(
             f"`{place}` is held by a {type(module).__name__}, whose weights VLLMEngine cannot read back to verify a "
@@ -238,6 +261,8 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "nemotron_h": {"model.embed_tokens.": "model.embeddings."},
     }
 )
+# Layers that transformers has in one tensor too, where vLLM lists several.
+WHOLE: Mapping[str, dict[str, list[str]]] = MappingProxyType({"glm4": {"gate_up_proj": ["gate_up_proj"]}})
 # Parts of the trainer's names for which vLLM's reload takes others, in this order.
 RELOADED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
