@@ -29,6 +29,7 @@ COMMANDS = {
     "play": "Play the environment of a config in the terminal, as its policy would read it.",
     "export": "Write the model of a run that trained adapters, merged or as an adapter.",
     "simulate": "Predict a config's time, bytes and memory on machines that are not here.",
+    "conform": "Say whether a loss, advantages or logprobs are an algorithm's, and what differs if not.",
     "replay": "Run nodes of a run's step once more, in one process, with a debugger if asked.",
     "doctor": "Show what is installed and works here, what is missing, and how to mend it.",
 }

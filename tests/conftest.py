@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from rlflow.known_answers import known_answers, numbers_of
 from rlflow.models.tiny import write_tiny_model
 from rlflow.process.environment import PLACE
 from tests import pictures
@@ -81,9 +81,8 @@ def ranks4() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def known() -> dict[str, Any]:
-    """The known answers of the pure functions, by name; each says its source."""
-    answers: dict[str, Any] = json.loads((Path(__file__).parent / "known_answers.json").read_text())
-    return answers
+    """What is given and what comes out of each of the known answers, by name."""
+    return {name: numbers_of(name) for name in known_answers()}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -45,11 +45,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
-def test_the_wheel_holds_every_module_algorithm_and_config(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_every_module_algorithm_config_and_known_answer(wheel: zipfile.ZipFile) -> None:
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlflow").rglob("*.py")}
     algorithms = {f"rlflow/algorithms/{path.name}" for path in (ROOT / "algorithms").glob("*.py")}
     configs = {f"rlflow/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
-    assert modules | algorithms | configs | {"rlflow/__init__.pyi", "rlflow/py.typed"} <= set(wheel.namelist())
+    answers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlflow").rglob("*.json")}
+    assert modules | algorithms | configs | answers | {"rlflow/__init__.pyi", "rlflow/py.typed"} <= set(
+        wheel.namelist()
+    )
 
 
 def test_the_wheel_holds_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:

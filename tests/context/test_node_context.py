@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rlflow.dag.graph import Graph
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
+from rlflow.known_answers import numbers_of
 from rlflow.metrics import Metrics, StepMetrics
 from rlflow.types import Sourced
 from rlflow.values.layout import Layout
@@ -26,7 +26,7 @@ from tests.data.listed import Listed
 from tests.node_context import node_context
 from tests.ranks import RankPool
 
-KNOWN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "known_answers.json").read_text())["global_whiten"]
+KNOWN = numbers_of("global_whiten")
 SHARES = (0.0, 0.25, 0.5, 1.0)
 X = [1.0, 1.0, -1.0, -3.0]  # of the prompts; the first two lie on rank 0
 MEAN, POPULATION, UNBIASED = -0.5, KNOWN["population_std"], KNOWN["unbiased_std"]

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -23,12 +20,6 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 def in_full(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     distribution = torch.distributions.Categorical(logits=hidden @ weight.T / temperature)
     return distribution.log_prob(targets), distribution.entropy()
-
-
-@pytest.fixture(scope="module")
-def known() -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads((Path(__file__).parents[1] / "known_answers.json").read_text())
-    return found
 
 
 def test_temperature_divides_the_logits(known: dict[str, dict[str, float]]) -> None:
