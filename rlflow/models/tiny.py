@@ -170,8 +170,8 @@ def write_tiny_vision_model(folder: Path, *, seed: int = 0, max_position: int = 
             if weight.dim() > 1:
                 nn.init.normal_(weight, std=0.2 if "embed_tokens" in name else weight[0].numel() ** -0.5)
     side = {"longest_edge": 56}
-    images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)  # type: ignore[no-untyped-call]
-    processor: Any = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=VISION_CHAT_TEMPLATE)  # type: ignore[no-untyped-call]
+    images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    processor: Any = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=VISION_CHAT_TEMPLATE)
     return write_model(folder, model, processor)
 
 
