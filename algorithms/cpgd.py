@@ -62,7 +62,7 @@ class CPGD(GroupBaseline, Ratio, TurnCredit):
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         has_signal = group_has_signal(rewards, rollout.group)
         self.log("actor/useful_share", has_signal)
-        advantages = group_normalized_advantages(rewards, rollout.group, self.weight == "std")
+        advantages = group_normalized_advantages(rewards, rollout.group, self.weight == "std", episode=rollout.episode)
         if self.weight != "filter":
             return advantages
         weight = (1 / self.mean(has_signal).clamp(min=1e-12)).clamp(max=self.weight_cap)

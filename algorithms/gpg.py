@@ -27,5 +27,5 @@ class GPG(GroupBaseline, PolicyGradient, Scored):
         self.log("actor/useful_share", has_signal)
         useful = self.mean(has_signal)
         alpha = 1 / useful.clamp(min=1e-12)  # where no group is useful, all advantages are 0
-        centred = group_normalized_advantages(rewards, rollout.group, False)
+        centred = group_normalized_advantages(rewards, rollout.group, False, episode=rollout.episode)
         return centred * alpha.to(rewards.dtype)

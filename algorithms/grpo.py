@@ -27,7 +27,7 @@ class GroupRelative(GroupBaseline, Ratio, TurnCredit):
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
-        return group_normalized_advantages(rewards, rollout.group, self.normalize_std)
+        return group_normalized_advantages(rewards, rollout.group, self.normalize_std, episode=rollout.episode)
 
 
 @dataclass(eq=False)

@@ -23,4 +23,4 @@ class RLOO(GroupBaseline, Clipped, TurnCredit):
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
-        return rloo_advantages(rewards, rollout.group)
+        return rloo_advantages(rewards, rollout.group, rollout.episode)

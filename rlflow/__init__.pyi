@@ -5,6 +5,7 @@ from rlflow.dag.node import node as node
 from rlflow.data.prompts import PromptData as PromptData
 from rlflow.environments.environment import Environment as Environment
 from rlflow.errors import UserError as UserError
+from rlflow.harness.harness import Harness as Harness
 from rlflow.models.causal_lm import CausalLM as CausalLM
 from rlflow.models.lora import LoRA as LoRA
 from rlflow.models.optimizer import Optimizer as Optimizer

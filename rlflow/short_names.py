@@ -49,7 +49,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
         "reward_model": "rlflow.RewardModel",
         "value_model": "rlflow.ValueModel",
     },
-    "environment": {"environment": "rlflow.Environment"},
+    "environment": {"environment": "rlflow.Environment", "harness": "rlflow.Harness"},
     "reward": {
         "callable_reward": "rlflow.rewards.CallableReward",
         "code_tests": "rlflow.rewards.CodeTests",

@@ -1,4 +1,4 @@
-"""The pages on a first reward and a first environment: their folders train, and show what the pages show."""
+"""The pages on a first reward, environment and agent: their folders train, and show what the pages show."""
 
 from __future__ import annotations
 
@@ -115,3 +115,16 @@ def test_the_errors_of_the_first_environment_are_those_of_the_page(tmp_path: Pat
     (tmp_path / "my_env.py").write_text(good)
     change(tmp_path / "agent.yaml", "my_env.WordGame", "my_env.WordGam")
     assert run(play) == no_name
+
+
+@pytest.mark.slow
+def test_the_folder_of_an_agent_that_owns_its_loop_trains_and_shows_its_rows(tmp_path: Path, run: Run) -> None:
+    page = "harness.md"
+    write(tmp_path, page, my_agent="python", sums="json", agent="yaml")
+    fit, samples = lines(page, "bash")[:2]
+    run(fit)
+    assert re.search(r"reward [01] .*ended: done, the agent ended it", run(samples))
+    logged = [json.loads(line) for line in (tmp_path / "runs/agent/metrics.jsonl").read_text().splitlines()]
+    assert [step["rollout/episodes"] for step in logged] == [16.0] * 3
+    change(tmp_path / "my_agent.py", 'row["answer"]', 'row["solution"]')
+    assert run(fit).startswith("rlflow: error: the harness `my_agent.solve` failed: `my_agent.solve` raised KeyError")

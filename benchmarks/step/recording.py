@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.models.handle import ModelHandle
+from rlflow.models.prefixes import Prefixes
 from rlflow.rollout import Completion, Sampling, VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy
 
@@ -23,10 +24,11 @@ class Pass:
     Attributes:
         input_ids: `[1, N]`.
         position_ids: `[1, N]`.
-        cu_seqlens: `[S + 1]`, where sequences of the line start, and the end.
+        cu_seqlens: `[S + 1]`, where sequences of the line start, and the end; without what they share with others.
         max_seqlen: Length of the longest.
         scored: `[R]`, positions of the line that are scored.
         targets: `[R]`, the tokens after them.
+        prefixes: The tokens that each sequence reads, where sequences share some; else None.
         trains: Whether a backward pass followed.
         ends_update: Whether the optimizer's step did.
     """
@@ -37,13 +39,21 @@ class Pass:
     max_seqlen: int
     scored: Tensor
     targets: Tensor
+    prefixes: Prefixes | None = None
     trains: bool = False
     ends_update: bool = False
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Tokens of each sequence; a token that several share counts for the first."""
         return self.cu_seqlens.diff().tolist()
+
+    @property
+    def sequences(self) -> tuple[Tensor, ...]:
+        """The places in the line of the tokens of each sequence."""
+        if self.prefixes is None:
+            return torch.arange(self.input_ids.numel()).split(self.lengths)
+        return self.prefixes.keys.split(self.prefixes.lengths().tolist())
 
 
 class RecordedStrategy(DeepSpeedStrategy):
@@ -53,13 +63,13 @@ class RecordedStrategy(DeepSpeedStrategy):
         super().setup_role(name, handle, path, updates)
         self.forget()
 
-        def keep(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-            read = Pass(*arguments[:6])
+        def keep(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            read = Pass(*arguments[:6], named.get("prefixes"))
             read.trains = torch.is_grad_enabled()  # a DeepSpeed engine is `training` at all times
             self.passes[name].append(read)
 
         assert handle._forward is not None
-        handle._forward.register_forward_pre_hook(keep)
+        handle._forward.register_forward_pre_hook(keep, with_kwargs=True)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:  # type: ignore[override]
         super().backward(name, loss, last)

@@ -1,6 +1,6 @@
 """Three ways to compute the forward and backward passes of a step: the fastest of them is the part.
 
-- `ours`: rlflow's packed model, on the micro-batches of the run.
+- `ours`: rlflow's packed model, on the micro-batches of the run, where prompts are in a line once.
 - `padded`: transformers' own model, rows of like length side by side, right-padded.
 - `packed`: transformers' own model on packed lines, told apart by position ids that start again; its mask grows with
   the square of a line, so lines are short.
@@ -44,7 +44,9 @@ def inputs(way: str, passes: Sequence[Pass]) -> list[Update]:
 
 def _of_update(way: str, passes: Sequence[Pass]) -> Update:
     if way == "ours":
-        return [(p.input_ids, p.position_ids, p.cu_seqlens, p.max_seqlen, p.scored, p.targets) for p in passes]
+        return [
+            (p.input_ids, p.position_ids, p.cu_seqlens, p.max_seqlen, p.scored, p.prefixes, p.targets) for p in passes
+        ]
     rows = [row for each in passes for row in _rows(each)]
     counts = torch.tensor([len(row.tokens) for row in rows])
     split = padded_micro_batches if way == "padded" else packed_micro_batches
@@ -55,7 +57,7 @@ def _of_update(way: str, passes: Sequence[Pass]) -> Update:
 
 @dataclass(frozen=True)
 class _Row:
-    """A sequence: tokens `[L]`, whether each is scored `[L]`, and the token after it `[L]`, 0 where it is not."""
+    """A whole sequence: tokens `[L]`, whether each is scored `[L]`, and the token after it `[L]`, 0 where it is not."""
 
     tokens: Tensor
     scored: Tensor
@@ -63,11 +65,20 @@ class _Row:
 
 
 def _rows(of: Pass) -> list[_Row]:
-    scored = torch.zeros(of.input_ids.numel(), dtype=torch.bool)
-    scored[of.scored] = True
-    targets = torch.zeros(of.input_ids.numel(), dtype=torch.int64).masked_scatter(scored, of.targets)
-    of_lines = (line.split(of.lengths) for line in (of.input_ids[0], scored, targets))
-    return [_Row(*row) for row in zip(*of_lines, strict=True)]
+    """The sequences in the order in which they are scored; a sequence is scored up to its last token."""
+    by_end = {int(places[-1]): places for places in of.sequences}
+    rows, start = [], 0
+    for at, place in enumerate(of.scored.tolist()):
+        if place not in by_end:
+            continue
+        places, end = by_end[place], at + 1
+        scored = torch.zeros(len(places), dtype=torch.bool)
+        scored[len(places) - (end - start) :] = True
+        targets = torch.zeros(len(places), dtype=torch.int64).masked_scatter(scored, of.targets[start:end])
+        rows.append(_Row(of.input_ids[0][places], scored, targets))
+        start = end
+    assert start == len(of.scored), "a sequence ends where another goes on"
+    return rows
 
 
 NOTHING = _Row(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64))
@@ -118,8 +129,9 @@ class OurForward(nn.Module):
         self.model = model
 
     def forward(self, *arguments: Any) -> Tensor:
-        """`[R]`, of `ModelInput.arguments`."""
-        scores: Tensor = self.model(*arguments)[0]
+        """`[R]`, of `ModelInput.arguments`, the prefixes before the last of them."""
+        *read, prefixes, targets = arguments
+        scores: Tensor = self.model(*read, targets, prefixes=prefixes)[0]
         return scores
 
 

@@ -182,12 +182,15 @@ class Player(RolloutEngine):
         version: int,
         pictures: Sequence[Sequence[Picture]] = (),
     ) -> list[Completion]:
-        """One turn. A reply that is longer than the turn may be is cut, as a model's is.
+        """A turn after each prompt. A reply that is longer than the turn may be is cut, as a model's is.
 
         Raises:
             KeyboardInterrupt: A person ended the input.
         """
-        (prompt,), (longest,) = prompts, sampling.limits_of(len(prompts))
+        limits = sampling.limits_of(len(prompts))
+        return [self._turn(list(prompt), longest, sampling) for prompt, longest in zip(prompts, limits, strict=True)]
+
+    def _turn(self, prompt: list[int], longest: int, sampling: Sampling) -> Completion:
         view = next((view for view in self._views if view == prompt[: len(view)]), [])
         if not view:
             self._views.append(view)
@@ -197,7 +200,7 @@ class Player(RolloutEngine):
         turn = said[: min(longest, next(stops) + 1)]
         view[:] = [*prompt, *turn]
         self._on_tokens("policy", turn)
-        return [Completion(tuple(turn), (0.0,) * len(turn), turn[-1] in sampling.stop_token_ids)]
+        return Completion(tuple(turn), (0.0,) * len(turn), turn[-1] in sampling.stop_token_ids)
 
     def setup(self, model_path: str, place: EnginePlace) -> None:
         """There is nothing to build."""

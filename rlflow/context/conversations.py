@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +13,13 @@ import torch
 
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.bridge import Bridge, Message, PictureBridge
-from rlflow.environments.environment import Definition, Environment
+from rlflow.environments.environment import Definition, Environment, Tool
 from rlflow.environments.host import Coroutines, Host
 from rlflow.environments.session import Session
+from rlflow.errors import UserError
+from rlflow.harness.door import Door, ignored
+from rlflow.harness.episode import Episode, EpisodeEnd, Terms
+from rlflow.harness.harness import Harness, play
 from rlflow.metrics import StepMetrics
 from rlflow.models.pictures import no_pictures
 from rlflow.rewards.early import OnEnd
@@ -44,9 +49,26 @@ from rlflow.values.path import RowPath
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
+from rlflow.worker import Worker
 
+TOOLLESS = Definition({}, answers_messages=True)
 BEFORE = -1  # the turn whose seed is the environment's: it draws before the policy's first
 ROUND_S = 5.0  # after which ranks that share an engine are informed that no environment has answered yet
+
+
+@dataclass(frozen=True)
+class EpisodeCounts:
+    """What was counted in episodes of a harness on this rank.
+
+    Attributes:
+        count: Number of episodes.
+        refused: Number of requests that were refused.
+        undelivered: Number of answers for which nobody waited any more.
+    """
+
+    count: int
+    refused: int
+    undelivered: int
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,7 @@ class ConversationTimes:
         calls: Seconds in calls of environments, summed over the calls; waiting for their turn does not count.
         idle: Seconds in which this rank waited for environments, and no turn was in progress.
         whole: Seconds from the first turn to the last group reward.
+        episodes: What was counted in episodes of a harness; None in conversations with an environment.
     """
 
     waits: Sequence[tuple[str, int, float, float]]
@@ -66,6 +89,7 @@ class ConversationTimes:
     calls: float
     idle: float
     whole: float
+    episodes: EpisodeCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +143,8 @@ class ConversationRunner:
     album: Callable[[Sequence[int]], Sequence[Picture]] = no_pictures
     expand: Callable[[Sequence[int], Sequence[Picture]], list[int]] | None = None
     _hosts: EnvironmentHosts = field(default_factory=lambda: EnvironmentHosts(), init=False)
+    _door: Door | None = field(default=None, init=False)
+    _tools: dict[str, Definition] = field(default_factory=dict, init=False)  # of harnesses, by their schemas
 
     def run(
         self,
@@ -157,6 +183,13 @@ class ConversationRunner:
             UserError: An environment failed and its `on_failure` is `raise`, or an engine refused a turn.
         """
         seats = environment.seats_of(call.policy, {seat: policy for seat, (policy, _) in call.players.items()})
+        if isinstance(environment, Harness):
+            if isinstance(pictures, Ragged) and len(pictures.values):
+                raise UserError(
+                    "the dataset's rows have pictures in their prompts, and an agent that owns its loop writes its own"
+                    " prompts, of text; take rows without pictures"
+                )
+            return self._run_harness(engines, environment, rows, parents, n, sampling, call, earlier)
         children = Children.of(parents, torch.full((len(parents),), n * len(seats)), call.node, earlier)
         of_all = [rows[i] for i in children.parent.tolist()]
         of_each = pictures.on_host().take(children.parent) if isinstance(pictures, Ragged) else None
@@ -210,8 +243,84 @@ class ConversationRunner:
         return rollout, conversations, times
 
     def close(self) -> None:
-        """End the processes of environments; at the end of the run."""
+        """End the processes of environments, and the server of harnesses; at the end of the run."""
         self._hosts.close()
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def _run_harness(
+        self,
+        engines: Mapping[str, RolloutEngine],
+        harness: Harness,
+        rows: Sequence[dict[str, Any]],
+        parents: RowPath,
+        n: int,
+        sampling: Sampling,
+        call: ConverseCall,
+        earlier: torch.Tensor | None,
+    ) -> tuple[Rollout, list[Conversation], ConversationTimes]:
+        """Run `n` episodes from each prompt; as `run`, but an episode has one row or more."""
+        children = Children.of(parents, torch.full((len(parents),), n), call.node, earlier)
+        places = call.rows_of(parents.root)[children.parent].tolist()
+        shared = self._shared(call.layout)
+        if self._door is None and (shared is None or shared.calls):
+            self._door = Door()
+        queues = self._queues(engines, harness, rows, sampling, call)
+        calls = EnvironmentCalls(harness.concurrency, shared, limited=False)
+        lengths = self.longest_prompt, sampling.max_tokens
+        stops = frozenset(queues[call.policy].sampling.stop_token_ids)
+        terms = Terms(harness, call.policy, sampling.temperature, *lengths, self._bridge_of, stops, self.decode)
+        answer = ignored if self._door is None else self._door.answer  # a rank that shares an engine has no door
+        in_progress: dict[int, Episode] = {}
+
+        def steps(number: int) -> ConversationSteps[EpisodeEnd]:
+            row, seed = rows[int(children.parent[number])], self._seed_of(children, number, "", BEFORE, call.draw)
+            worker = self._hosts.take(harness, seed)
+            session = Session(harness.definition_of(row), worker, row, place=places[number])
+            episode = in_progress[number] = Episode(terms, session, self.messages(row), seed, answer)
+            end = yield from episode.steps(partial(play, harness, worker, row, seed, number, self._door, calls.arrive))
+            del in_progress[number]
+            self._hosts.give_back(harness, worker)
+            return end
+
+        def arrived(sent: Mapping[str, Any]) -> Sequence[ConversationSteps[None]]:
+            episode = in_progress.get(sent["episode"])
+            return [] if episode is None else episode.arrived(sent)
+
+        started = time.perf_counter()
+        loop = ConversationLoop[EpisodeEnd](queues, calls, on_arrival=arrived)
+        try:
+            ends = loop.run(map(steps, range(len(children.path))), harness.concurrency)
+        except BaseException:
+            self._hosts.kill()  # so that no agent is waited for
+            while not calls.close():  # one may have started since
+                self._hosts.kill()
+            raise
+        finally:
+            calls.close()
+        views = [view for end in ends for view in end.rows]
+        counts = torch.tensor([len(end.rows) for end in ends], dtype=torch.int64).view(len(parents), n).sum(dim=1)
+        path = parents.children(counts, call.node, None if earlier is None else earlier[:, 1])
+        whole = time.perf_counter() - started
+        counted = EpisodeCounts(len(ends), sum(end.refused for end in ends), sum(end.undelivered for end in ends))
+        times = ConversationTimes(loop.waits, len(ends), sum(calls.seconds), calls.waited, whole, counted)
+        of_rows = [row for row, count in zip(rows, counts.tolist(), strict=True) for _ in range(count)]
+        rollout = to_rollout(views, path, of_rows, call.versions[call.policy], self.decode, self.dtype)
+        inherited = torch.tensor([each for end in ends for each in end.inherited], dtype=torch.int64)
+        branch = torch.tensor([number for end in ends for number in range(len(end.rows))], dtype=torch.int64)
+        return replace(rollout, inherited=inherited, branch=branch), views, times
+
+    def _bridge_of(self, tools: Sequence[Mapping[str, Any]]) -> Bridge:
+        """The bridge that writes the turns of requests with these tools."""
+        if not tools:
+            return self.bridge(TOOLLESS)
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._tools:
+            names = [each["function"]["name"] for each in tools]
+            made = [Tool(name, each, method=False, path="") for name, each in zip(names, tools, strict=True)]
+            self._tools[key] = Definition(dict(zip(names, made, strict=True)))
+        return self.bridge(self._tools[key])
 
     def _begun(
         self,
@@ -440,6 +549,12 @@ class EnvironmentHosts:
         """Cancel the coroutines that calls wait for."""
         self._coroutines.close()
 
+    def kill(self) -> None:
+        """Kill all processes, so that calls in progress end."""
+        for host in self._processes:
+            if isinstance(host, Worker):
+                host.kill()
+
     def pause(self) -> None:
         """End the loop of coroutines, unless an environment waits for a later call: it may have tasks on the loop."""
         if not self._waiting:
@@ -475,6 +590,10 @@ def measure_conversations(
         metrics.sum(f"{node_id}/begun_anew", float(sum(each.begun_anew for each in conversations)))
         conversations = [each for each in conversations if each.ended is not None and not each.was_over]
     measure_turns(node_id, conversations, metrics)
+    if times.episodes is not None:
+        metrics.sum(f"{node_id}/episodes", float(times.episodes.count))
+        metrics.sum(f"{node_id}/requests_refused", float(times.episodes.refused))
+        metrics.sum(f"{node_id}/undelivered", float(times.episodes.undelivered))
     count = float(len(conversations))
     ends = [each.ended for each in conversations]
     written = sum(sum(each.segments[::2]) for each in conversations)  # those that are left out of the loss, too

@@ -248,4 +248,6 @@ def _take(mask: Tensor, taken: dict[Path, Tensor], made_by: Path, tokens: slice)
 
 def _sampled(made: Rollout) -> int:
     """The tokens that a policy was asked for: not those that were inherited, nor what environments wrote."""
-    return int((made.policy_lengths - made.inherited).sum())
+    if not len(made.segments.values):
+        return int((made.lengths - made.inherited).sum())
+    return int(((made.turn >= 0) & ~made.inherited_mask).sum())

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 CHUNK = 1024  # rows that are encoded together, and so held in memory together as lists
 TRAVELLING = 2**20  # tokens of each rank that are sent together
 CACHE_VARIABLE = "RLFLOW_CACHE"
-VERSION = "5"  # of the file, the numbers of a row, and of how rows are encoded
+VERSION = "6"  # of the file, the numbers of a row, and of how rows are encoded
 HEAD = 32  # bytes of the digest that a file begins with
-PROMPT, RESPONSE, REJECTED, BEGINS, DIGEST = 0, 1, 2, 3, slice(4, 6)  # numbers of a row
+PROMPT, RESPONSE, REJECTED, BEGINS, PICTURES, DIGEST = 0, 1, 2, 3, 4, slice(5, 7)  # numbers of a row
+NUMBERS = 7  # of a row
 UNREADABLE = 2**31 - 1  # what a conversation begins with, in a row with a picture that cannot be read
 SHOWN = 3  # dropped rows named as examples
 
@@ -54,6 +55,7 @@ class Scan:
         longest_prompt: Tokens of the longest prompt, of the rows to draw from.
         longest_response: Tokens of the longest response, of all rows; 0 without a response column.
         longest_row: Tokens of the longest row, prompt and response together, of the rows to draw from.
+        most_pictures: Pictures of the row that has most of them, of the rows to draw from.
         digest: Digest of the rows to draw from, tokens and columns; equal where ranks, or a run and its continuation,
             see the same data.
     """
@@ -66,6 +68,7 @@ class Scan:
     longest_prompt: int
     longest_response: int
     longest_row: int
+    most_pictures: int
     digest: str
 
     @property
@@ -129,6 +132,7 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
         longest_prompt=int(prompts[kept].max()),
         longest_response=int(responses.max()),
         longest_row=int((prompts + responses)[kept].max()),
+        most_pictures=int(numbers[kept][:, PICTURES].max()),
         digest=hashlib.sha256(numbers[kept][:, DIGEST].contiguous().numpy().tobytes()).hexdigest(),
     )
 
@@ -141,9 +145,9 @@ class Counted:
     `7, 8, 9, ~2`; its `numbers` begin with `2, 2, 0`.
 
     Attributes:
-        numbers: `[R, 6]` int32: of each row the tokens of its prompt, of its response and of its rejected response;
-            those with which a conversation begins, the tools that the policy may call among them; and a digest of its
-            tokens and columns.
+        numbers: `[R, 7]` int32: of each row the tokens of its prompt, of its response and of its rejected response;
+            those with which a conversation begins, the tools that the policy may call among them; the number of its
+            pictures; and a digest of its tokens and columns.
         ids: Int32, the rows' token ids one after another, prompt, response and rejected response; `~id` of a response's
             token that the policy did not write. None where other ranks have them.
     """
@@ -207,11 +211,11 @@ def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = 
             if example.written is not None:
                 spoken = [each if own else ~each for each, own in zip(spoken, example.written, strict=True)]
             parts = example.prompt_ids, spoken, example.rejected_ids
-            numbers.extend([*map(len, parts), begins])
+            numbers.extend([*map(len, parts), begins, example.pictures or 0])
             numbers.frombytes(_digest(example, row_as_json(example.row, place).encode()))
             for part in parts:
                 ids.extend(part)
-    return Counted(_int32(numbers).view(-1, 6), _int32(ids))
+    return Counted(_int32(numbers).view(-1, NUMBERS), _int32(ids))
 
 
 def count_together(
@@ -240,7 +244,7 @@ def count_together(
     Raises:
         UserError: A row of some rank cannot be read; on all ranks alike, of the first such row.
     """
-    counted, wrong = Counted(torch.empty(0, 6, dtype=torch.int32), None), ""
+    counted, wrong = Counted(torch.empty(0, NUMBERS, dtype=torch.int32), None), ""
     try:
         counted = count(source, encode, mine, reward)
     except UserError as error:
@@ -249,7 +253,7 @@ def count_together(
         if first:
             raise UserError(first.decode())
     of_all = transport.all_gather_ragged(counted.numbers.flatten())
-    numbers = torch.cat([each.view(-1, 6) for each in of_all])
+    numbers = torch.cat([each.view(-1, NUMBERS) for each in of_all])
     pieces = _pieces_of_all(counted, transport)
     if keeps:
         keep_counted(key, numbers, pieces)
@@ -323,10 +327,10 @@ def read_counted(key: str, rows: int) -> Counted | None:
         found = torch.from_file(str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32)
     except OSError:
         return None
-    numbers, ids = found[HEAD // 4 :].tensor_split([6 * rows])
-    if len(numbers) != 6 * rows:
+    numbers, ids = found[HEAD // 4 :].tensor_split([NUMBERS * rows])
+    if len(numbers) != NUMBERS * rows:
         return None
-    numbers = numbers.clone().view(rows, 6)
+    numbers = numbers.clone().view(rows, NUMBERS)
     return Counted(numbers, ids) if len(ids) == numbers[:, :BEGINS].sum() else None
 
 

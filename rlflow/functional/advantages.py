@@ -5,6 +5,9 @@ dtype of the rewards. A prompt's samples may be anywhere in the batch; `group` s
 rewards of a group are equal, its advantages are exactly 0, whatever the rounding of their mean. A reward that is
 infinite or NaN is refused by name: of its whole group nothing could be learned.
 
+An agent may make several rows of one episode. `episode` says which belong together, and an episode counts once in the
+mean and deviation of its group, however the agent divides its work.
+
 Samples on which a reward failed have the group `NO_GROUP` and are in no mean and no deviation: the others are compared
 as if they were not there, and their own advantages are 0, as is that of one that is left alone.
 """
@@ -20,7 +23,7 @@ from rlflow.values.path import NO_GROUP
 
 
 def group_normalized_advantages(
-    rewards: Tensor, group: Tensor, normalize_std: bool = True, eps: float = 1e-6
+    rewards: Tensor, group: Tensor, normalize_std: bool = True, eps: float = 1e-6, episode: Tensor | None = None
 ) -> Tensor:
     """`A_i = (r_i - mean_g) / (std_g + eps)`, with the unbiased standard deviation of the sample's group.
 
@@ -31,6 +34,7 @@ def group_normalized_advantages(
         group: `[B]` int, the prompt that each sample answers.
         normalize_std: Divide by the standard deviation (`N - 1` in its denominator).
         eps: Added to the standard deviation.
+        episode: `[B]` int, equal for the rows of a group that are of one episode; None where each row is one.
 
     Returns:
         Advantages, in the shape of the rewards.
@@ -38,7 +42,7 @@ def group_normalized_advantages(
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
-    samples = _GroupedSamples(rewards, group)
+    samples = _GroupedSamples(rewards, group, episode)
     advantages = samples.rewards - samples.mean(samples.rewards)
     if normalize_std:
         variance = samples.sum(advantages.square()) / samples.others
@@ -47,7 +51,7 @@ def group_normalized_advantages(
     return samples.returned(advantages)
 
 
-def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
+def rloo_advantages(rewards: Tensor, group: Tensor, episode: Tensor | None = None) -> Tensor:
     """Leave-one-out: `A_i = r_i - mean of the other rewards of its group = K / (K - 1) (r_i - mean_g)`.
 
     RLOO, arXiv 2402.14740. Detached.
@@ -55,6 +59,7 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     Args:
         rewards: `[B]`, finite; or `[B, K]`, where each column is compared by itself.
         group: `[B]` int, the prompt that each sample answers.
+        episode: `[B]` int, equal for the rows of a group that are of one episode; None where each row is one.
 
     Returns:
         Advantages, in the shape of the rewards.
@@ -62,7 +67,7 @@ def rloo_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     Raises:
         UserError: A group has one sample only, or a reward is infinite or NaN.
     """
-    samples = _GroupedSamples(rewards, group)
+    samples = _GroupedSamples(rewards, group, episode)
     centred = samples.rewards - samples.mean(samples.rewards)
     return samples.returned(centred * samples.in_group / samples.others)
 
@@ -116,14 +121,20 @@ class _GroupedSamples:
     Attributes:
         rewards: `[B]` or `[B, K]` float64, less the smallest reward of the group: no advantage depends on that shift,
             and it makes a group of equal rewards all zeros, so that its advantages are exactly 0. 0 of dropped ones.
-        in_group: `[B]` or `[B, 1]` float64, how many samples of each sample's group count, at least 1.
+        in_group: `[B]` or `[B, 1]` float64, how many episodes of each sample's group count, at least 1.
         others: `in_group` less one, at least 1.
     """
 
-    def __init__(self, rewards: Tensor, group: Tensor) -> None:
+    def __init__(self, rewards: Tensor, group: Tensor, episode: Tensor | None = None) -> None:
         ids, self._index, sizes = torch.unique(group, return_inverse=True, return_counts=True)
         self._groups = len(ids)
         dropped = group == NO_GROUP
+        self._share: Tensor | None = None  # of each row, 1 over the rows of its episode
+        if episode is not None:
+            pairs = torch.stack([self._index, episode], dim=1)
+            episodes, of_row, rows = torch.unique(pairs, dim=0, return_inverse=True, return_counts=True)
+            self._share = 1 / rows[of_row].double()
+            sizes = episodes[:, 0].bincount(minlength=self._groups)
         alone = (sizes == 1) & ~dropped.any()  # others of its group may have been dropped
         self._dropped = dropped.view(-1, *[1] * (rewards.dim() - 1))
         broken = ~(rewards.isfinite() | self._dropped)
@@ -145,13 +156,15 @@ class _GroupedSamples:
         self.others: Tensor = (self.in_group - 1).clamp(min=1)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the samples of each sample's group that count, of the shape of `x`."""
+        """The sum over the episodes of each sample's group that count, of the shape of `x`; of an episode its mean."""
+        if self._share is not None:
+            x = x * self._share.view(-1, *[1] * (x.dim() - 1))
         none = x.new_zeros(self._groups, *x.shape[1:])
         of_group: Tensor = none.index_add(0, self._index, self._of_counted(x))[self._index]
         return of_group
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the samples of each sample's group that count, of the shape of `x`."""
+        """The mean over the episodes of each sample's group that count, of the shape of `x`."""
         mean: Tensor = self.sum(x) / self.in_group
         return mean
 

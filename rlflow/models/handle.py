@@ -170,7 +170,7 @@ class ModelHandle(ABC):
         if self.trainable and self.optimizer is None:
             self.optimizer = self.default_optimizer
         self.plan = ForwardPlan()
-        self.unknown = ""  # see `PackedModel.unknown`
+        self.remarks: list[str] = []  # see `PackedModel.remarks`
         self._forward: nn.Module | None = None
         self._processor: PictureProcessor | None = None
         self.in_training = False
@@ -202,7 +202,7 @@ class ModelHandle(ABC):
         if self.lora is not None:
             model.add_adapters(self.lora, self.model)
         self._prepare(model)
-        self.unknown = model.unknown
+        self.remarks = model.remarks
         self._processor = model.processor
         return model
 

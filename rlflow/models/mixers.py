@@ -32,11 +32,13 @@ class Kernel:
     """A function of a CUDA package, which transformers calls instead of its own function if the package is installed.
 
     Attributes:
+        package: What `pip install` calls the package.
         module: Module of the package.
         name: Name of the function.
         argument: Argument that tells the function where rows begin.
     """
 
+    package: str
     module: str
     name: str
     argument: str
@@ -50,10 +52,11 @@ class Kernel:
         return self.argument in signature(function).parameters
 
 
-CONVOLUTION = Kernel("causal_conv1d", "causal_conv1d_fn", ROW_NUMBERS)
-DELTA_RULE = Kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "cu_seqlens")
-SCAN = Kernel("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", ROW_NUMBERS)
-CONVOLUTION_AND_SCAN = Kernel("mamba_ssm.ops.triton.ssd_combined", "mamba_split_conv1d_scan_combined", ROW_NUMBERS)
+CONVOLUTION = Kernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", ROW_NUMBERS)
+DELTA_RULE = Kernel("flash-linear-attention", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "cu_seqlens")
+MAMBA_KERNELS = ("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined")
+SCAN = Kernel(*MAMBA_KERNELS, "mamba_chunk_scan_combined", ROW_NUMBERS)
+CONVOLUTION_AND_SCAN = Kernel(*MAMBA_KERNELS, "mamba_split_conv1d_scan_combined", ROW_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,16 @@ def has_mixers(model: nn.Module) -> bool:
 def reads_side_by_side(model: nn.Module) -> bool:
     """Whether mixers of a model read rows padded to the longest of a line."""
     return any(isinstance(module, MixerOfRows) and not module.kernels_know_rows for module in model.modules())
+
+
+def slow_states(model: nn.Module, device: torch.device) -> str:
+    """A line about the packages whose kernels a model's mixers lack on this device; empty where they lack none."""
+    if device.type != "cuda" or not reads_side_by_side(model):
+        return ""
+    kinds = {type(module).__name__ for module in model.modules() if isinstance(module, MixerOfRows)}
+    missing = {kernel.package for kind in kinds for kernel in MIXERS[kind].kernels if not kernel.knows_rows()}
+    mend = f"; `pip install {' '.join(sorted(missing))}` brings kernels" if missing else ", and none is known"
+    return f"torch computes the states of its layers, several times slower than a kernel would{mend}"
 
 
 def read_by_kernels(model: nn.Module) -> set[str]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rlflow.errors import UserError
 from rlflow.models.attention import PACKED_ATTENTION, Attention, packed_attention
 from rlflow.models.lora import LoRA, adapter_of, add_adapters, save_adapter
-from rlflow.models.mixers import ROW_NUMBERS, has_mixers, keep_rows_apart, reads_side_by_side, row_numbers
+from rlflow.models.mixers import ROW_NUMBERS, has_mixers, keep_rows_apart, reads_side_by_side, row_numbers, slow_states
 from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, ModelInput, Peers, pack, whole
 from rlflow.models.pictures import (
@@ -71,7 +71,7 @@ class PackedModel(nn.Module):
         self.base = ""  # what adapters belong to
         self.base_digest = ""  # `digest_of` it; set by who can see all of its weights
         self.held_as_trained = False  # frozen weights are held in the dtype of trained ones, to be moved in it
-        self.unknown = ""  # a line about tensors of its files that it leaves out
+        self.remarks: list[str] = []  # lines that its user should read once
         self.files: WeightFiles | None = None  # of a model that was built empty, until `fill` reads them
         self.processor: PictureProcessor | None = None  # of a model that reads pictures
         self.path: Path | None = None  # of the files that belong to the processor
@@ -126,7 +126,8 @@ class PackedModel(nn.Module):
         if reads_pictures(found.config):
             model.processor, model.path = PictureProcessor.load(path, found.config), path
         model.files, model.new_head = files, bool(report["missing_keys"])
-        model.unknown = _unknown(path, found, report["unexpected_keys"])
+        lines = (_unknown(path, found, report["unexpected_keys"]), slow_states(found, device))
+        model.remarks = [line for line in lines if line]
         if model.new_head and not empty:
             model.output_layer.zero()
         return model

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +26,10 @@ Wait = Callable[[], Any] | tuple[str, Turn]
 # `Completion`; where the call failed, a `HostError` is raised in it.
 ConversationSteps = Generator[Wait, Any, T]
 
+# What begins conversations for something that arrives while a run is in progress, JSON-able.
+OnArrival = Callable[[Any], Iterable[ConversationSteps[Any]]]
+
+ARRIVED = 1 << 32  # the number of the first conversation that arrives; none that a run was given has such a number
 CONVERSATIONS, SPANS = 8, 64  # with spans in the trace, and how many spans of each: a trace's size is bounded
 
 
@@ -42,6 +46,8 @@ class ConversationLoop(Generic[T]):
         lockstep: All conversations that are open take their turns together: no engine steps while a call is open, and
             no call is made while an engine steps.
         on_end: Called with the number and the result of each conversation when it is over; None for nothing.
+        on_arrival: Begins conversations for what `calls.arrive` brings, in addition to those of the run; they have no
+            result. None where nothing arrives.
 
     Attributes:
         waits: Waits of the first conversations: for `environment` or `policy`, the conversation's number, start and end
@@ -54,13 +60,16 @@ class ConversationLoop(Generic[T]):
         calls: EnvironmentCalls,
         lockstep: bool = False,
         on_end: Callable[[int, T], None] | None = None,
+        on_arrival: OnArrival | None = None,
     ) -> None:
         self.waits: list[tuple[str, int, float, float]] = []
         self._on_end = on_end
+        self._on_arrival = on_arrival
+        self._arrivals = count(ARRIVED)
         self._queues = queues
         self._calls = calls
         self._lockstep = lockstep
-        self._open: dict[int, ConversationSteps[T]] = {}
+        self._open: dict[int, ConversationSteps[Any]] = {}
         self._results: dict[int, T] = {}
         self._next: Iterator[tuple[int, ConversationSteps[T]]] = iter(())
         self._since: dict[int, tuple[str, float]] = {}  # what the first conversations wait for now, and since when
@@ -89,8 +98,15 @@ class ConversationLoop(Generic[T]):
             raise
         return [self._results[number] for number in sorted(self._results)]
 
-    def _begin(self, count: int = 1) -> None:
-        for number, conversation in islice(self._next, count):
+    def _begin(self, most: int = 1) -> None:
+        for number, conversation in islice(self._next, most):
+            self._open[number] = conversation
+            self._resume(number, None)
+
+    def _begin_arrived(self, what: Any) -> None:
+        assert self._on_arrival is not None
+        for conversation in self._on_arrival(what):
+            number = next(self._arrivals)
             self._open[number] = conversation
             self._resume(number, None)
 
@@ -101,7 +117,10 @@ class ConversationLoop(Generic[T]):
         busy = any(queue.busy for queue in self._queues.values())
         least = self._calls.open if self._lockstep else int(not busy)
         for number, value in self._calls.answers(least):
-            self._resume(number, value)
+            if number == ARRIVED:
+                self._begin_arrived(value)
+            else:
+                self._resume(number, value)
 
     def _step_engines(self) -> None:
         """Let engines take a step; in lockstep as many as there are."""
@@ -120,6 +139,8 @@ class ConversationLoop(Generic[T]):
             waits = advanced(self._open[number], value)
         except StopIteration as end:
             del self._open[number]
+            if number >= ARRIVED:
+                return
             self._results[number] = end.value
             if self._on_end is not None:
                 self._on_end(number, end.value)
@@ -270,6 +291,13 @@ class EnvironmentCalls:
                 self._threads.append(threading.Thread(target=self._work, name="environment", daemon=True))
                 self._threads[-1].start()
 
+    def arrive(self, what: Any) -> None:
+        """Let `answers` give something that no call returned, JSON-able, by the number `ARRIVED`; in any thread.
+
+        Of ranks that share an engine, the one that makes the calls takes it.
+        """
+        self._done.put((ARRIVED, {"value": what}))
+
     def answers(self, least: int) -> list[tuple[int, Any]]:
         """What calls returned, by number; a `HostError` in place of what failed. Alike on ranks that share an engine.
 
@@ -285,7 +313,7 @@ class EnvironmentCalls:
         outcomes = self._shared(least, self._sharing) if self._sharing is not None else self._taken(least, None)
         self.waited += time.perf_counter() - begun if least else 0.0
         outcomes.sort(key=lambda outcome: outcome[0])  # what came together continues in one order
-        self.open -= len(outcomes)
+        self.open -= sum(number != ARRIVED for number, _ in outcomes)
         for _, outcome in outcomes:
             if "problem" in outcome:
                 raise UserError(outcome["problem"])

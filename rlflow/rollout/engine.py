@@ -623,8 +623,8 @@ class InProcessEngine(RolloutEngine):
         most = max(map(len, pictures), default=0)
         if most and self._processor is None:
             raise UserError(
-                f"a prompt has {most} {'picture' if most == 1 else 'pictures'}, and the model reads text alone; take a"
-                " model that reads pictures, or leave them out of the dataset"
+                f"a prompt has pictures ({most}), and the model reads text alone; take a model that reads pictures, or"
+                " leave them out of the dataset"
             )
         self.check_pictures(most)
 

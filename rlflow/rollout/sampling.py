@@ -118,7 +118,7 @@ def sample(
         of_each = tuple(limits[some].tolist())
         how = replace(sampling, max_tokens=max(of_each), limits=of_each if len({*of_each}) > 1 else None)
         asked = [read[row] for row in some], [seeds[row] for row in some], how, version
-        seen = picture_argument([pictures[parent[row]] for row in some] if pictures else ())
+        seen = picture_argument([pictures[int(parent[row])] for row in some] if pictures else ())
         if on_end is None:
             completions |= zip(some, engine.generate(*asked, **seen), strict=True)
             continue

@@ -17,6 +17,7 @@ from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges
 from rlflow.data.prompts import Learned, PromptData
 from rlflow.errors import UserError, about, setting
+from rlflow.harness.harness import Harness
 from rlflow.models.architecture import cached_bytes, check_positions, positions
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
@@ -168,6 +169,11 @@ def check_environments(run: Run) -> None:
                 f"`moe.routing_replay` is set for `{replays[0]}` and `module.{name}` is set; the experts of a"
                 " conversation, whose turns are generated one by one, are not stored. Leave out `routing_replay`"
             )
+        if run.settings.partial_rollout is not None and isinstance(environment, Harness):
+            raise UserError(
+                f"`module.{name}` is a harness and `trainer.partial_rollout` is set; an agent that owns its loop is not"
+                " cut off and continued. Leave `partial_rollout` out"
+            )
         if run.settings.partial_rollout is not None:
             require_no_seats(f"`module.{name}` is an environment", environment)
         for definition in environment.definitions.values():
@@ -184,7 +190,8 @@ def check_rows(run: Run) -> None:
     check_environments(run)
     run.train.require_enough()
     prompt, response = run.longest_prompt, module.max_response_length
-    longest_row = max(loader.scan.longest_row for loader in run.loaders if loader is not None)
+    scans = [loader.scan for loader in run.loaders if loader is not None]
+    longest_row = max(scan.longest_row for scan in scans)
     for role in sorted(run.paths, key=lambda role: positions(run.configs[role]) or inf):
         config = run.configs[role]
         check_positions(config, longest_row, role, "the longest row of the data")
@@ -194,6 +201,7 @@ def check_rows(run: Run) -> None:
     for policy, engine in run.engines.own.items() if run.generates else ():
         config = run.configs[policy]
         with about(engine):
+            engine.check_pictures(max(scan.most_pictures for scan in scans))
             engine.check_lengths(
                 prompt,
                 response,

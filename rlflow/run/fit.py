@@ -101,7 +101,7 @@ def _fit(
             startup.passed("ranks")
             load_roles(run)
             for role in run.paths:
-                if line := handles(run.module)[role].unknown:
+                for line in handles(run.module)[role].remarks:
                     console.say(f"`{role}`: {line}")
             saving.require_space()
             startup.passed("models")

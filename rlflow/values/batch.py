@@ -65,6 +65,12 @@ class Placed:
         """`[B]` int64, the number of each row among its siblings; for a prompt, its id."""
         return self._path.index
 
+    @property
+    @computed_from("path")
+    def episode(self) -> PerSample:
+        """`[B]` int64, equal for the rows of a group that are of one episode; here each row is one."""
+        return self.index
+
     @computed_from("path")
     def group_of(self, level: str) -> Tensor:
         """`[B]` int64, equal for rows below one row of `level`: `batch`, or the name of the node that made that row.

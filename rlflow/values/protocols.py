@@ -73,6 +73,10 @@ class Grouped(Protocol):
     def index(self) -> PerSample:
         """`[B]` int64, the number of each sample among its siblings."""
 
+    @property
+    def episode(self) -> PerSample:
+        """`[B]` int64, equal for samples of a group that are of one episode, which counts once in the group."""
+
     def group_of(self, level: str) -> PerSample:
         """`[B]` int64, equal for all rows below one row of `level`, such as `batch`."""
 
@@ -127,6 +131,10 @@ class Written(Sourced, Protocol):
     @property
     def index(self) -> PerSample:
         """`[B]` int64, the number of each sample among its siblings."""
+
+    @property
+    def episode(self) -> PerSample:
+        """`[B]` int64, equal for samples of a group that are of one episode, which counts once in the group."""
 
     def group_of(self, level: str) -> PerSample:
         """`[B]` int64, equal for all rows below one row of `level`, such as `batch`."""

@@ -56,15 +56,16 @@ class Rollout(Placed):
         turn_rewards   1.0           0.0           0.0                    0.5 1.0
         ended          DONE          DONE          TOKENS                 DONE
         seat           0             0             0                      0
+        branch         0             0             0                      0
         texts          "5"           "no"          "let me see, I"        "it is 5"
         messages       all messages, a list of dicts for each row
         rows           {"question": "2+3=", ...} of the dataset, for rows 0 and 1 alike
         pictures       none, or such as 14 16 for rows 0 and 1 alike
         progress       {} where no conversation is cut off
 
-    From these follow `group` (4 4 7 7), `index` (0 1 0 1), `turns` (1 1 1 2), `policy_lengths` (3 2 7 4), and `turn`,
-    which for row 3 is 0 0 -1 -1 -1 1 1. A response that is one turn, without an environment, has no `segments`,
-    `turn_rewards` and `messages`.
+    From these follow `group` (4 4 7 7), `index` (0 1 0 1), `episode` (0 1 0 1), `turns` (1 1 1 2), `policy_lengths`
+    (3 2 7 4), and `turn`, which for row 3 is 0 0 -1 -1 -1 1 1. A response that is one turn, without an environment, has
+    no `segments`, `turn_rewards` and `messages`.
 
     Attributes:
         prompt_ids: Token ids of each sample's prompt.
@@ -92,6 +93,8 @@ class Rollout(Placed):
             has `DONE` where it is finished, and `TOKENS` where it was cut.
         seat: `[B]` int64, the seat from which a row sees its conversation, as a number among the environment's `seats`;
             0 where there are no seats.
+        branch: `[B]` int64, number of each row among the rows of its episode, which follow one another, where an agent
+            owns its loop and made several, see `rlflow.Harness`; else 0.
         texts: Decoded responses without special tokens; for a conversation, what the policy wrote last.
         messages: All messages of a conversation, those of the prompt included. Each has `role` and `content`. A turn of
             the policy also has `reward` and `tool_calls`, a message after the last turn has `unread`, and the last
@@ -117,6 +120,7 @@ class Rollout(Placed):
     turn_rewards: Ragged = optional(torch.float32)
     ended: PerSample
     seat: PerSample = optional(torch.int64)
+    branch: PerSample = optional(torch.int64)
     texts: Annotated[list[str], Cut.JSON, Home]
     messages: Annotated[list[list[dict[str, Any]]], Cut.JSON, Home] = optional(list)
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
@@ -137,6 +141,12 @@ class Rollout(Placed):
         places = torch.arange(self.loss_mask.shape[1], device=self.inherited.device)
         mask: Tensor = places < self.inherited[:, None]
         return mask
+
+    @property
+    @computed_from("path", "branch")
+    def episode(self) -> PerSample:
+        """`[B]` int64, equal for the rows of a group that are of one episode: the number of its first row, `index`."""
+        return self.index - self.branch
 
     @property
     @computed_from("segments")

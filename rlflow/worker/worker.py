@@ -186,6 +186,17 @@ class Worker:
         assert self._output is not None
         self._output.join()  # it ends when all processes that can print are gone
 
+    def close_if_others_run(self) -> None:
+        """`close`, if processes are left that the code started; the next call starts the worker again."""
+        if self._process is not None and (not self.runs or psutil.Process(self._process.pid).children()):
+            self.close()
+
+    def kill(self) -> None:
+        """Kill the process, so that a call in progress fails; another thread may call it than the worker's own."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _import(self, path: str) -> None:
         """Import the module of `path`, so that no call waits for it."""
         self._start()

@@ -84,6 +84,7 @@ def fields_of(annotation: Any) -> set[str]:
                 "segments",
                 "turn_rewards",
                 "ended",
+                "branch",
             },
         ),
         (Short, {"prompt_ids", "version"}),

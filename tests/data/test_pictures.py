@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from rlflow.data.loader import Loader
 from rlflow.data.pictures import Album, portable
 from rlflow.data.prompts import PromptData
+from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.models.pictures import PictureProcessor
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_vision_model
@@ -215,3 +216,13 @@ def test_a_template_without_a_place_for_pictures_is_refused(processor: PicturePr
 def test_a_spelled_placeholder_in_a_message_is_text(processor: PictureProcessor) -> None:
     (ids,) = loader(processor, [{"prompt": "what is <image>?"}], chat_template=True).batch(0, 0, 1)[0].prompt_ids.rows()
     assert processor.placeholder_id not in ids.tolist()
+
+
+def test_a_conversation_begins_with_its_tools_and_the_tokens_of_its_pictures(processor: PictureProcessor) -> None:
+    """By hand: 28 of the tools, 6 to the user's text, 7 and 7 of the pictures, 3 between them, 2 and 11 behind."""
+    rows = [{"question": "<image>and<image>", "shown": [png(), png()]}, {"question": "no", "shown": []}]
+    data = PromptData(rows, prompts_per_step=1, prompt="question", images="shown").resolved()
+    game = Environment("tests.environments.games.WordGame")
+    loaded = Loader(data.train, data, processor._tokenizer, seed=0, environment=game, processor=processor)
+    assert loaded.scan.longest_prompt == 28 + 6 + 7 + 3 + 7 + 2 + 11
+    assert loaded.scan.most_pictures == 2

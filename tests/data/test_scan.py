@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 from rlflow.data import loader
 from rlflow.data.loader import Loader, scan_together
 from rlflow.data.prompts import PromptData
-from rlflow.data.scan import Counted, cache_folder, keep_counted, key_of, read_counted
+from rlflow.data.scan import NUMBERS, Counted, cache_folder, keep_counted, key_of, read_counted
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
@@ -209,7 +209,7 @@ def test_a_damaged_file_is_made_anew(cache: Path, damage: Any) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 50])
 def test_a_whole_file_of_another_number_of_rows_is_not_read(cache: Path, rows: int) -> None:
-    numbers = torch.full((3, 6), 2, dtype=torch.int32)
+    numbers = torch.full((3, NUMBERS), 2, dtype=torch.int32)
     keep(numbers)
     assert read_counted("key", 3) is not None
     assert read_counted("key", rows) is None
@@ -222,7 +222,7 @@ def test_rows_of_another_version_are_counted_anew(cache: Path, monkeypatch: pyte
 
 
 def test_runs_that_keep_the_same_counts_at_once_never_show_half_a_file(cache: Path) -> None:
-    numbers = torch.arange(3_000_000, dtype=torch.int32).view(-1, 6)
+    numbers = torch.arange(NUMBERS * 500_000, dtype=torch.int32).view(-1, NUMBERS)
     numbers[:, :3] = 2  # each row has 6 token ids
     keep(numbers)
     writers = [threading.Thread(target=lambda: [keep(numbers) for _ in range(6)]) for _ in range(3)]
@@ -231,13 +231,13 @@ def test_runs_that_keep_the_same_counts_at_once_never_show_half_a_file(cache: Pa
     found = list(_until_ended(writers))
     assert len(found) > 3
     assert all(each is not None and torch.equal(each.numbers, numbers) for each in found)
-    assert all(each is not None and torch.equal(each.ids, numbers.flatten()) for each in found)
+    assert all(each is not None and torch.equal(each.ids, numbers[:, :6].flatten()) for each in found)
     assert sorted(path.name for path in cache.iterdir()) == ["key.rows"]
 
 
 def keep(numbers: torch.Tensor) -> None:
-    """Keep these numbers, and themselves as token ids in two pieces, the second one first."""
-    ids = numbers.flatten()
+    """Keep these numbers, and six of each row as token ids, in two pieces, the second one first."""
+    ids = numbers[:, :6].flatten()
     keep_counted("key", numbers, [(4, ids[4:]), (0, ids[:4])])
 
 

@@ -225,7 +225,7 @@ STATEFUL = (
     "granitemoehybrid",
     "lfm2",
 )
-NOT_IN_VLLM = ("glm4", "cohere2", "deepseek_v3", "kimi_linear", "lfm2", "nemotron_h")
+NOT_IN_VLLM = ("deepseek_v3", "kimi_linear", "lfm2", "nemotron_h")
 SHORT = ("gemma2", "smollm3")  # capped, windowed, tied and scaled; served by vLLM's Transformers backend
 ALL = slow_but(SHORT, FAMILIES)
 SERVED = [name for name in FAMILIES if name not in NOT_IN_VLLM]

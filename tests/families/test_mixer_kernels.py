@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
+from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.handle import ForwardPlan
-from rlflow.models.mixers import CONVOLUTION, CONVOLUTION_AND_SCAN, DELTA_RULE, SCAN, Kernel
+from rlflow.models.mixers import CONVOLUTION, CONVOLUTION_AND_SCAN, DELTA_RULE, SCAN, Kernel, slow_states
 from tests.families.test_mixers import alone, together
 from tests.forks import wide_casts
 from tests.strategies.reference import distance
@@ -129,6 +130,27 @@ def test_they_get_the_line_and_its_rows(
     assert len(set(called)) == len(STUBS[name])
     assert not handle.plan.side_by_side  # so micro-batches are cut as those of any packed line
     assert not handle.plan.share_prefixes
+
+
+@pytest.mark.parametrize(
+    ("name", "packages"),
+    [
+        ("qwen3_5", "; `pip install causal-conv1d flash-linear-attention` brings kernels"),
+        ("falcon_h1", "; `pip install causal-conv1d mamba-ssm` brings kernels"),
+        ("kimi_linear", ", and none is known"),
+    ],
+)
+def test_on_cuda_a_line_names_the_packages_that_are_missing(
+    name: str, packages: str, family: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.device("cuda")
+    model = ScoringModel.load(family(name), torch.float32, torch.device("cpu"))
+    assert model.remarks == []
+    slow = "torch computes the states of its layers, several times slower than a kernel would"
+    assert slow_states(model, cuda) == f"{slow}{packages}"
+    if name in STUBS:
+        install(name, STUBS[name], monkeypatch)
+        assert slow_states(ScoringModel.load(family(name), torch.float32, torch.device("cpu")), cuda) == ""
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])

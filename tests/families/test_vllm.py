@@ -106,8 +106,6 @@ def described(model: ScoringModel) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("glm4", r"'glm4', has fused layers in vLLM"),
-        ("cohere2", r"'cohere2', sees one token more"),
         ("deepseek_v3", r"'deepseek_v3', has latent attention, and vLLM's logprobs differ from .* by up to 0\.14"),
         ("kimi_linear", r"'kimi_linear', has Kimi's delta rule, which vLLM does not build"),
         ("lfm2", r"'lfm2', has convolutions alone, and vLLM's logprobs differ from .* by up to 0\.37"),

@@ -112,6 +112,26 @@ def test_samples_that_were_dropped_are_as_if_they_were_not_there(advantages_of: 
     assert signal.tolist() == ((group < 5) & ~dropped).tolist()
 
 
+def test_an_episode_counts_once_however_many_rows_it_has() -> None:
+    rewards, group = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.zeros(4, dtype=torch.int64)
+    episode = torch.tensor([0, 0, 0, 3])  # rewarded in three rows, and in one not: by hand 1 - 0.5 and 0 - 0.5
+    found = group_normalized_advantages(rewards, group, normalize_std=False, episode=episode)
+    assert found.tolist() == [0.5, 0.5, 0.5, -0.5]
+    with pytest.raises(UserError, match=r"^group 0 has 1 sample; a baseline from its group needs at least 2"):
+        rloo_advantages(rewards, group, torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("advantages_of", [group_normalized_advantages, rloo_advantages])
+def test_rows_of_an_episode_have_the_advantage_that_it_has_as_one_row(advantages_of: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, group = torch.rand(30, generator=generator), torch.arange(30) % 4
+    rows = torch.arange(30).repeat_interleave(torch.randint(1, 5, (30,), generator=generator))
+    rows = rows[torch.randperm(len(rows), generator=generator)]
+    found = advantages_of(rewards[rows], group[rows], episode=rows)
+    assert_close(found, advantages_of(rewards, group)[rows], rtol=0, atol=1e-6)
+    assert not torch.allclose(advantages_of(rewards[rows], group[rows]), found, atol=1e-3)
+
+
 @EVERY_ADVANTAGE
 def test_where_the_samples_stand_does_not_matter(advantages_of: Any) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -182,7 +182,7 @@ def test_one_weight_that_is_no_number_is_refused_with_tensor_and_folder(value: f
 def test_tensors_that_the_model_does_not_know_are_told_in_one_line(tmp_path: Path) -> None:
     extra = {name: torch.zeros(2) for name in ("model.layers.0.extra.weight", "zzz", "score.weight")}
     folder = changed(tmp_path / "tiny", extra)
-    line = ScoringModel.load(folder, torch.float32, CPU).unknown
+    (line,) = ScoringModel.load(folder, torch.float32, CPU).remarks
     assert line.startswith(
         f"`model` '{folder}' has 2 tensors in its files that Qwen2ForCausalLM does not know, 'model.lay"
     )
@@ -190,4 +190,4 @@ def test_tensors_that_the_model_does_not_know_are_told_in_one_line(tmp_path: Pat
 
 def test_the_output_layer_of_another_kind_of_model_is_left_out_in_silence(tmp_path: Path) -> None:
     folder = changed(tmp_path / "tiny", {"score.weight": torch.zeros(1, 128)})
-    assert ScoringModel.load(folder, torch.float32, CPU).unknown == ""
+    assert ScoringModel.load(folder, torch.float32, CPU).remarks == []

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError, require
+from rlflow.models.mixers import has_states
 from rlflow.models.pictures import PictureProcessor, reads_pictures
 from rlflow.process.environment import place_kept
 from rlflow.rollout.engine import (
@@ -188,8 +189,7 @@ class VLLMEngine(InProcessEngine):
     def check_pictures(self, most: int) -> None:
         if most > self.max_pictures:
             raise UserError(
-                f"a prompt has {most} pictures, and `rollout.init_args.max_pictures` is {self.max_pictures}; raise it,"
-                " or give fewer pictures"
+                f"`max_pictures` is {self.max_pictures}, and a prompt has {most}; raise it, or give fewer pictures"
             )
 
     def check_device(self, device: torch.device) -> None:
@@ -263,7 +263,7 @@ class VLLMEngine(InProcessEngine):
                 enable_prefix_caching=False if on_cpu and text.model_type in MAMBA2 else None,
                 enable_sleep_mode=not on_cpu,
                 logprobs_mode="processed_logprobs",  # after temperature
-                hf_overrides={"head_dtype": "float32"} if self._float32_head else {},
+                hf_overrides=read_by_vllm(config) | ({"head_dtype": "float32"} if self._float32_head else {}),
             )
         self._group_of_vllm = makes_group or any(other._group_of_vllm for other in live_engines)
         live_engines.add(self)
@@ -421,6 +421,14 @@ def _completion(request: Any, prompt: Sequence[int]) -> Completion:
     return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
 
 
+def read_by_vllm(config: PretrainedConfig) -> dict[str, Any]:
+    """Settings of a model that vLLM is given in place of transformers', so that it computes the same.
+
+    A token of Cohere 2 sees `sliding_window` tokens with itself in transformers, and one more in vLLM.
+    """
+    return {"sliding_window": config.sliding_window - 1} if config.model_type == "cohere2" else {}
+
+
 # Types of models with Mamba-2 layers. On the CPU, vLLM's scan returns the state after a prompt, and a cache of prefixes
 # needs those after each chunk.
 MAMBA2 = ("falcon_h1", "granitemoehybrid", "nemotron_h")
@@ -429,9 +437,7 @@ PREPARED_GIB = 0.25  # of pictures as the tower reads them, which vLLM holds for
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes, as vLLM's `CPUAttentionBackend` says
 # Types of models that vLLM 0.32 serves otherwise than training needs.
 UNSERVED = {
-    "cohere2": "sees one token more through its sliding windows in vLLM than in transformers",
     "deepseek_v3": "has latent attention, and vLLM's logprobs differ from transformers' by up to 0.14 on the CPU",
-    "glm4": "has fused layers in vLLM, which lists them by other names than transformers'",
     "kimi_linear": "has Kimi's delta rule, which vLLM does not build on the CPU, so that logprobs were never compared",
     "lfm2": "has convolutions alone, and vLLM's logprobs differ from transformers' by up to 0.37 on the CPU",
 }
@@ -464,7 +470,7 @@ def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) 
 
     if reason := UNSERVED.get(config.model_type) or unserved_experts(config, tensor_parallel_size, on_cpu):
         return reason
-    if tensor_parallel_size > 1 and config.model_type in (*MAMBA2, *DELTA_RULE):
+    if tensor_parallel_size > 1 and has_states(config):
         return (
             f"carries a state, and the parts of its layers on {tensor_parallel_size} ranks are not read back to verify"
             " a sync; set `tensor_parallel_size: 1`"

@@ -104,7 +104,7 @@ def _for_pictures(kind: Any, processor: str) -> Any:
         def get_supported_mm_limits(self) -> dict[str, int | None]:
             return {"image": None}
 
-        def get_supported_mm_processor_kwargs(self) -> dict[str, set[str]]:
+        def get_supported_mm_processor_kwargs(self) -> Any:
             return BaseProcessingInfo.get_supported_mm_processor_kwargs(self)  # Qwen3-VL's adds to those of videos
 
         def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Any) -> dict[str, int]:

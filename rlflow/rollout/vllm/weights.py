@@ -84,7 +84,7 @@ def pieces_of(model: Any, model_type: str, reads_pictures: bool = False) -> Iter
     """
     from vllm.model_executor.layers.linear import RowParallelLinear
 
-    fused: dict[str, list[str]] = model.packed_modules_mapping
+    fused: dict[str, list[str]] = model.packed_modules_mapping | WHOLE.get(model_type, {})
     beginnings = _beginnings(model) if reads_pictures else {}
     names: dict[int, str] = {}  # by the parameter's identity: a tied one goes by its first name in every place
     for path, module in model.named_modules():
@@ -261,6 +261,8 @@ NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "nemotron_h": {"model.embed_tokens.": "model.embeddings."},
     }
 )
+# Layers that transformers has in one tensor too, where vLLM lists several.
+WHOLE: Mapping[str, dict[str, list[str]]] = MappingProxyType({"glm4": {"gate_up_proj": ["gate_up_proj"]}})
 # Parts of the trainer's names for which vLLM's reload takes others, in this order.
 RELOADED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {

@@ -1,0 +1,565 @@
+"""The APIs by which agents call the policy: OpenAI's chat completions and responses, and Anthropic's messages.
+
+An API reads a request as `Asked`, and writes what the policy `Said`. A field that cannot be served exactly is refused
+in the API's own form, with its name. Formats: platform.openai.com/docs/api-reference, docs.anthropic.com/en/api.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from rlflow.environments.bridge import Message, message, text_of
+from rlflow.environments.tool_calls import ToolCall
+from rlflow.errors import UserError
+
+MOST_CHOICES = 64
+Body = dict[str, Any]
+
+
+class Refused(Exception):
+    """A request that is not served.
+
+    Args:
+        text: What was found, and what to do.
+        param: Field of the request; None where it is none.
+        status: HTTP status.
+        code: The API's word for the kind of error.
+    """
+
+    def __init__(
+        self, text: str, param: str | None = None, status: int = 400, code: str = "unsupported_parameter"
+    ) -> None:
+        super().__init__(text)
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request.
+
+    Attributes:
+        messages: Messages that the policy reads, in the form that chat templates take.
+        tools: JSON schemas of functions, as chat templates take them.
+        longest: Tokens that it may write, at most; None for as many as there is room for.
+        n: How many answers are wanted.
+        seed: The client's seed; it goes into the seed of the answers. None without.
+        stop: Texts before which an answer ends.
+        logprobs: Whether log-probabilities are wanted.
+        stream: Whether the answer is wanted as events.
+        usage: Whether events end with the numbers of tokens.
+    """
+
+    messages: list[Message]
+    tools: list[Mapping[str, Any]] = field(default_factory=list)
+    longest: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    stream: bool = False
+    usage: bool = False
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the policy wrote in one answer.
+
+    Attributes:
+        text: Its text, without calls.
+        calls: Calls of tools.
+        cut: Whether it was cut at its longest length.
+        read: Number of tokens that it read.
+        wrote: Number of tokens that it wrote.
+        stop: The text before which it ended, of those that were given; empty if it ended by itself.
+        logprobs: Text and log-probability of each of these, where they are wanted.
+    """
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    cut: bool
+    read: int
+    wrote: int
+    stop: str = ""
+    logprobs: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """The turn, in the form in which a later request repeats it."""
+        return _assistant(self.text, self.calls)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request: its id, what it is called by, and what the policy said, `n` times."""
+
+    id: str
+    model: str
+    created: int
+    asked: Asked
+    said: Sequence[Said]
+
+    @property
+    def read(self) -> int:
+        """Number of tokens that the policy read."""
+        return self.said[0].read
+
+    @property
+    def wrote(self) -> int:
+        """Number of tokens that it wrote, in all answers."""
+        return sum(each.wrote for each in self.said)
+
+
+class API(ABC):
+    """One API.
+
+    Attributes:
+        path: Path of its requests.
+        served: Fields that are read.
+        neutral: Fields that may only have the values with which they change nothing.
+        unread: Fields that say nothing to a policy.
+    """
+
+    path: ClassVar[str]
+    served: ClassVar[frozenset[str]]
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
+    unread: ClassVar[frozenset[str]] = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
+
+    def asked(self, body: Any, model: str, temperature: float, ignored: Collection[str]) -> Asked:
+        """Read a request.
+
+        Args:
+            body: Its JSON.
+            model: The name by which the policy is called.
+            temperature: Temperature of the policy in this run.
+            ignored: Fields that the run leaves out of account.
+
+        Raises:
+            Refused: A field is not served.
+        """
+        if not isinstance(body, dict):
+            raise Refused(f"the request is {body!r:.60}; send an object", code="invalid_value")
+        body = {name: value for name, value in body.items() if value is not None and name not in ignored}
+        if (named := body.get("model")) != model:
+            raise Refused(
+                f"there is no model {named!r:.60}; this episode's policy is called {model!r}",
+                "model",
+                404,
+                "model_not_found",
+            )
+        for name, value in body.items():
+            if name in self.served or name in self.unread or value in self.neutral.get(name, ()):
+                continue
+            raise Refused(f"`{name}` is {value!r:.60} and is not served; leave it out", name)
+        if (given := body.get("temperature", temperature)) != temperature:
+            raise Refused(
+                f"`temperature` is {given!r:.20} and the policy is sampled at {temperature:g}; leave it out, or name it"
+                " in the harness's `ignore`",
+                "temperature",
+            )
+        try:
+            return self._asked(body)
+        except UserError as error:  # of a message's content
+            raise Refused(str(error), "messages", code="invalid_value") from error
+
+    @abstractmethod
+    def _asked(self, body: Body) -> Asked:
+        """Read a request whose fields are all served."""
+
+    @abstractmethod
+    def answer(self, answer: Answer) -> Body:
+        """Write an answer."""
+
+    def events(self, answer: Answer) -> Iterator[str]:
+        """The events of a stream, each the data of a server-sent event."""
+        raise AssertionError(f"{self.path} has no streams")
+
+    def problem(self, refused: Refused) -> Body:
+        """Write what is refused."""
+        error = {"message": str(refused), "type": "invalid_request_error", "param": refused.param, "code": refused.code}
+        return {"error": error}
+
+
+class Chat(API):
+    """OpenAI's chat completions."""
+
+    path = "/v1/chat/completions"
+    served = frozenset(
+        [
+            "model",
+            "messages",
+            "max_tokens",
+            "max_completion_tokens",
+            "n",
+            "temperature",
+            "stream",
+            "stream_options",
+            "tools",
+            "logprobs",
+            "seed",
+            "stop",
+        ]
+    )
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "top_p": (1,),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("auto",),
+        "parallel_tool_calls": (True,),
+        "top_logprobs": (0,),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "modalities": (["text"],),
+    }
+
+    def _asked(self, body: Body) -> Asked:
+        longest = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        stream = body.get("stream_options", {})
+        return Asked(
+            messages=[_chat_message(each, f"messages[{place}]") for place, each in enumerate(_list(body, "messages"))],
+            tools=[_tool(each.get("function"), each, f"tools[{place}]") for place, each in _tools(body)],
+            longest=_whole(body, longest),
+            n=_whole(body, "n", most=MOST_CHOICES) or 1,
+            seed=_whole(body, "seed", least=None),
+            stop=_stop(body, "stop"),
+            logprobs=body.get("logprobs") is True,
+            stream=body.get("stream") is True,
+            usage=isinstance(stream, dict) and stream.get("include_usage") is True,
+        )
+
+    def answer(self, answer: Answer) -> Body:
+        choices = []
+        for index, said in enumerate(answer.said):
+            content = {"role": "assistant", "content": said.text or None if said.calls else said.text, "refusal": None}
+            calls = {"tool_calls": [_chat_call(call) for call in said.calls]} if said.calls else {}
+            choices.append(
+                {
+                    "index": index,
+                    "message": content | calls,
+                    "finish_reason": _finish(said),
+                    "logprobs": _logprobs(said) if answer.asked.logprobs else None,
+                }
+            )
+        return self._body(answer, "chat.completion", choices) | {"usage": self._usage(answer)}
+
+    def events(self, answer: Answer) -> Iterator[str]:
+        """Each choice in one piece: a turn is sent when it has ended."""
+        for index, said in enumerate(answer.said):
+            calls = [{"index": place, **_chat_call(call)} for place, call in enumerate(said.calls)]
+            delta = {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
+            logprobs = _logprobs(said) if answer.asked.logprobs else None
+            for piece, finish in ((delta, None), ({}, _finish(said))):
+                choice = {"index": index, "delta": piece, "finish_reason": finish, "logprobs": logprobs}
+                yield json.dumps(self._body(answer, "chat.completion.chunk", [choice]))
+                logprobs = None
+        if answer.asked.usage:
+            yield json.dumps(self._body(answer, "chat.completion.chunk", []) | {"usage": self._usage(answer)})
+        yield "[DONE]"
+
+    def _body(self, answer: Answer, kind: str, choices: list[Body]) -> Body:
+        id = f"chatcmpl-{answer.id}"
+        return {"id": id, "object": kind, "created": answer.created, "model": answer.model, "choices": choices}
+
+    def _usage(self, answer: Answer) -> Body:
+        total = answer.read + answer.wrote
+        return {"prompt_tokens": answer.read, "completion_tokens": answer.wrote, "total_tokens": total}
+
+
+class Responses(API):
+    """OpenAI's responses, without what a server would have to remember."""
+
+    path = "/v1/responses"
+    served = frozenset(["model", "input", "instructions", "max_output_tokens", "temperature", "tools"])
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "top_p": (1,),
+        "store": (False,),
+        "stream": (False,),
+        "background": (False,),
+        "tool_choice": ("auto",),
+        "parallel_tool_calls": (True,),
+        "include": ([],),
+        "text": ({"format": {"type": "text"}},),
+        "truncation": ("disabled",),
+        "service_tier": ("auto", "default"),
+    }
+
+    def _asked(self, body: Body) -> Asked:
+        given = body.get("input", [])
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else _list(body, "input")
+        messages = [message("system", body["instructions"])] if "instructions" in body else []
+        for place, item in enumerate(items):
+            _add_item(messages, item, f"input[{place}]")
+        tools = [_tool(each, each, f"tools[{place}]") for place, each in _tools(body)]
+        return Asked(messages, tools, longest=_whole(body, "max_output_tokens"))
+
+    def answer(self, answer: Answer) -> Body:
+        (said,) = answer.said
+        output: list[Body] = []
+        if said.text or not said.calls:
+            part = {"type": "output_text", "text": said.text, "annotations": []}
+            output.append(
+                {
+                    "id": f"msg_{answer.id}",
+                    "type": "message",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [part],
+                }
+            )
+        for call in said.calls:
+            arguments = json.dumps(call.arguments)
+            output.append(
+                {
+                    "id": f"fc_{call.id}",
+                    "type": "function_call",
+                    "status": "completed",
+                    "call_id": call.id,
+                    "name": call.name,
+                    "arguments": arguments,
+                }
+            )
+        return {
+            "id": f"resp_{answer.id}",
+            "object": "response",
+            "created_at": answer.created,
+            "model": answer.model,
+            "status": "incomplete" if said.cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if said.cut else None,
+            "error": None,
+            "output": output,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": {
+                "input_tokens": answer.read,
+                "output_tokens": answer.wrote,
+                "total_tokens": answer.read + answer.wrote,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": 0},
+            },
+        }
+
+
+class Messages(API):
+    """Anthropic's messages."""
+
+    path = "/v1/messages"
+    served = frozenset(["model", "messages", "system", "max_tokens", "temperature", "tools", "stop_sequences"])
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "top_p": (1,),
+        "stream": (False,),
+        "tool_choice": ({"type": "auto"},),
+        "thinking": ({"type": "disabled"},),
+        "service_tier": ("auto", "standard_only"),
+    }
+
+    def _asked(self, body: Body) -> Asked:
+        messages = [message("system", text_of(body["system"], "`system`"))] if "system" in body else []
+        for place, given in enumerate(_list(body, "messages")):
+            _add_blocks(messages, given, f"messages[{place}]")
+        tools = []
+        for place, each in _tools(body):
+            schema = {**each, "parameters": each.get("input_schema", {})}
+            tools.append(_tool(schema, {"type": "function"}, f"tools[{place}]"))
+        return Asked(messages, tools, longest=_whole(body, "max_tokens"), stop=_stop(body, "stop_sequences"))
+
+    def answer(self, answer: Answer) -> Body:
+        (said,) = answer.said
+        content: list[Body] = [{"type": "text", "text": said.text}] if said.text or not said.calls else []
+        content += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)} for call in said.calls
+        ]
+        reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        stopped = {"stop_reason": "stop_sequence"} if said.stop else {}
+        return {
+            "id": f"msg_{answer.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": answer.model,
+            "content": content,
+            "stop_reason": reasons[_finish(said)],
+            "stop_sequence": said.stop or None,
+            "usage": {"input_tokens": answer.read, "output_tokens": answer.wrote},
+        } | stopped
+
+    def problem(self, refused: Refused) -> Body:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(refused.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+
+
+APIS: dict[str, API] = {api.path: api for api in (Chat(), Responses(), Messages())}
+
+
+def _assistant(text: str, calls: Sequence[ToolCall]) -> Message:
+    """A turn of the policy, in the form that chat templates take."""
+    made = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call in calls
+    ]
+    return message("assistant", text, **({"tool_calls": made} if made else {}))
+
+
+def _finish(said: Said) -> Literal["stop", "length", "tool_calls"]:
+    if said.cut:
+        return "length"
+    return "tool_calls" if said.calls else "stop"
+
+
+def _chat_call(call: ToolCall) -> Body:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _logprobs(said: Said) -> Body:
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in said.logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_message(given: Any, where: str) -> Message:
+    """A message of a chat completion."""
+    given = _object(given, where)
+    role = "system" if given.get("role") == "developer" else given.get("role")
+    if role not in ("system", "user", "assistant", "tool"):
+        raise Refused(f"`{where}.role` is {role!r:.60}; give system, user, assistant or tool", f"{where}.role")
+    text = "" if given.get("content") is None else text_of(given["content"], f"`{where}`")
+    if role == "assistant":
+        calls = given.get("tool_calls") or []
+        return _assistant(text, [_given_call(each, f"{where}.tool_calls[{i}]") for i, each in enumerate(calls)])
+    more = {name: str(given[name]) for name in ("name", "tool_call_id") if given.get(name)}
+    return message(role, text, **more)
+
+
+def _given_call(given: Any, where: str) -> ToolCall:
+    given = _object(given, where)
+    function = _object(given.get("function"), f"{where}.function")
+    return _made(given.get("id"), function.get("name"), _arguments(function.get("arguments"), where))
+
+
+def _made(id: Any, name: Any, arguments: Mapping[str, Any]) -> ToolCall:
+    return ToolCall(str(name or ""), arguments, id=str(id or ""))
+
+
+def _arguments(given: Any, where: str) -> Mapping[str, Any]:
+    """The arguments of a call, which OpenAI's APIs write as JSON in a text."""
+    try:
+        arguments = json.loads(given or "{}") if isinstance(given, str | None) else given
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise Refused(f"`{where}` has the arguments {given!r:.60}; give a JSON object", where, code="invalid_value")
+    return arguments
+
+
+def _add_item(messages: list[Message], item: Any, where: str) -> None:
+    """Add an item of a response's input; a turn's text and its calls become one message."""
+    item = _object(item, where)
+    kind = item.get("type", "message")
+    if kind == "message":
+        content = item.get("content")
+        if isinstance(content, list):
+            texts = ("input_text", "output_text")
+            content = [
+                {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in texts else part
+                for part in content
+            ]
+        messages.append(_chat_message({"role": item.get("role"), "content": content}, where))
+    elif kind == "function_call":
+        call = _made(item.get("call_id"), item.get("name"), _arguments(item.get("arguments"), where))
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append(message("assistant", ""))
+        last = messages[-1]
+        messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *_assistant("", [call])["tool_calls"]]}
+    elif kind == "function_call_output":
+        output = item.get("output", "")
+        content = output if isinstance(output, str) else json.dumps(output)
+        messages.append(message("tool", content, tool_call_id=str(item.get("call_id", ""))))
+    else:
+        raise Refused(f"`{where}` is of type {kind!r:.60}; send messages and calls of functions", where)
+
+
+def _add_blocks(messages: list[Message], given: Any, where: str) -> None:
+    """Add a message of Anthropic's; the results of tools in it are messages of their own."""
+    given = _object(given, where)
+    role, content = given.get("role"), given.get("content")
+    if role not in ("user", "assistant"):
+        raise Refused(f"`{where}.role` is {role!r:.60}; give user or assistant", f"{where}.role")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        raise Refused(f"`{where}.content` is {content!r:.60}; give a text or blocks", where, code="invalid_value")
+    texts, calls = [], []
+    for place, block in enumerate(blocks):
+        block = _object(block, f"{where}.content[{place}]")
+        if block.get("type") == "tool_use" and role == "assistant":
+            arguments = _arguments(block.get("input"), where)
+            calls.append(_made(block.get("id"), block.get("name"), arguments))
+        elif block.get("type") == "tool_result" and role == "user":
+            said = text_of(block.get("content") or "", f"`{where}`")
+            messages.append(message("tool", said, tool_call_id=str(block.get("tool_use_id", ""))))
+        else:
+            texts.append({name: block[name] for name in ("type", "text") if name in block})
+    text = text_of(texts, f"`{where}`")
+    if role == "assistant":
+        messages.append(_assistant(text, calls))
+    elif texts:
+        messages.append(message("user", text))
+
+
+def _tools(body: Body) -> Iterator[tuple[int, Body]]:
+    for place, each in enumerate(body.get("tools", [])):
+        yield place, _object(each, f"tools[{place}]")
+
+
+def _tool(function: Any, tool: Body, where: str) -> Mapping[str, Any]:
+    """A tool as chat templates take it."""
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(f"`{where}` is {tool!r:.60}; give functions with a `name`", where)
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict) or parameters.get("type") != "object":
+        raise Refused(f"`{where}` has the parameters {parameters!r:.60}; give the JSON schema of an object", where)
+    described = str(function.get("description") or "")
+    schema = {"name": function["name"], "description": described, "parameters": parameters}
+    return {"type": "function", "function": schema}
+
+
+def _stop(body: Body, name: str) -> tuple[str, ...]:
+    given = body.get(name, [])
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(each, str) and each for each in texts):
+        raise Refused(f"`{name}` is {given!r:.60}; give texts", name, code="invalid_value")
+    return tuple(texts)
+
+
+def _object(given: Any, where: str) -> Body:
+    if not isinstance(given, dict):
+        raise Refused(f"`{where}` is {given!r:.60}; send an object", where, code="invalid_value")
+    return given
+
+
+def _list(body: Body, name: str) -> list[Any]:
+    given = body.get(name)
+    if not isinstance(given, list) or not given:
+        raise Refused(f"`{name}` is {given!r:.60}; send at least one", name, code="invalid_value")
+    return given
+
+
+def _whole(body: Body, name: str, least: int | None = 1, most: int | None = None) -> int | None:
+    given = body.get(name)
+    if given is None:
+        return None
+    wrong = isinstance(given, bool) or not isinstance(given, int)
+    if wrong or (least is not None and given < least) or (most is not None and given > most):
+        upto = "" if most is None else f" to {most}"
+        wanted = "a whole number" if least is None else f"a whole number from {least}{upto}"
+        raise Refused(f"`{name}` is {given!r:.60}; give {wanted}", name, code="invalid_value")
+    return int(given)

@@ -1,0 +1,408 @@
+"""`Episode`: the calls of one agent, and what the policy answered; at its end the rows that they make.
+
+A request is read, its messages become tokens, and each answer that it wants is a turn of the policy in the rank's
+`ConversationLoop`. A token that was sampled is never tokenised again: where a request repeats what the policy said,
+the tokens go on from those that it sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlflow.environments.bridge import Bridge, Message
+from rlflow.environments.session import Session, written
+from rlflow.errors import UserError, line_log, one_line, shown
+from rlflow.harness.apis import APIS, Answer, Asked, Refused, Said
+from rlflow.harness.door import Sent
+from rlflow.harness.harness import Harness
+from rlflow.harness.tree import CallTokens, Tokens, rows_of
+from rlflow.rollout.conversation import Conversation
+from rlflow.rollout.conversation_loop import ConversationSteps
+from rlflow.rollout.engine import Completion, Turn
+from rlflow.values.path import hashed
+from rlflow.values.rollout import Ending
+
+log = line_log(__name__)
+
+Schemas = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all episodes of a rank have in common.
+
+    Attributes:
+        harness: The agent and its limits.
+        policy: The policy that answers.
+        temperature: Temperature of its turns.
+        longest_prompt: Tokens that the first call of a row may read, at most.
+        longest: Tokens after them, at most.
+        bridge: The bridge that writes the turns of requests with these tools.
+        ends: Tokens that end a turn.
+        decode: Token ids to text.
+    """
+
+    harness: Harness
+    policy: str
+    temperature: float
+    longest_prompt: int
+    longest: int
+    bridge: Callable[[Schemas], Bridge]
+    ends: frozenset[int]
+    decode: Callable[[Sequence[int]], str]
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer that a request wants.
+
+    Attributes:
+        request: The request.
+        number: Number among the answers to the same tokens in this episode.
+        completion: What was sampled; None until then.
+        stop: The text before which it ended, of those that the request gives.
+        said: The same as a message; None until earlier answers to the same tokens are known.
+    """
+
+    request: Request
+    number: int
+    completion: Completion | None = None
+    stop: str = ""
+    said: Said | None = None
+
+    @property
+    def sampled(self) -> CallTokens:
+        """The tokens that were read and written."""
+        assert self.completion is not None
+        return CallTokens(self.request.read, self.completion.token_ids, self.number)
+
+
+@dataclass(eq=False)
+class Request:
+    """A request, and what answers it.
+
+    Attributes:
+        path: Path of its API.
+        asked: What it asks for.
+        bridge: The bridge that writes its turns.
+        read: Tokens that the policy reads.
+        place: Digest of these tokens.
+        so_far: Digest of its tools and messages.
+        first: Tokens of them that the first call of its row read.
+        ids: Its id at the door; those of retries follow.
+        choices: The answers that it wants.
+        sent: What answered it; None until then.
+    """
+
+    path: str
+    asked: Asked
+    bridge: Bridge
+    read: Tokens
+    place: str
+    so_far: str
+    first: int
+    ids: list[int]
+    choices: list[Choice] = field(default_factory=list)
+    sent: Sent | None = None
+
+
+@dataclass(frozen=True)
+class EpisodeEnd:
+    """What is left of an episode.
+
+    Attributes:
+        rows: Its rows, one or more.
+        inherited: Of each row, how many of the first tokens after its prompt are those of an earlier one.
+        refused: Number of requests that were refused.
+        undelivered: Number of answers for which nobody waited any more; they are in no row.
+    """
+
+    rows: list[Conversation]
+    inherited: list[int]
+    refused: int
+    undelivered: int
+
+
+class Episode:
+    """An episode in progress.
+
+    Answers, tokens and rows are functions of the requests, not of the order in which they arrive: the seed of an answer
+    follows from the tokens that are read and from its number among the answers to them.
+
+    Args:
+        terms: What episodes have in common.
+        session: Names the row in errors.
+        prompt: Messages of the row's prompt, which stand in the row of an episode without calls.
+        seed: Seed of the episode.
+        answer: Sends the answer to the request with an id.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        session: Session,
+        prompt: Sequence[Message],
+        seed: int,
+        answer: Callable[[int, Sent], None],
+    ) -> None:
+        self._refused = 0
+        self._terms = terms
+        self._session = session
+        self._prompt = prompt
+        self._seed = seed
+        self._answer = answer
+        self._requests: list[Request] = []
+        self._alike: dict[tuple[str, int | None], list[Choice]] = {}  # answers to the same tokens and client's seed
+        self._said: dict[str, Choice] = {}  # by the digest of tools and messages, the turn among them
+        self._same: dict[str, list[Request]] = {}  # by `Idempotency-Key`, and by digest of the request
+
+    def arrived(self, sent: Mapping[str, Any]) -> list[ConversationSteps[None]]:
+        """Take a request; returns a conversation of one turn for each answer that it wants."""
+        try:
+            request = self._read(sent)
+        except Refused as refused:
+            self._refused += 1
+            self._answer(sent["request"], Sent(refused.status, APIS[sent["path"]].problem(refused)))
+            return []
+        if sent["request"] not in request.ids:  # a retry
+            request.ids.append(sent["request"])
+            if request.sent is not None:
+                self._answer(sent["request"], request.sent)
+            return []
+        self._requests.append(request)
+        alike = self._alike.setdefault((request.place, request.asked.seed), [])
+        request.choices = [Choice(request, len(alike) + place) for place in range(request.asked.n)]
+        alike += request.choices
+        return [self._turn(choice) for choice in request.choices]
+
+    def _read(self, sent: Mapping[str, Any]) -> Request:
+        """The request that was sent; if it is a retry, the one that it repeats.
+
+        Raises:
+            Refused: It cannot be served.
+        """
+        terms, harness = self._terms, self._terms.harness
+        once = sent["once"] or _digest([sent["path"], sent["body"]])
+        same = self._same.setdefault(once, [])
+        if same and (sent["once"] or sent["again"]):
+            return next((request for request in same if request.sent is None), same[-1])
+        asked = APIS[sent["path"]].asked(sent["body"], harness.model, terms.temperature, harness.ignore)
+        digests = _digests(asked)
+        made = sum(len(request.choices) for request in self._requests)
+        if made + asked.n > harness.max_calls:
+            text = f"the episode has had {made} answers of at most {harness.max_calls} (`max_calls`)"
+            raise Refused(text, status=429, code="rate_limit_exceeded")
+        try:
+            bridge = terms.bridge(asked.tools)
+            read, first = self._tokens(asked, digests, bridge)
+        except (
+            Exception
+        ) as error:  # a template may fail in any way on what a client sends, which is no fault of the run
+            text = f"the model's family cannot write the messages ({one_line(error)})"
+            raise Refused(text, "messages", code="invalid_value") from error
+        if not terms.ends.issuperset(bridge.ends):
+            raise Refused("the model's family ends turns with tools by another token, which is not served", "tools")
+        self._require_room(read, first)
+        place = hashlib.blake2b(array("q", read).tobytes(), digest_size=16).hexdigest()
+        same.append(Request(sent["path"], asked, bridge, read, place, digests[-1], first, [sent["request"]]))
+        return same[-1]
+
+    def _tokens(self, asked: Asked, digests: Sequence[str], bridge: Bridge) -> tuple[Tokens, int]:
+        """The tokens of a request, and how many of them the first call of its row read."""
+        for place in reversed(range(len(asked.messages))):
+            before, new = self._said.get(digests[place + 1]), asked.messages[place + 1 :]
+            if before is not None and not any(each["role"] == "assistant" for each in new):
+                known = before.sampled
+                answers = bridge.after([written(each) for each in new], known.wrote, known.read)
+                return (*known.whole, *answers), before.request.first
+        read = tuple(bridge.begin([written(each) for each in asked.messages]))
+        longest = 0, len(read)  # the tokens of the call that these continue, and the first read of its row
+        for choice in self._said.values():
+            whole = choice.sampled.whole
+            if len(whole) > longest[0] and read[: len(whole)] == whole:
+                longest = len(whole), choice.request.first
+        return read, longest[1]
+
+    def _require_room(self, read: Tokens, first: int) -> None:
+        """Refuse tokens that leave the policy no room."""
+        code = "context_length_exceeded"
+        if first > self._terms.longest_prompt:
+            most = self._terms.longest_prompt
+            text = f"the messages have {first} tokens, and `data.max_prompt_length` is {most}"
+            raise Refused(text, "messages", code=code)
+        if len(read) - first >= self._terms.longest:
+            most = self._terms.longest
+            text = f"the messages have {len(read) - first} tokens after those of the first call, and"
+            raise Refused(f"{text} `max_response_length` is {most}", "messages", code=code)
+
+    def _turn(self, choice: Choice) -> ConversationSteps[None]:
+        request = choice.request
+        room = self._terms.longest - (len(request.read) - request.first)
+        longest = min(room, request.asked.longest or room)
+        client = "" if request.asked.seed is None else f"/{request.asked.seed}"
+        seed = hashed(f"{self._seed}/{request.place}/{choice.number}{client}") >> 1
+        completion: Completion = yield self._terms.policy, Turn(request.read, seed, longest)
+        choice.completion, choice.stop = self._stopped(completion, request.asked.stop)
+        self._speak(self._alike[request.place, request.asked.seed])
+
+    def _stopped(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
+        """What was sampled up to the first of these texts, with the token that completes it; and this text.
+
+        The rest is as if it had not been sampled.
+        """
+
+        def found(length: int) -> str:
+            text = self._terms.decode(completion.token_ids[:length])
+            there = [stop for stop in stops if stop in text]
+            return min(there, key=text.index) if there else ""
+
+        lengths = range(len(completion.token_ids) + 1)
+        length = bisect_left(lengths, True, key=lambda length: bool(found(length)))
+        if not stops or length == len(lengths):
+            return completion, ""
+        cut = completion.token_ids[:length], completion.logprobs[:length]
+        return Completion(*cut, finished=True), found(length)
+
+    def _speak(self, alike: Sequence[Choice]) -> None:
+        """Answer requests whose answers are known, those to the same tokens in the order of their numbers.
+
+        So what a request repeats is known to be of the first answer with these words, whichever was sampled first.
+        """
+        for choice in alike:
+            if choice.completion is None:
+                break
+            if choice.said is None:
+                choice.said = self._heard(choice)
+                digest = _digest([choice.request.so_far, choice.said.message])
+                self._said.setdefault(digest, choice)
+        for request in dict.fromkeys(choice.request for choice in alike):
+            said = [choice.said for choice in request.choices if choice.said is not None]
+            if request.sent is None and len(said) == request.asked.n:
+                request.sent = self._sent(request, said)
+                for id in request.ids:
+                    self._answer(id, request.sent)
+
+    def _heard(self, choice: Choice) -> Said:
+        """What the policy said, as text and calls of tools."""
+        completion, request, tools = choice.completion, choice.request, choice.request.asked.tools
+        assert completion is not None
+        parsed = request.bridge.read(completion.token_ids, request.read)
+        readable = tools and not any(call.problem for call in parsed.calls)
+        text, calls = (parsed.text, parsed.calls) if readable or not parsed.calls else (parsed.whole, ())
+        if calls and request.bridge.form is not None:
+            text = text.partition(request.bridge.form.mark)[0].rstrip()
+        if choice.stop:
+            text = text.partition(choice.stop)[0]
+        name = _digest([self._seed, request.place, request.asked.seed, choice.number])
+        calls = tuple(replace(each, id=each.id or f"{name[:8]}{i}") for i, each in enumerate(calls))
+        said = Said(text, calls, not completion.finished, len(request.read), len(completion.token_ids), choice.stop)
+        if not request.asked.logprobs:
+            return said
+        tokens = [self._terms.decode([token]) for token in completion.token_ids]
+        return replace(said, logprobs=tuple(zip(tokens, completion.logprobs, strict=True)))
+
+    def _sent(self, request: Request, said: Sequence[Said]) -> Sent:
+        api, first = APIS[request.path], request.choices[0].number
+        name = _digest([self._seed, request.place, request.asked.seed, first])[:24]
+        answer = Answer(name, self._terms.harness.model, int(time.time()), request.asked, said)
+        return Sent(200, list(api.events(answer)) if request.asked.stream else api.answer(answer))
+
+    def steps(self, play: Callable[[], dict[str, Any]]) -> ConversationSteps[EpisodeEnd]:
+        """The episode, until its agent has ended.
+
+        Args:
+            play: Runs the agent, see `rlflow.harness.harness.play`.
+
+        Raises:
+            UserError: The agent failed, where that ends the run.
+        """
+        played = yield play
+        failed, on_failure = played.get("failed"), self._terms.harness.on_failure
+        if failed is not None and on_failure == "raise":
+            raise UserError(
+                f"the harness `{self._terms.harness}` failed: {failed}; mend it, or set `on_failure` to zero or mask"
+                f" (the row is {self._session.row})"
+            )
+        end = self._end(played["delivered"], played.get("reward", 0.0))
+        if failed is not None:
+            log.warning("the harness `%s` failed: %s (the row is %s)", self._terms.harness, failed, self._session.row)
+            for row in end.rows:
+                row.end(Ending.FAILED, f"the agent failed: {shown(failed)}")
+                if on_failure == "mask":
+                    row.written = [False] * len(row.written)
+        return end
+
+    def _end(self, delivered: Sequence[int], reward: float) -> EpisodeEnd:
+        """The rows of the answers that were delivered; each has the episode's reward at its last turn."""
+        there = set(delivered)
+        asked = [choice for request in self._requests for choice in request.choices]
+        choices = [each for each in asked if each.said is not None and there.intersection(each.request.ids)]
+        end = EpisodeEnd([], [], self._refused, len(asked) - len(choices))
+        for row in rows_of([choice.sampled for choice in choices]):
+            end.rows.append(self._row([choices[turn] for turn in row.turns], row.trained, reward))
+            end.inherited.append(row.inherited)
+        if not choices:
+            bridge, said = self._terms.bridge(()), list(self._prompt)
+            silent = Conversation(self._session, bridge, bridge.begin(said), said, segments=[0], rewards=[reward])
+            silent.end(Ending.DONE, "the agent called for nothing")
+            end.rows.append(silent)
+            end.inherited.append(0)
+        for number, (view, inherited) in enumerate(zip(end.rows, end.inherited, strict=True), 1):
+            if len(end.rows) > 1:
+                begins = f", which begins with {inherited} tokens of an earlier one" if inherited else ""
+                view.why += f"; row {number} of {len(end.rows)} of the episode{begins}"
+        return end
+
+    def _row(self, turns: Sequence[Choice], trained: Sequence[bool], reward: float) -> Conversation:
+        last = turns[-1]
+        assert last.said is not None
+        prompt = turns[0].sampled.read
+        messages = [_shown(each) for each in (*last.request.asked.messages, last.said.message)]
+        row = Conversation(self._session, last.request.bridge, list(prompt), messages)
+        for turn, counts in zip(turns, trained, strict=True):
+            if row.segments:
+                between = turn.sampled.read[len(prompt) + len(row.tokens) :]
+                row.add_answer(between, [])
+            assert turn.completion is not None
+            row.add_turn(turn.completion)
+            if not counts:
+                length = len(turn.completion.token_ids)
+                row.written[-length:] = [False] * length
+        row.rewards[-1] = reward
+        if row.cut and len(row.tokens) >= self._terms.longest:
+            row.end(Ending.TOKENS, "its last turn was cut at `max_response_length`")
+        else:
+            row.end(Ending.DONE, "the agent ended it")
+        row.calls = sum(len(each.said.calls) for each in turns if each.said is not None)
+        return row
+
+
+def _shown(said: Message) -> Message:
+    """A message as people read it: calls stand in the text too."""
+    if not said.get("tool_calls"):
+        return said
+    calls = [
+        {"id": each["id"], "name": each["function"]["name"], "arguments": each["function"]["arguments"]}
+        for each in said["tool_calls"]
+    ]
+    lines = [said["content"], *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
+    return {**said, "content": "\n".join(filter(None, lines)), "tool_calls": calls}
+
+
+def _digests(asked: Asked) -> list[str]:
+    """Digests of the tools, and of these with the first message, with the first two, and so on."""
+    digests = [_digest(list(asked.tools))]
+    for each in asked.messages:
+        digests.append(_digest([digests[-1], each]))
+    return digests
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,155 @@
+"""`Harness`, what a user says of an agent that owns its loop and calls the policy by HTTP."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from rlflow.dotted_path import function_at
+from rlflow.environments.environment import Definition, Environment, OnFailure
+from rlflow.environments.host import Host, HostError
+from rlflow.errors import UserError
+from rlflow.harness.apis import APIS
+from rlflow.harness.door import Door, check_installed
+from rlflow.worker import Limits, Worker, WorkerError
+
+COMMAND = "rlflow.harness.command.run"
+
+
+class Harness(Environment):
+    """An agent that owns its loop: it calls the policy as a model behind OpenAI's or Anthropic's API.
+
+        async def solve(row, base_url, api_key):              # `Harness("my_agent.solve")`
+            client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+            asked = [{"role": "user", "content": row["question"]}]
+            answer = await client.chat.completions.create(model="policy", messages=asked)
+            return float(answer.choices[0].message.content == row["answer"])
+
+    It gets a row of the dataset, and returns the reward of the episode: a number, or a mapping with `reward`. What the
+    policy wrote becomes rows, see `rlflow.harness.tree.rows_of`; each has the reward of the episode. A program gets the
+    row as JSON on its standard input and prints the reward in its last line, see `rlflow.harness.command.run`.
+
+    Args:
+        run: Dotted path of a function `(row, base_url, api_key)`, plain or `async`; or a program with its arguments, as
+            a list.
+        seconds: Seconds that an episode may take. Each runs in a process that is killed with all that it started.
+        concurrency: Episodes of a rank in progress together.
+        max_calls: Answers that an episode may get, at most; further calls are refused.
+        model: The name by which the agent calls the policy.
+        ignore: Fields of requests that are left out of account, such as `temperature`; others that cannot be served are
+            refused.
+        memory_mb: Memory that each process may take, in MB; None for no limit.
+        on_failure: What becomes of an episode whose agent raises, takes too long or dies: `raise` ends the run, `zero`
+            gives it 0, `mask` leaves it out of the loss too.
+
+    Raises:
+        UserError: There is no such function, or a setting cannot be.
+    """
+
+    def __init__(
+        self,
+        run: str | Sequence[str],
+        seconds: float = 600.0,
+        concurrency: int = 32,
+        max_calls: int = 64,
+        model: str = "policy",
+        ignore: Collection[str] = (),
+        memory_mb: int | None = 4096,
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        for name, count in {"concurrency": concurrency, "max_calls": max_calls}.items():
+            if count < 1:
+                raise UserError(f"`{name}` is {count}; give 1 or more")
+        if not run:
+            raise UserError("`run` is empty; give the dotted path of a function, or a program with its arguments")
+        super().__init__(
+            environment=Harness, max_turns=max_calls, seconds=seconds, workers=concurrency, on_failure=on_failure
+        )
+        self.run = run if isinstance(run, str) else list(run)
+        self.concurrency = concurrency
+        self.max_calls = max_calls
+        self.model = model
+        self.ignore = frozenset([ignore] if isinstance(ignore, str) else ignore)
+        if unknown := self.ignore - _fields():
+            raise UserError(f"`ignore` has {sorted(unknown)[0]!r}, which no API has as a field; leave it out")
+        self._limits = Limits(seconds=seconds, memory_mb=memory_mb)
+
+    @cached_property
+    def definitions(self) -> dict[str, Definition]:
+        check_installed()
+        if isinstance(self.run, str):
+            function_at(self.run, f"`run` is {self.run!r}")
+        elif shutil.which(self.run[0]) is None:
+            raise UserError(f"`run` begins with {self.run[0]!r}, and there is no such program; name one, or its path")
+        return {"": Definition({}, str(self), answers_messages=True)}
+
+    def reward_of(self, worker: Worker, row: Mapping[str, Any], base_url: str, api_key: str, seed: int) -> float:
+        """Run the agent on a row; returns the reward. No process that it started is left.
+
+        Raises:
+            WorkerError: It failed, or gave no finite number.
+        """
+        if isinstance(self.run, str):
+            worker.begin(seed, [self.run])
+            try:
+                return _reward(worker.function(self.run, row, base_url, api_key), f"`{self}`")
+            finally:
+                worker.close_if_others_run()
+        try:
+            return _reward(worker.function(COMMAND, self.run, row, base_url, api_key, self.model), f"`{self}`")
+        finally:
+            worker.close()
+
+    def __str__(self) -> str:
+        return self.run if isinstance(self.run, str) else " ".join(self.run)
+
+
+def play(
+    harness: Harness,
+    host: Host,
+    row: Mapping[str, Any],
+    seed: int,
+    number: int,
+    door: Door | None,
+    arrive: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Run the agent of an episode with a key of its own.
+
+    Args:
+        harness: The agent.
+        host: The worker in which it runs.
+        row: Row of the dataset.
+        seed: Seed of what it draws from `random` and NumPy.
+        number: Number of the episode in its loop.
+        door: Where it calls the policy; the rank that runs agents has one.
+        arrive: Called with each of its requests, in another thread.
+
+    Returns:
+        `reward`, or why it `failed`; and `delivered`, the ids of the requests that were answered.
+    """
+    assert isinstance(host, Worker)
+    assert door is not None
+    key = door.open(number, harness.model, arrive)
+    delivered: list[int] = []
+    outcome: dict[str, Any] = {"delivered": delivered}
+    try:
+        outcome["reward"] = harness.reward_of(host, row, f"{door.url}/v1", key, seed)
+    except WorkerError as error:
+        outcome["failed"] = str(error).replace(key, "(its key)")
+    finally:
+        delivered += door.end(key)
+    return outcome
+
+
+def _fields() -> frozenset[str]:
+    return frozenset(name for api in APIS.values() for name in (*api.served, *api.neutral)) - {"model", "messages"}
+
+
+def _reward(given: Any, where: str) -> float:
+    found = given.get("reward") if isinstance(given, Mapping) else given
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise HostError(f"{where} gave the reward {given!r:.60}; give a finite number, or a mapping with `reward`")
+    return float(found)

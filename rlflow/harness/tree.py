@@ -1,0 +1,113 @@
+"""`rows_of`: what a policy wrote in the calls of an episode, as rows in which each of its tokens is trained once.
+
+A call reads some tokens, and the policy writes others after them. Where the tokens that a call reads begin with all of
+an earlier call, it continues that call. So calls form trees, and each leaf is a row:
+
+    reads 1 2, writes 3 4                        row 0: prompt 1 2, response 3 4 5 6 7, trained 3 4 and 7
+    reads 1 2 3 4 5 6, writes 7
+    reads 1 2 3 4 8, writes 9                    row 1: prompt 1 2, response 3 4 8 9, trained 9; 3 4 are inherited
+
+The rows are a function of the calls alone. In which order these came does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CallTokens:
+    """The tokens of one call.
+
+    Attributes:
+        read: Token ids that the policy read.
+        wrote: Token ids that it wrote after them.
+        number: Number among the calls that read the same; distinguishes two that wrote the same.
+    """
+
+    read: Tokens
+    wrote: Tokens
+    number: int = 0
+
+    @property
+    def whole(self) -> Tokens:
+        """All tokens, as a call reads them that continues this one."""
+        return self.read + self.wrote
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    """A row of an episode.
+
+    Attributes:
+        turns: Numbers of the calls along the row, from its first; indices into the calls that `rows_of` was given.
+        trained: Of each of these, whether its tokens are trained in this row.
+        inherited: How many of the first tokens after the prompt are those of an earlier row.
+    """
+
+    turns: tuple[int, ...]
+    trained: tuple[bool, ...]
+    inherited: int
+
+
+def rows_of(calls: Sequence[CallTokens]) -> list[EpisodeRow]:
+    """A row for each call that no other continues: longest first, then in the order of their tokens.
+
+    Args:
+        calls: The calls of an episode, in any order.
+
+    Returns:
+        Rows that do not depend on this order. A call is trained in the first of the rows that have it.
+    """
+    wholes = [call.whole for call in calls]
+    parents = _parents(calls, wholes)
+    inner = set(parents.values())
+    leaves = [place for place in range(len(calls)) if place not in inner]
+    leaves.sort(key=lambda place: (-len(wholes[place]), wholes[place], len(calls[place].read), calls[place].number))
+    rows: list[EpisodeRow] = []
+    taken: set[int] = set()
+    for leaf in leaves:
+        turns = [leaf]
+        while turns[0] in parents:
+            turns.insert(0, parents[turns[0]])
+        trained = tuple(turn not in taken for turn in turns)
+        taken.update(turns)
+        prompt = calls[turns[0]].read
+        own = min(len(calls[turn].read) for turn, counts in zip(turns, trained, strict=True) if counts)
+        alike = (
+            _common(wholes[leaf], wholes[row.turns[-1]], own) for row in rows if calls[row.turns[0]].read == prompt
+        )
+        rows.append(EpisodeRow(tuple(turns), trained, max(0, max(alike, default=0) - len(prompt))))
+    return rows
+
+
+def _parents(calls: Sequence[CallTokens], wholes: Sequence[Tokens]) -> dict[int, int]:
+    """The call that each call continues, by place: the longest whose tokens begin what it reads."""
+    order = sorted(range(len(calls)), key=lambda place: (wholes[place], len(calls[place].read), calls[place].number))
+    parents: dict[int, int] = {}
+    before: list[int] = []  # each begins the next; in this order what begins a call comes before it
+    for place in order:
+        while before and wholes[place][: len(wholes[before[-1]])] != wholes[before[-1]]:
+            before.pop()
+        for other in reversed(before):
+            if len(wholes[other]) <= len(calls[place].read):
+                parents[place] = other
+                break
+        if not before or wholes[before[-1]] != wholes[place]:  # of calls that are alike the first is continued
+            before.append(place)
+    return parents
+
+
+def _common(one: Tokens, other: Tokens, most: int) -> int:
+    """With how many tokens both begin, up to `most`."""
+    low, high = 0, min(len(one), len(other), most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

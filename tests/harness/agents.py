@@ -1,0 +1,307 @@
+"""Agents that call the policy as their users would: by the `openai` and `anthropic` clients, or by HTTP alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+MODEL = "policy"
+SLEEPS = "import time; time.sleep(600)  # of a test of harnesses"
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+
+
+RECEIVED = [0]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def client(base_url: str, api_key: str) -> Any:
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+def by_http(base_url: str, api_key: str) -> Any:
+    import httpx
+
+    return httpx.AsyncClient(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=60)
+
+
+async def asked(calls: Any, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The message that answers these; `RECEIVED` counts its tokens.
+
+    Raises:
+        PermissionError: The door refuses it, with its status and text.
+    """
+    body = {"model": MODEL, "messages": messages, "max_tokens": 6, **more}
+    answer = await calls.post("/chat/completions", json=body)
+    if answer.status_code != 200:
+        raise PermissionError(answer.status_code, answer.text)
+    RECEIVED[0] += answer.json()["usage"]["completion_tokens"]
+    message: dict[str, Any] = answer.json()["choices"][0]["message"]
+    return message
+
+
+def acts(row: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """The agent that the row names; so one worker runs them all."""
+    return globals()[row["agent"]](row, base_url, api_key)
+
+
+async def talks(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Three turns, each after the others."""
+    RECEIVED[0] = 0
+    calls, messages = by_http(base_url, api_key), [user(row["question"])]
+    for turn in range(3):
+        messages += [await asked(calls, messages), user(f"and {turn}?")]
+    return float(len(messages))
+
+
+async def branches(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """Two sub-agents at the same time, forks, equal calls, and a summary; each waits for a while now and then.
+
+    The reward is how many tokens it received.
+    """
+    RECEIVED[0] = 0
+    calls, draws = by_http(base_url, api_key), random.Random(time.time_ns())  # waits of their own in every run
+
+    async def waits() -> None:
+        await asyncio.sleep(draws.random() * row.get("waits", 0.0))
+
+    async def helps(name: str) -> str:
+        messages = [user(f"{name} of {row['question']}")]
+        for _ in range(2):
+            await waits()
+            messages += [await asked(calls, messages), user("more")]
+        return str(messages[-2]["content"])
+
+    async def forks(text: str) -> None:
+        await waits()
+        messages = [*begun, user(text)]
+        messages += [await asked(calls, messages), user("end")]
+        await waits()
+        await asked(calls, messages)
+
+    begun = [user(row["question"])]
+    begun.append(await asked(calls, begun))
+    await asyncio.gather(helps("first"), helps("other"), forks("left"), forks("right"), forks("right"))
+    await asked(calls, [user("a summary"), user("go on")])
+    return {"reward": RECEIVED[0]}
+
+
+async def calls_a_tool(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    calls, messages = client(base_url, api_key).chat.completions, [user(row["question"])]
+    answer = await calls.create(model=MODEL, messages=messages, tools=[ADD])
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 2, "b": 3}'), call
+    result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+    last = await calls.create(model=MODEL, messages=[*messages, answer.choices[0].message, result], tools=[ADD])
+    return float(last.choices[0].message.content == row["answer"])
+
+
+async def responds(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """The same by `responses`."""
+    calls, items = client(base_url, api_key).responses, [user(row["question"])]
+    tool = {"type": "function", **ADD["function"]}
+    answer = await calls.create(model=MODEL, input=items, tools=[tool])
+    (call,) = answer.output
+    assert (call.name, call.arguments) == ("add", '{"a": 2, "b": 3}'), call
+    items += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
+    last = await calls.create(model=MODEL, input=items, tools=[tool])
+    return float(last.output_text == row["answer"])
+
+
+def claude(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """The same by Anthropic's client."""
+    from anthropic import Anthropic
+
+    calls = Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0).messages
+    function = ADD["function"]
+    tool = {"name": "add", "description": function["description"], "input_schema": function["parameters"]}
+    messages = [user(row["question"])]
+    answer = calls.create(model=MODEL, messages=messages, tools=[tool], max_tokens=100)
+    (call,) = answer.content
+    assert (answer.stop_reason, call.name, call.input) == ("tool_use", "add", {"a": 2, "b": 3}), answer
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "5"}
+    messages += [{"role": "assistant", "content": [call.model_dump()]}, {"role": "user", "content": [result]}]
+    last = calls.create(model=MODEL, messages=messages, tools=[tool], max_tokens=100)
+    return float(last.content[0].text == row["answer"])
+
+
+async def streams(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """The pieces of a stream, and three answers with log-probabilities, are what one call gives."""
+    calls, messages = client(base_url, api_key), [user(row["question"])]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = await calls.chat.completions.create(model=MODEL, messages=messages, **options)
+    pieces = [piece async for piece in stream]
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert pieces[-1].usage.completion_tokens >= len(text)
+    messages += [{"role": "assistant", "content": text}, user("again")]
+    answer = await calls.chat.completions.create(model=MODEL, messages=messages, n=3, logprobs=True, max_tokens=5)
+    for choice in answer.choices:
+        tokens = choice.logprobs.content
+        assert len(tokens) <= 5
+        assert all(token.logprob < 0 for token in tokens)
+        assert "".join(token.token for token in tokens) == choice.message.content
+    return float(len(answer.choices))
+
+
+async def stops(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """An answer ends before a text, and the next call goes on from there."""
+    calls, messages = by_http(base_url, api_key), [user(row["question"])]
+    message = await asked(calls, messages, stop=["Result:", "nowhere"], max_tokens=None)
+    assert message["content"] == "add 2 and 3\n", message
+    last = await asked(calls, [*messages, message, user("5")], stop="Result:", max_tokens=None)
+    return float(last["content"] == row["answer"])
+
+
+def retries(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Retries get the answer that is stored; a call that is the same but no retry gets another one."""
+    import httpx
+
+    body = {"model": MODEL, "messages": [user(row["question"])], "max_tokens": 8}
+    keys: list[dict[str, str]] = [{}, {"x-stainless-retry-count": "1"}, {"x-stainless-retry-count": "0"}]
+    keys += [{"Idempotency-Key": "one"}, {"Idempotency-Key": "one"}]
+    said = []
+    for key in keys:
+        headers = {"Authorization": f"Bearer {api_key}", **key}
+        answer = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=60)
+        said.append(answer.json()["choices"])
+    return float(said[0] == said[1] != said[2] and said[3] == said[4] != said[2])
+
+
+def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """What is refused, and how; the reward is how many were refused as they should."""
+    import httpx
+
+    good = {"model": MODEL, "messages": [user("a")], "max_tokens": 2}
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    wrong: list[tuple[dict[str, Any], int, str | None]] = [
+        ({"model": "gpt-4o"}, 404, "model"),
+        ({"messages": [user("a" * 300)]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": [image]}]}, 400, "messages"),
+        ({"messages": []}, 400, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "text"}}}]}, 400, "tools[0]"),
+        ({"temperature": 0.3}, 400, "temperature"),
+        ({"stop": [1]}, 400, "stop"),
+        ({"top_p": 0.5}, 400, "top_p"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"n": 0}, 400, "n"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"guided_json": {}}, 400, "guided_json"),
+    ]
+    right = 0
+    for change, status, param in wrong:
+        answer = httpx.post(
+            f"{base_url}/chat/completions", json=good | change, headers={"Authorization": f"Bearer {api_key}"}
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (status, param), (change, answer.status_code, error)
+        right += 1
+    bad_key = httpx.post(f"{base_url}/chat/completions", json=good, headers={"Authorization": "Bearer sk-x"})
+    assert (bad_key.status_code, bad_key.json()["error"]["code"]) == (401, "invalid_api_key")
+    headers = {"Authorization": f"Bearer {api_key}"}
+    assert httpx.post(f"{base_url}/chat/completions", content=b"{", headers=headers).status_code == 400
+    assert httpx.get(f"{base_url}/files", headers=headers).status_code == 404
+    assert httpx.get(f"{base_url}/models", headers=headers).json()["data"][0]["id"] == MODEL
+    return {"reward": right}
+
+
+def fails(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Fails as its row says, after one call."""
+    asyncio.run(asked(by_http(base_url, api_key), [user(row["question"])]))
+    how = row["how"]
+    if how == "raises":
+        raise ValueError(f"no answer with {api_key}")
+    if how == "exits":
+        os._exit(3)
+    if how == "hangs":
+        subprocess.Popen([sys.executable, "-c", SLEEPS], start_new_session=True)
+        time.sleep(600)
+    return float("nan") if how == "nan" else 1.0
+
+
+def leaves_a_process(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    subprocess.Popen([sys.executable, "-c", SLEEPS], start_new_session=True)
+    return 1.0
+
+
+def calls_late(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Calls by the key of the episode before, which has ended, then by its own."""
+    import httpx
+
+    body = {"model": MODEL, "messages": [user(row["question"])], "max_tokens": 2}
+    own = httpx.post(f"{base_url}/chat/completions", json=body, headers={"Authorization": f"Bearer {api_key}"})
+    before, KEYS[:] = list(KEYS), [api_key]
+    late = [
+        httpx.post(f"{base_url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}).status_code
+        for key in before
+    ]
+    return float(own.status_code == 200 and late in ([], [401]))
+
+
+KEYS: list[str] = []
+
+
+async def floods(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Calls as often as it is let."""
+    calls = by_http(base_url, api_key)
+    for number in range(100):
+        try:
+            await asked(calls, [user(row["question"])], max_tokens=1)
+        except PermissionError as error:
+            return float(number) if error.errno == 429 else -1.0
+    return 100.0
+
+
+async def leaves(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Waits for one answer, and leaves another one open."""
+    calls = by_http(base_url, api_key)
+    await asked(calls, [user(row["question"])])
+    open_call = asyncio.ensure_future(asked(calls, [user("nobody reads this")], max_tokens=None))
+    await asyncio.sleep(0.05)
+    open_call.cancel()
+    return 1.0
+
+
+def silent(row: dict[str, Any], base_url: str, api_key: str) -> int:
+    return 3
+
+
+async def talks_once(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    await asked(by_http(base_url, api_key), [user(row["question"])])
+    return 0.0
+
+
+async def at_a_temperature(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    await asked(by_http(base_url, api_key), [user(row["question"])], temperature=0.2)
+    return 0.0
+
+
+def kills(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Three turns; the sixth episode kills its rank, once."""
+    with open(os.environ["RLFLOW_TEST_KILLS"], "ab", buffering=0) as counter:
+        counter.write(b"x")
+        number = counter.tell()
+    reward = asyncio.run(talks(row, base_url, api_key))
+    if number == 6:
+        os.kill(os.getppid(), signal.SIGKILL)
+    return reward + RECEIVED[0]

@@ -1,0 +1,62 @@
+"""Runs whose environment is an agent that owns its loop; `python -m tests.harness.runs FOLDER MODEL` continues one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlflow import Batch, CausalLM, Harness, Rollout, node
+from rlflow.algorithms import GRPO
+from rlflow.trainer import Trainer
+from tests.controller.policies import paths_of
+from tests.controller.runs import SGD, Fit, sums
+from tests.harness.episodes import AGENTS
+
+LONGEST = 120
+
+
+@dataclass(eq=False)
+class Recorded(GRPO):
+    """Records the rows of each step."""
+
+    record: list[dict[tuple[int, ...], dict[str, Any]]] = field(default_factory=list)
+
+    @node(role="rollout")
+    def rollout(self, batch: Batch) -> Rollout:
+        rollout = super().rollout(batch)
+        rows = {}
+        for row, path in enumerate(paths_of(rollout)):
+            length = int(rollout.lengths[row])
+            rows[path] = {
+                "prompt": rollout.prompt_ids.rows()[row].tolist(),
+                "response": rollout.response_ids[row, :length].tolist(),
+                "mask": rollout.loss_mask[row, :length].tolist(),
+                "logprobs": rollout.logprobs[row, :length].tolist(),
+                "reward": float(rollout.returns[row].sum()),
+            }
+        self.record.append(rows)
+        return rollout
+
+
+def run(policy: Path, folder: Path, agent: str, held_out: int = 0, prompts: int = 2, **settings: Any) -> Fit:
+    """A run of one step, with two episodes from each prompt."""
+    harness = Harness(f"{AGENTS}.{agent}", seconds=60, concurrency=2)
+    actor = CausalLM(str(policy), optimizer=SGD)
+    module = Recorded(actor, environment=harness, group_size=2, max_response_length=LONGEST)
+    data = sums(12, prompts, held_out)
+    data.chat_template, data.max_prompt_length = True, LONGEST
+    return Fit(module, data, folder, settings={"max_steps": 1, **settings})
+
+
+def main(folder: Path, policy: Path) -> None:
+    """Three steps, from the last checkpoint if there is one; writes the metrics of each."""
+    made = run(policy, folder, "kills", max_steps=3, save_every_n_steps=1, ckpt_path="auto")
+    Trainer(str(folder), accelerator="cpu", rollout=made.engine, **made.settings).fit(made.module, made.data)
+    (folder / "record.json").write_text(json.dumps([list(rows.values()) for rows in made.module.record]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,224 @@
+"""Agents that own their loop: what the policy answers them becomes rows, whoever calls first and whatever fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from rlflow import Harness
+from rlflow.context.conversations import ConversationRunner, EpisodeCounts
+from rlflow.errors import UserError
+from rlflow.rollout import RolloutEngine
+from rlflow.values.rollout import Ending
+from tests.harness.agents import SLEEPS
+from tests.harness.episodes import AGENTS, Played, decode, played, running, sampling_engine, says, tokenizer
+from tests.leftovers import workers
+
+SUM = {"question": "2+3=", "answer": "5"}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def engine(policy: Path) -> RolloutEngine:
+    return sampling_engine(policy)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ConversationRunner]:
+    with running() as made:
+        yield made
+    assert not workers()
+
+
+def test_a_conversation_of_an_agent_is_one_row_with_the_tokens_that_were_sampled(
+    engine: RolloutEngine, runner: ConversationRunner
+) -> None:
+    made = played("talks", engine, runner=runner)
+    (row,) = made.rows
+    _, prompt, response, mask, segments, rewards, inherited, _, logprobs = row
+    assert decode(prompt) == decode(
+        tokenizer()("<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    )
+    assert (len(segments), rewards, inherited) == (5, [0.0, 0.0, 7.0], 0)
+    place = 0
+    for number, length in enumerate(segments):
+        part = response[place : place + length]
+        assert mask[place : place + length] == [number % 2 == 0] * length
+        assert all((x != 0) == (number % 2 == 0) for x in logprobs[place : place + length])
+        if number % 2:
+            written = f"\n<|im_start|>user\nand {number // 2}?<|im_end|>\n<|im_start|>assistant\n"
+            assert tokenizer().decode(part).removeprefix("<|im_end|>") == written
+        place += length
+    assert made.times.episodes == EpisodeCounts(count=1, refused=0, undelivered=0)
+
+
+def test_each_token_that_an_agent_received_is_trained_once_whoever_called_first(
+    engine: RolloutEngine, runner: ConversationRunner
+) -> None:
+    rows = [{"question": "1+1=", "waits": 0.02}]
+    first, again = (played("branches", engine, rows, n=2, runner=runner) for _ in range(2))
+    assert [row[:-1] for row in first.rows] == [row[:-1] for row in again.rows]
+    for one, other in zip(first.rows, again.rows, strict=True):
+        assert one[-1] == pytest.approx(other[-1], abs=1e-4)  # batches differ, and with them the last bits
+    # Rows of an episode: three forks of three turns, two helpers of two, and a summary.
+    assert [row[7] for row in first.rows] == [0, 1, 2, 3, 4, 5] * 2
+    assert [len(row[4]) // 2 + 1 for row in first.rows] == [3, 3, 3, 2, 2, 1] * 2
+    for episode in (first.rows[:6], first.rows[6:]):
+        assert {row[5][-1] for row in episode} == {float(sum(sum(row[3]) for row in episode))}
+
+
+@pytest.mark.parametrize(
+    "agent",
+    ["calls_a_tool", pytest.param("responds", marks=pytest.mark.slow), pytest.param("claude", marks=pytest.mark.slow)],
+)
+def test_a_call_of_a_tool_is_read_and_its_result_goes_on_from_the_tokens(
+    agent: str, runner: ConversationRunner
+) -> None:
+    made = played(agent, says(CALL, "5"), [SUM], runner=runner)
+    assert [row[5] for row in made.rows] == [[0.0, 1.0]]
+    assert made.text(0) == (
+        "<|im_start|>system\nTools: add(a, b)<|im_end|>\n<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n"
+        f"{CALL}<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+    )
+    assert made.trained() == [f"{CALL}<|im_end|>5<|im_end|>"]
+    assert made.views[0].calls == 1
+
+
+@pytest.mark.slow
+def test_streams_several_answers_and_logprobs_are_of_the_same_tokens(
+    engine: RolloutEngine, runner: ConversationRunner
+) -> None:
+    made = played("streams", engine, runner=runner)
+    assert [row[5][-1] for row in made.rows] == [3.0, 3.0, 3.0]
+    assert [any(row[3][: row[4][0]]) for row in made.rows] == [True, False, False]  # the first turn is trained once
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_text_at_which_it_is_to_stop(
+    runner: ConversationRunner,
+) -> None:
+    made = played("stops", says("add 2 and 3\nResult: 6, Result: 7", "5"), [SUM], runner=runner)
+    assert [row[5] for row in made.rows] == [[0.0, 1.0]]
+    assert made.trained() == ["add 2 and 3\nResult:5<|im_end|>"]
+    assert "Result:<|im_end|>\n<|im_start|>user\n5<|im_end|>" in made.text(0)
+
+
+def test_a_retry_gets_the_stored_answer_and_an_equal_call_another_one(
+    engine: RolloutEngine, runner: ConversationRunner
+) -> None:
+    made = played("retries", engine, runner=runner)
+    assert [row[5] for row in made.rows] == [[1.0]] * 3
+
+
+def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(runner: ConversationRunner) -> None:
+    made = played("refused", says(), runner=runner)
+    assert (made.rows[0][5], made.times.episodes.refused) == ([12.0], 12)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("raises", "raised ValueError"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("exits", "code 3"), ("hangs", "longer than 3 s"), ("nan", "nan"))
+        ),
+    ],
+)
+def test_an_agent_that_fails_is_one_failed_episode_and_leaves_nothing(
+    engine: RolloutEngine, how: str, why: str
+) -> None:
+    rows, before = [{"question": "1+1=", "how": how}, {"question": "1+2=", "how": "no"}], workers()
+    with running() as runner:
+        made = played("fails", engine, rows, runner=runner, on_failure="zero", seconds=3)
+        assert made.rollout.ended.tolist() == [Ending.FAILED, Ending.DONE]
+        assert made.rollout.returns.sum(dim=1).tolist() == [0.0, 1.0]
+        assert why in made.rollout.messages[0][-1]["ended"]
+        assert "sk-" not in json.dumps(made.rollout.messages)
+        masked = played("fails", engine, rows, runner=runner, on_failure="mask", seconds=3)
+        assert masked.rollout.loss_mask.any(dim=1).tolist() == [False, True]
+        with pytest.raises(UserError, match=why):
+            played("fails", engine, rows, runner=runner, seconds=3)
+    assert workers() == before
+    assert not [each for each in psutil.process_iter(["cmdline"]) if SLEEPS in (each.info["cmdline"] or ())]
+
+
+@pytest.mark.slow
+def test_a_process_that_an_agent_leaves_ends_with_its_episode() -> None:
+    with running() as runner:
+        played("leaves_a_process", says(), runner=runner)
+        assert not [each for each in psutil.process_iter(["cmdline"]) if SLEEPS in (each.info["cmdline"] or ())]
+
+
+@pytest.mark.slow
+def test_a_key_is_of_one_episode(engine: RolloutEngine, runner: ConversationRunner) -> None:
+    made = played(
+        "calls_late", engine, [{"question": f"{place}+1="} for place in range(3)], runner=runner, concurrency=1
+    )
+    assert made.rollout.returns.sum(dim=1).tolist() == [1.0] * 3
+
+
+@pytest.mark.slow
+def test_calls_beyond_the_most_are_refused(engine: RolloutEngine, runner: ConversationRunner) -> None:
+    made = played("floods", engine, runner=runner, max_calls=5)
+    assert [row[5][-1] for row in made.rows] == [5.0] * 5
+    assert made.times.episodes.refused == 1
+
+
+@pytest.mark.slow
+def test_an_answer_that_nobody_waited_for_is_in_no_row(engine: RolloutEngine, runner: ConversationRunner) -> None:
+    made = played("leaves", engine, runner=runner)
+    assert len(made.rows) == 1
+    assert made.times.episodes.undelivered == 1
+
+
+def test_an_episode_without_calls_is_a_row_with_its_reward(runner: ConversationRunner) -> None:
+    made = played("silent", says(), runner=runner)
+    assert [(row[2], row[4], row[5]) for row in made.rows] == [([], [0], [3.0])]
+    assert made.rollout.loss_mask.shape == torch.Size([1, 0])
+
+
+@pytest.mark.slow
+def test_a_program_reads_the_row_and_prints_the_reward(engine: RolloutEngine, runner: ConversationRunner) -> None:
+    code = (
+        "import json, os, sys, urllib.request as u; row = json.load(sys.stdin);"
+        "body = {'model': os.environ['RLFLOW_MODEL'], 'messages': [{'role': 'user', 'content': row['question']}]};"
+        "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'};"
+        "ask = u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', json.dumps(body).encode(), head);"
+        "print(u.urlopen(ask).status); print(json.dumps({'reward': len(row['question'])}))"
+    )
+    made = played([sys.executable, "-c", code], engine, n=2, runner=runner)
+    assert [row[5] for row in made.rows] == [[4.0], [4.0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"run": "tests.harness.agents.no_such"}, "no_such"),
+        ({"run": []}, "`run` is empty"),
+        ({"run": ["no_such_program"]}, "no such program"),
+        ({"run": f"{AGENTS}.talks", "concurrency": 0}, "`concurrency` is 0"),
+        ({"run": f"{AGENTS}.talks", "ignore": ["heat"]}, "'heat'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        _ = Harness(**settings).definitions
+
+
+@pytest.mark.slow
+def test_a_field_in_ignore_is_left_out_of_account(engine: RolloutEngine, runner: ConversationRunner) -> None:
+    def said(made: Played) -> list[Any]:
+        return [row[2] for row in made.rows]
+
+    assert said(played("at_a_temperature", engine, runner=runner, ignore="temperature")) == said(
+        played("talks_once", engine, runner=runner)
+    )
+    with pytest.raises(UserError, match="temperature"):
+        played("at_a_temperature", engine, runner=runner)

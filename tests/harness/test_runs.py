@@ -1,0 +1,103 @@
+"""Runs whose environment is an agent: the loss is of the tokens that it received, on any ranks, and after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlflow.errors import UserError
+from rlflow.loggers.jsonl import read_samples
+from tests.controller.runs import FSDP, Paired, fit
+from tests.harness.runs import run
+from tests.leftovers import workers
+from tests.ranks import RankPool
+
+
+def without_logprobs(rows: dict[tuple[int, ...], dict[str, Any]]) -> dict[tuple[int, ...], Any]:
+    return {path: {name: x for name, x in row.items() if name != "logprobs"} for path, row in rows.items()}
+
+
+def test_the_loss_is_of_what_an_agent_received_and_validation_counts_episodes(policy: Path, tmp_path: Path) -> None:
+    """In float64, one row at a time; with one update a step the ratio is 1, and w is pi / mu of the engine."""
+    result = fit(run(policy, tmp_path / "run", "branches", held_out=3, val_check_interval=1))
+    rows = result.record[0]
+    assert len(rows) == 2 * 2 * 6
+    model, terms = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64), []
+    for path, row in rows.items():
+        group = torch.tensor([other["reward"] for of, other in rows.items() if of[0] == path[0]], dtype=torch.float64)
+        advantage = 0.0 if group.std() == 0 else (row["reward"] - group.mean()) / (group.std() + 1e-6)
+        ids = torch.tensor([[*row["prompt"], *row["response"]]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
+        logprobs = logits.gather(1, ids[0, len(row["prompt"]) :, None])[:, 0]
+        weights = (logprobs - torch.tensor(row["logprobs"], dtype=torch.float64)).exp()
+        terms.append(-(advantage * weights)[torch.tensor(row["mask"])])
+    metrics = result.steps[-1]
+    assert metrics["actor/loss"] == pytest.approx(float(torch.cat(terms).mean()), rel=1e-4, abs=1e-6)
+    # The agent's reward is how many tokens it received.
+    assert metrics["rollout/tokens"] == sum(sum(row["mask"]) for row in rows.values())
+    assert metrics["rollout/tokens"] == sum(row["reward"] for row in rows.values()) / 6
+    assert metrics["rollout/episodes"] == 4
+    assert 12 < result.summary["reward_after"] <= 12 * 6
+    (first, *_) = read_samples(tmp_path / "run")
+    assert "row 1 of 6 of the episode" in first["messages"][-1]["ended"]
+    assert not workers()
+
+
+def test_an_agent_is_not_cut_off(policy: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"`module.environment` is a harness and `trainer.partial_rollout` is set"):
+        fit(run(policy, tmp_path / "run", "talks", partial_rollout=8))
+
+
+def _fit_and_leave_no_worker(made: Any) -> Any:
+    result = fit(made)
+    assert not workers()
+    return result
+
+
+@pytest.mark.slow
+def test_two_ranks_and_a_shared_engine_give_the_rows_of_one(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    alone = fit(run(policy, tmp_path / "alone", "branches"))
+    on_two = ranks2.run(_fit_and_leave_no_worker, replace(run(policy, tmp_path / "two", "branches"), strategy=FSDP))
+    shared = ranks2.run(
+        _fit_and_leave_no_worker,
+        replace(run(policy, tmp_path / "one", "branches"), strategy=FSDP, engine=Paired()),
+    )
+    expected = without_logprobs(alone.record[0])
+    assert without_logprobs(on_two[0].record[0] | on_two[1].record[0]) == expected
+    for rank in shared:
+        assert without_logprobs(rank.record[0]) == expected
+    assert on_two[0].steps[0]["actor/loss"] == pytest.approx(alone.steps[0]["actor/loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_in_an_episode_continues_as_one_that_was_not(policy: Path, tmp_path: Path) -> None:
+    def start(folder: Path, seen: Path) -> int:
+        variables = {**os.environ, "RLFLOW_TEST_KILLS": str(seen), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.harness.runs", str(folder), str(policy)]
+        return subprocess.run(
+            command, env=variables, cwd=Path(__file__).parents[2], timeout=300, check=False
+        ).returncode
+
+    never = tmp_path / "never"
+    never.write_text("x" * 6)  # no episode is the sixth
+    assert start(tmp_path / "whole", never) == 0
+    assert start(tmp_path / "killed", tmp_path / "once") == -signal.SIGKILL
+    assert start(tmp_path / "killed", tmp_path / "once") == 0
+    whole, killed = (json.loads((tmp_path / name / "record.json").read_text()) for name in ("whole", "killed"))
+    assert len(whole) == 3
+    assert 1 <= len(killed) < 3  # the step of the sixth episode is run again, and those after it
+    for of_killed, of_whole in zip(killed, whole[-len(killed) :], strict=True):
+        assert [row | {"logprobs": []} for row in of_killed] == [row | {"logprobs": []} for row in of_whole]
+        for one, other in zip(of_killed, of_whole, strict=True):  # which episodes meet in a batch changes the last bits
+            assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
