@@ -119,7 +119,7 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
         for number, seat in enumerate(seats if len(seats) > 1 else ()):
             of_seat = of_all[rollout.seat == number]
             metrics.mean(f"{prefix}/reward_{seat}", of_seat.sum(), float(len(of_seat)))
-        scores = of_all[rollout.seat == 0]
+        scores = of_all[(rollout.seat == 0) & (rollout.branch == 0)]  # an agent's episode counts once
         rows = float(len(scores))
         right = scores >= FULL_REWARD
         metrics.mean(f"{prefix}/reward", scores.sum(), rows)

@@ -34,7 +34,8 @@ def test_the_loss_is_of_what_an_agent_received_and_validation_counts_episodes(po
     assert len(rows) == 2 * 2 * 6
     model, terms = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64), []
     for path, row in rows.items():
-        group = torch.tensor([other["reward"] for of, other in rows.items() if of[0] == path[0]], dtype=torch.float64)
+        episodes = [other["reward"] for of, other in rows.items() if of[0] == path[0] and of[1] % 6 == 0]
+        group = torch.tensor(episodes, dtype=torch.float64)
         advantage = 0.0 if group.std() == 0 else (row["reward"] - group.mean()) / (group.std() + 1e-6)
         ids = torch.tensor([[*row["prompt"], *row["response"]]])
         with torch.no_grad():
