@@ -13,10 +13,12 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from rlflow import CausalLM
 from rlflow.errors import UserError
+from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.packing import pack
 from rlflow.models.pictures import PictureProcessor, PictureReader
-from rlflow.models.tiny import write_tiny_vision_model
+from rlflow.models.tiny import write_tiny_model, write_tiny_vision_model
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 from tests.families.towers import noise, rows_of, write_tower
@@ -143,3 +145,22 @@ def test_a_picture_is_its_file_wherever_it_goes() -> None:
     again = pickle.loads(pickle.dumps(picture))
     assert (again, hash(again), again.name) == (picture, hash(picture), picture.name)
     assert picture != noise(1, 8, 8)
+
+
+def test_sequences_with_pictures_are_not_divided(vision: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"^2 ranks divide the sequences of `actor`, and its model, .*'idefics3', reads pic"
+    ):
+        check_sequence_parallel(AutoConfig.from_pretrained(vision), 2, "actor")
+
+
+def test_a_model_of_text_is_given_no_prompt_with_pictures(tmp_path: Path) -> None:
+    handle = CausalLM("tiny")
+    handle.attach(handle.load(write_tiny_model(tmp_path / "tiny"), torch.float32, torch.device("cpu")), handle.plan)
+    handle.unread_placeholder = 4
+    rows = [TokenRows.padded(Ragged.from_lists([ids]), Ragged.from_lists([[70]])) for ids in ([65, 66], [65, 4])]
+    assert handle.logprobs(rows[0]).shape == (1, 1)
+    with pytest.raises(
+        UserError, match=r"^'tiny' reads text alone, and it is given prompts with pictures; take a model"
+    ):
+        handle.logprobs(rows[1])
