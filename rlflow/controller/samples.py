@@ -37,7 +37,7 @@ class Samples:
         decode: Callable[[Sequence[int]], str],
         decode_with_special: Callable[[Sequence[int]], str],
         rows_of: Callable[[Tensor], Tensor],
-        picture_names: Callable[[dict[str, Any]], list[str]],
+        picture_names: Callable[[dict[str, Any]], list[str]] = lambda row: [],
     ) -> None:
         self.group = tuple(sorted({0, speaker}))
         self._transport = transport

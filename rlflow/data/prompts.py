@@ -257,16 +257,21 @@ class Encoder:
             for row, value, place in zip(rows, values, places, strict=True)
         ]
         values = [self.sent(value) for value in values]
-        whole = [each for each in zip(values, places, shown, strict=True) if each[2] is not None]
-        examples = iter(self._examples(*map(list, zip(*whole, strict=True))) if whole else ())
+        of_rows = zip(values, places, shown, strict=True)
+        whole = [(row, place, pictures) for row, place, pictures in of_rows if pictures is not None]
+        examples = iter(self._examples(whole))
         return [
             Example(value, [], [], [], pictures=None) if of_row is None else next(examples)
             for value, of_row in zip(values, shown, strict=True)
         ]
 
-    def _examples(
-        self, values: list[dict[str, Any]], places: list[str], pictures: list[list[Picture]]
-    ) -> list[Example]:
+    def _examples(self, rows: Sequence[tuple[dict[str, Any], str, list[Picture]]]) -> list[Example]:
+        """Examples of rows, each with its place and its pictures."""
+        values, places, pictures = (
+            [row for row, _, _ in rows],
+            [place for _, place, _ in rows],
+            [of for _, _, of in rows],
+        )
         prompts = [
             self._prompt(value, place, pictures=len(shown))
             for value, place, shown in zip(values, places, pictures, strict=True)

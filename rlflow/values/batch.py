@@ -121,7 +121,7 @@ class Batch(Placed):
     pictures: Annotated[Ragged, Cut.RAGGED, Home] = optional(torch.int64, model_input="any")
 
     def __post_init__(self) -> None:
-        fill_in(self, self.response_ids)
+        fill_in(self, "response_ids")
 
     @property
     def tokens(self) -> Tensor:
@@ -166,7 +166,7 @@ class Pairs(Placed):
     pictures: Annotated[Ragged, Cut.RAGGED, Home] = optional(torch.int64, model_input="any")
 
     def __post_init__(self) -> None:
-        fill_in(self, self.prompt_ids.lengths)
+        fill_in(self, "prompt_ids")
 
     @classmethod
     def of(cls, chosen: _Responses, rejected: _Responses) -> Pairs:

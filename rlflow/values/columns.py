@@ -87,11 +87,12 @@ def optional(entry: torch.dtype | type, model_input: Literal["per token", "any"]
     return dataclasses.field(default=NOT_MADE, metadata={_OPTIONAL: {"entry": entry, "model_input": model_input}})
 
 
-def fill_in(value: Any, like: Tensor) -> None:
-    """Give a frozen value empty columns where optional ones were left out; `like` is `[B, ...]`."""
+def fill_in(value: Any, rows: str) -> None:
+    """Give a frozen value empty columns where optional ones were left out, with the rows of its column `rows`."""
     for column in columns(type(value)):
         if column.of(value) is NOT_MADE:
-            object.__setattr__(value, column.name, column.empty(like))
+            like = getattr(value, rows)
+            object.__setattr__(value, column.name, column.empty(like.lengths if isinstance(like, Ragged) else like))
 
 
 def columns(annotation: Any) -> tuple[Column, ...]:

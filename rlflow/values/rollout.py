@@ -128,7 +128,7 @@ class Rollout(Placed):
     progress: Annotated[list[dict[str, Any]], Cut.JSON, Home] = optional(dict)
 
     def __post_init__(self) -> None:
-        fill_in(self, self.response_ids)
+        fill_in(self, "response_ids")
 
     @property
     @computed_from("inherited", "loss_mask")

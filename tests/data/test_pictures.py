@@ -226,3 +226,17 @@ def test_a_conversation_begins_with_its_tools_and_the_tokens_of_its_pictures(pro
     loaded = Loader(data.train, data, processor._tokenizer, seed=0, environment=game, processor=processor)
     assert loaded.scan.longest_prompt == 28 + 6 + 7 + 3 + 7 + 2 + 11
     assert loaded.scan.most_pictures == 2
+
+
+def test_each_row_of_a_shuffled_draw_has_its_own_picture(processor: PictureProcessor) -> None:
+    rows = [{"prompt": str(width), "image": data_url(png(width, 40))} for width in range(10, 26)]
+    data = PromptData(rows, prompts_per_step=8, images="image").resolved()
+    loaded = Loader(data.train, data, processor._tokenizer, seed=0, processor=processor)
+    held_out = Loader(data.train, data, processor._tokenizer, seed=0, processor=processor, validates=True)
+    album = Album(loaded.pictures, held_out.pictures)
+    drawn = [loaded.batch(draw, shard, 2)[0] for draw in range(2) for shard in range(2)]
+    for batch in [*drawn, held_out.all(0, 1)[0]]:
+        assert [str(picture.width) for picture in album(batch.pictures.values.tolist())] == [
+            row["prompt"] for row in batch.rows
+        ]
+    assert {*drawn[0].pictures.values.tolist()}.isdisjoint(held_out.all(0, 1)[0].pictures.values.tolist())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,16 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from rlflow import CausalLM
 from rlflow.errors import UserError
+from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.packing import pack
 from rlflow.models.pictures import PictureProcessor, PictureReader
-from rlflow.models.tiny import write_tiny_vision_model
+from rlflow.models.tiny import write_tiny_model, write_tiny_vision_model
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 from tests.families.towers import noise, rows_of, write_tower
+from tests.slow import slow_but
 
 SIZES = [(40, 60), (84, 56), (112, 300), (500, 31)]
 
@@ -26,12 +31,23 @@ def loaded(folder: Path) -> PictureProcessor:
     return PictureProcessor.load(folder, AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
 
 
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_vision_model(tmp_path_factory.mktemp("models") / "tiny_vision")
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("towers")
+    return cache(lambda name: write_tower(name, folder / name))
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("splits", [False, True])
 def test_a_picture_of_idefics_stands_for_what_its_processor_writes(
-    size: tuple[int, int], splits: bool, tmp_path: Path
+    size: tuple[int, int], splits: bool, vision: Path
 ) -> None:
-    folder = write_tiny_vision_model(tmp_path / "tiny_vision")
+    folder = vision
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7)], special_tokens=True)
     images = transformers.Idefics3ImageProcessorPil(
@@ -50,9 +66,9 @@ def test_a_picture_of_idefics_stands_for_what_its_processor_writes(
     assert processor.patches(picture) == 4 * processor.features(picture)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def test_rows_of_qwen_have_its_counts_and_positions(name: str, tmp_path: Path) -> None:
-    folder = write_tower(name, tmp_path)
+@pytest.mark.parametrize("name", slow_but(["qwen3_vl"], ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]))
+def test_rows_of_qwen_have_its_counts_and_positions(name: str, tower: Callable[[str], Path]) -> None:
+    folder = tower(name)
     processor, rows = loaded(folder), rows_of(folder)
     model: Any = AutoModelForImageTextToText.from_pretrained(folder)
     images = AutoImageProcessor.from_pretrained(folder)
@@ -72,8 +88,8 @@ def test_rows_of_qwen_have_its_counts_and_positions(name: str, tmp_path: Path) -
             assert processor.expand(processor.collapse(prompt, pictures), pictures) == prompt
 
 
-def test_positions_of_a_picture_are_those_of_the_docstring(tmp_path: Path) -> None:
-    processor = loaded(write_tower("qwen3_vl", tmp_path))
+def test_positions_of_a_picture_are_those_of_the_docstring(tower: Callable[[str], Path]) -> None:
+    processor = loaded(tower("qwen3_vl"))
     picture = noise(0, 96, 64)  # 2 x 3 features
     ids = processor.expand([5, 6, 7, 8, processor.placeholder_id], [picture])
     assert processor.positions(ids, [picture], more=1)[:, 4:].tolist() == [
@@ -83,11 +99,11 @@ def test_positions_of_a_picture_are_those_of_the_docstring(tmp_path: Path) -> No
     ]
 
 
-def test_a_strip_that_qwen_does_not_take_is_refused(tmp_path: Path) -> None:
+def test_a_strip_that_qwen_does_not_take_is_refused(tower: Callable[[str], Path]) -> None:
     with pytest.raises(
         UserError, match=r"^the model takes no picture of 900 x 4 pixels \(absolute aspect ratio .*; cut"
     ):
-        loaded(write_tower("qwen3_vl", tmp_path)).features(noise(0, 900, 4))
+        loaded(tower("qwen3_vl")).features(noise(0, 900, 4))
 
 
 def test_a_processor_of_another_family_is_refused(tmp_path: Path) -> None:
@@ -101,8 +117,8 @@ def test_a_processor_of_another_family_is_refused(tmp_path: Path) -> None:
         loaded(folder)
 
 
-def test_rows_share_what_is_before_a_picture_of_another_row_only_with_their_own(tmp_path: Path) -> None:
-    processor = loaded(write_tiny_vision_model(tmp_path / "tiny_vision"))
+def test_rows_share_what_is_before_a_picture_of_another_row_only_with_their_own(vision: Path) -> None:
+    processor = loaded(vision)
     pictures = [noise(0, 56, 56), noise(1, 56, 56)]
     prompt = processor.expand([65, 66, 67, processor.placeholder_id, 68], pictures[:1])
     numbers = Ragged.from_lists([[0], [1], [0]])
@@ -116,8 +132,8 @@ def test_rows_share_what_is_before_a_picture_of_another_row_only_with_their_own(
     assert len(line.pictures.tensors["pixel_values"]) == 2, "each picture goes through the tower once"
 
 
-def test_a_file_that_changed_its_size_since_the_scan_is_refused(tmp_path: Path) -> None:
-    processor = loaded(write_tower("qwen3_vl", tmp_path))
+def test_a_file_that_changed_its_size_since_the_scan_is_refused(tower: Callable[[str], Path]) -> None:
+    processor = loaded(tower("qwen3_vl"))
     prompt = processor.expand([65, processor.placeholder_id], [noise(0, 64, 64)])
     rows = TokenRows.padded(Ragged.from_lists([prompt]), Ragged.from_lists([[70]]), Ragged.from_lists([[0]]))
     with pytest.raises(UserError, match=r"^a prompt has places for 4 features of a picture, whose size now gives 6; "):
@@ -129,3 +145,22 @@ def test_a_picture_is_its_file_wherever_it_goes() -> None:
     again = pickle.loads(pickle.dumps(picture))
     assert (again, hash(again), again.name) == (picture, hash(picture), picture.name)
     assert picture != noise(1, 8, 8)
+
+
+def test_sequences_with_pictures_are_not_divided(vision: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"^2 ranks divide the sequences of `actor`, and its model, .*'idefics3', reads pic"
+    ):
+        check_sequence_parallel(AutoConfig.from_pretrained(vision), 2, "actor")
+
+
+def test_a_model_of_text_is_given_no_prompt_with_pictures(tmp_path: Path) -> None:
+    handle = CausalLM("tiny")
+    handle.attach(handle.load(write_tiny_model(tmp_path / "tiny"), torch.float32, torch.device("cpu")), handle.plan)
+    handle.unread_placeholder = 4
+    rows = [TokenRows.padded(Ragged.from_lists([ids]), Ragged.from_lists([[70]])) for ids in ([65, 66], [65, 4])]
+    assert handle.logprobs(rows[0]).shape == (1, 1)
+    with pytest.raises(
+        UserError, match=r"^'tiny' reads text alone, and it is given prompts with pictures; take a model"
+    ):
+        handle.logprobs(rows[1])
