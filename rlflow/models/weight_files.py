@@ -65,8 +65,11 @@ class WeightFiles:
         return values
 
     def read(self, name: str, part: TensorRange) -> None:
-        """Read the range of a tensor that `part` holds into it, in its dtype, at most a chunk at a time."""
+        """Read what `part` holds of a tensor into it, in its dtype, at most a chunk at a time."""
         shape = self.shape(name)
+        if part.width:
+            self._read_block(name, part)
+            return
         start, end = part.start, part.start + part.values.numel()
         if not shape:
             part.values.copy_(self.whole(name).reshape(1)[start:end])
@@ -83,6 +86,17 @@ class WeightFiles:
             values = values[start - first * row : end - first * row]
             part.values.narrow(0, start - part.start, len(values)).copy_(values)
             start += len(values)
+
+    def _read_block(self, name: str, part: TensorRange) -> None:
+        (file, tensor), (rows, columns) = self._tensors[name], part.values.shape
+        top, left = divmod(part.start, part.width)
+        step = max(1, CHUNK_BYTES // (8 * columns))
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            with self._readable(file):
+                values = tensor[top + first : top + last, left : left + columns]
+            self._require_finite(name, values)
+            part.values[first:last].copy_(values)
 
     def _require_finite(self, name: str, values: Tensor) -> None:
         if not is_finite(values):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,15 +59,30 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """A contiguous range of a flattened tensor, on the rank that holds it.
+    """A part of a tensor on the rank that holds it: a range of the flattened tensor, or a block of it.
 
     Attributes:
         start: Place of the first element in the flattened whole.
-        values: `[n]`, a view of the elements in the tensor that holds them; may be empty.
+        values: `[n]`, a view of the elements in the tensor that holds them; may be empty. `[rows, columns]` of a block.
+        width: Elements of a row of the whole, if it is a block: consecutive rows, and consecutive columns of each. 0 if
+            it is a range.
     """
 
     start: int
     values: Tensor
+    width: int = 0
+
+    def cut(self, read: Callable[[int, int], Tensor]) -> Tensor:
+        """The same part of another tensor, shaped as `values`.
+
+        Args:
+            read: Returns elements of that tensor flattened, by the first element and their number.
+        """
+        if not self.width:
+            return read(self.start, self.values.numel())
+        rows, columns = self.values.shape
+        column = self.start % self.width
+        return read(self.start - column, rows * self.width).view(rows, -1).narrow(1, column, columns)
 
 
 def write_tensors(
