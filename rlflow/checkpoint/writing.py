@@ -42,9 +42,10 @@ def role_share(strategy: TrainingStrategy, role: str, disk: Disk) -> tuple[dict[
         disk: Disk that writes the file. It copies the tensors now if the run continues meanwhile.
 
     Returns:
-        The record for `index_of`, JSON-able: `ranges` by parameter, (start, length), and the columns of a block; on the role's leading rank also
-        `updates`, `untrained`, `kinds`, `shapes` and `loss_scale`. And a function that writes the safetensors file at a
-        path, tensor by tensor, and returns its SHA-256; it refuses numbers that are not finite.
+        The record for `index_of`, JSON-able: `ranges` by parameter, (start, length), and the columns of a block; on the
+        role's leading rank also `updates`, `untrained`, `kinds`, `shapes` and `loss_scale`. And a function that writes
+        the safetensors file at a path, tensor by tensor, and returns its SHA-256; it refuses numbers that are not
+        finite.
     """
     entries: list[StoredTensor] = []
     copies: list[Tensor] = []

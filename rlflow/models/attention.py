@@ -72,7 +72,8 @@ def check_sequence_parallel(
         each = "" if tensor_parallel_size == 1 else f" on each of {tensor_parallel_size} ranks of a layer"
         raise UserError(
             f"the sequence-parallel size of `{role}` is {size}, and its model has {count} attention heads and"
-            f" {shared} of keys and values{each}, which {size} ranks cannot divide; use one of {', '.join(map(str, legal))}"
+            f" {shared} of keys and values{each}, which {size} ranks cannot divide; use one of"
+            f" {', '.join(map(str, legal))}"
         )
 
 

@@ -52,19 +52,19 @@ def check_tensor_parallel(config: Any, size: int, role: str, handle: ModelHandle
     if type(handle) is not CausalLM or handle.lora is not None:
         what = "trains adapters" if handle.lora is not None else f"is of the kind {type(handle).__name__}"
         raise UserError(
-            f"{setting}, and `{role}` {what}, whose layers cannot be divided yet; set it to 1, which FSDP divides as well"
+            f"{setting}, and `{role}` {what}, whose layers cannot be divided yet; set it to 1: FSDP divides its weights"
         )
     if text.model_type not in FAMILIES:
         raise UserError(
             f"{setting}, and the model of `{role}` is of the type {text.model_type!r}; layers are divided of"
-            f" {', '.join(FAMILIES)}: set it to 1, which FSDP divides as well"
+            f" {', '.join(FAMILIES)}; set it to 1: FSDP divides its weights"
         )
     heads, kv_heads = heads_of(config)
     for count, what in ((heads, "attention heads"), (kv_heads, "heads of keys"), (text.intermediate_size, "columns")):
         if count % size:
             raise UserError(
-                f"{setting}, which does not divide the {count} {what} of the model of `{role}`; give a divisor of all of"
-                f" {heads} heads, {kv_heads} heads of keys and {text.intermediate_size} columns"
+                f"{setting}, which does not divide the {count} {what} of the model of `{role}`; give a divisor of"
+                f" {heads} heads, {kv_heads} heads of keys and {text.intermediate_size} columns within a layer"
             )
     if text.vocab_size < size**2:
         raise UserError(

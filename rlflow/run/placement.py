@@ -65,7 +65,8 @@ def layouts(
 
     Raises:
         UserError: `placement` names an unknown role, or ranks that do not exist; ranks do not divide into engines, or
-            into groups that share a layer or a sequence; or a role lives on some of an engine's ranks and not on the others.
+            into groups that share a layer or a sequence; or a role lives on some of an engine's ranks and not on
+            others.
     """
     found = handles(module)
     places = {
@@ -113,8 +114,8 @@ def _shards(role: str, place: Place, ranks: tuple[int, ...]) -> int:
         if size < 1 or count % size:
             groups = "" if count == len(ranks) else f" in groups of {place.tensor_parallel_size}"
             raise UserError(
-                f"`placement.{role}.{name}` is {size}, which does not divide the {len(ranks)} ranks of `{role}`{groups};"
-                f" use one of {_divisors(count)}"
+                f"`placement.{role}.{name}` is {size}, which does not divide the {len(ranks)} ranks of"
+                f" `{role}`{groups}; use one of {_divisors(count)}"
             )
         count //= size
     return count

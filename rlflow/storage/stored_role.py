@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rlflow.errors import UserError, one_line
+from rlflow.storage.tensors import TensorFile
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class StoredRole:
 
     def __init__(self, folder: Path, role: str, index: RoleIndex) -> None:
         self._folder, self._role, self._index = folder, role, index
-        self._files: dict[str, Any] = {}  # open files by name
+        self._files: dict[str, TensorFile] = {}  # open files by name
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -148,12 +149,11 @@ class StoredRole:
 
     def _part(self, name: str, key: str, start: int, end: int) -> Tensor:
         try:
-            values: Tensor = self._open(name).get_slice(key)[start:end]
-        except SafetensorError as error:
+            return self._open(name).read(key, start, end - start)
+        except (SafetensorError, KeyError) as error:
             raise OSError(f"{self._folder / name} is damaged ({one_line(error)})") from error
-        return values
 
-    def _open(self, name: str) -> Any:
+    def _open(self, name: str) -> TensorFile:
         if name not in self._files:
-            self._files[name] = safe_open(self._folder / name, "pt", backend="pread")
+            self._files[name] = TensorFile(self._folder / name)
         return self._files[name]

@@ -68,13 +68,13 @@ class FSDPStrategy(DistributedStrategy):
         self._configure_ranks(precision, token_budget, packing, share_prefixes, float32_head, timeout_s, within)
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
-        """See `DistributedStrategy.check_roles`; also refuses a `within` with layers that ranks divide, or above all roles."""
+        """See `DistributedStrategy.check_roles`; refuses a `within` above all roles, or where ranks divide layers."""
         super().check_roles(handles, layouts)
         for name in handles.keys() & layouts.keys():
             if (size := layouts[name].tensor_parallel_size) > 1 and self._within is not None:
                 raise UserError(
-                    f"`within` is {self._within}, and `placement.{name}.tensor_parallel_size` is {size}: copies of weights"
-                    " of divided layers are not made yet; set one of them to null or 1"
+                    f"`within` is {self._within}, and `placement.{name}.tensor_parallel_size` is {size}: ranks that"
+                    " divide layers hold no copies of weights yet; leave out one of the two"
                 )
         most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
         if self._within is not None and self._within > most:
@@ -159,8 +159,8 @@ class FSDPStrategy(DistributedStrategy):
     def _mesh(self, name: str) -> DeviceMesh:
         """The role's ranks as a mesh for `fully_shard`: `[shard]`, with copies of weights `[replicate, shard]`.
 
-        Where ranks divide layers it is `[shard, tensor]`: ranks 0 to 7 by twos are `[[0, 1], [2, 3], [4, 5], [6, 7]]`. Those
-        of a row divide each layer, and those of a column divide each parameter of one part further.
+        Where ranks divide layers it is `[shard, tensor]`: ranks 0 to 3 by twos are `[[0, 1], [2, 3]]`. Those of a row
+        divide each layer, and those of a column divide their part of each parameter once more.
 
         Ranks 0 to 7 with `within: 4` are `[[0, 1, 2, 3], [4, 5, 6, 7]]`: those of a row divide each parameter, and
         those of a column, such as 1 and 5, hold the same part.

@@ -62,7 +62,7 @@ class TrainingStrategy:
         stage: Stage of ZeRO, or the one that divides as much: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
             weights. Gradients are then summed in float32. None if the strategy cannot divide anything.
         divides_weights: Whether no rank ever holds a whole model.
-        divides_layers: Whether ranks may divide each layer (`Layout.tensor_parallel_size`), and compute with their parts.
+        divides_layers: Whether ranks may divide each layer, and compute with their parts: tensor parallelism.
         holds_masters: Whether trained weights are float32 and are rounded for forward passes. ZeRO instead has float32
             copies of its weights.
         can_offload: Whether `offload_optimizer` is a setting of the strategy.
