@@ -225,8 +225,9 @@ def divided_logprobs(
 
 class _DividedLogprobs(torch.autograd.Function):
     """With z the logits divided by the temperature, a rank sends m = max z, s = sum exp(z - m),
-    u = sum (z - m) exp(z - m), and z of the target if it has that. With M the largest m of all ranks and e = exp(m - M), sums over ranks are
-    S = sum s e and U = sum (u + (m - M) s) e. Then log Z = M + log S, and the entropy is log S - U / S."""
+    u = sum (z - m) exp(z - m), and z of the target if it has that. With M the largest m of all ranks and
+    e = exp(m - M), sums over ranks are S = sum s e and U = sum (u + (m - M) s) e. Then log Z = M + log S, and the
+    entropy is log S - U / S."""
 
     @staticmethod
     def forward(

@@ -183,9 +183,10 @@ class RowsOfTokenHead(TokenHead):
 
 
 def first_row(weight: Any) -> int:
-    """The first row that this rank has of a weight whose rows are divided: of 10 rows on 4 ranks 0, 3, 6 or 9."""
+    """The first row that this rank has of a weight whose rows a layer's ranks divide: of 10 on 4 ranks 0, 3, 6 or 9."""
     mesh, rows = weight.device_mesh, weight.shape[0]
-    return min(-(-rows // mesh.size(-1)) * int(mesh.get_local_rank(mesh.ndim - 1)), rows)
+    first: int = min(-(-rows // mesh.size()) * mesh.get_local_rank(), rows)
+    return first
 
 
 def _local(weight: Any) -> Tensor:

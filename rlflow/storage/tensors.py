@@ -124,7 +124,7 @@ class TensorFile:
         """
         written, offset = self._tensors[name]
         values = torch.empty(length, dtype=DTYPES[written])
-        left = memoryview(values.view(torch.uint8).numpy())
+        left: memoryview = values.view(torch.uint8).numpy().data
         offset += start * values.itemsize
         while left:
             if not (count := os.preadv(self._file.fileno(), [left], offset)):

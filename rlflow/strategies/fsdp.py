@@ -147,12 +147,13 @@ class FSDPStrategy(DistributedStrategy):
         return TensorRange(first[0] * width[0] + first[1], held, width[0])
 
     def _copies(self, name: str, parameter: Tensor) -> tuple[int, int]:
+        from torch.distributed.tensor import DTensor
+
         layout = self.layout(name)
-        if layout.tensor_parallel_size > 1:
-            mesh, placements = parameter.device_mesh, parameter.placements
-            if "tensor" in mesh.mesh_dim_names and placements[1].is_shard():
-                return 0, 1
-            return layout.ranks.index(self.global_rank) % layout.tensor_parallel_size, layout.tensor_parallel_size
+        if (size := layout.tensor_parallel_size) > 1:
+            assert isinstance(parameter, DTensor)
+            divided = parameter.device_mesh.ndim > 1 and parameter.placements[1].is_shard()
+            return (0, 1) if divided else (layout.ranks.index(self.global_rank) % size, size)
         width = self.divided_over(layout)
         return layout.ranks.index(self.global_rank) // width, len(layout.ranks) // width
 
