@@ -96,6 +96,7 @@ def divide_layers(model: PackedModel, mesh: DeviceMesh) -> None:
         if any(isinstance(child, RowsOfLinear) for child in block.children()):
             block.register_forward_pre_hook(_SumOfGradients.of_first(group), with_kwargs=True)
     embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
+    assert type(embedding) is nn.Embedding, type(embedding)
     tied = head.weight is embedding.weight
     _divide(embedding, RowsOfEmbedding, mesh, weight=Shard(0))
     _divide(head, RowsOfTokenHead, mesh, weight=Shard(0))

@@ -24,7 +24,8 @@ class FSDPStrategy(DistributedStrategy):
     """Data-parallel training with `fully_shard`; gradients are those of the global loss at every number of ranks.
 
     Each parameter is divided by rows: 10 rows on 4 ranks are 3, 3, 3 and 1. A layer's weights are gathered before it
-    computes and freed after it. It needs nothing but torch.
+    computes and freed after it. It needs nothing but torch. Consecutive ranks may share each layer, by
+    `tensor_parallel_size` of a placement; then the ranks that have the same part of it divide that part.
 
     In a config, for machines of 8 GPUs that each hold a whole copy, so that weights are gathered within a machine:
 

@@ -22,7 +22,7 @@ from rlflow.models.scalar import ValueModel
 from rlflow.models.shards import fill
 from rlflow.models.tiny import write_tiny_model
 from rlflow.models.weight_files import CHUNK_BYTES, WeightFiles
-from rlflow.storage.tensors import TensorFile, TensorRange
+from rlflow.storage.tensors import TensorRange
 from tests.families.models import FAMILIES, SHORT, write_family
 from tests.models.test_scoring import write
 from tests.slow import slow_but
@@ -149,17 +149,6 @@ def test_any_block_of_a_tensor_is_read_and_no_more(tmp_path: Path) -> None:
             files.read("weight", TensorRange(top * 6 + left, values, 6))
             assert torch.equal(values, whole[top:bottom, left:right])
             assert sum(read) == values.numel()
-
-
-def test_a_file_gives_a_range_without_reading_the_whole_tensor(tmp_path: Path) -> None:
-    save_file({"first": torch.zeros(7), "weight": torch.arange(2.0**20)}, tmp_path / "a.safetensors")
-    file, before = TensorFile(tmp_path / "a.safetensors"), _read_by_this_process()
-    assert file.read("weight", 1000, 500).tolist() == list(range(1000, 1500))
-    assert _read_by_this_process() - before < 10_000
-
-
-def _read_by_this_process() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1])  # `rchar`, bytes of all reads
 
 
 def _count(files: WeightFiles, name: str) -> list[int]:
