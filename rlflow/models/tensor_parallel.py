@@ -4,8 +4,8 @@ As in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): a rank has some
 columns within a feed-forward layer, and some rows of the embedding and of the output layer. What enters and leaves a
 block is the same on all of these ranks. A layer costs four all-reduces: two forward, two backward.
 
-Which weights are divided by what is said by transformers (`base_model_tp_plan` of a configuration). Parameters are
-`DTensor`s, so that FSDP can divide them further; each module here computes with `to_local()` of its own.
+Transformers says which weights are divided, and how (`base_model_tp_plan` of a configuration). Parameters are
+`DTensor`s, so that FSDP can divide them further; each module here computes with this rank's part, `to_local()`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 # Types of models that tests train with divided layers. They have plain embeddings, and a block's weights are all in
 # transformers' plan.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-BY_ROWS, BY_COLUMNS, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"  # styles of transformers' plan
+# Styles of transformers' plan, which thinks of the transposed weight: its columns are rows of `weight`.
+BY_ROWS, BY_COLUMNS, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
 
 def check_tensor_parallel(config: Any, size: int, role: str, handle: ModelHandle) -> None:
