@@ -23,10 +23,13 @@ class Place:
     Args:
         ranks: Numbers and ranges, such as `1-3` or `[0, "4-7"]`; counted from 0 over all machines.
         sequence_parallel_size: Consecutive ranks that share each sequence of a model's forward pass.
+        tensor_parallel_size: Consecutive ranks that share each layer of a model, in training and in scoring; for
+            `strategy: fsdp`. If sequences are shared too, so many ranks share a layer, and then so many a sequence.
     """
 
     ranks: list[int | str] | int | str | None = None
     sequence_parallel_size: int = 1
+    tensor_parallel_size: int = 1
 
 
 Placed = Place | list[int | str] | int | str

@@ -42,20 +42,22 @@ def role_share(strategy: TrainingStrategy, role: str, disk: Disk) -> tuple[dict[
         disk: Disk that writes the file. It copies the tensors now if the run continues meanwhile.
 
     Returns:
-        The record for `index_of`, JSON-able: `ranges` by parameter, (start, length); on the role's leading rank also
-        `updates`, `untrained`, `kinds`, `shapes` and `loss_scale`. And a function that writes the safetensors file at a
-        path, tensor by tensor, and returns its SHA-256; it refuses numbers that are not finite.
+        The record for `index_of`, JSON-able: `ranges` by parameter, (start, length), and the columns of a block; on the
+        role's leading rank also `updates`, `untrained`, `kinds`, `shapes` and `loss_scale`. And a function that writes
+        the safetensors file at a path, tensor by tensor, and returns its SHA-256; it refuses numbers that are not
+        finite.
     """
     entries: list[StoredTensor] = []
     copies: list[Tensor] = []
     shapes: dict[str, Sequence[int]] = {}
-    ranges: dict[str, tuple[int, int]] = {}
+    ranges: dict[str, tuple[int, ...]] = {}
     kinds: list[str] = []
     for parameter, shape, parts in strategy.state_parts(role):
         shapes[parameter], kinds = shape, list(parts)
-        ((start, length),) = {(part.start, part.values.numel()) for part in parts.values()}
-        if length:
-            ranges[parameter] = start, length
+        part = next(iter(parts.values()))
+        assert {(other.start, other.values.shape) for other in parts.values()} == {(part.start, part.values.shape)}
+        if length := part.values.numel():
+            ranges[parameter] = part.start, length, *part.values.shape[1:]
         for key, values in _named(parameter, parts):
             entries.append(StoredTensor.of(key, values))
             if disk.asynchronous:
@@ -91,7 +93,7 @@ def _file_of(role: str, rank: int, world_size: int) -> str:
 def _named(parameter: str, parts: Mapping[str, TensorRange]) -> Iterator[tuple[str, Tensor]]:
     for kind, part in parts.items():
         if part.values.numel():
-            yield f"{parameter}/{kind}", part.values
+            yield f"{parameter}/{kind}", part.values.flatten()
 
 
 def write_share(
@@ -202,14 +204,30 @@ def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex
     ranges = {}
     for name, shape in lead["shapes"].items():
         ranges[name] = sorted(
-            (*share["ranges"][name], place) for place, share in enumerate(shares.values()) if name in share["ranges"]
+            (start, length, place, *columns)
+            for place, share in enumerate(shares.values())
+            for start, length, *columns in [share["ranges"].get(name, (0, 0))]
+            if length
         )
-        ends = [0, *(start + length for start, length, _ in ranges[name])]
-        assert [start for start, _, _ in ranges[name]] == ends[:-1], (role, name, ranges[name])  # each element once
-        assert ends[-1] == math.prod(shape), (role, name, shape, ranges[name])
+        _require_each_once(role, name, shape, ranges[name])
     files = [_file_of(role, rank, world_size) for rank in shares]
     of_lead = {name: lead[name] for name in ("updates", "untrained", "kinds", "shapes", "loss_scale")}
     return RoleIndex(files=files, ranges=ranges, **of_lead)
+
+
+def _require_each_once(role: str, name: str, shape: Sequence[int], ranges: Sequence[tuple[int, ...]]) -> None:
+    """Assert that each element of a tensor is in exactly one of its ranges and blocks, which are sorted."""
+    end = 0
+    for start, length, _, *columns in ranges:
+        assert start == end, (role, name, ranges)
+        if not columns:
+            end += length
+            continue
+        end += columns[0]
+        width = math.prod(shape[1:])
+        if end % width == 0:  # the last block of these rows
+            end += length // columns[0] * width - width
+    assert end == math.prod(shape), (role, name, shape, ranges)
 
 
 def _remove_others(newest: Path, retention: Retention) -> None:

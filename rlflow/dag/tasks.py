@@ -244,7 +244,8 @@ def task_lines(tasks: Sequence[Task]) -> Iterator[str]:
 
 def describe(layout: Layout) -> str:
     """`ranks 0-3, 2 shards x 2 copies, balanced in updates of 64 rows`."""
-    copies = f" x {layout.copies} copies" if layout.copies > 1 else ""
+    layers = f", {layout.tensor_parallel_size} to a layer" if layout.tensor_parallel_size > 1 else ""
+    copies = f" x {layout.copies} copies{layers}" if layout.copies > 1 else ""
     updates = f" in updates of {layout.samples_per_update} rows" if layout.samples_per_update is not None else ""
     shards = f"{layout.shards} shard{'s' if layout.shards > 1 else ''}"
     return f"{rank_ranges(layout.ranks)}, {shards}{copies}, {layout.dealing}{updates}"

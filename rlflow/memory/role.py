@@ -15,8 +15,9 @@ from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
 
 # Bytes of a layer's activations for one token, for each number of the layer's width. Numbers have 16 bits, and
-# attention stores no scores: Korthikanti et al., arXiv 2205.05198, equation 2 without its last term.
-ACTIVATION_BYTES = 34
+# attention stores no scores: Korthikanti et al., arXiv 2205.05198, equations 2 and 3 without their last terms. Ranks
+# that divide a layer have parts of those within attention and feed-forward layers, and the others each.
+WHOLE_ACTIVATION_BYTES, DIVIDED_ACTIVATION_BYTES = 10, 24
 FLOAT32 = 4
 
 
@@ -75,6 +76,11 @@ class LoadedRole:
     bucket: int = 0
     live: int = 0
     within: int = 0
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of ranks that divide each layer, and compute with their parts."""
+        return self.layout.tensor_parallel_size
 
     @property
     def weights_over(self) -> int:
@@ -139,9 +145,11 @@ class LoadedRole:
     def activations(self) -> float:
         """Bytes of a micro-batch's activations: of all layers, or with checkpointing every layer's input and one layer.
 
-        Where ranks divide each sequence, a rank holds its part.
+        Where ranks divide each sequence, a rank holds its part; where they divide each layer, its part of what is
+        within attention and feed-forward layers.
         """
-        layer = self._tokens * self.size.hidden * ACTIVATION_BYTES * self.width / 2
+        nbytes = WHOLE_ACTIVATION_BYTES + DIVIDED_ACTIVATION_BYTES / self.tensor_parallel_size
+        layer = self._tokens * self.size.hidden * nbytes * self.width / 2
         if not self.checkpointing:
             return self.size.layers * layer
         return self.size.layers * self._tokens * self.size.hidden * self.width + layer
@@ -149,7 +157,7 @@ class LoadedRole:
     @property
     def logits(self) -> float:
         """Bytes of the chunk of a micro-batch's logits that is in memory at one time, and of its gradient."""
-        return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, self._tokens * self.size.outputs)
+        return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, self._tokens * self.size.outputs / self.tensor_parallel_size)
 
     @property
     def gathered(self) -> float:
@@ -158,7 +166,7 @@ class LoadedRole:
             return 0.0
         pieces = 2 if self.masters else 1
         whole = max(pieces * self.size.largest_layer, self.live)
-        return float(min(self.size.parameters, whole) * self.width)
+        return float(min(self.size.parameters, whole) * self.width) / self.tensor_parallel_size
 
     @property
     def reduced(self) -> float:
@@ -171,7 +179,8 @@ class LoadedRole:
         if self.stage == 0:  # all of them, flattened
             return float(self.trained * self.summed_width)
         if self.masters:
-            return float(min(self.size.largest_layer, self.trained) * (self.width + self.summed_width))
+            layer = min(self.size.largest_layer, self.trained) / self.tensor_parallel_size
+            return float(layer * (self.width + self.summed_width))
         return float(self.bucket * (self.width + self.summed_width * (1 if self.stage == 3 else 2)))
 
     @property
@@ -219,7 +228,7 @@ class LoadedRole:
 
     @property
     def _tokens(self) -> float:
-        return max(self.token_budget, self.longest) / self.layout.copies
+        return max(self.token_budget, self.longest) / self.layout.sequence_parallel_size
 
     @property
     def _gradients_at_rest(self) -> float:

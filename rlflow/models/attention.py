@@ -37,7 +37,9 @@ def heads_of(config: Any) -> tuple[int, int]:
     return count, getattr(text, "num_key_value_heads", None) or count
 
 
-def check_sequence_parallel(config: Any, size: int, role: str, packing: bool = True) -> None:
+def check_sequence_parallel(
+    config: Any, size: int, role: str, packing: bool = True, tensor_parallel_size: int = 1
+) -> None:
     """Refuse a sequence-parallel size that does not fit a model's attention heads.
 
     Args:
@@ -45,6 +47,7 @@ def check_sequence_parallel(config: Any, size: int, role: str, packing: bool = T
         size: Number of ranks that divide each sequence of the role.
         role: Name of the role, for the error.
         packing: Whether forward passes are without padding.
+        tensor_parallel_size: Number of ranks that divide the heads of a layer before.
 
     Raises:
         UserError: The heads cannot be divided among `size` ranks, layers carry a state, or forward passes are padded.
@@ -67,13 +70,15 @@ def check_sequence_parallel(config: Any, size: int, role: str, packing: bool = T
             f" {config.model_type!r}, carry a state from token to token, which no rank would have whole; set"
             " `sequence_parallel_size` of its placement to 1"
         )
-    count, shared = heads_of(config)
+    count, shared = (heads // tensor_parallel_size for heads in heads_of(config))
     # Each rank attends with its share of the query heads. If there are fewer heads of keys, ranks share these.
     legal = [fit for fit in range(1, count + 1) if count % fit == 0 and (shared % fit == 0 or fit % shared == 0)]
     if size not in legal:
+        each = "" if tensor_parallel_size == 1 else f" on each of {tensor_parallel_size} ranks of a layer"
         raise UserError(
             f"the sequence-parallel size of `{role}` is {size}, and its model has {count} attention heads and"
-            f" {shared} of keys and values, which {size} ranks cannot divide; use one of {', '.join(map(str, legal))}"
+            f" {shared} of keys and values{each}, which {size} ranks cannot divide; use one of"
+            f" {', '.join(map(str, legal))}"
         )
 
 

@@ -562,10 +562,14 @@ class TokenHead(nn.Module):
             readout: Function to compute instead of the two.
             beside: `[N, ...]`, a further argument of the readout, such as tokens to score at each place; None for none.
         """
-        softmax = replace(self.softmax, temperature=temperature)
+        softmax = self.softmax_at(temperature)
         if readout is not None:
             return readout(hidden, self.weight, targets, softmax, beside)
         return token_logprobs(hidden, self.weight, targets, softmax)
+
+    def softmax_at(self, temperature: float) -> Softmax:
+        """The layer's softmax at a temperature."""
+        return replace(self.softmax, temperature=temperature)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., H]` hidden states to the products `[..., V]` of the layer that this replaces."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # Logits in memory at one time: 256 MiB in float32; at the peak there are two to three copies of them.
@@ -194,8 +195,105 @@ class _TokenLogprobs(torch.autograd.Function):
         return *_gradients(ctx, hidden, weight, entropy.dtype, logits_gradient), *[None] * 4
 
 
+def divided_logprobs(
+    hidden: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    first: int,
+    group: dist.ProcessGroup,
+    softmax: Softmax = Softmax(),
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """As `token_logprobs`, on ranks that divide the vocabulary; all of them call it and get the same.
+
+    Nothing of the size of the vocabulary is sent. Forward, each rank sends four numbers of each token. Backward, the
+    gradient by `hidden` is summed over the ranks.
+
+    Args:
+        hidden: `[N, H]`, the same on all ranks.
+        rows: `[V', H]`, this rank's rows of the weight, one at least.
+        targets: `[N]` int64, the same on all ranks.
+        first: The token of the first of these rows.
+        group: Ranks that divide the weight.
+        softmax: How the model turns products into a distribution.
+        chunk_elements: Most logits in memory at one time; those of one token always are.
+    """
+    apply: Any = _DividedLogprobs.apply
+    result: tuple[Tensor, Tensor] = apply(hidden, rows, targets - first, softmax, group, chunk_elements)
+    return result
+
+
+class _DividedLogprobs(torch.autograd.Function):
+    """With z the logits divided by the temperature, a rank sends m = max z, s = sum exp(z - m),
+    u = sum (z - m) exp(z - m), and z of the target if it has that. With M the largest m of all ranks and
+    e = exp(m - M), sums over ranks are S = sum s e and U = sum (u + (m - M) s) e. Then log Z = M + log S, and the
+    entropy is log S - U / S."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        places: Tensor,
+        softmax: Softmax,
+        group: dist.ProcessGroup,
+        chunk_elements: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        output_weight = weight.to(softmax.products_in(hidden))
+        here = (places >= 0) & (places < len(weight))
+        places = places.masked_fill(~here, 0)
+        own = hidden.new_empty(len(hidden), 4, dtype=dtype)
+        ctx.rows, ctx.softmax, ctx.group = max(1, chunk_elements // len(weight)), softmax, group
+        for i in range(0, len(hidden), ctx.rows):
+            chunk = slice(i, i + ctx.rows)
+            z = softmax.logits(hidden[chunk], output_weight, dtype).div_(softmax.temperature)  # [n, V']
+            own[chunk, 3] = z.gather(1, places[chunk, None])[:, 0] * here[chunk]
+            own[chunk, 0] = largest = z.amax(1)
+            powers = z.sub_(largest[:, None]).exp()
+            own[chunk, 1] = powers.sum(1)
+            own[chunk, 2] = powers.mul_(z).sum(1)
+            del z, powers  # before the next chunk's are made
+        every = own.new_empty(dist.get_world_size(group), *own.shape)
+        dist.all_gather(list(every.unbind()), own, group=group)
+        m, s, u, of_target = every.unbind(2)  # [ranks, N]
+        whole = m.amax(0)
+        share = (m - whole).exp()
+        total = (s * share).sum(0)
+        log_z = whole + total.log()
+        entropy = total.log() - ((u + (m - whole) * s) * share).sum(0) / total
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, places, here, log_z, entropy)
+        return of_target.sum(0) - log_z, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, places, here, log_z, entropy = ctx.saved_tensors
+        grad_logprobs = torch.zeros_like(entropy) if grads[0] is None else grads[0]
+        grad_entropy = grads[1]
+
+        def logprobs_of(chunk: slice, logits: Tensor) -> Tensor:
+            return logits.div_(ctx.softmax.temperature).sub_(log_z[chunk, None])
+
+        def logits_gradient(chunk: slice, logprobs: Tensor) -> Tensor:
+            probs, of_targets = logprobs.exp(), grad_logprobs[chunk, None]
+            factor = of_targets
+            if grad_entropy is not None:
+                factor = logprobs.add_(entropy[chunk, None]).mul_(grad_entropy[chunk, None]).add_(factor)
+            return probs.mul_(factor).neg_().scatter_add_(1, places[chunk, None], of_targets * here[chunk, None])
+
+        grad_hidden, grad_weight = _gradients(ctx, hidden, weight, entropy.dtype, logits_gradient, logprobs_of)
+        dist.all_reduce(grad_hidden, group=ctx.group)
+        return grad_hidden, grad_weight, *[None] * 4
+
+
 def _gradients(
-    ctx: Any, hidden: Tensor, given: Tensor, dtype: torch.dtype, logits_gradient: Callable[[slice, Tensor], Tensor]
+    ctx: Any,
+    hidden: Tensor,
+    given: Tensor,
+    dtype: torch.dtype,
+    logits_gradient: Callable[[slice, Tensor], Tensor],
+    logprobs_of: Callable[[slice, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients by the hidden states and, if needed, by the weight `given`; chunk by chunk like the forward pass.
 
@@ -206,6 +304,8 @@ def _gradients(
         dtype: Dtype of the logits.
         logits_gradient: Function from a chunk and its log-probabilities `[n, V]`, which it may overwrite, to the
             gradient by the logits divided by the temperature.
+        logprobs_of: Function from a chunk and its logits, which it may overwrite, to its log-probabilities; None for
+            those of the softmax over these logits.
     """
     softmax = ctx.softmax
     weight = given.to(softmax.products_in(hidden))
@@ -217,7 +317,7 @@ def _gradients(
         read = hidden[chunk].to(weight.dtype)
         logits = softmax.logits(read, weight, dtype)
         derivative = softmax.derivative(logits)
-        logprobs = softmax.logprobs(logits)
+        logprobs = softmax.logprobs(logits) if logprobs_of is None else logprobs_of(chunk, logits)
         del logits
         grad = logits_gradient(chunk, logprobs)
         del logprobs

@@ -509,11 +509,17 @@ class OneDNNLinear(nn.Linear):
     core 110 GFLOP/s, where oneDNN, which torch ships for other dtypes, reaches 250."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (input.is_cpu and input.dtype == self.weight.dtype == torch.float32):
-            return super().forward(input)
-        apply: Any = _Linear.apply
-        output: Tensor = apply(input.flatten(0, -2), self.weight, self.bias)
-        return output.view(*input.shape[:-1], -1)
+        return linear(input, self.weight, self.bias)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As torch's `linear`, by oneDNN where `OneDNNLinear` is."""
+    onednn = input.is_cpu and input.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if not onednn:
+        return nn.functional.linear(input, weight, bias)
+    apply: Any = _Linear.apply
+    output: Tensor = apply(input.flatten(0, -2), weight, bias)
+    return output.view(*input.shape[:-1], -1)
 
 
 class _Linear(torch.autograd.Function):

@@ -106,8 +106,9 @@ def _whole(files: WeightFiles, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _cut(whole: Tensor, part: TensorRange) -> None:
-    """Write a part's range of a whole tensor into it."""
-    part.values.copy_(whole.reshape(-1)[part.start : part.start + part.values.numel()])
+    """Write a part of a whole tensor into it."""
+    flat = whole.reshape(-1)
+    part.values.copy_(part.cut(lambda start, length: flat[start : start + length]))
 
 
 @dataclass(frozen=True)

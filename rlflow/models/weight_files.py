@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError, one_line
-from rlflow.storage.tensors import TensorRange, is_finite
+from rlflow.storage.tensors import TensorFile, TensorRange, is_finite
 
 INDEX = "model.safetensors.index.json"
-CHUNK_BYTES = 32 * 2**20  # most bytes read at one time, unless one row of a tensor has more
+CHUNK_BYTES = 32 * 2**20  # most bytes read at one time
 
 
 def shard_name(number: int, count: int) -> str:
@@ -40,10 +39,12 @@ class WeightFiles:
 
         self._path = path
         self._tensors: dict[str, Any] = {}  # views by safetensors, which read nothing until they are sliced
+        self._opened: dict[Path, TensorFile] = {}
         for file in self._files():
             with self._readable(file):
                 # `pread`, since pages of a mapped file would count as this process's memory.
                 opened: Any = safe_open(file, framework="pt", backend="pread")
+                self._opened[file] = TensorFile(file)
                 self._tensors |= {name: (file, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
 
     @property
@@ -65,24 +66,14 @@ class WeightFiles:
         return values
 
     def read(self, name: str, part: TensorRange) -> None:
-        """Read the range of a tensor that `part` holds into it, in its dtype, at most a chunk at a time."""
-        shape = self.shape(name)
-        start, end = part.start, part.start + part.values.numel()
-        if not shape:
-            part.values.copy_(self.whole(name).reshape(1)[start:end])
-            return
-        file, tensor = self._tensors[name]
-        row = max(1, prod(shape[1:]))
-        rows = max(1, CHUNK_BYTES // (8 * row))
-        while start < end:
-            first = start // row
-            last = min(first + rows, -(-end // row))
+        """Read what `part` holds of a tensor into it, in its dtype, at most a chunk at a time."""
+        file, _ = self._tensors[name]
+        for start, values in _chunks(part):
+            starts = range(start, start + len(values) * max(1, part.width), max(1, part.width))
             with self._readable(file):
-                values = tensor[first:last].reshape(-1)
-            self._require_finite(name, values)
-            values = values[start - first * row : end - first * row]
-            part.values.narrow(0, start - part.start, len(values)).copy_(values)
-            start += len(values)
+                found = torch.stack([self._opened[file].read(name, first, values.shape[1]) for first in starts])
+            self._require_finite(name, found)
+            values.copy_(found)
 
     def _require_finite(self, name: str, values: Tensor) -> None:
         if not is_finite(values):
@@ -131,6 +122,15 @@ class WeightFiles:
                 f"`model` {str(self._path)!r} cannot be loaded: {file.name} is missing, cut short or broken"
                 f" ({one_line(error)}); copy the model once more"
             ) from error
+
+
+def _chunks(part: TensorRange) -> Iterator[tuple[int, Tensor]]:
+    """A part in pieces `[rows, columns]` of at most a chunk: their first elements, and views; a range is one row."""
+    most, rows = CHUNK_BYTES // 8, part.values if part.width else part.values[None]
+    together = max(1, most // max(1, rows.shape[1]))
+    for top in range(0, len(rows), together):
+        for left in range(0, rows.shape[1], most):
+            yield part.start + top * part.width + left, rows[top : top + together, left : left + most]
 
 
 def finish(model: Any, files: WeightFiles) -> None:

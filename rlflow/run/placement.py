@@ -64,8 +64,9 @@ def layouts(
             not named. A role that is not named lives on all ranks.
 
     Raises:
-        UserError: `placement` names an unknown role, or ranks that do not exist; ranks do not divide into engines or
-            sequence-parallel groups; or a role lives on some of an engine's ranks and not on the others.
+        UserError: `placement` names an unknown role, or ranks that do not exist; ranks do not divide into engines, or
+            into groups that share a layer or a sequence; or a role lives on some of an engine's ranks and not on
+            others.
     """
     found = handles(module)
     places = {
@@ -96,17 +97,28 @@ def layouts(
         if of not in places and of == role:
             of = next((node.role for node in graph.order if role in node.uses and node.role in found), of)
         place = places.get(of, Place())
-        ranks, size = _ranks(of, place, world_size), place.sequence_parallel_size
-        if size < 1 or len(ranks) % size:
-            raise UserError(
-                f"`placement.{of}.sequence_parallel_size` is {size}, which does not divide the {len(ranks)} ranks of"
-                f" `{of}`; use one of {_divisors(len(ranks))}"
-            )
-        result[role] = Layout(ranks, len(ranks) // size, "balanced", samples_per_update)
+        ranks = _ranks(of, place, world_size)
+        shards = _shards(of, place, ranks)
+        result[role] = Layout(ranks, shards, "balanced", samples_per_update, place.tensor_parallel_size)
     _bring_together(result, graph)
     for name in engines.values():
         _refuse_torn_engines(name, result, graph)
     return result
+
+
+def _shards(role: str, place: Place, ranks: tuple[int, ...]) -> int:
+    """How many shards of rows the ranks of a role hold, after those that share rows are counted as one."""
+    count = len(ranks)
+    for name in ("tensor_parallel_size", "sequence_parallel_size"):
+        size = getattr(place, name)
+        if size < 1 or count % size:
+            groups = "" if count == len(ranks) else f" in groups of {place.tensor_parallel_size}"
+            raise UserError(
+                f"`placement.{role}.{name}` is {size}, which does not divide the {len(ranks)} ranks of"
+                f" `{role}`{groups}; use one of {_divisors(count)}"
+            )
+        count //= size
+    return count
 
 
 def _bring_together(placed: dict[str, Layout], graph: Graph) -> None:
@@ -115,7 +127,7 @@ def _bring_together(placed: dict[str, Layout], graph: Graph) -> None:
         for used in node.uses:
             role = str(node.role)
             here, there = placed[role], placed[used]
-            if (here.ranks, here.shards) != (there.ranks, there.shards):
+            if any(getattr(here, of) != getattr(there, of) for of in ("ranks", "shards", "tensor_parallel_size")):
                 raise UserError(
                     f"node `{node.id}` of `{role}` uses `{used}`, and `placement` has {_described(here)} for `{role}`"
                     f" and {_described(there)} for `{used}`; place both alike"
@@ -124,7 +136,8 @@ def _bring_together(placed: dict[str, Layout], graph: Graph) -> None:
 
 
 def _described(layout: Layout) -> str:
-    return f"{rank_ranges(layout.ranks)} in {layout.shards} shard{'s' if layout.shards > 1 else ''}"
+    layers = "" if layout.tensor_parallel_size == 1 else f", {layout.tensor_parallel_size} to a layer"
+    return f"{rank_ranges(layout.ranks)} in {layout.shards} shard{'s' if layout.shards > 1 else ''}{layers}"
 
 
 def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
@@ -137,11 +150,12 @@ def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
 
 def _of_engine(name: str, place: Place, world_size: int, tensor_parallel_size: int) -> Layout:
     ranks = _ranks(name, place, world_size)
-    if place.sequence_parallel_size != 1:
-        raise UserError(
-            f"`placement.{name}.sequence_parallel_size` is {place.sequence_parallel_size}; engines share a sequence by"
-            " `rollout.init_args.tensor_parallel_size`"
-        )
+    for setting in ("sequence_parallel_size", "tensor_parallel_size"):
+        if (size := getattr(place, setting)) != 1:
+            raise UserError(
+                f"`placement.{name}.{setting}` is {size}; engines share their work by"
+                " `rollout.init_args.tensor_parallel_size`"
+            )
     if len(ranks) % tensor_parallel_size:
         of = "ranks (trainer.devices x trainer.num_nodes)" if len(ranks) == world_size else "rollout ranks"
         raise UserError(

@@ -26,6 +26,7 @@ from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import require_peft
 from rlflow.models.pictures import PictureProcessor, reads_pictures
+from rlflow.models.tensor_parallel import check_tensor_parallel
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule, chooses_prompts, environments, handles, has_validation_step
 from rlflow.process.status import refusing_exits
@@ -233,8 +234,10 @@ def prepare(
         graph = made.graph
     for role in paths:
         handle, config = handles(module)[role], configs[role]
-        if placed[role].copies > 1:
-            check_sequence_parallel(config, placed[role].copies, role, strategy.packing)
+        layers, sequences = placed[role].tensor_parallel_size, placed[role].sequence_parallel_size
+        with about(handle):
+            check_tensor_parallel(config, layers, role, handle)
+        check_sequence_parallel(config, sequences, role, strategy.packing, layers)
         whole = strategy.packing and placed[role].copies == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})

@@ -121,7 +121,7 @@ def train_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hard
     passes = 4 if role.checkpointing else 3
     computing = _computing(role, tokens, length, passes, hardware, hardware.train_efficiency)
     micro_batches = _micro_batches(tokens / role.updates, role) * role.updates
-    reducing = gather_seconds(role.trained * role.width, role.divided_over, hardware)
+    reducing = gather_seconds(role.trained * role.width / role.tensor_parallel_size, role.divided_over, hardware)
     moving = 2 * micro_batches * _gathers(role, hardware)
     moving += reducing * (micro_batches if role.stage >= 2 else role.updates)
     own = role.trained / role.states_over
@@ -167,23 +167,37 @@ def _computing(
 ) -> float:
     """Seconds of a rank's part of so many passes, each as long as a forward pass."""
     flops = passes * forward_flops(role.size, tokens / role.layout.copies, length)
-    return flops / (hardware.peak_flops * efficiency) + passes * _divided_seconds(role, tokens, hardware)
+    joining = _divided_seconds(role, tokens, hardware) + _layer_sums(role, tokens, hardware)
+    return flops / (hardware.peak_flops * efficiency) + passes * joining
 
 
 def _divided_seconds(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
     """Seconds of all-to-alls in a pass over divided sequences: four a layer, of queries, keys, values and results."""
-    if role.layout.copies == 1:
+    if (ranks := role.layout.sequence_parallel_size) == 1:
         return 0.0
-    heads = 2 * role.size.heads + 2 * role.size.kv_heads
-    nbytes = tokens / role.layout.copies * heads * role.size.head_width * role.width * (1 - 1 / role.layout.copies)
+    heads = (2 * role.size.heads + 2 * role.size.kv_heads) / role.tensor_parallel_size
+    nbytes = tokens / ranks * heads * role.size.head_width * role.width * (1 - 1 / ranks)
     rounds = 4 * role.size.layers * _micro_batches(tokens, role)
-    starting = all_to_all_seconds(0, role.layout.copies, hardware)
-    moving = all_to_all_seconds(nbytes, role.layout.copies, hardware) - starting
+    starting = all_to_all_seconds(0, ranks, hardware)
+    moving = all_to_all_seconds(nbytes, ranks, hardware) - starting
     return role.size.layers * moving + rounds * starting
 
 
+def _layer_sums(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
+    """Seconds of the sums over ranks that divide each layer: two a layer and pass, each as long as two gathers.
+
+    A backward pass counts as two passes, and has two sums a layer; so for it this is an upper bound.
+    """
+    if (ranks := role.tensor_parallel_size) == 1:
+        return 0.0
+    nbytes = tokens / role.layout.sequence_parallel_size * role.size.hidden * role.width
+    starting = gather_seconds(0, ranks, hardware)
+    moving = gather_seconds(nbytes, ranks, hardware) - starting
+    return 4 * role.size.layers * (moving + _micro_batches(tokens, role) * starting)
+
+
 def _gathers(role: LoadedRole, hardware: Hardware) -> float:
-    return gather_seconds(role.size.parameters * role.width, role.gathered_over, hardware)
+    return gather_seconds(role.size.parameters * role.width / role.tensor_parallel_size, role.gathered_over, hardware)
 
 
 def _micro_batches(tokens: float, role: LoadedRole) -> int:

@@ -6,14 +6,16 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rlflow.errors import UserError, one_line
+from rlflow.storage.tensors import TensorFile
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class RoleIndex:
         files: Files with tensors, one for each rank that holds some.
         shapes: Shape of each parameter.
         ranges: Ranges that make up the flattened tensor, by parameter, in order, the same for every kind: the first
-            element, the number of elements, and the place in `files` of the file that has them.
+            element, the number of elements, and the place in `files` of the file that has them. A block of rows and
+            columns has a fourth number, its columns; the file has it row by row.
         loss_scale: Factor of the loss and the updates since it changed; None if the role's loss is not scaled.
     """
 
@@ -41,7 +44,7 @@ class RoleIndex:
     kinds: list[str]
     files: list[str]
     shapes: dict[str, list[int]]
-    ranges: dict[str, list[tuple[int, int, int]]]
+    ranges: dict[str, list[tuple[int, ...]]]
     loss_scale: tuple[float, int] | None = None
 
     def write(self, path: Path) -> None:
@@ -67,7 +70,7 @@ class StoredRole:
 
     def __init__(self, folder: Path, role: str, index: RoleIndex) -> None:
         self._folder, self._role, self._index = folder, role, index
-        self._files: dict[str, Any] = {}  # open files by name
+        self._files: dict[str, TensorFile] = {}  # open files by name
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -115,9 +118,11 @@ class StoredRole:
             OSError: A file is missing or damaged; the error has its name.
         """
         ranges, end = self._index.ranges[parameter], start + length
+        if any(len(part) > 3 for part in ranges):
+            return self._of_blocks(parameter, kind, start, end)
         found: list[Tensor] = []
         place = max(0, bisect_right(ranges, start, key=lambda part: part[0]) - 1)
-        for first, count, file in ranges[place:]:
+        for first, count, file, *_ in ranges[place:]:
             if first >= end:
                 break
             low, high = max(start, first), min(end, first + count)
@@ -128,14 +133,27 @@ class StoredRole:
         assert len(whole) == length, (parameter, kind, start, length)
         return whole
 
+    def _of_blocks(self, parameter: str, kind: str, start: int, end: int) -> Tensor:
+        """As `read`, of a tensor that is stored in blocks: the rows that have these elements are put together first."""
+        width = prod(self._index.shapes[parameter][1:])
+        top, bottom = start // width, -(-end // width)
+        rows = torch.full((bottom - top, width), torch.nan)
+        for first, count, file, columns in self._index.ranges[parameter]:
+            row, column = divmod(first, width)
+            low, high = max(top, row), min(bottom, row + count // columns)
+            if low < high:
+                own = (low - row) * columns, (high - row) * columns
+                part = self._part(self._index.files[file], f"{parameter}/{kind}", *own)
+                rows[low - top : high - top, column : column + columns] = part.view(-1, columns)
+        return rows.view(-1)[start - top * width : end - top * width]
+
     def _part(self, name: str, key: str, start: int, end: int) -> Tensor:
         try:
-            values: Tensor = self._open(name).get_slice(key)[start:end]
-        except SafetensorError as error:
+            return self._open(name).read(key, start, end - start)
+        except (SafetensorError, KeyError) as error:
             raise OSError(f"{self._folder / name} is damaged ({one_line(error)})") from error
-        return values
 
-    def _open(self, name: str) -> Any:
+    def _open(self, name: str) -> TensorFile:
         if name not in self._files:
-            self._files[name] = safe_open(self._folder / name, "pt", backend="pread")
+            self._files[name] = TensorFile(self._folder / name)
         return self._files[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,77 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """A contiguous range of a flattened tensor, on the rank that holds it.
+    """A part of a tensor on the rank that holds it: a range of the flattened tensor, or a block of it.
 
     Attributes:
         start: Place of the first element in the flattened whole.
-        values: `[n]`, a view of the elements in the tensor that holds them; may be empty.
+        values: `[n]`, a view of the elements in the tensor that holds them; may be empty. `[rows, columns]` of a block.
+        width: Elements of a row of the whole, if it is a block: consecutive rows, and consecutive columns of each. 0 if
+            it is a range.
     """
 
     start: int
     values: Tensor
+    width: int = 0
+
+    def cut(self, read: Callable[[int, int], Tensor]) -> Tensor:
+        """The same part of another tensor, shaped as `values`.
+
+        Args:
+            read: Returns elements of that tensor flattened, by the first element and their number.
+        """
+        if not self.width:
+            return read(self.start, self.values.numel())
+        rows, columns = self.values.shape
+        column = self.start % self.width
+        return read(self.start - column, rows * self.width).view(rows, -1).narrow(1, column, columns)
+
+
+class TensorFile:
+    """A safetensors file from which ranges of tensors are read. Safetensors reads a whole tensor for each slice of it.
+
+    Args:
+        path: The file.
+
+    Raises:
+        SafetensorError: The file is broken or cut short.
+        OSError: The file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt", backend="pread"):
+            pass  # it checks the header, and that the file is as long as that says
+        self._file = path.open("rb", buffering=0)
+        length = int.from_bytes(self._file.read(8), "little")
+        header = json.loads(os.pread(self._file.fileno(), length, 8))
+        self._tensors = {
+            name: (of["dtype"], 8 + length + of["data_offsets"][0])
+            for name, of in header.items()
+            if name != "__metadata__"
+        }
+
+    def read(self, name: str, start: int, length: int) -> Tensor:
+        """A range of a flattened tensor, `[length]` on the CPU; so many elements are read and no more.
+
+        Args:
+            name: Name of the tensor.
+            start: The first element.
+            length: Number of elements.
+
+        Raises:
+            OSError: The file was cut short meanwhile.
+        """
+        written, offset = self._tensors[name]
+        values = torch.empty(length, dtype=DTYPES[written])
+        left: memoryview = values.view(torch.uint8).numpy().data
+        offset += start * values.itemsize
+        while left:
+            if not (count := os.preadv(self._file.fileno(), [left], offset)):
+                raise OSError(f"{self._file.name} was cut short")
+            left, offset = left[count:], offset + count
+        return values
 
 
 def write_tensors(

@@ -283,7 +283,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         gradient: Tensor = safe_get_full_grad(parameter)
         return gradient
 
-    def _copies(self, name: str) -> tuple[int, int]:
+    def _copies(self, name: str, parameter: Tensor) -> tuple[int, int]:
         """`(0, 1)` if ranks hold disjoint parts. At stage 0 each rank holds the whole state: rank 2 of 4 has `(2, 4)`.
 
         Below stage 3, each rank also holds the whole of an average that has no float32 parts of its own.

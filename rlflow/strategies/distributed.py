@@ -33,7 +33,7 @@ class DistributedStrategy(TrainingStrategy):
     """Data-parallel training on many ranks. A subclass decides how a role's weights and states are divided.
 
     Losses of all ranks add up to the loss of the update, so gradients are summed over ranks, never averaged. Ranks that
-    hold copies of the same rows (`Layout.copies`) divide each sequence among them.
+    hold copies of the same rows (`Layout.copies`) divide each layer or each sequence among them.
 
     A subclass sets `stage`, `divides_weights` and `within_setting`, calls `_configure_ranks` in its constructor, and
     implements `_materialize` where it divides weights.
@@ -75,11 +75,16 @@ class DistributedStrategy(TrainingStrategy):
         """See `TrainingStrategy.check_roles`.
 
         Raises:
-            UserError: States are divided and an optimizer needs whole matrices, or the number of a role's ranks is no
-                multiple of the setting `within_setting`.
+            UserError: Ranks divide layers, and this strategy cannot; states are divided and an optimizer needs whole
+                matrices; or the number of a role's ranks is no multiple of the setting `within_setting`.
         """
         for name in handles.keys() & layouts.keys():
             optimizer, ranks, within = handles[name].optimizer, layouts[name].ranks, self._gathers_within(layouts[name])
+            if layouts[name].tensor_parallel_size > 1 and not self.divides_layers:
+                raise UserError(
+                    f"`placement.{name}.tensor_parallel_size` is {layouts[name].tensor_parallel_size}, and"
+                    f" {type(self).__name__} computes with whole layers; use `strategy: fsdp`, or set it to 1"
+                )
             if self.stage and optimizer is not None:
                 with about(optimizer):
                     optimizer.check_divides()
@@ -130,19 +135,23 @@ class DistributedStrategy(TrainingStrategy):
 
         width = self._gathers_within(layout)
         rows = consecutive(layout.ranks, width) if width < len(layout.ranks) else []
-        everybody, peers = own([layout.ranks]), own(consecutive(layout.ranks, layout.copies))
+        size = layout.tensor_parallel_size
+        sequences = [peers[n::size] for peers in consecutive(layout.ranks, layout.copies) for n in range(size)]
+        everybody, peers = own([layout.ranks]), own(sequences)
         alone, within = own(consecutive(layout.ranks, 1)), own(rows)
         across = own(zip(*rows, strict=True)) if self.sums_across else None
+        layers = consecutive(layout.ranks, size) if size > 1 else []
+        layer, columns = own(layers), own(zip(*layers, strict=True))
         if everybody is None or peers is None or alone is None:
             return None
-        return RoleGroups(everybody, peers, alone, within, across)
+        return RoleGroups(everybody, peers, alone, within if layer is None else columns, across, layer)
 
     def _before_joining(self) -> None:
         """Called in each rank before it joins the process group, when its device is known."""
 
     def _forward_plan(self, name: str) -> ForwardPlan:
         plan = super()._forward_plan(name)
-        if self.layout(name).copies > 1:
+        if self.layout(name).sequence_parallel_size > 1:
             plan = replace(plan, peers=peers_of(self._groups_of(name).peers))
         if self.divides_weights:  # a forward pass gathers weights, so all ranks must make the same number of passes
             plan = replace(plan, agree=lambda count: self.agree(name, count), gathers=True)
@@ -151,8 +160,9 @@ class DistributedStrategy(TrainingStrategy):
     def _wrap(self, name: str, role: Role) -> nn.Module:
         """The model, with Ulysses sequence parallelism around its attention where a shard has several peers."""
         layout = self.layout(name)
-        if layout.copies > 1:
-            check_sequence_parallel(role.model.model.config, layout.copies, name, self.packing)
+        layers, sequences = layout.tensor_parallel_size, layout.sequence_parallel_size
+        if sequences > 1:
+            check_sequence_parallel(role.model.model.config, sequences, name, self.packing, layers)
             role.model.divided = divided_attention(self._groups_of(name).peers)
         return role.model
 
@@ -171,11 +181,13 @@ class RoleGroups:
 
     Attributes:
         all: The role's ranks.
-        peers: The ranks that hold copies of this rank's rows and divide their sequences; includes this rank.
+        peers: The ranks that divide the sequences of this rank's rows among them; includes this rank.
         alone: This rank only.
-        within: The consecutive ranks that gather weights from one another; None if these are all ranks of the role.
+        within: The ranks that gather weights from one another; None if these are all ranks of the role. Consecutive
+            ranks, unless ranks divide layers: then those that hold parts of the same part of each layer.
         across: The ranks that hold the same parts of the weights as this rank; None if `within` is None, and for a
             strategy that does not use it.
+        layer: The consecutive ranks that divide each layer, and compute with their parts; None if none do.
     """
 
     all: ProcessGroup
@@ -183,6 +195,7 @@ class RoleGroups:
     alone: ProcessGroup
     within: ProcessGroup | None
     across: ProcessGroup | None
+    layer: ProcessGroup | None = None
 
 
 def consecutive(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.packed import PackedModel
+from rlflow.models.tensor_parallel import divide_layers
 from rlflow.storage.tensors import TensorRange
 from rlflow.strategies.distributed import TIMEOUT_S, DistributedStrategy, replace_parameters
 from rlflow.values.layout import Layout
@@ -22,7 +24,8 @@ class FSDPStrategy(DistributedStrategy):
     """Data-parallel training with `fully_shard`; gradients are those of the global loss at every number of ranks.
 
     Each parameter is divided by rows: 10 rows on 4 ranks are 3, 3, 3 and 1. A layer's weights are gathered before it
-    computes and freed after it. It needs nothing but torch.
+    computes and freed after it. It needs nothing but torch. Consecutive ranks may share each layer, by
+    `tensor_parallel_size` of a placement; then the ranks that have the same part of it divide that part.
 
     In a config, for machines of 8 GPUs that each hold a whole copy, so that weights are gathered within a machine:
 
@@ -47,6 +50,7 @@ class FSDPStrategy(DistributedStrategy):
     stage: Literal[3] = 3
     divides_weights = True
     holds_masters = True
+    divides_layers = True
     within_setting = "within"
     sums_across = True
 
@@ -65,8 +69,14 @@ class FSDPStrategy(DistributedStrategy):
         self._configure_ranks(precision, token_budget, packing, share_prefixes, float32_head, timeout_s, within)
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
-        """See `DistributedStrategy.check_roles`; also refuses a `within` that exceeds the ranks of every role."""
+        """See `DistributedStrategy.check_roles`; refuses a `within` above all roles, or where ranks divide layers."""
         super().check_roles(handles, layouts)
+        for name in handles.keys() & layouts.keys():
+            if (size := layouts[name].tensor_parallel_size) > 1 and self._within is not None:
+                raise UserError(
+                    f"`within` is {self._within}, and `placement.{name}.tensor_parallel_size` is {size}: ranks that"
+                    " divide layers hold no copies of weights yet; leave out one of the two"
+                )
         most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
         if self._within is not None and self._within > most:
             raise UserError(f"`within` is {self._within}, and roles live on {most} ranks; give {most} or less")
@@ -92,11 +102,17 @@ class FSDPStrategy(DistributedStrategy):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         _refuse_scalars(name, model)
+        wide = torch.promote_types(self.dtype, torch.float32)
         for parameter in model.parameters():
             if parameter.requires_grad or model.held_as_trained:
-                parameter.data = parameter.data.float()
+                parameter.data = parameter.data.to(wide)
         mesh = self._mesh(name)
-        policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
+        if "tensor" in (mesh.mesh_dim_names or ()):
+            # It says of each tensor that ranks divide twice that two gathers make it whole, which is so.
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+            divide_layers(model, mesh["tensor"])
+            mesh = mesh["shard"]
+        policy = MixedPrecisionPolicy(self.dtype, wide, cast_forward_inputs=False)
         for unit in _units(model):
             divided = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
             divided.set_force_sum_reduction_for_comms(True)  # FSDP would average over the ranks
@@ -119,30 +135,46 @@ class FSDPStrategy(DistributedStrategy):
 
     def _part_of(self, parameter: Tensor) -> TensorRange:
         from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         assert isinstance(parameter, DTensor)
-        mesh, (rows, *width) = parameter.device_mesh, parameter.shape
+        mesh, (_, *width) = parameter.device_mesh, parameter.shape
         # With n rows and r ranks, the first ranks have ceil(n / r) rows each. The last ranks have the rest, which may
         # be nothing.
-        first = min(-(-rows // mesh.size(-1)) * mesh.get_local_rank("shard"), rows)
+        _, first = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
         held: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
-        return TensorRange(first * math.prod(width), held.view(-1))
+        if held.shape[1:] == parameter.shape[1:]:
+            return TensorRange(first[0] * math.prod(width), held.view(-1))
+        return TensorRange(first[0] * width[0] + first[1], held, width[0])
 
-    def _copies(self, name: str) -> tuple[int, int]:
+    def _copies(self, name: str, parameter: Tensor) -> tuple[int, int]:
+        from torch.distributed.tensor import DTensor
+
         layout = self.layout(name)
+        if (size := layout.tensor_parallel_size) > 1:
+            assert isinstance(parameter, DTensor)
+            divided = parameter.device_mesh.ndim > 1 and parameter.placements[1].is_shard()
+            return (0, 1) if divided else (layout.ranks.index(self.global_rank) % size, size)
         width = self.divided_over(layout)
         return layout.ranks.index(self.global_rank) // width, len(layout.ranks) // width
 
     def _mesh(self, name: str) -> DeviceMesh:
-        """The role's ranks as a mesh for `fully_shard`: `[replicate, shard]`, or `[shard]` without copies.
+        """The role's ranks as a mesh for `fully_shard`: `[shard]`, with copies of weights `[replicate, shard]`.
+
+        Where ranks divide layers it is `[shard, tensor]`: ranks 0 to 3 by twos are `[[0, 1], [2, 3]]`. Those of a row
+        divide each layer, and those of a column divide their part of each parameter once more.
 
         Ranks 0 to 7 with `within: 4` are `[[0, 1, 2, 3], [4, 5, 6, 7]]`: those of a row divide each parameter, and
         those of a column, such as 1 and 5, hold the same part.
         """
-        groups, device = self._groups_of(name), self.root_device.type
+        groups, device, layout = self._groups_of(name), self.root_device.type, self.layout(name)
+        if groups.layer is not None:
+            assert groups.within is not None
+            rows = torch.tensor(layout.ranks).view(-1, layout.tensor_parallel_size)
+            both = [groups.within, groups.layer]
+            return DeviceMesh.from_group(both, device, rows, mesh_dim_names=("shard", "tensor"))
         if groups.within is None or groups.across is None:
             return DeviceMesh.from_group(groups.all, device, mesh_dim_names=("shard",))
-        layout = self.layout(name)
         rows = torch.tensor(layout.ranks).view(-1, self.divided_over(layout))
         both = [groups.across, groups.within]
         return DeviceMesh.from_group(both, device, rows, mesh_dim_names=("replicate", "shard"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -72,25 +73,40 @@ class Role:
 
         The update is skipped if the norm is not finite, or above `most`.
         """
-        from torch.distributed.tensor import DTensor  # imported here, as it takes half a second
-
         assert self.optimizer is not None
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.loss_scale is not None:
             for parameter in parameters:
                 assert parameter.grad is not None
                 parameter.grad.div_(self.scaled_by)
-        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        alike = _by_mesh(parameters)
+        norms = [_norm(of_mesh) for of_mesh in alike]
+        norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
         total = norm.item()
         limit = self.settings.gradient_clipping
         if is_taken(total, most):
             if 0.0 < limit < total:
-                clip_grads_with_norm_(parameters, limit, norm)
+                for of_mesh in alike:
+                    clip_grads_with_norm_(of_mesh, limit, norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return total
+
+
+def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters in lists of those that the same mesh of ranks divides, since torch takes norms of no others."""
+    found = defaultdict(list)
+    for parameter in parameters:
+        found[getattr(parameter, "device_mesh", None)].append(parameter)
+    return [*found.values()] or [[]]
+
+
+def _norm(parameters: list[nn.Parameter]) -> Tensor:
+    """The norm of their gradients, full or divided, as a plain tensor."""
+    from torch.distributed.tensor import DTensor  # imported here, as it takes half a second
+
+    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @dataclass

@@ -62,6 +62,7 @@ class TrainingStrategy:
         stage: Stage of ZeRO, or the one that divides as much: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
             weights. Gradients are then summed in float32. None if the strategy cannot divide anything.
         divides_weights: Whether no rank ever holds a whole model.
+        divides_layers: Whether ranks may divide each layer, and compute with their parts: tensor parallelism.
         holds_masters: Whether trained weights are float32 and are rounded for forward passes. ZeRO instead has float32
             copies of its weights.
         can_offload: Whether `offload_optimizer` is a setting of the strategy.
@@ -84,6 +85,7 @@ class TrainingStrategy:
     timeout: timedelta | None = None
     stage: int | None = None
     divides_weights: bool = False
+    divides_layers: bool = False
     holds_masters: bool = False
     can_offload: bool = False
     offload_optimizer: bool = False
@@ -339,15 +341,16 @@ class TrainingStrategy:
         The state is the float32 weight and the optimizer's tensors, such as `exp_avg`. Nothing is gathered. Over all
         ranks of the role, each element is in exactly one part. Parts are views; copy them before the next update.
         """
-        place, count = self._copies(name)
         if (average := self.roles[name].average) is not None:
             for key, part in average.held(self._part_of):
-                yield key, self._full_shape(average.weights[key]), {WEIGHT: _share_of(part, place, count)}
+                copies = self._copies(name, average.weights[key])
+                yield key, self._full_shape(average.weights[key]), {WEIGHT: _share_of(part, *copies)}
             return
         kinds = self.roles[name].kinds
         for weight in self.roles[name].model.trained():
             held = self._state_parts_of(name, weight.parameter, kinds)
-            shares = {kind: _share_of(part, place, count) for kind, part in held.items()}
+            copies = self._copies(name, weight.parameter)
+            shares = {kind: _share_of(part, *copies) for kind, part in held.items()}
             yield weight.name, self._full_shape(weight.parameter), shares
 
     def load_state_parts(
@@ -465,8 +468,8 @@ class TrainingStrategy:
         assert parameter.grad is not None
         return parameter.grad
 
-    def _copies(self, name: str) -> tuple[int, int]:
-        """This rank's place among the ranks that hold the same parts of the role's state, and their number."""
+    def _copies(self, name: str, parameter: Tensor) -> tuple[int, int]:
+        """This rank's place among the ranks that hold the same part of a parameter's state, and their number."""
         return 0, 1
 
     def _average_of(self, role: Role, handle: Averaged) -> Average:
@@ -514,7 +517,7 @@ class TrainingStrategy:
     ) -> None:
         """Set the parts that `_state_parts_of` returns to the values of `read(kind, start, length)`."""
         for kind, part in self._state_parts_of(name, parameter, kinds).items():
-            part.values.copy_(read(kind, part.start, part.values.numel()))
+            part.values.copy_(part.cut(partial(read, kind)))
 
     def _renew_copies(self, name: str) -> None:
         """Copy the weights that were set to those that forward passes read, if these are copies; called by all."""
@@ -559,6 +562,9 @@ def _share_of(part: TensorRange, place: int, count: int) -> TensorRange:
 
     With 10 elements and 3 ranks, place 0 has elements 0 to 2, place 1 elements 3 to 5, place 2 the rest.
     """
+    if count == 1:
+        return part
+    assert not part.width, part
     length = part.values.numel()
     first, end = place * length // count, (place + 1) * length // count
     return TensorRange(part.start + first, part.values[first:end])

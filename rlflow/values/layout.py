@@ -18,27 +18,37 @@ class Layout:
         Layout((0, ..., 7), 8, "balanced")   each rank has about as many tokens, wherever a prompt's samples are
         Layout((0, ..., 7), 4)               ranks 0 and 1 hold the same rows, as peers of one engine or one sequence
         Layout((0, 1), 2)                    rows are on two ranks alone
+        Layout((0, ..., 7), 2, tensor_parallel_size=2)   ranks 0 to 3 hold the same rows: 0 and 1 divide each layer,
+                                             and so do 2 and 3; 0 and 2 divide each sequence, and so do 1 and 3
 
     Attributes:
         ranks: Global ranks, in order; consecutive ones hold the same shard.
         shards: The data-parallel size; divides the number of ranks.
         dealing: `groups` keeps the samples of a prompt together, `balanced` evens out tokens.
         samples_per_update: Rows of one mini-batch. Each mini-batch is balanced by itself. None for one of all rows.
+        tensor_parallel_size: Number of consecutive ranks of a role that divide each layer of its model.
     """
 
     ranks: tuple[int, ...]
     shards: int
     dealing: Dealing = "groups"
     samples_per_update: int | None = None
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         assert self.shards > 0, self
         assert len(self.ranks) % self.shards == 0, self
+        assert self.copies % self.tensor_parallel_size == 0, self
 
     @property
     def copies(self) -> int:
         """How many peers hold each shard."""
         return len(self.ranks) // self.shards
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Number of a role's ranks that divide each sequence: the peers that do not divide a layer with one another."""
+        return self.copies // self.tensor_parallel_size
 
     def shard(self, rank: int) -> int:
         """The shard that `rank` holds; `rank` is one of `ranks`."""

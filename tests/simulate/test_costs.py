@@ -176,6 +176,22 @@ def test_peers_divide_activations_and_a_row_above_the_budget_stands_alone() -> N
     assert replace(ZERO3, longest=1000).activations == 2 * ZERO3.activations  # the budget is 500
 
 
+def test_ranks_of_a_layer_divide_its_compute_with_two_sums_a_layer() -> None:
+    layer = Layout((0, 1, 2, 3), 2, tensor_parallel_size=2)
+    whole = score_seconds(replace(ZERO3, stage=0), 400, 100, PLAIN)
+    divided = score_seconds(replace(ZERO3, stage=0, layout=layer), 400, 100, PLAIN)
+    # 400 tokens of 10 numbers of 2 bytes, half of them away, at 1 MB/s, and a hop of 1 ms: a sum is two such gathers.
+    assert divided == pytest.approx(whole / 2 + 2 * 2 * 2 * (400 * 10 * 2 / 2 / 1e6 + 1e-3))
+
+
+def test_ranks_of_a_layer_divide_what_is_gathered_and_what_is_within_the_layer() -> None:
+    layer = replace(ZERO3, layout=Layout((0, 1, 2, 3), 2, tensor_parallel_size=2), masters=True)
+    whole = replace(ZERO3, masters=True)
+    assert layer.activations == 2 * 500 * 10 * (10 + 24 / 2)
+    assert (layer.gathered, layer.reduced, layer.logits) == (whole.gathered / 2, whole.reduced / 2, whole.logits / 2)
+    assert (layer.weights, layer.optimizer) == (whole.weights, whole.optimizer)  # all four ranks divide these
+
+
 def test_weights_for_engines_elsewhere_cross_a_link_once() -> None:
     role = replace(ZERO3, stage=2)
     here, across = (sync_seconds(role, PLAIN, crossing=of) for of in (0, 2))

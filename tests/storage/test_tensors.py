@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlflow.storage.tensors import NAMES, StoredTensor, sha256, write_tensors
+from rlflow.storage.tensors import NAMES, StoredTensor, TensorFile, sha256, write_tensors
 
 
 def written(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> str:
@@ -54,3 +54,25 @@ def test_a_tensor_is_asked_for_when_those_before_are_on_their_way(tmp_path: Path
 def test_another_tensor_than_was_announced_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         write_tensors(tmp_path / "file", [StoredTensor("a", (2,), torch.float32)], [torch.ones(3)])
+
+
+def test_every_dtype_is_read_by_ranges(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.randn(9).mul(9).to(dtype) for dtype in NAMES} | {"empty": torch.empty(0)}
+    written(tmp_path / "file", tensors, {"format": "pt"})
+    file = TensorFile(tmp_path / "file")
+    for key, tensor in tensors.items():
+        for start, end in ((0, len(tensor)), (min(2, len(tensor)), min(5, len(tensor)))):
+            found = file.read(key, start, end - start)
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found.view(torch.uint8), tensor[start:end].view(torch.uint8)), key
+
+
+def test_a_file_gives_a_range_without_reading_the_whole_tensor(tmp_path: Path) -> None:
+    written(tmp_path / "file", {"first": torch.zeros(7), "weight": torch.arange(2.0**20)})
+    file, before = TensorFile(tmp_path / "file"), _read_by_this_process()
+    assert file.read("weight", 1000, 500).tolist() == list(range(1000, 1500))
+    assert _read_by_this_process() - before < 10_000
+
+
+def _read_by_this_process() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])  # `rchar`, bytes of all reads

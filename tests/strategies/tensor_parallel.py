@@ -1,0 +1,152 @@
+"""What the ranks of the tests run where ranks divide each layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from rlflow import checkpoint
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.logprobs import Softmax, divided_logprobs, token_logprobs
+from rlflow.models.optimizer import Optimizer
+from rlflow.strategies import FSDPStrategy, TrainingStrategy
+from rlflow.values.layout import Layout
+from tests.forks import wide_casts
+from tests.saved import save, write_checkpoint
+from tests.strategies.reference import TEMPERATURE
+from tests.strategies.state import ADAMW, Pieces
+from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, rows_of, trained, update
+
+
+class FSDPInFloat64(FSDPStrategy):
+    """FSDP that computes and sums in float64."""
+
+    precisions = MappingProxyType({"fp64": torch.float64})
+
+
+def dividing(size: int, precision: str = "fp32", sequences: int = 1, stage: Stage = "fsdp") -> TrainingStrategy:
+    """A strategy of all ranks with so many to a layer of `actor` and `reference`, and so many to a sequence."""
+    if precision == "fp64":
+        strategy: TrainingStrategy = FSDPInFloat64(precision)  # type: ignore[arg-type]
+        Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
+    else:
+        strategy = launch(stage, precision)
+    world = dist.get_world_size()
+    layout = Layout(tuple(range(world)), world // size // sequences, tensor_parallel_size=size)
+    strategy.form_groups({"actor": layout, "reference": layout})
+    return strategy
+
+
+def divided_update(
+    folder: Path, size: int, optimizer: Optimizer, precision: str, sequences: int = 1, checkpointing: bool = False
+) -> Outcome:
+    """Two updates of a role."""
+    strategy = dividing(size, precision, sequences)
+    if precision != "fp64":
+        return update(strategy, folder, optimizer, 2, checkpointing)
+    with wide_casts():
+        return update(strategy, folder, optimizer, 2, checkpointing)
+
+
+def train_and_save(
+    model: Path, size: int, folder: Path, updates: int, resume: bool = False, stage: Stage = "fsdp"
+) -> tuple[Pieces, dict[str, Tensor]]:
+    """Updates with so many ranks to a layer, from the last checkpoint if told so; then a checkpoint and an export.
+
+    Returns:
+        This rank's parts of the state after them, and the weights.
+    """
+    strategy = dividing(size, stage=stage)
+    handle = trained(model, ADAMW)
+    strategy.setup_role("actor", handle, model)
+    done = 0
+    if resume:
+        checkpoint.restore(checkpoint.find("last", folder), strategy, ["actor"])
+        done = strategy.roles["actor"].done
+    for _ in range(updates):
+        backward(strategy, "actor", handle)
+        strategy.step("actor")
+    write_checkpoint(strategy, folder, done + updates)
+    save(strategy, "actor", folder / "model")
+    return rows_of_parts(strategy), all_weights(strategy, "actor")
+
+
+def rows_of_parts(strategy: TrainingStrategy) -> Pieces:
+    """This rank's parts of the state of `actor`; those of a block row by row."""
+    return [
+        (key, shape, kind, part.start + number * part.width, row.detach().clone())
+        for key, shape, parts in strategy.state_parts("actor")
+        for kind, part in parts.items()
+        for number, row in enumerate(part.values if part.width else part.values[None])
+    ]
+
+
+def loading(small: Path, model: Path, size: int) -> tuple[int, int]:
+    """Bytes that this rank reads from files to load a frozen model, and bytes of the weights that it then holds."""
+    strategy = dividing(size)
+    strategy.setup_role("actor", CausalLM(str(small), trainable=False), small)  # imports read files too
+    before = _bytes_read()
+    strategy.setup_role("reference", CausalLM(str(model), trainable=False), model)
+    parts = [parameter.to_local() for parameter in strategy.roles["reference"].model.parameters()]  # type: ignore[operator]
+    return _bytes_read() - before, sum(part.nbytes for part in parts)
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def readouts(folder: Path, size: int) -> tuple[Tensor, ...]:
+    """What a frozen model scores in all ways, then the gradient of a sum of likeliest tokens' logprobs."""
+    strategy = dividing(size)
+    frozen, actor = CausalLM(str(folder), trainable=False, temperature=TEMPERATURE), trained(folder, Optimizer())
+    strategy.setup_role("reference", frozen, folder)
+    strategy.setup_role("actor", actor, folder)
+    rows = rows_of([0, 1, 2])
+    found = [*frozen.score(rows), *frozen.topk(rows, 3), frozen.hidden(rows)]
+    found.append(frozen.logprobs_of(rows, torch.arange(2).expand(*rows.response_ids.shape, 2)))
+    found.append(actor.kl(rows, frozen))
+    with actor.training():
+        loss = actor.topk(rows, 3)[0].sum()
+    strategy.backward("actor", loss, last=True)
+    return *found, *strategy.gradients("actor").values()
+
+
+def head(count: int, softmax: Softmax, chunk_elements: int, shift: int = 0) -> list[tuple[Tensor, ...]]:
+    """Of a divided and of a whole output layer: logprobs, entropies, and gradients; in float64.
+
+    Args:
+        count: Tokens of the vocabulary.
+        softmax: See `divided_logprobs`.
+        chunk_elements: See there.
+        shift: Rows by which this rank's rows are said to begin too late.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(9, 6, generator=generator).double(),
+        torch.randn(count, 6, generator=generator).double(),
+    )
+    targets = torch.randint(count, (9,), generator=generator)
+    of_logprobs, of_entropy = torch.randn(2, 9, generator=generator).double()
+    each = -(-count // size)
+    rows = slice(rank * each, min(count, (rank + 1) * each))
+    found = []
+    for whole in (False, True):
+        states, matrix = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if whole:
+            logprobs, entropy = token_logprobs(states, matrix, targets, softmax)
+        else:
+            group = dist.group.WORLD
+            assert group is not None
+            given = (states, matrix[rows], targets, rows.start + shift, group, softmax, chunk_elements)
+            logprobs, entropy = divided_logprobs(*given)
+        (logprobs * of_logprobs + entropy * of_entropy).sum().backward()
+        assert states.grad is not None
+        assert matrix.grad is not None
+        found.append((logprobs.detach(), entropy.detach(), states.grad, matrix.grad[rows]))
+    return found
