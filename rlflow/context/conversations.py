@@ -6,13 +6,13 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from rlflow.databuffer.transport import Transport
-from rlflow.environments.bridge import Bridge, Message, PictureBridge
+from rlflow.environments.bridge import BRIDGES, Bridge, Message, PictureBridge
 from rlflow.environments.environment import Definition, Environment, Tool
 from rlflow.environments.host import Coroutines, Host
 from rlflow.environments.session import Session
@@ -54,6 +54,15 @@ from rlflow.worker import Worker
 TOOLLESS = Definition({}, answers_messages=True)
 BEFORE = -1  # the turn whose seed is the environment's: it draws before the policy's first
 ROUND_S = 5.0  # after which ranks that share an engine are informed that no environment has answered yet
+
+
+@lru_cache(maxsize=BRIDGES)
+def _with_tools(schemas: str) -> Definition:
+    """What an agent defines by the JSON of the tools in a request."""
+    tools = json.loads(schemas)
+    names = [each["function"]["name"] for each in tools]
+    made = [Tool(name, each, method=False, path="") for name, each in zip(names, tools, strict=True)]
+    return Definition(dict(zip(names, made, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -144,7 +153,6 @@ class ConversationRunner:
     expand: Callable[[Sequence[int], Sequence[Picture]], list[int]] | None = None
     _hosts: EnvironmentHosts = field(default_factory=lambda: EnvironmentHosts(), init=False)
     _door: Door | None = field(default=None, init=False)
-    _tools: dict[str, Definition] = field(default_factory=dict, init=False)  # of harnesses, by their schemas
 
     def run(
         self,
@@ -315,12 +323,7 @@ class ConversationRunner:
         """The bridge that writes the turns of requests with these tools."""
         if not tools:
             return self.bridge(TOOLLESS)
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._tools:
-            names = [each["function"]["name"] for each in tools]
-            made = [Tool(name, each, method=False, path="") for name, each in zip(names, tools, strict=True)]
-            self._tools[key] = Definition(dict(zip(names, made, strict=True)))
-        return self.bridge(self._tools[key])
+        return self.bridge(_with_tools(json.dumps(tools, sort_keys=True)))
 
     def _begun(
         self,

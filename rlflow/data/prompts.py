@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
@@ -21,7 +21,7 @@ from rlflow.data.played import Played
 from rlflow.data.sources import DataLike, Source, as_source, datasets_of, is_data_module
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
-from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, content_of_prompt
+from rlflow.environments.bridge import BRIDGES, MARK, Bridge, SpecialTokens, content_of_prompt
 from rlflow.environments.conversation_format import bridge_of, traced
 from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, about, one_line, readable_line
@@ -202,7 +202,7 @@ class Encoder:
         processor: Processor of a model that reads pictures; None for one that reads text alone.
 
     Attributes:
-        bridge: The bridge of an environment, which writes and reads its turns; made once.
+        bridge: The bridge of an environment, which writes and reads its turns; those used last are kept.
 
     Raises:
         UserError: The tokenizer lacks the chat template or end-of-sequence token that `data` needs.
@@ -232,7 +232,7 @@ class Encoder:
         self._definition_of = (lambda row: toolless) if environment is None else environment.definition_of
         self._special = SpecialTokens(tokenizer)
         made = partial(bridge_of, tokenizer=tokenizer, renderer=data.renderer, tool_calls=data.tool_calls)
-        self.bridge: Callable[[Definition], Bridge] = cache(made)
+        self.bridge: Callable[[Definition], Bridge] = lru_cache(BRIDGES)(made)
         for definition in environment.definitions.values() if environment is not None and self._begins else ():
             self.bridge(definition)
 

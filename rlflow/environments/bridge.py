@@ -188,6 +188,7 @@ def content_of_prompt(content: Any) -> str | list[dict[str, str]]:
     return [part if part == PICTURE else {"type": "text", "text": text_of([part], "the prompt")} for part in content]
 
 
+BRIDGES = 64  # kept at a time: an agent may define other tools in each request
 MARK = "\ufdd0"  # no character: Unicode reserves this code point for internal use
 MARKS = re.compile(f"{MARK}({MARK}?)")  # a single mark is inside a spelling; two marks stand for one in the message
 
