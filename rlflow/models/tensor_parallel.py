@@ -55,9 +55,9 @@ def check_tensor_parallel(config: Any, size: int, role: str, handle: ModelHandle
         raise UserError(
             f"{setting}, and `{role}` {what}, whose layers cannot be divided yet; set it to 1: FSDP divides its weights"
         )
-    if text.model_type not in FAMILIES:
+    if config.model_type not in FAMILIES:  # a text model within one that also reads images is not tried
         raise UserError(
-            f"{setting}, and the model of `{role}` is of the type {text.model_type!r}; layers are divided of"
+            f"{setting}, and the model of `{role}` is of the type {config.model_type!r}; layers are divided of"
             f" {', '.join(FAMILIES)}; set it to 1: FSDP divides its weights"
         )
     heads, kv_heads = heads_of(config)
