@@ -432,10 +432,13 @@ class Observer:
         self._found.trained_by[node.role] = node.id
         self._found.order += [node.id] if node.id not in self._found.order else []
         call = LossCall(partial(method, **values), derivative.Held())
+        before = _versions(values)
         with self._holding(call.held if self._way.derives else None):
             loss = method(**values)
         if not isinstance(loss, Tensor):
             raise Wrong(node.id, f"returned {type(loss).__name__} and not a tensor of losses")
+        if _versions(values) != before:
+            raise Wrong(node.id, "changes what it reads in place, so a second epoch would read other numbers")
         if not loss.requires_grad:
             raise Wrong(node.id, "returned a loss without a gradient: all that depends on the weights is detached")
         narrow: Tensor = self._narrowed(loss, node, given)
@@ -457,7 +460,7 @@ class Observer:
                 keys: list[Key] | None = [(tuple(each.tolist()),) for each in prompts.rows()]  # type: ignore[union-attr]
             else:
                 keys = keys_of(value)
-            if keys is None or len(keys) != len(loss):
+            if keys is None or loss.shape[:1] != (len(keys),):
                 continue
             for row, key in enumerate(keys):
                 own = loss[row].detach()
@@ -544,6 +547,12 @@ class Observer:
             if column.cut is Cut.TOKEN and isinstance(data, Tensor):
                 return int(data.shape[1])
         return None
+
+
+def _versions(values: dict[str, Any]) -> list[int]:
+    """How often each tensor of these values was changed in place."""
+    fields = [vars(value).values() if dataclasses.is_dataclass(value) else [value] for value in values.values()]
+    return [part._version for each in fields for part in each if isinstance(part, Tensor) and not part.is_inference()]
 
 
 def _tool(value: Any) -> Tensor | None:
