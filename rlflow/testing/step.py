@@ -274,6 +274,7 @@ def run_step(module: RLModule, rows: list[dict[str, Any]], way: Way, scratch: Pa
         max_steps=1,
         devices=way.ranks,
         accelerator="cpu",
+        logprob_gap_limit=1e6,  # the recorded logprobs are no model's
     )
     found = Outcome()
     with ExitStack() as stack:
@@ -382,7 +383,7 @@ class Observer:
             setattr(module, node.id, partial(self._call, node, getattr(module, node.id)))
         for handle in handles(module).values():
             if isinstance(handle, CausalLM):
-                handle.watch = lambda rows, logprobs: None  # the recorded logprobs are no model's
+                handle.watch = lambda rows, logprobs: None  # it would detach what the node has not
             handle._by_micro_batch = partial(self._score, handle._by_micro_batch)  # type: ignore[method-assign]
         strategy.backward, strategy.step = self.backward, self.step  # type: ignore[method-assign]
 
