@@ -17,13 +17,13 @@ from torch import Tensor
 
 from rlflow.errors import UserError, did_you_mean
 from rlflow.module import RLModule, environments, handles
+from rlflow.testing.derivative import LIMIT
 from rlflow.testing.ranks import RankFailure, Ranks, said
 from rlflow.testing.recorded import PROMPTS, recorded_rows
 from rlflow.testing.step import SMALL, Outcome, Rows, Way, Wrong, run_step, small
 
 FLOAT64, FLOAT32 = 1e-8, 1e-5  # norm of a difference over the norm
 SEEN64, SEEN32 = 1e-7, 1e-3  # a node's value that differs by more, over the largest of the node, is named
-DERIVATIVE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _derived(plain: Outcome, meant: Collection[str]) -> Line:
         if all(not tensor.any() for update in updates for tensor in update.values()):
             return Line("derivative", None, plain.trained_by[role], f"gives `{role}` a gradient of 0 in every weight")
     largest = max(plain.derivatives.values(), default=0.0)
-    node = next((node for node, apart in plain.derivatives.items() if not apart <= DERIVATIVE), None)
+    node = next((node for node, apart in plain.derivatives.items() if not apart <= LIMIT), None)
     what = "has another gradient than the derivative of its loss"
     return Line("derivative", largest, node, what if node else "", "derivative" in meant)
 

@@ -7,7 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from rlflow.settings import Settings
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.strategies.distributed import DistributedStrategy
 from rlflow.testing import derivative
+from rlflow.testing.ranks import TIMEOUT_S
 from rlflow.testing.recorded import PROMPTS, Recorded, RecordedReward, parts_of, with_tool, write_model
 from rlflow.values.absent import Absent
 from rlflow.values.batch import Pairs
@@ -109,6 +110,7 @@ class Outcome:
         values: Rows of what a node made, by path. Rows that were generated are left out: they are recorded.
         losses: Losses that a train node returned, for each update.
         gradients: The gradient of a role in each update, by name.
+        trained_by: The train node of each role.
         derivatives: How far a train node's gradients are from the derivative of the loss.
         tokens: Keys of the rows that nodes made, by row space and path.
     """
@@ -152,7 +154,7 @@ class Plain(DistributedStrategy):
     within_setting = "none"
 
     def __init__(self, token_budget: int, packing: bool, share_prefixes: bool) -> None:
-        self._configure_ranks("fp64", token_budget, packing, share_prefixes, False, 60.0, None)
+        self._configure_ranks("fp64", token_budget, packing, share_prefixes, False, TIMEOUT_S, None)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         super().backward(name, loss, last)
@@ -164,7 +166,12 @@ class Plain(DistributedStrategy):
 
 @dataclass(frozen=True)
 class NodeValues(NodeInputs):
-    """Notes what nodes make, row by row."""
+    """Notes what nodes make, row by row.
+
+    Attributes:
+        found: Where it is noted.
+        reversed_prompts: Whether the dataset is in the opposite order.
+    """
 
     found: Outcome = field(default_factory=Outcome)
     reversed_prompts: bool = False
@@ -227,6 +234,9 @@ def small(module: RLModule, folder: Path, parts: tuple[str, ...] = ()) -> RLModu
         folder: Folder for the models.
         parts: Names of the reward's parts; empty for those that the module's reward has.
     """
+    given, module = module, copy(module)
+    if given.reward is not None:  # which may hold what cannot be copied
+        module.reward = RecordedReward(parts or parts_of(given.scorer))
     module = deepcopy(module)
     make_models(module)
     module.config_models = deepcopy(dict(module.config_models))
@@ -241,8 +251,6 @@ def small(module: RLModule, folder: Path, parts: tuple[str, ...] = ()) -> RLModu
             handle.lora = replace(handle.lora, dropout=0.0)
         if role in trained:
             handle.optimizer = Optimizer("sgd", lr=LR, gradient_clipping=0.0)
-    if module.reward is not None:
-        module.reward = RecordedReward(parts or parts_of(module.scorer))
     return module
 
 
@@ -266,6 +274,7 @@ def run_step(module: RLModule, rows: list[dict[str, Any]], way: Way, scratch: Pa
         max_steps=1,
         devices=way.ranks,
         accelerator="cpu",
+        logprob_gap_limit=1e6,  # the recorded logprobs are no model's
     )
     found = Outcome()
     with ExitStack() as stack:
@@ -374,7 +383,7 @@ class Observer:
             setattr(module, node.id, partial(self._call, node, getattr(module, node.id)))
         for handle in handles(module).values():
             if isinstance(handle, CausalLM):
-                handle.watch = lambda rows, logprobs: None  # the recorded logprobs are no model's
+                handle.watch = lambda rows, logprobs: None  # it would detach what the node has not
             handle._by_micro_batch = partial(self._score, handle._by_micro_batch)  # type: ignore[method-assign]
         strategy.backward, strategy.step = self.backward, self.step  # type: ignore[method-assign]
 
@@ -432,10 +441,13 @@ class Observer:
         self._found.trained_by[node.role] = node.id
         self._found.order += [node.id] if node.id not in self._found.order else []
         call = LossCall(partial(method, **values), derivative.Held())
+        before = _versions(values)
         with self._holding(call.held if self._way.derives else None):
             loss = method(**values)
         if not isinstance(loss, Tensor):
             raise Wrong(node.id, f"returned {type(loss).__name__} and not a tensor of losses")
+        if _versions(values) != before:
+            raise Wrong(node.id, "changes what it reads in place, so a second epoch would read other numbers")
         if not loss.requires_grad:
             raise Wrong(node.id, "returned a loss without a gradient: all that depends on the weights is detached")
         narrow: Tensor = self._narrowed(loss, node, given)
@@ -457,7 +469,7 @@ class Observer:
                 keys: list[Key] | None = [(tuple(each.tolist()),) for each in prompts.rows()]  # type: ignore[union-attr]
             else:
                 keys = keys_of(value)
-            if keys is None or len(keys) != len(loss):
+            if keys is None or loss.shape[:1] != (len(keys),):
                 continue
             for row, key in enumerate(keys):
                 own = loss[row].detach()
@@ -544,6 +556,12 @@ class Observer:
             if column.cut is Cut.TOKEN and isinstance(data, Tensor):
                 return int(data.shape[1])
         return None
+
+
+def _versions(values: dict[str, Any]) -> list[int]:
+    """How often each tensor of these values was changed in place."""
+    fields = [vars(value).values() if dataclasses.is_dataclass(value) else [value] for value in values.values()]
+    return [part._version for each in fields for part in each if isinstance(part, Tensor) and not part.is_inference()]
 
 
 def _tool(value: Any) -> Tensor | None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import rlflow.algorithms
 from rlflow import LoRA
+from rlflow.testing.derivative import wide_casts
 from tests.exactness import test_rows_of_rows as rows_of_rows
 from tests.exactness.cases import CASES, LR, OFF, VARIATIONS, Case, truth
 from tests.exactness.recording import USELESS, Recording, record
 from tests.exactness.settings import COVER, LARGE, PRODUCT, RANKS, SMALL, Setting
 from tests.exactness.step import Outcome, one_step
-from tests.forks import wide_casts
 from tests.ranks import RankPool
 from tests.reference.policy_float64 import Objective
 from tests.reference.update import Update

@@ -21,8 +21,8 @@ from rlflow.algorithms import RAFT, SelfPlay, TreeRL
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import SampleReward
 from rlflow.strategies import SingleProcess
+from rlflow.testing.derivative import wide_casts
 from tests.controller.runs import FSDP, Fit, Result, fit, sums
-from tests.forks import wide_casts
 from tests.ranks import RankPool
 
 LR, STEPS, PROMPTS = 0.3, 2, 3

@@ -11,13 +11,13 @@ import torch
 
 from rlflow.databuffer.rows import RowSpace
 from rlflow.rollout.sampling import sampling_seed
+from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
 from tests.exactness.cases import CASES, GRPO, Case, truth_of_updates
 from tests.exactness.recording import GROUP, Recording, record
 from tests.exactness.settings import LARGE, SMALL, Setting
 from tests.exactness.step import Outcome, one_step
 from tests.exactness.test_algorithms import FLOAT32, FLOAT64, difference
-from tests.forks import wide_casts
 from tests.ranks import RankPool
 from tests.reference.update import Update
 from tests.slow import slow_but

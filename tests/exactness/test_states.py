@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.testing.derivative import wide_casts
 from tests.exactness.cases import CASES, truth
 from tests.exactness.recording import Recording, record
 from tests.exactness.settings import LARGE, RANKS, SMALL, Setting
 from tests.exactness.step import one_step
 from tests.exactness.test_algorithms import FLOAT64, check, differences
 from tests.families.models import write_family
-from tests.forks import wide_casts
 from tests.reference.update import Update
 from tests.slow import slow_but
 

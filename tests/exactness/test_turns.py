@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlflow.testing.derivative import wide_casts
 from tests.exactness.cases import CASES, REFERENCE, VARIATIONS, Case, of_samples, truth
 from tests.exactness.recording import LONGEST, Recording, record
 from tests.exactness.settings import COVER, SMALL, Setting
 from tests.exactness.step import one_step
 from tests.exactness.test_algorithms import FLOAT32, FLOAT64, differences
-from tests.forks import wide_casts
 from tests.slow import slow_but
 
 REFUSE = ("GDPO",)  # an environment

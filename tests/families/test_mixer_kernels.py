@@ -20,8 +20,8 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.mixers import CONVOLUTION, CONVOLUTION_AND_SCAN, DELTA_RULE, SCAN, Kernel, slow_states
+from rlflow.testing.derivative import wide_casts
 from tests.families.test_mixers import alone, together
-from tests.forks import wide_casts
 from tests.strategies.reference import distance
 
 Function = Callable[..., Any]

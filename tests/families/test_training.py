@@ -19,9 +19,9 @@ from rlflow.cli import main
 from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import pack
+from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
 from tests.families.models import ALL, FAMILIES
-from tests.forks import wide_casts
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS, distance, plain_update

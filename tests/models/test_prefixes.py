@@ -22,11 +22,12 @@ from rlflow.models.handle import ForwardPlan
 from rlflow.models.lora import LoRA
 from rlflow.models.packing import pack, shared_micro_batches, take
 from rlflow.models.prefixes import families, gather, neighbours
+from rlflow.testing.derivative import wide_casts
 from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.columns import Column
 from rlflow.values.cuts import Cut
 from rlflow.values.ragged import Ragged
-from tests.forks import forked_rows, rows_of, wide_casts
+from tests.forks import forked_rows, rows_of
 from tests.models.conftest import one_by_one
 from tests.models.test_causal_lm import named_gradients
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.single import SingleProcess
+from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
-from tests.forks import wide_casts
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import TEMPERATURE, distance, plain_update

@@ -160,6 +160,13 @@ class WrongBackward(GRPO):
         return _Doubled.apply(super().surrogate(logprobs, old_logprobs, advantages, mask))
 
 
+class ChangesItsInput(GRPO):
+    """Advantages are halved where they are, and again in the next epoch."""
+
+    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        return super().surrogate(logprobs, old_logprobs, advantages.mul_(0.5), mask)
+
+
 class Counts(GRPO):
     """The loss grows with the calls of the node."""
 
@@ -187,6 +194,7 @@ PLANTS: dict[type[GRPO], tuple[str, str]] = {
     DenominatorOfOtherSet: ("ranks", "advantages"),
     RowBefore: ("order", "advantages"),
     WrongBackward: ("derivative", "actor_loss"),
+    ChangesItsInput: ("derivative", "actor_loss"),
     Counts: ("micro-batches", "actor_loss"),
 }
 
