@@ -17,7 +17,7 @@ from rlflow.errors import UserError
 from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import handles
-from rlflow.rollout.engine import Completion, Sampling
+from rlflow.rollout.engine import Completion, Sampling, picture_argument
 from rlflow.rollout.sampling import sampling_seed
 from rlflow.values.batch import TokenRows
 from rlflow.values.columns import to_device
@@ -203,7 +203,13 @@ def default_gap_limit(dtype: torch.dtype) -> float:
 
 
 def probe(
-    run: Run, task: SyncWeights, gap: LogprobGap, prompt: Sequence[int], version: int, metrics: StepMetrics
+    run: Run,
+    task: SyncWeights,
+    gap: LogprobGap,
+    prompt: Sequence[int],
+    pictures: Sequence[int],
+    version: int,
+    metrics: StepMetrics,
 ) -> None:
     """After a sync, let the engine write a few short responses, and compare its logprobs with the trainer's.
 
@@ -214,6 +220,7 @@ def probe(
         task: The sync of the policy; called by all its ranks.
         gap: Records the differences.
         prompt: Token ids, the same on every rank.
+        pictures: Numbers of the prompt's pictures.
         version: Version of the weights that both have now.
         metrics: Metrics of the step.
     """
@@ -224,14 +231,15 @@ def probe(
     if engine is not None:
         seeds = [sampling_seed(run.settings.seed, version, "probe", (0,), index) for index in range(PROBES)]
         sampling = Sampling(min(TOKENS, run.module.max_response_length), handle.temperature)
-        completions = engine.generate(prompts, seeds, sampling, version)
+        seen = [run.album(pictures)] * PROBES
+        completions = engine.generate(prompts, seeds, sampling, version, **picture_argument(seen))
     if transport.rank not in ranks:
         return
     here = [(one.token_ids, one.logprobs) for one in completions]
     written = transport.broadcast_json(here, task.target[0], ranks)
     if transport.rank not in task.source:
         return
-    lists = prompts, [tokens for tokens, _ in written]
+    lists = prompts, [tokens for tokens, _ in written], [pictures] * PROBES
     rows = TokenRows.padded(*(to_device(Ragged.from_lists(each), transport.device) for each in lists))
     mask = torch.arange(rows.response_ids.shape[1], device=transport.device) < rows.lengths[:, None]
     said = torch.zeros(mask.shape, dtype=torch.float64, device=transport.device)

@@ -189,8 +189,9 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     served = scores_its_rows(name, graph) and not (run.plan.max_staleness or run.plan.cuts_off)
     if served:
         return Policy(name, engine, sync, changes, start, gap)
-    (prompt,) = run.train.first().prompt_ids.rows()
-    return Policy(name, engine, sync, changes, start, gap, partial(probe, run, task, gap, prompt.tolist()))
+    first = run.train.first()
+    prompt, pictures = first.prompt_ids.values.tolist(), first.pictures.values.tolist()
+    return Policy(name, engine, sync, changes, start, gap, partial(probe, run, task, gap, prompt, pictures))
 
 
 def scores_its_rows(policy: str, graph: Graph) -> bool:

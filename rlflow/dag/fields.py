@@ -132,7 +132,7 @@ def _framework(
     module: object, node: Node, made: Any, every: Sequence[Column], watched: Collection[str]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """The fields that the framework reads in addition to the node, each with a reason."""
-    handle = getattr(module, node.role, None) if node.role is not None else None
+    handles = [getattr(module, name, None) for name in (node.role, *node.uses) if name is not None]
     if node.kind == "rollout":
         policies = [getattr(module, name, None) for name in node.generates]
         read = {name for policy in policies for name in getattr(policy, "model_inputs", ())}
@@ -146,5 +146,6 @@ def _framework(
     if sampled and any(hasattr(getattr(module, name, None), "watch") for name in called):
         yield "compared with the engine's logprobs", list(members(Sampled))
     for column in every:
-        if column.model_input is not None and column.name in getattr(handle, "model_inputs", ()):
+        asked = (column.name in getattr(handle, "model_inputs", ()) for handle in handles)
+        if column.model_input is not None and any(asked):
             yield f"its model reads these {column.name}", (column.name,)

@@ -20,7 +20,7 @@ from rlflow.models.logprobs import Softmax, logprobs_of_tokens, token_kl, token_
 from rlflow.models.lora import adapters_off
 from rlflow.models.moe import MoE, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.packed import PackedModel
-from rlflow.models.packing import ModelInput, response_mask, whole
+from rlflow.models.packing import ModelInput, response_mask, tokens_alone, whole
 from rlflow.models.weights import in_buckets
 from rlflow.values.batch import TokenRows
 from rlflow.values.cuts import PerSample, PerToken
@@ -275,7 +275,8 @@ class CausalLM(ModelHandle):
 
         def both_passes(own: Tokens, prompts: Ragged | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
             with torch.no_grad():
-                read = TokenRows(own.prompt_ids if prompts is None else prompts, own.response_ids, own.lengths)
+                # Nodes wrote other prompts, which have no pictures.
+                read = tokens_alone(own) if prompts is None else TokenRows(prompts, own.response_ids, own.lengths)
                 _, (theirs,) = other._forward_pass(read, other.temperature, keep)
             return self._forward_pass(own, self.temperature, compare, beside=theirs)
 

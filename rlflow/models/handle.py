@@ -21,8 +21,10 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import (
     ALONE,
+    PICTURES,
     ModelInput,
     Peers,
+    columns_of,
     no_rows,
     on_cpu,
     pack,
@@ -36,7 +38,7 @@ from rlflow.models.packing import (
 )
 from rlflow.models.pictures import PictureProcessor, PictureReader, no_pictures
 from rlflow.values.batch import Pairs, TokenRows
-from rlflow.values.host_copy import on_device, rows_at
+from rlflow.values.host_copy import on_device, on_host, rows_at
 from rlflow.values.picture import Picture
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
@@ -335,11 +337,7 @@ class ModelHandle(ABC):
             beside: `[R, ...]`, a further tensor with an entry for each scored token, see `ModelInput.beside`; or None.
         """
         assert self._forward is not None, "attach comes first"
-        if self.unread_placeholder is not None and bool((rows.prompt_ids.values == self.unread_placeholder).any()):
-            raise UserError(
-                f"{self.model!r} reads text alone, and it is given prompts with pictures; take a model that reads"
-                " pictures, or have the node make prompts of text (`as_prompts`)"
-            )
+        self._check_pictures(rows)
         peers = self.plan.peers
         parts = replace(self.plan.model_input(rows), beside=beside).divide(peers.size)
         read = parts[peers.rank].to(next(self._forward.parameters()).device)
@@ -347,6 +345,20 @@ class ModelHandle(ABC):
         more = {"routing": self._routing(read), "prefixes": read.prefixes, "pictures": read.pictures}
         values = self._forward(*read.arguments(), *arguments, *last, **more)
         return read, read.in_order(peers.gather(values, [len(part.scored) for part in parts]))
+
+    def _check_pictures(self, rows: Tokens) -> None:
+        """Refuse prompts with places for pictures where no pictures are read: their placeholders would be tokens."""
+        reader = self.plan.reader
+        placeholder = self.unread_placeholder if reader is None else reader.processor.placeholder_id
+        if placeholder is None or (reader is not None and PICTURES in columns_of(rows)):
+            return
+        if bool((on_host(rows.prompt_ids.values) == placeholder).any()):
+            why = (
+                "reads text alone, and it is given prompts with pictures; take a model that reads pictures"
+                if reader is None
+                else "is given prompts that have places for pictures without the pictures; score rows of a step"
+            )
+            raise UserError(f"{self.model!r} {why}, or have the node make prompts of text (`as_prompts`)")
 
     def _routing(self, read: ModelInput) -> Routing | None:
         """The object that replays or records the experts of a forward pass; None where neither is done."""

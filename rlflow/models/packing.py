@@ -40,6 +40,12 @@ def take(rows: Tokens, index: Tensor) -> TokenRows:
     return TokenRows(*rows_there, taken)
 
 
+def tokens_alone(rows: Tokens) -> TokenRows:
+    """The rows with their pictures, and without other columns."""
+    shown = {name: data for name, data in columns_of(rows).items() if name == PICTURES}
+    return TokenRows(rows.prompt_ids, rows.response_ids, rows.lengths, shown)
+
+
 def columns_of(rows: Tokens) -> Mapping[str, Tensor | Ragged]:
     """The columns that a model reads in addition to the tokens of these rows, by name, if they were made and sent."""
     if isinstance(rows, TokenRows):
@@ -206,7 +212,7 @@ def whole(rows: Tokens) -> TokenRows:
     for prompt, response, length in zip(here.prompt_ids.rows(), here.response_ids, here.lengths.tolist(), strict=True):
         pieces += [prompt, response[:length]]
     prompts = Ragged(torch.cat(pieces), here.prompt_ids.lengths + here.lengths)
-    shown = {name: data for name, data in columns_of(rows).items() if name == PICTURES}
+    shown = tokens_alone(rows).columns
     found = TokenRows(prompts, torch.zeros_like(here.lengths)[:, None], torch.ones_like(here.lengths), shown)
     there: TokenRows = to_device(found, rows.lengths.device)
     return there

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from rlflow import CausalLM, LoRA
+from rlflow import CausalLM, LoRA, UserError
 from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import pack, take
@@ -189,3 +189,21 @@ def test_adapters_are_of_the_decoder_and_start_as_the_model_itself(tower: Callab
             scores.append(handle.logprobs(tokens))
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(scores[2], scores[0], rtol=0, atol=1e-5)
+
+
+def test_a_model_has_no_divergence_from_itself_on_rows_with_pictures(tower: Callable[[str], Path]) -> None:
+    folder = tower("idefics3")
+    rows = rows_of(folder)
+    tokens, album = token_rows(rows, responses_to(rows))
+    both = []
+    for trainable in (True, False):
+        handle = CausalLM(str(folder), trainable=trainable)
+        handle.album = album
+        handle.attach(handle.load(folder, torch.float32, CPU), handle.plan)
+        both.append(handle)
+    with torch.no_grad():
+        assert float(both[0].kl(tokens, both[1]).abs().max()) < 1e-6
+        with pytest.raises(
+            UserError, match="is given prompts that have places for pictures without the pictures; score"
+        ):
+            both[0].logprobs(TokenRows(tokens.prompt_ids, tokens.response_ids, tokens.lengths))
