@@ -32,6 +32,7 @@ RANKS = {  # others: 1
     "ppo_apart": 4,
     "ppo_one_step_off": 4,
     "grpo_math_8gpu": 8,
+    "qwen3_vl_geo3k_8gpu": 8,
     "grpo_math_16nodes": 128,
 }
 
