@@ -29,7 +29,11 @@ setup(
     # The top-level folders `algorithms/` and `configs/` are what users read first; they install inside `rlflow`.
     packages=[*find_packages(include=["rlflow", "rlflow.*"]), "rlflow.algorithms", "rlflow.configs"],
     package_dir={"rlflow.algorithms": "algorithms", "rlflow.configs": "configs"},
-    package_data={"rlflow": ["__init__.pyi", "py.typed"], "rlflow.configs": ["*.yaml"]},
+    package_data={
+        "rlflow": ["__init__.pyi", "py.typed"],
+        "rlflow.commands": ["*.css", "*.js"],
+        "rlflow.configs": ["*.yaml"],
+    },
     entry_points={"console_scripts": ["rlflow = rlflow.cli:main"]},
     install_requires=[
         "torch>=2.13",  # whose varlen_attn lets heads share keys
