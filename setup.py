@@ -33,6 +33,7 @@ setup(
     package_data={
         "rlflow": ["__init__.pyi", "py.typed"],
         "rlflow.known_answers": ["*.json"],
+        "rlflow.commands": ["*.css", "*.js"],
         "rlflow.configs": ["*.yaml"],
     },
     entry_points={"console_scripts": ["rlflow = rlflow.cli:main"]},

@@ -23,7 +23,7 @@ COMMANDS = {
     "validate": "Measure a config's model on its held-out prompts.",
     "check": "Say what changes an algorithm's gradient and should not: ranks, micro-batches, padding, order.",
     "graph": "Print an algorithm's graph and a rank's plan, and draw it.",
-    "report": "Show where the time of a run's steps went, rank by rank.",
+    "report": "Show where the time of a run's steps went, rank by rank; with `--html` the run as a page.",
     "trace": "Join the traces of a run's ranks into one file.",
     "samples": "Read the samples of a run: prompts and responses, conversations turn by turn.",
     "play": "Play the environment of a config in the terminal, as its policy would read it.",

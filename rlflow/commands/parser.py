@@ -54,17 +54,19 @@ def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int
     Args:
         parser: Parser of the command.
         command: The command. Its positional-only parameters are given in their order, the others as options; a `bool`
-            is a flag, which may have a value. So
+            is a flag, which may have a value; `*runs` takes any number of further arguments. So
             `def samples(run_dir: Path, /, step: int | None = None, last: bool = False)` is called by
             `rlflow samples RUN_DIR --step 3` and by `rlflow samples RUN_DIR --last`.
         skip: How many of its first parameters are no arguments of the command line.
     """
     described = {each.arg_name: each.description for each in parse(command.__doc__ or "").params}
     for each in [*inspect.signature(command, eval_str=True).parameters.values()][skip:]:
-        is_option = each.kind is not each.POSITIONAL_ONLY
+        is_option = each.kind not in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL)
         form: dict[str, Any] = {"type": each.annotation}
         if each.annotation is bool:
             form |= {"nargs": "?", "const": True, "default": False}
+        elif each.kind is each.VAR_POSITIONAL:
+            form["nargs"] = "*"
         elif each.default is not each.empty:
             form["default"] = each.default
         elif is_option:

@@ -1,8 +1,9 @@
-"""`rlflow report`: where the time of a run's steps went, as a table and a picture."""
+"""`rlflow report`: where the time of a run's steps went, as a table and a picture; and whole runs as a page."""
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,29 +15,51 @@ from typing import Any
 from rlflow.commands.parser import call
 from rlflow.commands.trace import chosen_steps, print_missing, traces_of
 from rlflow.errors import UserError
+from rlflow.loggers.jsonl import METRICS_FILE
 from rlflow.loggers.trace import FLIGHT, SAVE, TURN, WAIT, read_events, step_windows, window_of
 from rlflow.metrics import straggler
 
 PICTURE_FILE = "timeline.png"
+PAGE_FILE = "report.html"
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def report(run_dir: Path, /, step: int | None = None, steps: int = 3, draw: Path | None = None) -> None:
-    """Show where the time of a run's steps went, rank by rank, as a table and a picture.
+def report(
+    run_dir: Path,
+    /,
+    *others: Path,
+    step: int | None = None,
+    steps: int = 3,
+    draw: Path | None = None,
+    html: bool = False,
+    to: Path | None = None,
+) -> None:
+    """Show where the time of a run's steps went, rank by rank; or write a page with all that runs left behind.
 
     Only events of these steps are held in memory.
 
     Args:
         run_dir: The folder of a run, whether it ended or not.
+        others: Folders of other runs that the page compares with the first one.
         step: The last step shown, from 1; else the run's last.
         steps: How many, up to that one.
         draw: PATH.png, .svg or .pdf; else RUN_DIR/timeline.png.
+        html: Write one HTML file that needs no network: health, curves, samples, timeline, graph, config.
+        to: The HTML file; else RUN_DIR/report.html.
 
     Raises:
-        UserError: The folder holds no traces, or not those of the step.
+        UserError: The folder holds no traces, or not those of the step; or for a page no metrics.
     """
     if draw is not None and draw.suffix not in SUFFIXES:
         raise UserError(f"`--draw` is {str(draw)!r}; end it in one of {', '.join(SUFFIXES)}")
+    if html:
+        if draw is not None:
+            raise UserError("`--draw` is of the report without a page; leave it out, or leave out `--html`")
+        write_page([run_dir, *others], step, steps, to or run_dir / PAGE_FILE)
+        return
+    if others or to is not None:
+        what = "`--to`" if to is not None else f"{1 + len(others)} runs"
+        raise UserError(f"{what} can only be given with `--html`; add it, or leave them out")
     traces = traces_of(run_dir)
     windows = step_windows(traces)
     shown = chosen_steps(run_dir, windows, step, steps)
@@ -46,6 +69,30 @@ def report(run_dir: Path, /, step: int | None = None, steps: int = 3, draw: Path
     picture = draw or run_dir / PICTURE_FILE
     draw_timeline(timeline, shown, picture)
     print(f"drew {picture}")
+
+
+def write_page(folders: Sequence[Path], step: int | None, steps: int, file: Path) -> None:
+    """Write the page of some runs; without the timeline if the first one has no traces."""
+    from rlflow.commands.report_page import page
+
+    for folder in folders:
+        if not (folder / METRICS_FILE).is_file():
+            raise UserError(f"`{folder}` has no {METRICS_FILE}; give the folder of a run that began")
+    with tempfile.TemporaryDirectory() as scratch:
+        picture = Path(scratch, PICTURE_FILE)
+        try:
+            traces = traces_of(folders[0])
+            windows = step_windows(traces)
+            shown = chosen_steps(folders[0], windows, step, steps)
+            timeline = Timeline(spans(read_events(traces, window=window_of(windows, shown))))
+            text = "\n".join(screen(timeline, shown, last=max(windows)))
+            draw_timeline(timeline, shown, picture)
+        except UserError as error:
+            text = f"no timeline: {error}"
+        made = page(folders, text, picture if picture.is_file() else None)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(made, encoding="utf-8")
+    print(f"wrote {file}")
 
 
 def main(arguments: Sequence[str]) -> None:

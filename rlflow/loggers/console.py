@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 from rlflow.errors import readable
 from rlflow.process.terminal import lasting
@@ -22,15 +23,22 @@ from rlflow.process.terminal import lasting
 MOST_BYTES = 64 * 2**20
 POLL_S = 1.0
 KEPT = 4  # a quarter of the bytes at the beginning stays, and a quarter at the end
-# The metric of each label, and its form; shown if the run logs it.
+# The metric of each label, and its form; shown if the run logs it, the first ones also where there is little room.
+# `*/kl` is of each trained role.
 SHOWN = {
     "reward": ("reward/mean", "{:.3f}"),
     "accuracy": ("val/accuracy", "{:.3f}"),
     "margin": ("val/margin", "{:.3f}"),
     "length": ("rollout/length", "{:.1f}"),
+    "cut": ("rollout/truncated", "{:.1%}"),
+    "kl": ("*/kl", "{:.4f}"),
+    "grad": ("*/grad_norm", "{:.2f}"),
 }
 SAMPLED = ("reward/mean", "rollout/length")  # with these no loss is shown: a policy's does not measure progress
-LOSS = "/loss"  # of a role
+PHASES = 3  # of a step at most: those that took a tenth of it or more
+NO_PHASES = {"step", "elapsed", "exchange_wait", "straggler_rank", "straggler_share"}
+NARROW = 80  # columns; with fewer the bar is short
+PATIENCE_S = 2.0  # what takes longer is named
 RECENT = 10  # the last steps; the time left is estimated from their pace
 
 
@@ -85,7 +93,7 @@ class Console:
         self._terminal = terminal
         self._total_steps = total_steps
         self._clock = clock
-        self._latest: dict[str, str] = {}
+        self._validated: dict[str, str] = {}  # by label, with the step
         self._ended = deque([(steps_done, clock())], maxlen=RECENT + 1)
         self._live = _live_bar(terminal, total_steps, steps_done)
 
@@ -95,12 +103,33 @@ class Console:
         self._ended.append((steps_done, self._clock()))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that step `step` (the first is 1) is done. `metrics` of validation are shown until the next ones."""
-        fields = self._fields(step, metrics)
+        """Show that step `step` (the first is 1) is done.
+
+        A line has only what the step logged; the bar, which is the only one, also has the last validation.
+        """
+        new = _fields(metrics)
+        left = f"left {self._left(step)}"
         if self._live is None:
-            self.say(f"step {step}/{self._total_steps}  {fields}")
-        else:
-            self._live.update(self._live.task_ids[0], completed=step, shown=fields)
+            self.say("  ".join([f"step {step}/{self._total_steps}", *new.values(), left]))
+            return
+        of = self._validated | new
+        before = len(f"step {step}/{self._total_steps}  ") + _bar_width(self._live.console) + 1
+        fitting = _fitting([of[label] for label in sorted(of, key=_place)], left, self._live.console.width - before)
+        self._live.update(self._live.task_ids[0], completed=step, shown=fitting)
+        validated = (label for label, (metric, _) in SHOWN.items() if metric.startswith("val/") and label in new)
+        self._validated |= {label: f"{new[label]} (step {step})" for label in validated}
+
+    @contextmanager
+    def phase(self, doing: str) -> Iterator[None]:
+        """Name what is done, such as `loading models`, if it takes more than `PATIENCE_S`."""
+        timer = threading.Timer(PATIENCE_S, self.say, [f"{doing} ..."])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
 
     def say(self, line: str) -> None:
         """Show one line on the terminal, above the live bar."""
@@ -114,32 +143,69 @@ class Console:
         if self._live is not None:
             self._live.stop()
 
-    def _fields(self, step: int, metrics: Mapping[str, float]) -> str:
-        """`reward 0.512  accuracy 0.430  length 12.3  tokens/s 5,321  left 2:10`; `loss` where nothing is sampled."""
-        for label, (metric, form) in SHOWN.items():
-            if metric in metrics:
-                self._latest[label] = f"{label} {form.format(metrics[metric])}"
-        shown = [self._latest[label] for label in SHOWN if label in self._latest]
-        if not any(metric in metrics for metric in SAMPLED):
-            shown = [*_losses(metrics), *shown]
-        if "rollout/tokens" in metrics and metrics.get("time/step", 0) > 0:
-            shown.append(f"tokens/s {metrics['rollout/tokens'] / metrics['time/step']:,.0f}")
+    def _left(self, step: int) -> str:
         self._ended.append((step, self._clock()))
         (first_step, began), (_, ended) = self._ended[0], self._ended[-1]
-        left = (ended - began) / (step - first_step) * (self._total_steps - step)
-        return "  ".join([*shown, f"left {duration(left)}"])
+        return duration((ended - began) / (step - first_step) * (self._total_steps - step))
+
+
+def _fields(metrics: Mapping[str, float]) -> dict[str, str]:
+    """What a step logged, by label, such as `reward 0.512` and `step 2 s (rollout 1.1)`."""
+    found = {} if any(metric in metrics for metric in SAMPLED) else _of_roles("loss", "*/loss", "{:.3f}", metrics)
+    for label, (metric, form) in SHOWN.items():
+        if metric.startswith("*"):
+            found |= _of_roles(label, metric, form, metrics)
+        elif metric in metrics:
+            found[label] = f"{label} {form.format(metrics[metric])}"
+    if (seconds := metrics.get("time/step", 0.0)) > 0:
+        if "rollout/tokens" in metrics:
+            found["tokens/s"] = f"tokens/s {metrics['rollout/tokens'] / seconds:,.0f}"
+        of = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+        longest = sorted((name for name in of if name not in NO_PHASES), key=lambda name: -of[name])[:PHASES]
+        phases = ", ".join(f"{name} {_short(of[name])}" for name in longest if of[name] >= seconds / 10)
+        found["step"] = f"step {_short(seconds)} s" + (f" ({phases})" if phases else "")
+    return found
+
+
+def _of_roles(label: str, metric: str, form: str, metrics: Mapping[str, float]) -> dict[str, str]:
+    """A metric of the roles: `loss 0.512`, with the role's name where there are several."""
+    end = metric.removeprefix("*")
+    roles = [name.removesuffix(end) for name in metrics if name.endswith(end) and not name.startswith("val")]
+    labels = {role: f"{role} {label}" if len(roles) > 1 else label for role in roles}
+    return {each: f"{each} {form.format(metrics[role + end])}" for role, each in labels.items()}
+
+
+def _place(label: str) -> int:
+    """The place of a label in a line; losses come first, times last."""
+    labels = ["loss", *SHOWN, "tokens/s", "step"]
+    return labels.index(label.rpartition(" ")[2])
+
+
+def _fitting(fields: Sequence[str], last: str, width: int) -> str:
+    """The first fields that fit into a width together with the last one."""
+    chosen: list[str] = []
+    for field in fields:
+        if len("  ".join([*chosen, field, last])) > width:
+            break
+        chosen.append(field)
+    return "  ".join([*chosen, last])
+
+
+def _bar_width(console: RichConsole) -> int:
+    return 20 if console.width >= NARROW else 6
 
 
 def _live_bar(terminal: TextIO | None, total_steps: int, steps_done: int) -> Progress | None:
     """A bar on a terminal, which has begun; None elsewhere."""
     if terminal is None or not terminal.isatty():
         return None
+    console = RichConsole(file=terminal)
     progress = Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[shown]}"),
-        console=RichConsole(file=terminal),
+        BarColumn(bar_width=_bar_width(console)),
+        TextColumn("{task.fields[shown]}", table_column=Column(no_wrap=True)),
+        console=console,
         redirect_stdout=False,  # what is printed goes to the log
         redirect_stderr=False,
         refresh_per_second=2,
@@ -149,10 +215,8 @@ def _live_bar(terminal: TextIO | None, total_steps: int, steps_done: int) -> Pro
     return progress
 
 
-def _losses(metrics: Mapping[str, float]) -> list[str]:
-    """The losses of the trained roles: `loss 0.512`, with the role's name where there are several."""
-    roles = [name.removesuffix(LOSS) for name in metrics if name.endswith(LOSS) and not name.startswith("val")]
-    return [f"{role + ' ' if len(roles) > 1 else ''}loss {metrics[role + LOSS]:.3f}" for role in roles]
+def _short(seconds: float) -> str:
+    return f"{seconds:.2g}" if seconds < 10 else f"{seconds:.0f}"
 
 
 def duration(seconds: float) -> str:

@@ -99,13 +99,15 @@ def _fit(
             for line in (*trusted_code(run), *size_table(run), *memory_table(run)):
                 console.say(line)
             startup.passed("ranks")
-            load_roles(run)
+            with console.phase("loading models"):
+                load_roles(run)
             for role in run.paths:
                 for line in handles(run.module)[role].remarks:
                     console.say(f"`{role}`: {line}")
             saving.require_space()
             startup.passed("models")
-            set_up_engines(run)
+            with console.phase("starting engines"):
+                set_up_engines(run)
             startup.passed("engine")
             startup.collect_again()
             stored_in = None if settings.fast_dev_run else folder.inputs
@@ -190,7 +192,8 @@ class Fit:
         self.callbacks.call(Callback.on_fit_start)
         after = {}
         if resume.checkpoint is None:
-            after = self._validate(0)
+            with self.recording.console.phase("validation before training"):
+                after = self._validate(0)
             startup.passed("validation")
         self.recording.begin(after)
         done = resume.done
@@ -268,7 +271,7 @@ class Fit:
         done = snapshot.progress.step
         rank, doing, started = self.run.transport.rank, f"saving after step {done}", time.perf_counter()
         report(rank, doing)
-        with memory_watched(doing, to_hold_rows, self.run.strategy):
+        with memory_watched(doing, to_hold_rows, self.run.strategy), self.recording.console.phase(doing):
             self.saving.save(self.parts.agreed(snapshot), with_models)
         self.trace.span("save checkpoint", SAVE, started, time.perf_counter(), step=done)
         report(rank, f"step {done}")

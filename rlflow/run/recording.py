@@ -29,6 +29,7 @@ class Recording:
         resume: The checkpoint from which the run resumes, if any.
 
     Attributes:
+        console: The terminal.
         before: Metrics of the validation before the first step of the run, also if it was resumed since.
     """
 
@@ -44,7 +45,7 @@ class Recording:
         self._loggers: list[Logger] = [*self._own, *others] if records else []
         self._run = run
         self._folder = folder
-        self._console = console
+        self.console = console
         self._done_before = resume.done
         self._first_step = 0 if resume.checkpoint is None else resume.done + 1
         self._started: list[Logger] = []
@@ -75,14 +76,14 @@ class Recording:
             self.before = validation
             shown = on_terminal(by_summary_name(validation)).items()
             values = (f"{'greedy' if name == 'greedy_accuracy' else name} {value:.3f}" for name, value in shown)
-            self._console.say(f"before training: {', '.join(values)}")
-        self._console.say(startup.line(startup.end()))
-        self._console.begin()
+            self.console.say(f"before training: {', '.join(values)}")
+        self.console.say(startup.line(startup.end()))
+        self.console.begin()
 
     def step(self, done: int, metrics: dict[str, float], records: bool) -> None:
         """Show a step on the terminal, and pass it to loggers if `records`; called by all ranks."""
         self._write(metrics, done, records)
-        self._console.step(done, metrics)
+        self.console.step(done, metrics)
 
     def state_dict(self) -> dict[str, float]:
         """Metrics of the validation before the first step."""
@@ -110,7 +111,7 @@ class Recording:
         """Show warnings about damage of the run's own files."""
         for logger in self._own:
             while logger.warnings:
-                self._console.say(logger.warnings.pop(0))
+                self.console.say(logger.warnings.pop(0))
 
 
 def by_summary_name(metrics: dict[str, float]) -> dict[str, float]:

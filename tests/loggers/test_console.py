@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -118,17 +120,68 @@ def test_a_line_names_step_reward_accuracy_length_rate_and_time_left() -> None:
     }
     # 10,000 tokens in 2 s; one step took 2 s, so the other 9 take 18 s.
     assert shown((1, metrics, 102.0)) == [
-        "step 1/10  reward 0.512  accuracy 0.430  length 12.3  tokens/s 5,000  left 0:18"
+        "step 1/10  reward 0.512  accuracy 0.430  length 12.3  tokens/s 5,000  step 2 s  left 0:18"
     ]
 
 
-def test_accuracy_is_shown_until_the_next_validation() -> None:
+def test_a_value_stands_in_the_line_of_the_step_that_logged_it() -> None:
     lines = shown((1, {"val/accuracy": 0.25}, 101.0), (2, {}, 102.0), (3, {"val/accuracy": 0.5}, 103.0))
-    assert ["accuracy 0.250" in lines[0], "accuracy 0.250" in lines[1], "accuracy 0.500" in lines[2]] == [True] * 3
+    assert [line.partition("  ")[2] for line in lines] == [
+        "accuracy 0.250  left 0:09",
+        "left 0:08",
+        "accuracy 0.500  left 0:07",
+    ]
+
+
+def test_a_line_names_cut_responses_kl_gradients_and_the_longest_phases() -> None:
+    times = {"time/step": 200.0, "time/rollout": 110.0, "time/actor_loss": 62.0, "time/load": 1.0, "time/elapsed": 90.0}
+    metrics = {"rollout/truncated": 0.031, "actor/kl": 0.0123, "actor/grad_norm": 2.5, **times}
+    assert shown((1, metrics, 102.0)) == [
+        "step 1/10  cut 3.1%  kl 0.0123  grad 2.50  step 200 s (rollout 110, actor_loss 62)  left 0:18"
+    ]
 
 
 def test_what_a_run_does_not_log_is_not_shown() -> None:
-    assert shown((1, {"actor/grad_norm": 0.1}, 101.0)) == ["step 1/10  left 0:09"]
+    assert shown((1, {"actor/value": 0.1}, 101.0)) == ["step 1/10  left 0:09"]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 100, 160])
+def test_the_bar_is_one_line_however_narrow_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = _Terminal()
+    console = Console(terminal, 10, 0)
+    metrics = {"reward/mean": 0.5, "val/accuracy": 0.25, "rollout/length": 12.3, "time/step": 2.0, "time/rollout": 1.5}
+    console.step(1, metrics)
+    console.step(2, {"reward/mean": 0.75})
+    console.close()
+    screen = terminal.getvalue()
+    drawn = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen))
+    last = [line for line in drawn if "2/10" in line][-1]
+    assert len(last) <= columns
+    assert "left" in last
+    if columns >= 100:
+        assert "reward 0.750  accuracy 0.250 (step 1)" in last
+    assert "\x1b[1A" not in screen  # the escape that goes up a line, as for a bar of two
+
+
+class _Terminal(io.StringIO):
+    """A terminal that can be read."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_takes_long_is_named_and_what_does_not_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlflow.loggers.console.PATIENCE_S", 0.05)
+    terminal = io.StringIO()
+    console = Console(terminal, 10, 0)
+    with console.phase("loading models"):
+        time.sleep(0.5)
+    monkeypatch.setattr("rlflow.loggers.console.PATIENCE_S", 30.0)
+    with console.phase("saving"):
+        pass
+    assert terminal.getvalue() == "loading models ...\n"
 
 
 def test_a_loss_is_shown_where_nothing_is_sampled() -> None:

@@ -1,0 +1,270 @@
+"""Runs as a page: what it says is worked by hand, its structure is parsed, and a browser uses it where one is."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlflow import UserError
+from rlflow.cli import main
+from rlflow.commands.parser import call
+from rlflow.commands.report import report
+from rlflow.commands.report_charts import Z, short, thinned, ticks, wilson
+from rlflow.commands.report_health import RANGES, findings
+from rlflow.commands.report_page import MOST_BYTES, MOST_SAMPLES, ReportedRun, chosen_samples
+from rlflow.loggers.jsonl import JSONLLogger
+from tests.test_docs import metric_rows
+
+ROOT = Path(__file__).parents[2]
+ATTACK = '</script><script>document.title = "attacked"</script><img src=x onerror="document.title = 1">'
+TALK = [
+    {"role": "user", "content": "9+2"},
+    {"role": "assistant", "content": "add(9, 2)", "reward": 0.0},
+    {"role": "tool", "name": "add", "content": "11"},
+    {"role": "assistant", "content": f"11 {ATTACK}", "reward": 1.0, "ended": "the policy called no tool"},
+]
+
+
+def sample(row: int, **more: Any) -> dict[str, Any]:
+    rest = {"parts": {}, "failed": None, "turns": 1, "ended": "done", "messages": []}
+    return {"row": row, "sample": 0, "prompt": f"{row}+1=", "response": "2", "reward": 1.0, **rest, **more}
+
+
+def written(folder: Path, steps: int = 3, lr: float = 0.1, **metrics: float) -> Path:
+    """A run's folder, with row 7 in every step."""
+    folder.mkdir(parents=True)
+    logger = JSONLLogger()
+    logger.start(folder)
+    for step in range(1, steps + 1):
+        logger.log_metrics({"reward/mean": step / steps, "rollout/truncated": 0.5, "time/step": 2.0, **metrics}, step)
+        rows = [sample(7, response=f"at {step}"), sample(100 + step, messages=TALK, reward=0.0, ended="tokens")]
+        logger.log_samples(rows, step)
+    logger.finalize("success")
+    config = yaml.safe_load((ROOT / "configs/quickstart_sft.yaml").read_text())
+    config["module"]["init_args"]["actor"]["optimizer"]["lr"] = lr
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"predict": None}))  # as `rlflow fit` leaves it
+    return folder
+
+
+class Parsed(HTMLParser):
+    """Checks that what is opened is closed, and collects scripts and what would be fetched."""
+
+    EMPTY = frozenset({"meta", "img", "input", "path", "line", "circle", "rect", "polyline", "polygon", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.scripts: list[str] = []
+        self.fetched: list[str] = []
+        self.headings: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not any(name.startswith("on") for name, _ in attrs)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag == "script":
+            self.scripts.append("")
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.EMPTY:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            self.scripts[-1] += data
+        if self.open[-1:] == ["h2"]:
+            self.headings.append(data)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of two runs, one of them with a name that would be HTML."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [written(folder / "<b>first"), written(folder / "second", lr=0.2)]
+    main(["report", *map(str, runs), "--html"])
+    return (runs[0] / "report.html").read_text()
+
+
+def test_the_page_is_whole_and_fetches_nothing(page: str) -> None:
+    parsed = Parsed(page)
+    assert parsed.fetched == []
+    assert parsed.headings[:2] == ["Is it healthy?", "Curves"]  # what is wrong comes first
+    assert "connect-src 'none'" in page
+    assert "<b>first" not in page
+
+
+def test_a_response_with_a_script_is_data_of_the_page_and_no_script(page: str) -> None:
+    parsed = Parsed(page)
+    data, _ = parsed.scripts  # no third one
+    samples = json.loads(data)["samples"]
+    assert {each["messages"][-1]["content"] for each in samples if each.get("messages")} == {f"11 {ATTACK}"}
+    assert "<script>document" not in page
+
+
+def test_the_page_draws_the_graph_and_says_what_differs_between_runs(page: str) -> None:
+    assert re.search(r'<svg class="graph".*>actor_loss</text>.*</svg>', page)
+    assert re.findall(r"<tr><td><code>(module[^<]*)</code></td><td>([^<]*)</td><td>([^<]*)</td>", page) == [
+        ("module.init_args.actor.optimizer.lr", "0.1", "0.2")
+    ]
+    assert "1 setting differs" in page
+
+
+def test_a_metric_outside_its_range_is_named_with_what_to_do(page: str) -> None:
+    found = re.findall(r"<tr><td><code>rollout/truncated</code></td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
+    assert found[0][:2] == ("0.5 (median of the last 3); outside in 3 of 3 records", "below 0.05")
+    assert found[0][2].startswith("raise `max_response_length`")
+
+
+def test_the_ranges_are_those_of_the_documentation() -> None:
+    rows = {name: row for row in metric_rows() for name in re.findall(r"`([^`]+)`", row[0])}
+    for each in RANGES:
+        _, _, healthy, otherwise = rows[each.metric]
+        assert each.healthy in healthy, each.metric
+        assert each.otherwise in otherwise, each.metric
+        numbers = [float(number) for number in re.findall(r"\d+\.\d+", each.healthy)]
+        ends = [abs(end) for end in (each.low, each.high) if math.isfinite(end)]
+        if numbers and " of 1" not in each.healthy:
+            assert numbers[-1:] == ends, each.metric
+
+
+def test_a_share_of_the_step_and_a_count_of_failures_are_judged() -> None:
+    quiet = [{"step": step, "time/step": 2.0, "time/sync": 0.19, "reward/errors": 0.0} for step in range(20)]
+    assert list(findings(quiet)) == []
+    slow = [{**line, "time/sync": 0.3} for line in quiet]
+    failed = [{**quiet[0], "reward/errors": 2.0}, *quiet[1:]]  # in the first step alone
+    assert [(each.metric, each.found[:21]) for each in findings(slow)] == [("time/sync", "0.15 of `time/step` (")]
+    assert [(each.metric, each.found[:11]) for each in findings(failed)] == [("reward/errors", "2 (at most)")]
+    assert [each.metric for each in findings([{"step": 1, "actor/loss": None}])] == ["actor/loss"]
+
+
+def test_a_thinned_curve_keeps_its_ends_and_its_spikes() -> None:
+    points = [(float(x), 100.0 if x == 7777 else math.sin(x)) for x in range(10_000)]
+    thin = thinned(points)
+    assert len(thin) <= 400
+    assert [thin[0], thin[-1]] == [points[0], points[-1]]
+    assert (7777.0, 100.0) in thin
+    assert thin == sorted(thin)
+
+
+@pytest.mark.parametrize(("share", "prompts"), [(0.0, 8), (0.43, 256), (1.0, 30)])
+def test_the_ends_of_an_interval_are_z_deviations_from_the_share(share: float, prompts: int) -> None:
+    # Wilson's definition: p is an end where |share - p| = z sqrt(p (1 - p) / n).
+    for end in wilson(share, prompts):
+        assert abs(share - end) == pytest.approx(Z * math.sqrt(max(0.0, end * (1 - end)) / prompts), abs=1e-9)
+
+
+@pytest.mark.parametrize("ends", [(0.0, 1.0), (-0.3, 0.31), (5.0, 5.0), (0.0, 0.0), (1e-7, 6.2e-6), (-3.0, 1e6)])
+def test_ticks_are_round_few_and_around_the_values(ends: tuple[float, float]) -> None:
+    marks = ticks(*ends)
+    assert 2 <= len(marks) <= 7
+    assert marks[0] <= ends[0] + 1e-9
+    assert marks[-1] >= ends[1] - 1e-9
+
+
+def test_numbers_are_short() -> None:
+    assert [short(x) for x in (0.20034, 6066.0, 128_456.0, 2.5e9, 5.6e-7)] == [
+        "0.2003",
+        "6066",
+        "128.5k",
+        "2.5G",
+        "5.6e-07",
+    ]
+
+
+def test_of_a_long_run_some_samples_are_chosen_evenly_over_steps(tmp_path: Path) -> None:
+    run = ReportedRun(written(tmp_path / "run", steps=2000))
+    found, note = chosen_samples([run])
+    assert len(found) <= MOST_SAMPLES * 1.01
+    steps = sorted({each["step"] for each in found if each["row"] != 7})
+    assert (steps[0], steps[-1]) == (1, 2000)
+    assert max(after - before for before, after in pairwise(steps)) < 2 * 2000 / len(steps)
+    assert note.startswith(f"{len(found)} of the 4000 samples")
+
+
+def test_samples_with_long_texts_are_cut_and_the_page_says_so(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run", steps=1)
+    with (folder / "samples.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, **sample(1, response="x" * 300_000)}) + "\n" for step in range(2, 50))
+    found, note = chosen_samples([ReportedRun(folder)])
+    assert len(json.dumps(found)) < MOST_BYTES
+    assert "are cut" in note
+
+
+def test_secrets_of_the_config_are_not_in_the_page(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run")
+    secret = "module: {init_args: {reward: {init_args: {api_key: sk-12345}}}}"
+    (folder / "config.yaml").write_text(f"{secret}\ntrainer: {{}}\n")
+    main(["report", str(folder), "--html", "--to", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text()
+    assert "sk-12345" not in page
+    assert "No graph: " in page  # since this config is not whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["other"], "2 runs can only be given with `--html`"),
+        (["--to", "a.html"], "`--to` can only be given with `--html`"),
+        (["--html", "--draw", "a.png"], "`--draw` is of the report without a page"),
+        (["--html"], "has no metrics.jsonl; give the folder of a run that began"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(tmp_path: Path, arguments: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        call(report, [str(tmp_path), *arguments])
+
+
+USES = """
+const results = [], set = (name, value) => {
+  document.forms[0].elements[name].value = value;
+  document.forms[0].dispatchEvent(new Event("input"));
+  results.push(document.querySelectorAll("article").length);
+};
+set("search", "at 2"); set("search", "</" + "SCRIPT>"); set("search", "");
+set("row", "7"); results.push(list.className);
+set("row", ""); set("least", "0.5"); set("least", ""); set("ended", "tokens"); set("run", "1");
+results.push(document.querySelectorAll("article:first-child .assistant").length);
+document.title = JSON.stringify(results);
+"""
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_without_errors_and_its_filters_work(page: str, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium here: install Debian's package `chromium`")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+
+    def opened(text: str, width: int) -> str:
+        file = tmp_path / "page.html"
+        file.write_text(text)
+        of_window = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"]
+        ran = subprocess.run(
+            [*command, *of_window, file.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        )
+        assert "CONSOLE" not in ran.stderr, ran.stderr
+        return ran.stdout
+
+    for width in (400, 1300):
+        shown = opened(page, width)
+        assert "<title>rlflow: " in shown  # the response's script did not run
+        assert "of 12 samples" in shown
+    # The page admits no script but its own: here it is let in to use the filters as a reader would.
+    free = re.sub("script-src [^;]*;", "script-src 'unsafe-inline';", page)
+    used = opened(free.replace("</body>", f"<script>{USES}</script></body>"), 1300)
+    (title,) = re.findall("<title>(.*?)</title>", used)
+    # two runs of three steps, of each step one of row 7 and one conversation with two turns of the policy
+    assert json.loads(title.replace("&quot;", '"')) == [2, 6, 12, 6, "beside", 12, 6, 12, 6, 3, 2]
