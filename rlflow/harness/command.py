@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 
-def run(command: list[str], row: dict[str, Any], base_url: str, api_key: str, model: str) -> Any:
+def run(command: list[str], row: dict[str, Any], base_url: str, key: str, model: str) -> Any:
     """The JSON value in the last line that a program prints.
 
     The program gets the row as JSON on its standard input, and the variables `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
@@ -19,9 +19,9 @@ def run(command: list[str], row: dict[str, Any], base_url: str, api_key: str, mo
     """
     variables = {
         "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_KEY": api_key,
+        "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": api_key,
+        "ANTHROPIC_API_KEY": key,
         "RLFLOW_MODEL": model,
     }
     ran = subprocess.run(

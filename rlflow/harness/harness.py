@@ -86,7 +86,7 @@ class Harness(Environment):
             raise UserError(f"`run` begins with {self.run[0]!r}, and there is no such program; name one, or its path")
         return {"": Definition({}, str(self), answers_messages=True)}
 
-    def reward_of(self, worker: Worker, row: Mapping[str, Any], base_url: str, api_key: str, seed: int) -> float:
+    def reward_of(self, worker: Worker, row: Mapping[str, Any], base_url: str, key: str, seed: int) -> float:
         """Run the agent on a row; returns the reward. No process that it started is left.
 
         Raises:
@@ -95,11 +95,11 @@ class Harness(Environment):
         if isinstance(self.run, str):
             worker.begin(seed, [self.run])
             try:
-                return _reward(worker.function(self.run, row, base_url, api_key), f"`{self}`")
+                return _reward(worker.function(self.run, row, base_url, key), f"`{self}`")
             finally:
                 worker.close_if_others_run()
         try:
-            return _reward(worker.function(COMMAND, self.run, row, base_url, api_key, self.model), f"`{self}`")
+            return _reward(worker.function(COMMAND, self.run, row, base_url, key, self.model), f"`{self}`")
         finally:
             worker.close()
 

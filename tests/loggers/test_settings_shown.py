@@ -14,7 +14,8 @@ from rlflow.loggers.secrets import arguments_without_secrets, without_secrets
 PROJECT = Path(__file__).parents[2]
 CONFIGS = sorted((PROJECT / "configs").rglob("*.yaml"))
 IN_FUNCTIONS = {"token"}  # a number in rlflow's own functions, and no setting
-COUNTED = {"tokens", "trunk_tokens", "useful_tokens"}  # shown if they are numbers, as they are
+# Shown if they are numbers, as they are.
+COUNTED = {"picture_tokens", "tokens", "total_tokens", "trunk_tokens", "useful_tokens"}
 
 
 def settings() -> set[str]:
