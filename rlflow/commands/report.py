@@ -33,6 +33,7 @@ def report(
     draw: Path | None = None,
     html: bool = False,
     to: Path | None = None,
+    watch: bool = False,
 ) -> None:
     """Show where the time of a run's steps went, rank by rank; or write a page with all that runs left behind.
 
@@ -46,6 +47,7 @@ def report(
         draw: PATH.png, .svg or .pdf; else RUN_DIR/timeline.png.
         html: Write one HTML file that needs no network: health, curves, samples, timeline, graph, config.
         to: The HTML file; else RUN_DIR/report.html.
+        watch: Serve the page on this machine's loopback instead, made anew while the run goes on; needs `--html`.
 
     Raises:
         UserError: The folder holds no traces, or not those of the step; or for a page no metrics.
@@ -55,10 +57,10 @@ def report(
     if html:
         if draw is not None:
             raise UserError("`--draw` is of the report without a page; leave it out, or leave out `--html`")
-        write_page([run_dir, *others], step, steps, to or run_dir / PAGE_FILE)
+        _page_of([run_dir, *others], step, steps, to or run_dir / PAGE_FILE, watch)
         return
-    if others or to is not None:
-        what = "`--to`" if to is not None else f"{1 + len(others)} runs"
+    if others or watch or to is not None:
+        what = f"{1 + len(others)} runs" if others else "`--watch`" if watch else "`--to`"
         raise UserError(f"{what} can only be given with `--html`; add it, or leave them out")
     traces = traces_of(run_dir)
     windows = step_windows(traces)
@@ -71,13 +73,27 @@ def report(
     print(f"drew {picture}")
 
 
-def write_page(folders: Sequence[Path], step: int | None, steps: int, file: Path) -> None:
-    """Write the page of some runs; without the timeline if the first one has no traces."""
-    from rlflow.commands.report_page import page
+def _page_of(folders: Sequence[Path], step: int | None, steps: int, file: Path, watch: bool) -> None:
+    """Write the page of some runs, or serve it."""
+    from rlflow.commands.report_server import open_server
 
     for folder in folders:
         if not (folder / METRICS_FILE).is_file():
             raise UserError(f"`{folder}` has no {METRICS_FILE}; give the folder of a run that began")
+    if watch:
+        with open_server(folders, lambda version: page_text(folders, step, steps, version)) as server:
+            print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
+            server.serve_forever()
+    made = page_text(folders, step, steps)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(made, encoding="utf-8")
+    print(f"wrote {file}")
+
+
+def page_text(folders: Sequence[Path], step: int | None, steps: int, version: str = "") -> str:
+    """The page of some runs, see `report_page.page`; without a timeline if the first run has no traces."""
+    from rlflow.commands.report_page import page
+
     with tempfile.TemporaryDirectory() as scratch:
         picture = Path(scratch, PICTURE_FILE)
         try:
@@ -89,10 +105,7 @@ def write_page(folders: Sequence[Path], step: int | None, steps: int, file: Path
             draw_timeline(timeline, shown, picture)
         except UserError as error:
             text = f"no timeline: {error}"
-        made = page(folders, text, picture if picture.is_file() else None)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(made, encoding="utf-8")
-    print(f"wrote {file}")
+        return page(folders, text, picture if picture.is_file() else None, version)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -7,6 +7,9 @@ import math
 import re
 import shutil
 import subprocess
+import threading
+import urllib.request
+from contextlib import closing
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +25,7 @@ from rlflow.commands.report import report
 from rlflow.commands.report_charts import Z, short, thinned, ticks, wilson
 from rlflow.commands.report_health import RANGES, findings
 from rlflow.commands.report_page import MOST_BYTES, MOST_SAMPLES, ReportedRun, chosen_samples
+from rlflow.commands.report_server import open_server
 from rlflow.loggers.jsonl import JSONLLogger
 from tests.test_docs import metric_rows
 
@@ -218,6 +222,7 @@ def test_secrets_of_the_config_are_not_in_the_page(tmp_path: Path) -> None:
     [
         (["other"], "2 runs can only be given with `--html`"),
         (["--to", "a.html"], "`--to` can only be given with `--html`"),
+        (["--watch"], "`--watch` can only be given with `--html`"),
         (["--html", "--draw", "a.png"], "`--draw` is of the report without a page"),
         (["--html"], "has no metrics.jsonl; give the folder of a run that began"),
     ],
@@ -225,6 +230,26 @@ def test_secrets_of_the_config_are_not_in_the_page(tmp_path: Path) -> None:
 def test_what_cannot_be_made_is_refused(tmp_path: Path, arguments: list[str], told: str) -> None:
     with pytest.raises(UserError, match=told):
         call(report, [str(tmp_path), *arguments])
+
+
+def test_the_served_page_is_made_anew_when_the_metrics_grow(tmp_path: Path) -> None:
+    folder, made = written(tmp_path / "run"), list[str]()
+    server = open_server([folder], lambda version: made.append(version) or f"page {version}")  # type: ignore[func-returns-value]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def got(path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    with closing(server.socket):
+        first = got("/version")
+        assert [got("/"), got("/")] == [f"page {first}"] * 2
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 4}\n')
+        second = got("/version")
+        assert got("/") == f"page {second}"
+        assert made == [first, second]
+        server.shutdown()
 
 
 USES = """
