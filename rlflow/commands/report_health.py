@@ -155,7 +155,7 @@ NOT_FINITE = "look for NaN in rewards and loss, and run the step's nodes again w
 
 
 @dataclass(frozen=True)
-class Finding:
+class Unhealthy:
     """A metric that is not healthy.
 
     Attributes:
@@ -171,7 +171,7 @@ class Finding:
     advice: str
 
 
-def findings(lines: Sequence[MetricsLine]) -> Iterator[Finding]:
+def findings(lines: Sequence[MetricsLine]) -> Iterator[Unhealthy]:
     """What is unhealthy in a run's metrics.
 
     A metric is judged by the median of its last `RECENT` records, a count of failures by its largest value.
@@ -183,7 +183,7 @@ def findings(lines: Sequence[MetricsLine]) -> Iterator[Finding]:
     for name in names:
         if not_finite := [line["step"] for line in lines if name in line and line[name] is None]:
             found = f"NaN or infinite in {len(not_finite)} steps, the last of them {not_finite[-1]}"
-            yield Finding(name, found, "a finite number", NOT_FINITE)
+            yield Unhealthy(name, found, "a finite number", NOT_FINITE)
     for name in names:
         of = _range_of(name)
         values = (
@@ -197,7 +197,7 @@ def findings(lines: Sequence[MetricsLine]) -> Iterator[Finding]:
             when = "at most" if of.high == 0 else f"median of the last {len(values[-RECENT:])}"
             outside = sum(not of.low <= each <= of.high for each in values)
             found = f"{value:.4g}{share} ({when}); outside in {outside} of {len(values)} records"
-            yield Finding(name, found, of.healthy, of.otherwise)
+            yield Unhealthy(name, found, of.healthy, of.otherwise)
 
 
 def _range_of(name: str) -> Range | None:
