@@ -34,6 +34,9 @@ def open_server(folders: Sequence[Path], make: Callable[[str], str]) -> Threadin
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
+                self.send_error(403)  # another site's name that leads here: that site would read the samples
+                return
             answers = {"/": ("text/html", page), "/version": ("text/plain", version)}
             if self.path not in answers:
                 self.send_error(404)

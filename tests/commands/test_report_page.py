@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import threading
+import urllib.error
 import urllib.request
 from contextlib import closing
 from html.parser import HTMLParser
@@ -249,6 +250,9 @@ def test_the_served_page_is_made_anew_when_the_metrics_grow(tmp_path: Path) -> N
         second = got("/version")
         assert got("/") == f"page {second}"
         assert made == [first, second]
+        request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/", headers={"Host": "evil.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):  # a site whose name leads to the loopback
+            urllib.request.urlopen(request, timeout=30)
         server.shutdown()
 
 
