@@ -151,7 +151,7 @@ def _made(trainer: type, settings: Mapping[str, Any], scratch: Path) -> Any:
                 reward_funcs=_no_reward,
                 args=arguments,
                 train_dataset=rows,
-                processing_class=AutoTokenizer.from_pretrained(model),
+                processing_class=AutoTokenizer.from_pretrained(model, trust_remote_code=False),
             )
         except (ValueError, TypeError) as error:
             raise UserError(f"{trainer.__name__} cannot be made: {one_line(error)}") from error

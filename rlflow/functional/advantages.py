@@ -45,7 +45,7 @@ def group_normalized_advantages(
     samples = _GroupedSamples(rewards, group, episode)
     advantages = samples.rewards - samples.mean(samples.rewards)
     if normalize_std:
-        variance = samples.sum(advantages.square()) / samples.others
+        variance = samples.sum(samples.of_episode(advantages).square()) / samples.others
         std = variance.sqrt()
         advantages = torch.where(std > 0, advantages / (std + eps), 0.0)
     return samples.returned(advantages)
@@ -130,11 +130,15 @@ class _GroupedSamples:
         self._groups = len(ids)
         dropped = group == NO_GROUP
         self._share: Tensor | None = None  # of each row, 1 over the rows of its episode
+        self._episode: Tensor | None = None  # number of each row's episode
         if episode is not None:
-            pairs = torch.stack([self._index, episode], dim=1)
-            episodes, of_row, rows = torch.unique(pairs, dim=0, return_inverse=True, return_counts=True)
-            self._share = 1 / rows[of_row].double()
-            sizes = episodes[:, 0].bincount(minlength=self._groups)
+            # Sorted, and not `unique`, whose number of results a device would be waited for.
+            key, order = ((self._index << 32) + episode).sort()
+            first = torch.ones_like(key)
+            first[1:] = key[1:] != key[:-1]
+            self._episode = torch.empty_like(key).scatter(0, order, first.cumsum(0) - 1)
+            self._share = 1 / self._of_episodes(torch.ones_like(key, dtype=torch.float64))
+            sizes = torch.zeros_like(sizes).index_add(0, self._index[order], first)
         alone = (sizes == 1) & ~dropped.any()  # others of its group may have been dropped
         self._dropped = dropped.view(-1, *[1] * (rewards.dim() - 1))
         broken = ~(rewards.isfinite() | self._dropped)
@@ -162,6 +166,18 @@ class _GroupedSamples:
         none = x.new_zeros(self._groups, *x.shape[1:])
         of_group: Tensor = none.index_add(0, self._index, self._of_counted(x))[self._index]
         return of_group
+
+    def of_episode(self, x: Tensor) -> Tensor:
+        """The mean over the rows of each sample's episode, of the shape of `x`."""
+        if self._share is None:
+            return x
+        return self._of_episodes(x * self._share.view(-1, *[1] * (x.dim() - 1)))
+
+    def _of_episodes(self, x: Tensor) -> Tensor:
+        """The sum over the rows of each sample's episode, of the shape of `x`."""
+        assert self._episode is not None
+        found: Tensor = torch.zeros_like(x).index_add(0, self._episode, x)[self._episode]
+        return found
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean over the episodes of each sample's group that count, of the shape of `x`."""

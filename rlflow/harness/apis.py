@@ -156,7 +156,8 @@ class API(ABC):
             if name in self.served or name in self.unread or value in self.neutral.get(name, ()):
                 continue
             raise Refused(f"`{name}` is {value!r:.60} and is not served; leave it out", name)
-        if (given := body.get("temperature", temperature)) != temperature:
+        # Where the likeliest token is taken, as in validation's second pass, that is decided for the whole run.
+        if (given := body.get("temperature", temperature)) != temperature and temperature != 0:
             raise Refused(
                 f"`temperature` is {given!r:.20} and the policy is sampled at {temperature:g}; leave it out, or name it"
                 " in the harness's `ignore`",

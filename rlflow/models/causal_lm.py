@@ -20,7 +20,7 @@ from rlflow.models.logprobs import Softmax, logprobs_of_tokens, token_kl, token_
 from rlflow.models.lora import adapters_off
 from rlflow.models.moe import MoE, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.packed import PackedModel
-from rlflow.models.packing import ModelInput, response_mask, tokens_alone, whole
+from rlflow.models.packing import PICTURES, ModelInput, columns_of, response_mask, tokens_alone, whole
 from rlflow.models.weights import in_buckets
 from rlflow.values.batch import TokenRows
 from rlflow.values.cuts import PerSample, PerToken
@@ -292,6 +292,11 @@ class CausalLM(ModelHandle):
             )
         if over not in ("self", "other"):
             raise UserError(f"`over` of `kl` is {over!r}; it is 'self' or 'other'")
+        if given is not None and other.reads_pictures and PICTURES in columns_of(rows):
+            raise UserError(
+                f"`kl` was given other prompts for rows with pictures, and {other.model!r} would not see these; leave"
+                " `given` out, or take rows without pictures"
+            )
         if given is not None and len(given) != len(rows.lengths):
             raise UserError(f"`kl` was given {len(given)} other prompts for {len(rows.lengths)} rows; give one a row")
 

@@ -171,7 +171,9 @@ class PictureProcessor:
         from transformers import AutoImageProcessor
 
         try:
-            found: Any = AutoImageProcessor.from_pretrained(path)  # type: ignore[no-untyped-call]
+            found: Any = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                path, trust_remote_code=False
+            )
         except (OSError, ValueError, ImportError) as error:
             raise UserError(
                 f"`model` is {str(path)!r}, which reads pictures, and its image processor cannot be loaded"

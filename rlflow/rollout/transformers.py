@@ -100,7 +100,7 @@ class TransformersEngine(InProcessEngine):
         kind: Any = AutoModelForCausalLM
         if reads_pictures(config):
             kind = AutoModelForImageTextToText
-            tokenizer = AutoTokenizer.from_pretrained(model_path)
+            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
             self._processor = PictureProcessor.load(Path(model_path), config, tokenizer)
         # Random weights: no version is held before the first sync.
         with torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []), place.device:

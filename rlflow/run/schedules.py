@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.errors import UserError, setting
-from rlflow.module import RLModule, handles
+from rlflow.harness.harness import Harness
+from rlflow.module import RLModule, environments, handles
 
 if TYPE_CHECKING:
     from rlflow.controller.run import Run
@@ -26,7 +27,7 @@ def updates_per_step(module: RLModule, graph: Graph, role: str, prompts: int) ->
     """
     handle, found = handles(module)[role], 0
     for node in _training(graph, role):
-        rows = _rows(graph, node, prompts, module.group_size)
+        rows = _rows(module, graph, node, prompts, module.group_size)
         if handle.samples_per_update is None:
             found += handle.epochs
         elif rows is None:
@@ -62,7 +63,7 @@ def check_schedules(module: RLModule, graph: Graph, prompts: int) -> None:
         handle = handles(module)[role]
         if not _ends_by_updates(module, role) or updates_per_step(module, graph, role, prompts) is not None:
             continue
-        node = next(node for node in _training(graph, role) if _rows(graph, node, prompts, 1) is None)
+        node = next(node for node in _training(graph, role) if _rows(module, graph, node, prompts, 1) is None)
         optimizer = handle.optimizer
         assert optimizer is not None
         raise UserError(
@@ -107,13 +108,16 @@ def _training(graph: Graph, role: str) -> list[Node]:
     return [node for node in graph.order if (node.kind, node.role) == ("train", role)]
 
 
-def _rows(graph: Graph, node: Node, prompts: int, group_size: int) -> int | None:
+def _rows(module: RLModule, graph: Graph, node: Node, prompts: int, group_size: int) -> int | None:
     """Rows that a train node sees in a step; None unless they are prompts, or samples of the only node that generates.
 
-    If several nodes generate, each of them may sample another number of responses than `group_size`.
+    If several nodes generate, each of them may sample another number of responses than `group_size`. An agent that owns
+    its loop decides how many rows an episode has.
     """
     if node.inside == BATCH:
         return prompts
+    if any(isinstance(environment, Harness) for environment in environments(module).values()):
+        return None
     generating = [other.id for other in graph.order if other.generates]
     made_by = graph.nodes[node.inside]
     return prompts * group_size if generating == [made_by.id] and made_by.inside == BATCH else None

@@ -18,11 +18,11 @@ from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import pack, take
 from rlflow.models.pictures import PictureReader
+from rlflow.testing.derivative import wide_casts
 from rlflow.values.batch import TokenRows
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 from tests.families.towers import TOWERS, Rows, rows_of, write_tower
-from tests.forks import wide_casts
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import distance

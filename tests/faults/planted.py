@@ -84,7 +84,7 @@ def positions_are_wrong_after_packing(patch: pytest.MonkeyPatch) -> None:
     """Where responses begin."""
     pack = handle.pack  # type: ignore[attr-defined]
 
-    def moved(rows: Any, share_prefixes: bool) -> ModelInput:
+    def moved(rows: Any, *_: Any) -> ModelInput:
         packed = pack(rows)  # each row whole
         positions, lengths = packed.position_ids[0].clone(), rows.prompt_ids.lengths.cpu()
         row = (positions == 0).cumsum(0) - 1
@@ -98,9 +98,9 @@ def positions_are_wrong_after_padding(patch: pytest.MonkeyPatch) -> None:
     """Of tokens that come to a row whose prompt was padded, in the engine."""
     forward = TransformersEngine._forward
 
-    def moved(self: Any, ids: Any, mask: Tensor, positions: Tensor, cache: Any, routings: Any) -> Any:
+    def moved(self: Any, ids: Any, mask: Tensor, positions: Tensor, cache: Any, *more: Any) -> Any:
         of_width = positions if cache is None else positions * 0 + mask.shape[1] - 1
-        return forward(self, ids, mask, of_width, cache, routings)
+        return forward(self, ids, mask, of_width, cache, *more)
 
     patch.setattr(TransformersEngine, "_forward", moved)
 

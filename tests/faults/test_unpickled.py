@@ -16,8 +16,9 @@ from rlflow.models.tiny import write_tiny_model
 
 pytestmark = pytest.mark.row("safety")
 ROOT = Path(__file__).parents[2]
-# An engine's own process, which a rank of the same machine and user starts, reads what that rank writes.
-MAY_PICKLE = {"rlflow/rollout/engine_subprocess.py"}
+# An engine's own process, which a rank of the same machine and user starts, reads what that rank writes. `rlflow check`
+# reads what the ranks that it has forked leave in a folder of its user's alone.
+MAY_PICKLE = {"rlflow/rollout/engine_subprocess.py", "rlflow/testing/ranks.py"}
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE = {
     *("torch.save", "torch.jit.load", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"),

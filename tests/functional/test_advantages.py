@@ -121,6 +121,14 @@ def test_an_episode_counts_once_however_many_rows_it_has() -> None:
         rloo_advantages(rewards, group, torch.zeros(4, dtype=torch.int64))
 
 
+def test_rows_of_an_episode_with_other_rewards_deviate_by_their_mean() -> None:
+    rewards, group = torch.tensor([0.0, 1.0, 0.5, 1.0]), torch.zeros(4, dtype=torch.int64)
+    episode = torch.tensor([0, 0, 2, 3])  # means 0.5, 0.5 and 1: the mean 2/3, the variance (1/36 + 1/36 + 1/9) / 2
+    std = (1 / 12) ** 0.5
+    expected = torch.tensor([-2 / 3, 1 / 3, -1 / 6, 1 / 3]) / (std + 1e-6)
+    assert_close(group_normalized_advantages(rewards, group, episode=episode), expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("advantages_of", [group_normalized_advantages, rloo_advantages])
 def test_rows_of_an_episode_have_the_advantage_that_it_has_as_one_row(advantages_of: Any) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -15,8 +15,8 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.models.logprobs import Softmax, divided_logprobs, token_logprobs
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import FSDPStrategy, TrainingStrategy
+from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
-from tests.forks import wide_casts
 from tests.saved import save, write_checkpoint
 from tests.strategies.reference import TEMPERATURE
 from tests.strategies.state import ADAMW, Pieces

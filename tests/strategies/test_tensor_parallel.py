@@ -20,8 +20,8 @@ from rlflow.models.scalar import ValueModel
 from rlflow.models.tensor_parallel import check_tensor_parallel
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy
+from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
-from tests.forks import wide_casts
 from tests.models.test_scoring import write
 from tests.ranks import RankPool
 from tests.slow import slow_but

@@ -229,7 +229,8 @@ class VLLMEngine(InProcessEngine):
         if text.model_type in DELTA_RULE and place.device.type == "cpu":
             delta_rule.prepare(text, place.dtype)
         if reads_pictures(config):
-            self._processor = PictureProcessor.load(Path(model_path), config, AutoTokenizer.from_pretrained(model_path))
+            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
+            self._processor = PictureProcessor.load(Path(model_path), config, tokenizer)
         # Ranks join the process group that training, or the process's first engine, has made; without, vLLM makes one.
         makes_group = not dist.is_initialized()
         on_cpu = place.device.type == "cpu"
