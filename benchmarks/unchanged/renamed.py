@@ -16,7 +16,7 @@ METRICS: Mapping[str, str] = {}
 CONFIG: Mapping[str, str] = {}
 """Keys, by their last part, and paths of classes that a proof writes into a config."""
 
-DEFAULTS: Mapping[str, Any] = {"strategy.init_args.share_prefixes": False}
+DEFAULTS: Mapping[str, Any] = {}
 """Settings whose default changed, by dotted key: the base's default, which the configs of today are given."""
 
 
