@@ -98,7 +98,7 @@ ALONE: dict[str, tuple[Callable[[Path], RLModule], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(("lora", "pairs"), ALONE))
+@pytest.mark.parametrize("name", slow_but(("a_filter", "lora", "pairs"), ALONE))
 def test_one_process_has_the_numbers_of_the_cpu(name: str, policy: Path, tmp_path: Path, device1: RankPool) -> None:
     make, settings = ALONE[name]
     data = pairs(4) if name == "pairs" else sums(14, 4, held_out=2)
@@ -117,7 +117,7 @@ AMONG_RANKS: dict[str, tuple[Callable[[Path], RLModule], dict[str, Any]]] = {
     "sequence_parallel": (grpo, {"placement": {"actor": Place([0, 1], sequence_parallel_size=2)}}),
     "a_critic_apart": (ppo, {"placement": {"rollout": 0, "actor": 0, "reference": 1, "critic": 1}}),
 }
-FAST = ("one_step_off_with_a_filter", "sequence_parallel", "a_critic_apart")
+FAST = ("sequence_parallel", "a_critic_apart")
 
 
 @pytest.mark.parametrize("name", slow_but(FAST, AMONG_RANKS))

@@ -33,9 +33,9 @@ def second_step(run: Fit, token_budget: int, ranks: RankPool) -> Waits:
 def small_and_large(
     make: Callable[..., RLModule], folder: Path, ranks: RankPool, data: Callable[[int], PromptData], **settings: Any
 ) -> tuple[Waits, Waits]:
-    """Of a step, and of one with twice the rows of up to twice the tokens, four times the layers, in micro-batches."""
+    """Of a step, and of one with twice the rows of up to twice the tokens, twice the layers, in micro-batches."""
     given = {"max_steps": 2, **settings}
-    models = [write_model(folder / str(layers), layers) for layers in (1, 4)]
+    models = [write_model(folder / str(layers), layers) for layers in (1, 2)]
     small = Fit(make(models[0]), data(4), folder / "small", settings=given)
     large = Fit(make(models[1], max_response_length=24), data(8), folder / "large", settings=given)
     return second_step(small, 4096, ranks), second_step(large, 64, ranks)

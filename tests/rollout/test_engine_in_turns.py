@@ -42,7 +42,13 @@ def policies(folders: Mapping[str, Path]) -> dict[str, Any]:
     return models
 
 
-@pytest.mark.parametrize("rollout", [TransformersEngine(), VLLMEngine(kv_cache_gib=0.25)], ids=["transformers", "vllm"])
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        pytest.param(TransformersEngine(), id="transformers"),
+        pytest.param(VLLMEngine(kv_cache_gib=0.25), id="vllm", marks=pytest.mark.slow),
+    ],
+)
 def test_each_engine_of_a_process_generates_with_its_own_weights(
     rollout: RolloutEngine, tied: Path, untied: Path
 ) -> None:

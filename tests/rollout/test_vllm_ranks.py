@@ -18,7 +18,6 @@ from rlflow.rollout.conversation_loop import SharedCalls
 from tests.ranks import RankPool
 from tests.rollout.test_conversation_turns import BrokenEcho, SlowEcho, held
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb
-from tests.slow import slow_but
 
 SAME_SEEDS = [list(range(len(PROMPTS)))] * 2
 OWN_SEEDS = [[seed + 100 * rank for seed in range(len(PROMPTS))] for rank in range(2)]
@@ -102,7 +101,8 @@ def one_key_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "one", layers=2, kv_heads=1, max_position=512)
 
 
-@pytest.mark.parametrize("name", slow_but(["one_key_head"], ["tied", "untied", "one_key_head"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied", "untied", "one_key_head"])
 def test_an_engine_for_two_ranks_answers_alike_on_both(
     ranks2: RankPool, name: str, request: pytest.FixtureRequest
 ) -> None:

@@ -20,6 +20,7 @@ from rlflow.models.tiny import write_tiny_model
 from tests.controller.runs import Fit, trainer_of
 from tests.faults.killed_runs import Kind, content, fit_to_the_end
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 STEPS = 3
 EVERYWHERE = ("reduce", "end")  # places that all ranks come to together, wherever roles live
@@ -92,7 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(kind, every, step, at, ahead=draw(st.integers(1, 2)))
 
 
-# Four that `make test` runs, and the groups that their checkpoints carry over.
+# Four, and the groups that their checkpoints carry over.
 QUICK = {
     Case(Kind("ppo", "apart", "zero2", "transformers", False), 1, 2, "reduce"): (),
     Case(Kind("dapo", "together", "fsdp", "transformers", True), 2, 2, "train"): ("surplus",),
@@ -125,7 +126,7 @@ def check(ranks1: RankPool, ranks2: RankPool, tmp_path_factory: pytest.TempPathF
     return check
 
 
-@pytest.mark.parametrize(("case", "carried_over"), QUICK.items(), ids=map(str, QUICK))
+@pytest.mark.parametrize(("case", "carried_over"), slow_but([*QUICK.items()][2:], QUICK.items()), ids=map(str, QUICK))
 def test_a_run_that_was_interrupted_is_the_run_that_was_not(
     case: Case, carried_over: tuple[str, ...], check: Callable[..., None]
 ) -> None:

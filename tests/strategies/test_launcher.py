@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -52,10 +51,10 @@ def _runs(pid: int) -> bool:
     )  # nobody reaps an orphan's zombie here
 
 
-def started(happening: str) -> subprocess.Popen[str]:
-    """The script, which runs."""
+def ends(happening: str) -> Ending:
+    """How the script ends."""
     environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "MASTER_PORT")}
-    return subprocess.Popen(
+    script = subprocess.Popen(
         [sys.executable, str(SCRIPT), happening],
         cwd=SCRIPT.parents[2],
         env=environment | {"PYTHONPATH": str(SCRIPT.parents[2])},
@@ -63,31 +62,11 @@ def started(happening: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def ending_of(script: subprocess.Popen[str]) -> Ending:
-    """How the script ends."""
     try:
         written = script.communicate(timeout=240)
     finally:
         script.kill()  # its ranks follow it
     return Ending(script.returncode, *written)
-
-
-def ends(happening: str) -> Ending:
-    """How the script ends that is started now."""
-    return ending_of(started(happening))
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Scripts that run at once, since each waits for seconds."""
-    happenings = ("rank 1 leaves with code 0 and rank 0 hangs", "rank 0 is killed")
-    running = {happening: started(happening) for happening in happenings}
-    yield running
-    for script in running.values():
-        script.kill()
-        script.communicate()
 
 
 @pytest.mark.slow
@@ -99,10 +78,9 @@ def test_a_rank_that_exits_ends_one_that_hangs_with_its_code_and_one_line() -> N
     assert ending.ranks_alive() == []
 
 
-def test_a_rank_that_leaves_with_code_0_has_died_and_is_named_with_what_it_did(
-    scripts: dict[str, subprocess.Popen[str]],
-) -> None:
-    ending = ending_of(scripts["rank 1 leaves with code 0 and rank 0 hangs"])
+@pytest.mark.slow
+def test_a_rank_that_leaves_with_code_0_has_died_and_is_named_with_what_it_did() -> None:
+    ending = ends("rank 1 leaves with code 0 and rank 0 hangs")
     why = "exited with code 0 (step 2, run rewards), before the run came to its end"
     line = f"rank 1 on {HERE} {why}; ended the other ranks\n"
     assert (ending.code, ending.errors) == (1, line)
@@ -126,14 +104,18 @@ def test_a_user_s_error_that_all_ranks_find_is_told_once_by_rank_0() -> None:
     assert ending.ranks_alive() == []
 
 
-def test_when_rank_0_is_killed_the_others_end(scripts: dict[str, subprocess.Popen[str]]) -> None:
-    ending = ending_of(scripts["rank 0 is killed"])
+def test_when_rank_0_is_killed_the_others_end() -> None:
+    ending = ends("rank 0 is killed")
     assert ending.ranks_alive() == []
 
 
 @pytest.mark.parametrize(
     ("end", "how", "code"),
-    [("sys.exit(3)", "exited with code 3", 3), ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", 1)],
+    [
+        ("sys.exit(0)", "exited with code 0", 1),
+        ("sys.exit(3)", "exited with code 3", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", 1),
+    ],
 )
 def test_the_line_of_a_rank_says_how_its_process_ended(
     end: str, how: str, code: int, capfd: pytest.CaptureFixture[str]
