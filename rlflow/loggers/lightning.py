@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from abc import ABC
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlflow.errors import UserError, one_line, require
 from rlflow.loggers.logger import Logger
 from rlflow.loggers.transcript import transcript
+from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
     from lightning.fabric.loggers.logger import Logger as FabricLogger
@@ -31,6 +32,7 @@ else:
 
 LoggerLike = Logger | FabricLogger  # what a user gives
 RUNS_FILE = "loggers.json"
+PICTURES_SHOWN, PICTURE_SIDE = 4, 256  # of a sample in W&B's table; pixels of the longer side
 
 
 class LightningLogger(Logger):
@@ -51,9 +53,11 @@ class LightningLogger(Logger):
 
     Attributes:
         place: Place among the run's loggers; its id is found again by this place.
+        pictures: The run's function from the place of a row in the training data to the row's pictures; None for none.
     """
 
     place = 0
+    pictures: Callable[[int], Sequence[Picture]] | None = None
 
     def __init__(self, logger: FabricLogger) -> None:
         self._given = logger
@@ -86,9 +90,10 @@ class LightningLogger(Logger):
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         log_table = getattr(self._logger, "log_table", None)  # Lightning's for W&B has it, and one of your own may
         if log_table is not None and rows:
-            columns = list(rows[0])
-            shown = [{**row, "messages": transcript(row["messages"])} for row in rows]  # a conversation is one text
-            log_table("samples", columns, [[row[name] for name in columns] for row in shown], step=step)
+            # A conversation is one text; a row may lack what others have, such as pictures.
+            shown = [{**row, "messages": transcript(row["messages"])} | self._shown(row) for row in rows]
+            columns = [*dict.fromkeys(name for row in shown for name in row)]
+            log_table("samples", columns, [[row.get(name) for name in columns] for row in shown], step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         if not self._resumes:  # MLflow refuses other values; what changed is in `config.yaml` and was reported
@@ -98,6 +103,19 @@ class LightningLogger(Logger):
         self._logger.finalize(status)
         if self._wandb is not None:  # Lightning leaves that to the end of the process
             self._wandb_run.finish(exit_code=int(status != "success"))
+
+    def _shown(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The pictures of a sample, scaled down, as columns that W&B shows."""
+        if self._wandb is None or self.pictures is None or "pictures" not in row:
+            return {}
+        import wandb
+
+        found = dict[str, Any]()
+        for number, picture in enumerate(self.pictures(row["row"])[:PICTURES_SHOWN], 1):
+            image = picture.opened()
+            image.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+            found[f"picture {number}"] = wandb.Image(image, file_type="png")
+        return found
 
     def _made(self, folder: Path) -> FabricLogger:
         """The logger, for a run in this folder."""

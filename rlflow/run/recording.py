@@ -41,7 +41,7 @@ class Recording:
         others = [each if isinstance(each, Logger) else LightningLogger(each) for each in loggers]
         for place, each in enumerate(others):
             if isinstance(each, LightningLogger):
-                each.place = place
+                each.place, each.pictures = place, run.train.pictures
         self._loggers: list[Logger] = [*self._own, *others] if records else []
         self._run = run
         self._folder = folder

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers import TensorBoardLogger as LightningTensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+from PIL import Image, ImageColor
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlflow.errors import UserError
 from rlflow.loggers import TensorBoardLogger, WandbLogger
 from rlflow.loggers.lightning import LightningLogger
+from rlflow.values.picture import Picture
 
 BLOCK = (
     32768  # the file is a LevelDB log: blocks of records, a record's header being crc (4 bytes), length (2), type (1)
@@ -58,11 +61,14 @@ class Recorded:
         self.config: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
         self.exit_codes: list[int] = []
+        self.artifacts: dict[str, Path] = {}  # files of artifacts, by their paths there
         for file in sorted(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
             for payload in records(file.read_bytes()):
                 record = Record.FromString(payload)
                 if record.HasField("run"):
                     self.runs.append((record.run.project, record.run.display_name, record.run.run_id))
+                for entry in record.artifact.manifest.contents:
+                    self.artifacts[entry.path] = Path(entry.local_path)
                 if record.HasField("exit"):
                     self.exit_codes.append(record.exit.exit_code)
                 for update in [*record.run.config.update, *record.config.update]:
@@ -105,6 +111,31 @@ def test_wandb_has_config_metrics_by_step_and_samples_as_a_table(tmp_path: Path)
     assert table["columns"] == ["prompt", "response", "reward", "messages"]
     assert table["data"][0] == ["1+1=", "2", 1.0, "user: 1+1=\n\nassistant, reward 0.5: 2\n\n(over)"]
     assert recorded.exit_codes == [0]
+
+
+def test_wandb_s_table_shows_the_pictures_of_samples_and_none_where_a_row_has_none(tmp_path: Path) -> None:
+    colours = {7: "red", 8: "blue"}
+
+    def pictures(row: int) -> list[Picture]:
+        file = BytesIO()
+        Image.new("RGB", (1024, 512), colours[row]).save(file, format="jpeg", quality=100)
+        return [Picture.read(file.getvalue())]
+
+    logger = WandbLogger(project="cells")
+    logger.pictures = pictures
+    logger.start(tmp_path)
+    shown = [{**SAMPLES[1], "row": row, "pictures": ["a.jpg"]} for row in colours]
+    logger.log_samples([{**SAMPLES[0], "row": 6}, *shown], 1)
+    logger.finalize("success")
+    files = Recorded(tmp_path).artifacts
+    table = json.loads(files["samples.table.json"].read_text())
+    cells = [row[table["columns"].index("picture 1")] for row in table["data"]]
+    assert cells[0] is None
+    for cell, colour in zip(cells[1:], colours.values(), strict=True):
+        image = Image.open(files[cell["path"]])
+        assert image.size == (256, 128)
+        found, wanted = image.getpixel((5, 5)), ImageColor.getrgb(colour)
+        assert all(abs(one - other) < 4 for one, other in zip(found, wanted, strict=True))
 
 
 def test_a_logger_of_ones_own_that_logs_tables_has_the_samples(tmp_path: Path) -> None:
