@@ -96,8 +96,8 @@ class VLLMEngine(InProcessEngine):
             are computed in parts. None for vLLM's own number.
         block_size: Tokens of a block of the key-value cache. Whole blocks are shared by the responses to a prompt. None
             for 32 on the CPU, which takes multiples of that, and vLLM's own number elsewhere.
-        model_runner: Which of vLLM's two implementations runs the model, `v1` or `v2`. None for vLLM's own choice, which
-            is `v2` on GPUs; the CPU has `v1` alone.
+        model_runner: Which of vLLM's two implementations runs the model, `v1` or `v2`. None for vLLM's own choice: `v2`
+            on GPUs; the CPU has `v1` alone.
         enforce_eager: Run without compilation and CUDA graphs: starts sooner, generates slower. None for yes on the
             CPU and no elsewhere.
         allow_untested: Accept a version of vLLM that this version of rlflow was not tested with.
