@@ -75,7 +75,9 @@ def small_family(folder: Path, family: str) -> Path:
     more = {"pad_token_id": 1, "max_position_embeddings": 512, "tie_word_embeddings": False, **FAMILIES[family]}
     config = AutoConfig.for_model(family, **COMMON, **more)
     torch.manual_seed(3)
-    return write_model(folder / "model", AutoModelForCausalLM.from_config(config), tiny_tokenizer(512))
+    model = AutoModelForCausalLM.from_config(config)
+    model.config.architectures = [type(model).__name__]  # by which vLLM finds its own
+    return write_model(folder / "model", model, tiny_tokenizer(512))
 
 
 def strategy_of(name: str, precision: Any, **settings: Any) -> TrainingStrategy:
