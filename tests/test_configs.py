@@ -36,7 +36,11 @@ RANKS = {  # others: 1
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+TWINS = [config for config in CONFIGS if config.stem.endswith("_fsdp")]  # of the configs for GPUs
+OTHERS = [config for config in CONFIGS if config not in TWINS]
+
+
+@pytest.mark.parametrize("config", slow_but([*OTHERS, TWINS[-1]], CONFIGS), ids=lambda config: config.stem)
 def test_the_last_rank_of_a_config_has_a_plan_that_trains(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,9 +60,6 @@ def test_the_last_rank_of_a_config_has_a_plan_that_trains(
     assert "  train     " in planned
     in_the_docs = [text for name, text in drawing.graphs() if name == f"configs/{config.name}"]
     assert all(text == drawn.read_text() for text in in_the_docs), "python docs/pictures/draw.py"
-
-
-TWINS = [config for config in CONFIGS if config.stem.endswith("_fsdp")]
 
 
 @pytest.mark.parametrize("config", TWINS, ids=lambda config: config.stem)

@@ -141,11 +141,12 @@ def machines_counted_at_once() -> Iterator[None]:
 def machines(group: dist.ProcessGroup) -> int:
     """How many machines, or containers, the ranks of a group are on; called by all of them."""
     names: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(names, f"{socket.gethostname()} {BOOT.read_text()}", group=group)
+    started = Path("/proc/sys/kernel/random/boot_id")  # two machines may have one name
+    here = f"{socket.gethostname()} {started.read_text() if started.exists() else ''}"
+    dist.all_gather_object(names, here, group=group)
     return len(set(names))
 
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 TOKEN = 4  # by which vLLM moves the offset to take one token back
 
 
