@@ -26,6 +26,7 @@ from rlflow.models.tiny import write_tiny_model, write_tiny_vision_model
 from rlflow.models.weights import fingerprint
 from rlflow.rewards import CallableReward
 from rlflow.rollout import TransformersEngine, VLLMEngine
+from rlflow.settings import Place
 from rlflow.types import Ragged
 from rlflow.values.batch import TokenRows
 from rlflow.values.columns import to_device
@@ -70,7 +71,9 @@ def run_grpo(
             small_model(folder)
         W1.write_prompts(prompts, 8 * STEPS)
     kept = Kept(skip=0)
-    divided = {"actor": {"ranks": f"0-{devices - 1}", "tensor_parallel_size": layers_over}}
+    placement: Any = {"rollout": 0, "actor": 1} if apart else None
+    if layers_over > 1:
+        placement = {"actor": Place(tensor_parallel_size=layers_over)}
     trainer = Trainer(
         run_dir=str(folder / "run"),
         max_steps=STEPS,
@@ -80,7 +83,7 @@ def run_grpo(
         rollout=VLLMEngine(tensor_parallel_size, gpu_memory_utilization=0.3, kv_cache_gib=0.25, max_model_len=256)
         if engine == "vllm"
         else TransformersEngine(),
-        placement={"rollout": 0, "actor": 1} if apart else divided if layers_over > 1 else None,
+        placement=placement,
         max_staleness=max_staleness,
         callbacks=[kept],
     )

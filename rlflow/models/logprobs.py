@@ -295,9 +295,10 @@ class _DividedLogprobs(torch.autograd.Function):
         hidden, weight, places, here, log_z, entropy = ctx.saved_tensors
         grad_logprobs = torch.zeros_like(entropy) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
+        softmax: Softmax = ctx.softmax
 
         def logprobs_of(chunk: slice, logits: Tensor) -> Tensor:
-            return ctx.softmax.over_temperature(logits).sub_(log_z[chunk, None])
+            return softmax.over_temperature(logits).sub_(log_z[chunk, None])
 
         def logits_gradient(chunk: slice, logprobs: Tensor) -> Tensor:
             probs, of_targets = logprobs.exp(), grad_logprobs[chunk, None]
