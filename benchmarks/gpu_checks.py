@@ -16,7 +16,7 @@ from torch import Tensor
 from rlflow import CausalLM, Optimizer
 from rlflow.models.attention import packed_attention
 from rlflow.models.prefixes import Prefixes
-from rlflow.models.tiny import write_tiny_model
+from rlflow.models.tiny import tiny_tokenizer, write_model, write_tiny_model
 from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.types import Ragged
@@ -57,6 +57,27 @@ def small_model(folder: Path) -> Path:
     """A Qwen2 of about 2 million random weights, whose matrices ZeRO-3 divides."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "layers": 3, "heads": 4, "kv_heads": 2}
     return write_tiny_model(folder / "model", seed=3, **sizes)
+
+
+# Beside Qwen2: experts, and layers that carry a state beside attention. 128 tokens, as `small_model`.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2},
+}
+COMMON = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": 0}
+
+
+def small_family(folder: Path, family: str) -> Path:
+    """A small model of a family in `FAMILIES`, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    more = {"pad_token_id": 1, "max_position_embeddings": 512, "tie_word_embeddings": False, **FAMILIES[family]}
+    config = AutoConfig.for_model(family, **COMMON, **more)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    model.config.architectures = [type(model).__name__]  # by which vLLM finds its own
+    return write_model(folder / "model", model, tiny_tokenizer(512))
 
 
 def strategy_of(name: str, precision: Any, **settings: Any) -> TrainingStrategy:
@@ -167,15 +188,25 @@ def check_attention(folder: Path, device: str, devices: int, *, share: bool, **s
     return {"values": values, "limits": dict.fromkeys(values, ATTENTION_LIMIT)}
 
 
-def check_engine(folder: Path, device: str, devices: int, *, engine: str, precision: str = "fp32") -> Found:
+def check_engine(
+    folder: Path,
+    device: str,
+    devices: int,
+    *,
+    engine: str,
+    precision: str = "fp32",
+    family: str = "qwen2",
+    runner: Any = None,
+) -> Found:
     """Syncs of changing weights, with sleep between: the logprobs of what is generated, against float32 on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    path, on = small_model(folder), torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    path = small_model(folder) if family == "qwen2" else small_family(folder, family)
+    on = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     dtype = DTYPES[precision]
     built: RolloutEngine = TransformersEngine()
     if engine == "vllm":
-        built = VLLMEngine(kv_cache_gib=0.25, gpu_memory_utilization=0.3, max_model_len=256)
+        built = VLLMEngine(kv_cache_gib=0.25, gpu_memory_utilization=0.3, max_model_len=256, model_runner=runner)
     free = _free(device)
     built.setup(str(path), EnginePlace(dtype, on))
     taken = free - _free(device)

@@ -17,12 +17,16 @@ from step.workloads import W1, share_of_digits
 
 from rlflow import Callback, CausalLM, Optimizer, PromptData, Trainer
 from rlflow.algorithms import GRPO
-from rlflow.data import JSONL
+from rlflow.configs.cells import count
+from rlflow.data import JSONL, RandomRows
 from rlflow.models.handle import ForwardPlan
+from rlflow.models.logprobs import chunk_elements_on, token_logprobs
 from rlflow.models.packing import take
-from rlflow.models.tiny import write_tiny_model
+from rlflow.models.tiny import write_tiny_model, write_tiny_vision_model
+from rlflow.models.weights import fingerprint
 from rlflow.rewards import CallableReward
 from rlflow.rollout import TransformersEngine, VLLMEngine
+from rlflow.settings import Place
 from rlflow.types import Ragged
 from rlflow.values.batch import TokenRows
 from rlflow.values.columns import to_device
@@ -33,6 +37,10 @@ WARM_UP = 1  # steps that are not counted
 SYNC = ("sync/verified_tensors", "sync/logprob_gap", "time/sync")
 LONGEST = 512
 SPEED = {"hidden_size": 2048, "intermediate_size": 8192, "layers": 16, "heads": 16, "kv_heads": 8}
+# Two layers of Qwen2.5-7B, whose matrices are those of the whole model.
+OF_7B = {"hidden_size": 3584, "intermediate_size": 18_944, "layers": 2, "heads": 28, "kv_heads": 4}
+VOCABULARY_OF_7B, TOKENS = 152_064, 16_384
+SHAPES = {"1B": SPEED, "7B": OF_7B}
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}  # dense bf16
 ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
 
@@ -46,15 +54,26 @@ def run_grpo(
     engine: str = "vllm",
     precision: str = "fp32",
     tensor_parallel_size: int = 1,
+    layers_over: int = 1,
     apart: bool = False,
+    pictures: bool = False,
     max_staleness: int = 0,
 ) -> Found:
-    """A few steps that change the weights a lot: finite, every sync verified, engine and trainer agree."""
+    """A few steps that change the weights a lot: finite, every sync verified, engine and trainer agree.
+
+    `layers_over` ranks divide each layer in training.
+    """
     model, prompts = folder / "model", folder / "prompts.jsonl"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the others are started once this has been written
-        small_model(folder)
+        if pictures:
+            write_tiny_vision_model(model)
+        else:
+            small_model(folder)
         W1.write_prompts(prompts, 8 * STEPS)
     kept = Kept(skip=0)
+    placement: Any = {"rollout": 0, "actor": 1} if apart else None
+    if layers_over > 1:
+        placement = {"actor": Place(tensor_parallel_size=layers_over)}
     trainer = Trainer(
         run_dir=str(folder / "run"),
         max_steps=STEPS,
@@ -64,13 +83,16 @@ def run_grpo(
         rollout=VLLMEngine(tensor_parallel_size, gpu_memory_utilization=0.3, kv_cache_gib=0.25, max_model_len=256)
         if engine == "vllm"
         else TransformersEngine(),
-        placement={"rollout": 0, "actor": 1} if apart else None,
+        placement=placement,
         max_staleness=max_staleness,
         callbacks=[kept],
     )
     reward = CallableReward(lambda response: share_of_digits(response))
     module = GRPO(CausalLM(str(model), optimizer=Optimizer(lr=3e-3)), reward, group_size=4, max_response_length=32)
-    trainer.fit(module, PromptData(JSONL(str(prompts)), prompts_per_step=8, prompt="prompt"))
+    data = PromptData(JSONL(str(prompts)), prompts_per_step=8, prompt="prompt")
+    if pictures:
+        data = PromptData(RandomRows(count, 8 * STEPS), prompts_per_step=8, prompt="question", images="image")
+    trainer.fit(module, data)
     # Where steps overlap, the first ones end before what is synced, or compared, ahead of them is theirs.
     logged = {name: [step[name] for step in kept.steps if name in step] for name in SYNC}
     verified, gaps = logged["sync/verified_tensors"], logged["sync/logprob_gap"]
@@ -86,14 +108,16 @@ def run_grpo(
     return {"values": values, "limits": limits | {"steps_without_sync": 2 * max_staleness}}
 
 
-def measure_speed(folder: Path, device: str, devices: int, *, engine: str, strategy: str, steps: int = 3) -> Found:
+def measure_speed(
+    folder: Path, device: str, devices: int, *, engine: str, strategy: str, steps: int = 3, shape: str = "1B"
+) -> Found:
     """A step in bf16 with gradient checkpointing: 32 prompts `a+b=`, 8 responses of at most 512 tokens, one update.
 
     Medians over the steps: tokens generated and trained a second, the share of the chip's dense bf16 peak that training
     reaches (6 operations for each weight and token; what checkpointing computes twice is not counted), and the GPU
     memory that each role took to set up, with the peak of torch's allocator over the whole run.
     """
-    write_tiny_model(folder / "model", **SPEED)
+    write_tiny_model(folder / "model", **SHAPES[shape])
     W1.write_prompts(folder / "prompts.jsonl", W1.prompts * (WARM_UP + steps))
     memory: dict[str, float] = {}
     kept = Kept(skip=WARM_UP)
@@ -174,6 +198,42 @@ def measure_prefixes(folder: Path, device: str, devices: int, *, prompt: int, re
     shared, whole = (statistics.median(seconds[way]) for way in (True, False))
     values = {"shared_s": shared, "whole_s": whole, "ratio": shared / whole, "gib_ratio": gib[True] / gib[False]}
     return {"values": values, "limits": {}}
+
+
+def measure_head(folder: Path, device: str, devices: int) -> Found:
+    """The output layer of Qwen2.5-7B in bf16 over 16,384 tokens, forward and backward, by the logits of a chunk."""
+    hidden = torch.randn(TOKENS, OF_7B["hidden_size"], dtype=torch.bfloat16, device=device, requires_grad=True)
+    shape = VOCABULARY_OF_7B, OF_7B["hidden_size"]
+    weight = (0.01 * torch.randn(shape, dtype=torch.bfloat16, device=device)).requires_grad_()
+    targets = torch.randint(VOCABULARY_OF_7B, (TOKENS,), device=device)
+
+    def passes(chunk: int) -> None:
+        token_logprobs(hidden, weight, targets, chunk_elements=chunk)[0].sum().backward()
+        hidden.grad = weight.grad = None
+
+    values = {f"seconds_2**{power}": median_seconds(lambda power=power: passes(2**power)) for power in (26, 27, 28)}
+    return {"values": values | {"default": float(chunk_elements_on(weight.device))}, "limits": {}}
+
+
+def measure_fingerprint(folder: Path, device: str, devices: int) -> Found:
+    """Fingerprints of 1 GiB in bf16, by the chunks that are multiplied together; all of them are that of the CPU."""
+    weight = torch.randn(2**29, device=device, dtype=torch.bfloat16)
+    expected = fingerprint(weight.cpu()).item()
+    values = {f"seconds_{n}": median_seconds(lambda n=n: fingerprint(weight, together=n)) for n in (1, 8, 64)}
+    values["differ"] = float(sum(fingerprint(weight, together=n).item() != expected for n in (1, 8, 64)))
+    return {"values": values, "limits": {"differ": 0}}
+
+
+def median_seconds(compute: Callable[[], Any]) -> float:
+    """Seconds of a GPU: the median of five, after one to warm up."""
+    seconds = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        compute()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
 
 
 class Kept(Callback):

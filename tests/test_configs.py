@@ -31,13 +31,16 @@ RANKS = {  # others: 1
     "grpo_word_problems": 2,
     "ppo_apart": 4,
     "ppo_one_step_off": 4,
-    "grpo_math_8gpu": 8,
-    "qwen3_vl_geo3k_8gpu": 8,
-    "grpo_math_16nodes": 128,
+    **dict.fromkeys(["grpo_math_8gpu", "grpo_math_8gpu_fsdp", "qwen3_vl_geo3k_8gpu", "qwen3_vl_geo3k_8gpu_fsdp"], 8),
+    **dict.fromkeys(["grpo_math_16nodes", "grpo_math_16nodes_fsdp"], 128),
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+TWINS = [config for config in CONFIGS if config.stem.endswith("_fsdp")]  # of the configs for GPUs
+OTHERS = [config for config in CONFIGS if config not in TWINS]
+
+
+@pytest.mark.parametrize("config", slow_but([*OTHERS, TWINS[-1]], CONFIGS), ids=lambda config: config.stem)
 def test_the_last_rank_of_a_config_has_a_plan_that_trains(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +60,21 @@ def test_the_last_rank_of_a_config_has_a_plan_that_trains(
     assert "  train     " in planned
     in_the_docs = [text for name, text in drawing.graphs() if name == f"configs/{config.name}"]
     assert all(text == drawn.read_text() for text in in_the_docs), "python docs/pictures/draw.py"
+
+
+@pytest.mark.parametrize("config", TWINS, ids=lambda config: config.stem)
+def test_a_config_for_gpus_and_its_twin_of_fsdp_differ_in_strategy_and_folder_alone(config: Path) -> None:
+    first = config.with_stem(config.stem.removesuffix("_fsdp"))
+    one, other = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (first, config))
+    assert other["trainer"].pop("run_dir") == f"{one['trainer'].pop('run_dir')}_fsdp"
+    strategies = [each.pop("strategy") for each in (one, other)]
+    assert [strategy["class_path"] for strategy in strategies] == ["deepspeed", "fsdp"]
+    assert one == other
+
+
+def test_every_config_for_gpus_has_a_twin_of_fsdp() -> None:
+    cuda = [config.stem for config in CONFIGS if "accelerator: cuda" in config.read_text(encoding="utf-8")]
+    assert {stem for stem in cuda if not stem.endswith("_fsdp")} == {twin.stem.removesuffix("_fsdp") for twin in TWINS}
 
 
 @pytest.mark.parametrize("config", slow_but(LEARN[:2], LEARN), ids=lambda config: config.stem)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from rlflow.values.columns import to_device
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
+log = logging.getLogger(__name__)
+
 GAP = "sync/logprob_gap"  # for one policy; with several, one for each: `sync/logprob_gap/solver`
 LARGEST_GAP = "sync/logprob_gap_max"
 UNCERTAIN_GAP = "sync/logprob_gap_uncertain"
@@ -36,6 +39,7 @@ STEPS = 16  # number of last steps whose gaps are remembered
 TIMES = 3.0  # a gap above this multiple of their median is a fault; healthy gaps stay within 1.5 times the median
 OFF = 0.03  # a spread this far from 1 is a fault; the spread is about the trainer's temperature over the engine's
 SMALLEST_VARIANCE = 1e-4  # variance of logprobs below which rounding dominates, so no spread is computed
+FAR = 10.0  # times the default limit, which ends a run also where other faults are only warned of
 SMALLEST = {torch.float64: 1e-4, torch.float32: 1e-4}  # gaps up to this for an uncertain token are no fault; else 1e-3
 PROBES = 4  # responses that a probe compares
 TOKENS = 8  # most tokens of each
@@ -57,6 +61,9 @@ class LogprobGap:
 
     In bfloat16 a healthy gap depends on the model, so the last two find faults that the first cannot.
 
+    The thresholds were found on CPUs. So on another device a fault is a warning in the first `trial` steps, unless the
+    limit was set, or the mean gap is far above the default one.
+
     Args:
         limit: Largest mean |logprob - rollout logprob| over all tokens of a step; above it the run stops. None takes
             the limit of `dtype`, and checks the other two figures too.
@@ -64,6 +71,7 @@ class LogprobGap:
         policy: Name of the policy if there are several; else empty.
         made_by: The nodes whose rows only this policy generates; None for all rows.
         engine: Name of the engine's class; gaps are compared only with those of the same class.
+        trial: Compared steps in which a fault is a warning.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class LogprobGap:
         policy: str = "",
         made_by: Collection[str] | None = None,
         engine: str = "",
+        trial: int = 0,
     ) -> None:
         self._limit = default_gap_limit(dtype) if limit is None else limit
         self._watches_more = limit is None
@@ -80,6 +89,7 @@ class LogprobGap:
         self._policy = policy
         self._made_by = made_by
         self._kind = f"{dtype}, {engine}"
+        self._trial = trial if limit is None else 0
         self._metrics: StepMetrics | None = None
         self._version: int | None = None  # version of the weights that are compared; None while nothing is compared
         self._compared = False  # whether rows were compared since `open`
@@ -87,12 +97,13 @@ class LogprobGap:
 
     def state_dict(self) -> dict[str, Any]:
         """The gaps of earlier steps, with which the next is compared; JSON-able and the same on every rank."""
-        return {"of": self._kind, "steps": [list(step) for step in self._healthy]}
+        return {"of": self._kind, "steps": [list(step) for step in self._healthy], "trial": self._trial}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, unless it is of another dtype or engine."""
         if state["of"] == self._kind:
             self._healthy.extend((gap, uncertain) for gap, uncertain in state["steps"])
+            self._trial = min(self._trial, state.get("trial", 0))
 
     def open(self, version: int, metrics: StepMetrics) -> None:
         """Begin to compare: from now on the trainer has the weights `version`, with which the engine generates.
@@ -150,15 +161,16 @@ class LogprobGap:
         if spread is not None:
             reduced[self._named(SPREAD)] = spread
         if not found <= self._limit:  # NaN is a gap too
-            self._refuse(f"differ by {found:.3g} on average, more than `trainer.logprob_gap_limit` = {self._limit:g}")
-        if not self._watches_more or uncertain < 1:
-            return
-        if spread is not None and abs(spread - 1) > OFF + 0.5 / math.sqrt(uncertain):
-            self._refuse(
-                f"differ: the engine's spread {spread:.3g} times as much as the trainer's, as they do where the"
-                " temperature is another"
-            )
-        self._compare(reduced[self._named(UNCERTAIN_GAP)], uncertain)
+            what = f"differ by {found:.3g} on average, more than `trainer.logprob_gap_limit` = {self._limit:g}"
+            self._report(what, not found <= FAR * self._limit)
+        if self._watches_more and uncertain >= 1:
+            if spread is not None and abs(spread - 1) > OFF + 0.5 / math.sqrt(uncertain):
+                self._report(
+                    f"differ: the engine's spread {spread:.3g} times as much as the trainer's, as they do where the"
+                    " temperature is another"
+                )
+            self._compare(reduced[self._named(UNCERTAIN_GAP)], uncertain)
+        self._trial = max(0, self._trial - 1)
 
     def _compare(self, gap: float, uncertain: float) -> None:
         """Compare a gap with those of earlier steps; the limit is wider for few tokens, whose gap varies more."""
@@ -167,19 +179,23 @@ class LogprobGap:
             before = sum(tokens for _, tokens in self._healthy)
             most = max(self._smallest, usual * (TIMES + 10 / math.sqrt(uncertain) + 10 / math.sqrt(before)))
             if gap > most:
-                self._refuse(
+                self._report(
                     f"differ by {gap:.3g} for an uncertain token, which is more than {most:.3g}, where they differed by"
                     f" {usual:.3g} in the steps before"
                 )
         self._healthy.append((gap, uncertain))
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _report(self, what: str, is_far: bool = False) -> None:
+        """Stop the run; or, on trial and unless it is far above the limit, warn."""
         of = f" of `{self._policy}`" if self._policy else ""
-        raise UserError(
+        line = (
             f"rollout and training logprobs{of} {what}: the rollout engine holds other weights than the trainer, or"
             " computes another model. Check the engine's version and dtype, or set `trainer.logprob_gap_limit`, which"
             " is then the only limit"
         )
+        if is_far or not self._trial:
+            raise UserError(line)
+        log.warning("%s. For %d more steps this is a warning, as it was found on CPUs alone", line, self._trial - 1)
 
     def _named(self, name: str) -> str:
         return f"{name}/{self._policy}" if self._policy else name

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.controller.gap import LogprobGap, probe
+from rlflow.controller.gap import STEPS, LogprobGap, probe
 from rlflow.controller.run import Run
 from rlflow.controller.weight_sync import WeightSync, weight_sync
 from rlflow.dag.graph import Graph
@@ -181,7 +181,8 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     made_by = frozenset(node.id for node in graph.order if node.generates == (name,))
     limit, dtype = run.settings.logprob_gap_limit, run.strategy.dtype
     kind = type(run.engines[name]).__name__
-    gap = LogprobGap(limit, dtype, name if several else "", made_by if several else None, kind)
+    trial = 0 if run.strategy.root_device.type == "cpu" else STEPS
+    gap = LogprobGap(limit, dtype, name if several else "", made_by if several else None, kind, trial)
     handle.watch = gap.observe
     changes = sum(name in graph.changed_by(node) for node in graph.order)
     start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step

@@ -64,7 +64,7 @@ class Memory:
     @property
     def logits(self) -> float:
         """Bytes of a chunk of logits, `[tokens, vocabulary]` or `[tokens, labels]`, and of its gradient."""
-        return max((role.logits for role in self.roles.values()), default=0.0)
+        return max((role.logits(self.capacity) for role in self.roles.values()), default=0.0)
 
     @property
     def gathered(self) -> float:

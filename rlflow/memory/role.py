@@ -9,7 +9,7 @@ import torch
 
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
-from rlflow.models.logprobs import CHUNK_ELEMENTS
+from rlflow.models.logprobs import CHUNK_ELEMENTS, chunk_elements_in
 from rlflow.models.sizes import ModelSize
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
@@ -53,6 +53,7 @@ class LoadedRole:
             reduced together without one.
         live: Number of weights that may stay whole at ZeRO 3, beyond those of a layer.
         within: Number of ranks, such as those of a node, that divide a second copy of the weights; 0 for none.
+        on_cpu: Whether it is trained on the CPU.
     """
 
     size: ModelSize
@@ -76,6 +77,7 @@ class LoadedRole:
     bucket: int = 0
     live: int = 0
     within: int = 0
+    on_cpu: bool = True
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -154,10 +156,14 @@ class LoadedRole:
             return self.size.layers * layer
         return self.size.layers * self._tokens * self.size.hidden * self.width + layer
 
-    @property
-    def logits(self) -> float:
-        """Bytes of the chunk of a micro-batch's logits that is in memory at one time, and of its gradient."""
-        return 2.0 * FLOAT32 * min(CHUNK_ELEMENTS, self._tokens * self.size.outputs / self.tensor_parallel_size)
+    def logits(self, capacity: float) -> float:
+        """Bytes of the chunk of a micro-batch's logits that is in memory at one time, and of its gradient.
+
+        Args:
+            capacity: Bytes of the rank's device.
+        """
+        chunk = CHUNK_ELEMENTS if self.on_cpu else chunk_elements_in(int(capacity))
+        return 2.0 * FLOAT32 * min(chunk, self._tokens * self.size.outputs / self.tensor_parallel_size)
 
     @property
     def gathered(self) -> float:
@@ -298,4 +304,5 @@ def loaded_role(
         bucket=min(strategy.bucket_elements, size.largest_layer) if stage and trained else 0,
         live=strategy.live_elements or 0,
         within=within if within < len(layout.ranks) else 0,
+        on_cpu=on_cpu,
     )

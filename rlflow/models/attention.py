@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -235,6 +236,27 @@ def _varlen(
     out = varlen_attn(q, k, v, *starts, *longest, scale=scores.scale, window_size=(left, 0), enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out[None]
+
+
+def use_flash_attention_3(device: torch.device) -> None:
+    """Let torch's packed attention use the kernels of flash attention 3, in this process.
+
+    Raises:
+        UserError: They are not installed, or not for this device.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        raise UserError(
+            f"`flash_attention` is 3, whose kernels are for GPUs of compute capability 9.0, and the run is on {device};"
+            " leave it out"
+        )
+    if find_spec("flash_attn_interface") is None:
+        raise UserError(
+            "`flash_attention` is 3, and the package `flash_attn_interface` is not installed; install flash attention"
+            " 3, or leave it out"
+        )
+    from torch.nn.attention import activate_flash_attention_impl
+
+    activate_flash_attention_impl("FA3")
 
 
 def flexible(

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Logits in memory at one time: 256 MiB in float32; at the peak there are two to three copies of them.
+# Logits in memory at one time: 256 MiB in float32; at the peak there are two to three copies of them. With each chunk
+# the backward pass reads and writes a float32 gradient of the weight's size, so a GPU takes larger ones: 1 GiB of 80.
 CHUNK_ELEMENTS = 2**26
+LARGEST_CHUNK = 2**28
+COPIES_OF_MEMORY = 24  # so many times three copies of a chunk fit in a GPU's memory
 
 
 # Settings of configurations that shape logits, and the types of models in which their meaning is known.
@@ -79,7 +82,11 @@ class Softmax:
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """`[n, V]`, log-softmax of the logits divided by the temperature; overwrites `logits`."""
-        return logits.div_(self.temperature).log_softmax(1)
+        return self.over_temperature(logits).log_softmax(1)
+
+    def over_temperature(self, values: Tensor) -> Tensor:
+        """`values` divided by the temperature in place."""
+        return values if self.temperature == 1.0 else values.div_(self.temperature)
 
 
 def unknown_logit_settings(config: Any) -> list[str]:
@@ -97,7 +104,7 @@ def token_logprobs(
     weight: Tensor,
     targets: Tensor,
     softmax: Softmax = Softmax(),
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy of the distribution at its place.
 
@@ -109,7 +116,7 @@ def token_logprobs(
         weight: `[V, H]`.
         targets: `[N]` int64.
         softmax: How the model turns products into a distribution.
-        chunk_elements: Most logits in memory at one time; those of one token always are.
+        chunk_elements: Most logits in memory at one time, see `chunk_elements_on`; those of one token always are.
 
     Returns:
         `[N]` log-probabilities and `[N]` entropies in nats.
@@ -124,7 +131,7 @@ def logprobs_of_tokens(
     ids: Tensor,
     softmax: Softmax = Softmax(),
     top: int = 0,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `token_logprobs`, for several tokens at each place: given tokens, and the likeliest tokens.
 
@@ -134,7 +141,7 @@ def logprobs_of_tokens(
         ids: `[N, K]` int64.
         softmax: How the model turns products into a distribution.
         top: How many of the likeliest tokens are added, likeliest first.
-        chunk_elements: Most logits in memory at one time; those of one token always are.
+        chunk_elements: Most logits in memory at one time, see `chunk_elements_on`; those of one token always are.
 
     Returns:
         `[N, K + top]` log-probabilities, `[N]` entropies, and the `[N, K + top]` tokens; the first K are `ids`.
@@ -142,6 +149,23 @@ def logprobs_of_tokens(
     apply: Any = _TokenLogprobs.apply
     result: tuple[Tensor, Tensor, Tensor] = apply(hidden, weight, ids, softmax, top, chunk_elements)
     return result
+
+
+def chunk_elements_on(device: torch.device) -> int:
+    """Logits in memory at one time by default: 2**26 on the CPU; up to 2**28 on a GPU, by how much memory it has."""
+    if device.type != "cuda":
+        return CHUNK_ELEMENTS
+    return chunk_elements_in(torch.cuda.get_device_properties(device).total_memory)
+
+
+def chunk_elements_in(nbytes: int) -> int:
+    """As `chunk_elements_on`, for a GPU of so many bytes; a power of two."""
+    fit = nbytes // (COPIES_OF_MEMORY * 3 * 4)
+    return min(LARGEST_CHUNK, max(CHUNK_ELEMENTS, 1 << max(0, fit.bit_length() - 1)))
+
+
+def _tokens_of_chunk(chunk_elements: int | None, device: torch.device, vocabulary: int) -> int:
+    return max(1, (chunk_elements or chunk_elements_on(device)) // vocabulary)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -156,7 +180,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ids: Tensor,
         softmax: Softmax,
         top: int,
-        chunk_elements: int,
+        chunk_elements: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         output_weight = weight.to(softmax.products_in(hidden))
@@ -165,7 +189,7 @@ class _TokenLogprobs(torch.autograd.Function):
         tokens[:, :known] = ids
         logprobs = hidden.new_empty(tokens.shape, dtype=dtype)
         entropy = hidden.new_empty(number, dtype=dtype)
-        ctx.rows, ctx.softmax = max(1, chunk_elements // len(weight)), softmax
+        ctx.rows, ctx.softmax = _tokens_of_chunk(chunk_elements, hidden.device, len(weight)), softmax
         for i in range(0, number, ctx.rows):
             chunk = slice(i, i + ctx.rows)
             everything = softmax.logprobs(softmax.logits(hidden[chunk], output_weight, dtype))  # [n, V]
@@ -202,7 +226,7 @@ def divided_logprobs(
     first: int,
     group: dist.ProcessGroup,
     softmax: Softmax = Softmax(),
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `token_logprobs`, on ranks that divide the vocabulary; all of them call it and get the same.
 
@@ -216,7 +240,7 @@ def divided_logprobs(
         first: The token of the first of these rows.
         group: Ranks that divide the weight.
         softmax: How the model turns products into a distribution.
-        chunk_elements: Most logits in memory at one time; those of one token always are.
+        chunk_elements: Most logits in memory at one time, see `chunk_elements_on`; those of one token always are.
     """
     apply: Any = _DividedLogprobs.apply
     result: tuple[Tensor, Tensor] = apply(hidden, rows, targets - first, softmax, group, chunk_elements)
@@ -237,17 +261,17 @@ class _DividedLogprobs(torch.autograd.Function):
         places: Tensor,
         softmax: Softmax,
         group: dist.ProcessGroup,
-        chunk_elements: int,
+        chunk_elements: int | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         output_weight = weight.to(softmax.products_in(hidden))
         here = (places >= 0) & (places < len(weight))
         places = places.masked_fill(~here, 0)
         own = hidden.new_empty(len(hidden), 4, dtype=dtype)
-        ctx.rows, ctx.softmax, ctx.group = max(1, chunk_elements // len(weight)), softmax, group
+        ctx.rows, ctx.softmax, ctx.group = _tokens_of_chunk(chunk_elements, hidden.device, len(weight)), softmax, group
         for i in range(0, len(hidden), ctx.rows):
             chunk = slice(i, i + ctx.rows)
-            z = softmax.logits(hidden[chunk], output_weight, dtype).div_(softmax.temperature)  # [n, V']
+            z = softmax.over_temperature(softmax.logits(hidden[chunk], output_weight, dtype))  # [n, V']
             own[chunk, 3] = z.gather(1, places[chunk, None])[:, 0] * here[chunk]
             own[chunk, 0] = largest = z.amax(1)
             powers = z.sub_(largest[:, None]).exp()
@@ -271,9 +295,10 @@ class _DividedLogprobs(torch.autograd.Function):
         hidden, weight, places, here, log_z, entropy = ctx.saved_tensors
         grad_logprobs = torch.zeros_like(entropy) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
+        softmax: Softmax = ctx.softmax
 
         def logprobs_of(chunk: slice, logits: Tensor) -> Tensor:
-            return logits.div_(ctx.softmax.temperature).sub_(log_z[chunk, None])
+            return softmax.over_temperature(logits).sub_(log_z[chunk, None])
 
         def logits_gradient(chunk: slice, logprobs: Tensor) -> Tensor:
             probs, of_targets = logprobs.exp(), grad_logprobs[chunk, None]
@@ -321,7 +346,10 @@ def _gradients(
         del logits
         grad = logits_gradient(chunk, logprobs)
         del logprobs
-        grad = grad.div_(softmax.temperature).mul_(derivative).to(weight.dtype)
+        grad = softmax.over_temperature(grad)
+        if softmax.cap is not None or softmax.scale != 1.0:
+            grad = grad.mul_(derivative)
+        grad = grad.to(weight.dtype)
         grad_hidden[chunk] = grad @ weight
         if grad_weight is not None and dtype == read.dtype:
             grad_weight.addmm_(grad.T, read)  # without a second tensor of the weight's size
@@ -340,7 +368,7 @@ def token_kl(
     other_weight: Tensor,
     other_softmax: Softmax,
     over_other: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """KL(p || q) at each token, with p from `hidden` and q from `other_hidden`; or KL(q || p).
 
@@ -359,7 +387,7 @@ def token_kl(
         other_weight: `[V, H']`.
         other_softmax: How the products `other_hidden @ other_weight.T` become q.
         over_other: Compute KL(q || p).
-        chunk_elements: Most logits in memory at one time, of both models together; those of one token always are.
+        chunk_elements: Most logits in memory at one time, of both models together, see `chunk_elements_on`.
 
     Returns:
         `[N]` in nats, and `[N]` log-probabilities of the targets under p, without a gradient.
@@ -383,13 +411,13 @@ class _TokenKL(torch.autograd.Function):
         other_weight: Tensor,
         other_softmax: Softmax,
         over_other: bool,
-        chunk_elements: int,
+        chunk_elements: int | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         own, other = weight.to(softmax.products_in(hidden)), other_weight.to(other_softmax.products_in(other_hidden))
         kl = hidden.new_empty(targets.shape, dtype=dtype)
         logprobs = torch.empty_like(kl)
-        ctx.rows = max(1, chunk_elements // (2 * len(weight)))
+        ctx.rows = _tokens_of_chunk(chunk_elements, hidden.device, 2 * len(weight))
         for i in range(0, len(targets), ctx.rows):
             chunk = slice(i, i + ctx.rows)
             log_p = softmax.logprobs(softmax.logits(hidden[chunk], own, dtype))  # [n, V]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 ADAPTER = "default"  # peft's name of a model's only adapter
 PARAMETER = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
-CHUNK = 1 << 18  # 64-bit words multiplied at a time: bounds the memory of a fingerprint to 2 MiB
+CHUNK = 1 << 18  # 64-bit words, 2 MiB: after so many the random numbers of a fingerprint repeat
 MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no chunk is lost modulo 2**64
 
 
@@ -104,20 +104,37 @@ def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def fingerprint(tensor: Tensor) -> Tensor:
+def fingerprint(tensor: Tensor, together: int | None = None) -> Tensor:
     """64 bits (0-dim int64, on the tensor's device) that differ when an element's value or place differs.
 
     It is the sum of the tensor's 64-bit words times fixed random odd numbers, modulo 2**64. A change of one word always
     changes it; a change of several words may leave it the same only by chance. -0.0 and 0.0 count as the same value.
+
+    Args:
+        tensor: Tensor of any shape.
+        together: Chunks that are multiplied at a time, which changes no bit. None for 1 on the CPU, whose cache holds
+            that much, and 64 elsewhere, where each operation is a kernel to launch.
     """
+    together = together or (1 if tensor.is_cpu else 64)
     per_word = 8 // tensor.element_size()
-    factors = _factors(tensor.device)
+    factors, powers = _factors(tensor.device), _powers(together, tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in torch.split(tensor.reshape(-1), CHUNK * per_word):
-        values = torch.nn.functional.pad(part + 0.0, (0, -len(part) % per_word))
-        words = values.view(torch.int64)
-        total = total * MULTIPLIER + (words * factors[: len(words)]).sum()
+    for part in torch.split(tensor.reshape(-1), together * CHUNK * per_word):
+        words = torch.nn.functional.pad(part + 0.0, (0, -len(part) % per_word)).view(torch.int64)
+        if whole := len(words) // CHUNK:
+            sums = (words[: whole * CHUNK].view(whole, CHUNK) * factors).sum(1)
+            total = total * powers[whole] + (sums * powers[:whole].flip(0)).sum()
+        if len(rest := words[whole * CHUNK :]):
+            total = total * MULTIPLIER + (rest * factors[: len(rest)]).sum()
     return total
+
+
+@cache
+def _powers(count: int, device: torch.device) -> Tensor:
+    """`MULTIPLIER**k` for k from 0 to `count`, modulo 2**64."""
+    powers = torch.ones(count + 1, dtype=torch.int64)
+    powers[1:] = MULTIPLIER
+    return powers.cumprod(0).to(device)
 
 
 @cache

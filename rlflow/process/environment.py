@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rlflow.errors import UserError
 
 # Fabric, DeepSpeed and vLLM set them for good.
 PLACE = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+KERNELS = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 ARGUMENTS = "RLFLOW_ARGUMENTS"  # of a rank; they may hold secrets, and every user can read command lines
 
 _takes_arguments = False
@@ -44,6 +47,19 @@ def place_kept() -> Iterator[None]:
         for name in PLACE:
             os.environ.pop(name, None)
         os.environ.update(before)
+
+
+def keep_kernels_here() -> None:
+    """Store compiled kernels on this machine's own disk, unless a variable says where.
+
+    vLLM and Triton store them in the home folder, which machines of a cluster often share: hundreds of ranks would
+    write there together. They go into the folder of temporary files, `/tmp/rlflow-kernels-1000` for the user 1000.
+    """
+    root = Path(tempfile.gettempdir()) / f"rlflow-kernels-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.lstat().st_uid == os.getuid():  # another user's kernels would run as this user's
+        for variable, name in KERNELS.items():
+            os.environ.setdefault(variable, str(root / name))
 
 
 def take_arguments() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from rlflow.errors import UserError, did_you_mean, require
@@ -57,16 +57,22 @@ class MathVerify(SampleReward):
         return float(verify(self._expected(row), parse(text)))
 
     def _expected(self, row: dict[str, Any]) -> Any:
-        from math_verify import parse
-
         answer = str(read_column(row, self.answer))
-        expected = parse(f"\\boxed{{{answer}}}")  # in a box, or LaTeX without dollar signs would not be read
+        expected = _boxed(answer)
         if not expected:
             raise UserError(
                 f"column `{self.answer}` holds {answer[:60]!r}, no expression that math-verify can read; mend or remove"
                 " the row"
             )
         return expected
+
+
+@lru_cache(maxsize=1024)  # a group's responses have one answer
+def _boxed(answer: str) -> Any:
+    """What math-verify reads in an answer, in a box, or LaTeX without dollar signs would not be read."""
+    from math_verify import parse
+
+    return parse(f"\\boxed{{{answer}}}")
 
 
 class SumValue(SampleReward):

@@ -55,6 +55,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         share_prefixes: Compute a prefix that several rows of a micro-batch share, such as a group's prompt, only once;
             needs `packing`.
         float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
+        flash_attention: Version of flash attention for packed rows on a GPU: 2 is torch's own, 3 is that of the package
+            `flash_attn_interface`, for compute capability 9.0.
         offload_optimizer: Store optimizer states in CPU memory and update weights there (CUDA; stage 1 or more). It
             takes 12 bytes a weight off the GPUs. Each step sends gradients and weights over PCIe, so it is off by
             default.
@@ -87,6 +89,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         packing: bool = True,
         share_prefixes: bool = True,
         float32_head: bool = False,
+        flash_attention: Literal[2, 3] = 2,
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         overlap_comm: bool = False,
@@ -118,6 +121,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._configure_ranks(
             precision, token_budget, packing, share_prefixes, float32_head, timeout_s, partition_within
         )
+        self._flash_attention = flash_attention
         self.stage = stage
         self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer
@@ -140,6 +144,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine.backward(loss * len(self.layout(name).ranks), scale_wrt_gas=False)
 
     def _before_joining(self) -> None:
+        super()._before_joining()
         if self.root_device.type == "cuda" and self.root_device.index != self.local_rank:
             raise UserError(
                 f"`trainer.devices` gives GPU {self.root_device.index} to local rank {self.local_rank}, and DeepSpeed "

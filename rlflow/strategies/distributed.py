@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from rlflow.databuffer.transport import process_group
 from rlflow.errors import UserError, about
-from rlflow.models.attention import check_sequence_parallel
+from rlflow.models.attention import check_sequence_parallel, use_flash_attention_3
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.strategies.role import Role
 from rlflow.strategies.sequence import divided_attention, peers_of
@@ -48,6 +48,7 @@ class DistributedStrategy(TrainingStrategy):
     otherwise = "for fp64 use `strategy: single`"
     within_setting: str
     sums_across = False
+    _flash_attention: Literal[2, 3] = 2
     processes: ManyProcesses
 
     def _configure_ranks(
@@ -148,6 +149,8 @@ class DistributedStrategy(TrainingStrategy):
 
     def _before_joining(self) -> None:
         """Called in each rank before it joins the process group, when its device is known."""
+        if self._flash_attention == 3:
+            use_flash_attention_3(self.root_device)
 
     def _forward_plan(self, name: str) -> ForwardPlan:
         plan = super()._forward_plan(name)

@@ -42,6 +42,8 @@ class FSDPStrategy(DistributedStrategy):
         share_prefixes: Compute a prefix that several rows of a micro-batch share, such as a group's prompt, only once;
             needs `packing`.
         float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
+        flash_attention: Version of flash attention for packed rows on a GPU: 2 is torch's own, 3 is that of the package
+            `flash_attn_interface`, for compute capability 9.0.
         within: Number of consecutive ranks of a role that divide its weights among them, such as those of a machine;
             the next ranks hold another copy. None for all ranks of the role.
         timeout_s: Seconds after which a collective that a rank does not join fails.
@@ -61,12 +63,14 @@ class FSDPStrategy(DistributedStrategy):
         packing: bool = True,
         share_prefixes: bool = True,
         float32_head: bool = False,
+        flash_attention: Literal[2, 3] = 2,
         within: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if within is not None and within < 1:
             raise UserError(f"`within` is {within}; give 1 or more ranks, or null for all ranks of a role.")
         self._configure_ranks(precision, token_budget, packing, share_prefixes, float32_head, timeout_s, within)
+        self._flash_attention = flash_attention
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
         """See `DistributedStrategy.check_roles`; refuses a `within` above all roles, or where ranks divide layers."""

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from rlflow.databuffer.transport import connect_when_used
 from rlflow.errors import UserError
+from rlflow.process.environment import keep_kernels_here
 from rlflow.process.listening import listening
 from rlflow.strategies.launcher import RankLauncher
 
@@ -85,6 +86,8 @@ class ManyProcesses(DDPStrategy):
             logging.getLogger(announcer).setLevel(logging.WARNING)
         if self.root_device.type == "cuda":
             connect_when_used()
+            if self.num_nodes > 1:
+                keep_kernels_here()
         address, port = self._place.main_address, self._place.main_port
         join_group(self.process_group_backend, self.global_rank, self.world_size, address, port, self._joins_within)
         # DeepSpeed and vLLM read these variables, however the ranks were started.

@@ -121,7 +121,12 @@ CASES: list[Case] = [
     ),
     (
         "fewer tokens at once than responses",
-        {"rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"max_num_batched_tokens": 255}}},
+        {
+            "rollout": {
+                "class_path": "rlflow.rollout.VLLMEngine",
+                "init_args": {"max_num_batched_tokens": 255, "max_num_seqs": 256},
+            }
+        },
         "`rollout.init_args.max_num_batched_tokens` is 255, and as many as `rollout.init_args.max_num_seqs`, 256,",
     ),
 ]

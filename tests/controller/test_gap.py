@@ -40,6 +40,34 @@ def test_a_gap_above_the_limit_ends_the_run_and_one_that_is_no_number_does(gap: 
         alarm.check({GAP: gap})
 
 
+def test_on_trial_a_gap_is_a_warning_unless_it_is_far_above_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = LogprobGap(None, torch.float32, trial=3)
+    alarm.check({GAP: 0.002})
+    assert "differ by 0.002 on average, more than" in caplog.text
+    assert "For 2 more steps this is a warning" in caplog.text
+    other = LogprobGap(None, torch.float32, trial=3)
+    other.load_state_dict(json.loads(json.dumps(alarm.state_dict())))
+    for far in (0.011, float("nan")):  # ten times 1e-3
+        with pytest.raises(UserError, match="differ by"):
+            other.check({GAP: far})
+    for _ in range(2):
+        alarm.check({GAP: 0.002})
+    with pytest.raises(UserError, match=r"differ by 0\.002 on average"):
+        alarm.check({GAP: 0.002})
+    with pytest.raises(UserError, match="differ by"):
+        LogprobGap(0.001, torch.float32, trial=3).check({GAP: 0.002})  # a limit that is set holds
+
+
+def test_on_trial_an_unusual_gap_of_uncertain_tokens_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    sums = dict(zip(SUMS, (1000.0, 500.0, -1000.0, 2000.0, -1000.0, 2000.0), strict=True))
+    alarm = LogprobGap(None, torch.bfloat16, trial=2)
+    for gap in (0.01, 0.045):  # 3 + 20 / sqrt(500) times 0.01 is 0.039
+        alarm.check({GAP: gap / 2, UNCERTAIN_GAP: gap} | sums)
+    assert "differ by 0.045 for an uncertain token" in caplog.text
+    with pytest.raises(UserError, match="uncertain token"):
+        alarm.check({GAP: 0.045, UNCERTAIN_GAP: 0.2} | sums)
+
+
 def test_rows_that_an_older_policy_generated_are_not_compared() -> None:
     lengths = torch.tensor([2, 1])
     rollout = Rollout(

@@ -19,7 +19,7 @@ from tests.families.gap import LIMIT, SEEDS, follow_three_syncs, tensors
 from tests.families.models import COMMON
 from tests.ranks import RankPool
 from tests.rollout.test_vllm_ranks import _generate, _syncs_with_one_element_changed
-from tests.rollout.trained import perturb, setup
+from tests.rollout.trained import check_written, perturb, setup
 
 CPU = torch.device("cpu")
 SAME_SEEDS = [SEEDS] * 2
@@ -85,6 +85,7 @@ def test_experts_that_are_not_packed_again_fail_the_sync(
     assert others == 0
     monkeypatch.undo()
     vllm.update_weights([tensors(model)], 2)
+    check_written(vllm, tensors(model))
 
 
 REFUSED = {

@@ -110,8 +110,10 @@ def test_a_moving_average_is_counted_beside_narrower_weights() -> None:
 
 
 def test_logits_of_a_small_vocabulary_are_less_than_a_chunk() -> None:
-    assert ZERO3.logits == 2 * 4 * 500 * 100  # with the gradient, float32, tokens, vocabulary
-    assert replace(ZERO3, size=replace(SMALL, vocabulary=150_000), token_budget=4096).logits == 2 * 256 * 2**20
+    assert ZERO3.logits(80e9) == 2 * 4 * 500 * 100  # with the gradient, float32, tokens, vocabulary
+    large = replace(ZERO3, size=replace(SMALL, vocabulary=150_000), token_budget=4096)
+    assert large.logits(80e9) == 2 * 256 * 2**20
+    assert replace(large, on_cpu=False).logits(80 * 2**30) == 2 * 2**30
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +167,7 @@ def test_a_critic_is_as_large_as_a_classifier_of_one_label(tiny: Path) -> None:
     size = loaded_role(handle, size_of(str(tiny)), SingleProcess(), Layout((0,), 1), samples=8).size
     classifier = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
     assert size.parameters == sum(parameter.numel() for parameter in classifier.parameters())
-    assert replace(ZERO3, size=size).logits == 2 * 4 * 500  # with the gradient, float32, a number for each token
+    assert replace(ZERO3, size=size).logits(80e9) == 2 * 4 * 500  # with the gradient, float32, a number for each token
 
 
 def test_one_process_keeps_all_in_the_dtype_of_the_weights() -> None:
@@ -189,7 +191,8 @@ def test_engines_keep_what_they_say() -> None:
     on_cpu = taken(VLLMEngine(kv_cache_gib=0.5), on_cpu=True)
     assert (on_cpu.memory.cache, on_cpu.memory.asleep) == (2**29, "weights and cache")
     on_gpu = taken(VLLMEngine(), on_cpu=False)
-    assert on_gpu.memory == EngineMemory(256, 0.5, None, "nothing")
+    assert on_gpu.memory == EngineMemory(1024, 0.5, None, "nothing")
+    assert (on_cpu.memory.at_once, taken(VLLMEngine(max_num_seqs=7), on_cpu=False).memory.at_once) == (256, 7)
     assert on_gpu.cache(capacity=80_000) == 40_000 - 7700
     plain = taken(TransformersEngine(max_batch=3), on_cpu=True)
     # Three at once of 20 tokens, two layers of keys and values of width 5, 2 bytes each

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,14 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 from transformers import Qwen2Config
 
 from rlflow.errors import UserError
-from rlflow.models.attention import AttentionScores, check_sequence_parallel, flexible, packed_attention, seen_blocks
+from rlflow.models.attention import (
+    AttentionScores,
+    check_sequence_parallel,
+    flexible,
+    packed_attention,
+    seen_blocks,
+    use_flash_attention_3,
+)
 from rlflow.models.prefixes import Prefixes
 from tests.families.models import STATEFUL, configuration
 
@@ -266,3 +274,19 @@ def test_padded_sequences_are_not_divided() -> None:
 def test_sequences_of_a_model_with_states_are_not_divided(name: str) -> None:
     with pytest.raises(UserError, match=r"^2 ranks divide the sequences of `actor`, and layers of its model, .* state"):
         check_sequence_parallel(configuration(name), 2, "actor")
+
+
+@pytest.mark.parametrize(
+    ("device", "major", "refused"),
+    [
+        ("cpu", 0, "whose kernels are for GPUs of compute capability 9.0, and the run is on cpu; leave it out"),
+        ("cuda", 8, "whose kernels are for GPUs of compute capability 9.0, and the run is on cuda; leave it out"),
+        ("cuda", 9, "and the package `flash_attn_interface` is not installed; install flash attention 3, or leave it"),
+    ],
+)
+def test_flash_attention_3_is_refused_where_it_cannot_run(
+    device: str, major: int, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    with pytest.raises(UserError, match=rf"^`flash_attention` is 3, {re.escape(refused)}"):
+        use_flash_attention_3(torch.device(device))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlflow.models.logprobs import Softmax, token_logprobs
+from rlflow.models.logprobs import Softmax, chunk_elements_in, chunk_elements_on, token_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 7, 5, 11
 
@@ -157,3 +157,31 @@ def test_a_wide_head_computes_in_float32_what_it_is_given_in_less(dtype: torch.d
     for ours, theirs in zip(gradients, exact, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, theirs.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+def test_a_gpu_takes_larger_chunks_of_logits_the_more_memory_it_has() -> None:
+    sizes = {gib: chunk_elements_in(gib * 2**30) for gib in (16, 24, 40, 80, 192)}
+    assert sizes == {16: 2**26, 24: 2**26, 40: 2**27, 80: 2**28, 192: 2**28}  # 80 GiB / 24 / 12 bytes are 2**28.2
+    assert chunk_elements_on(torch.device("cpu")) == 2**26
+
+
+def test_logits_that_nothing_scales_are_passed_over_less_often() -> None:
+    counted = []
+    for softmax in (Softmax(), Softmax(0.5), Softmax(0.5, scale=2.0)):
+        hidden, weight, targets = inputs()
+        with _Counted() as passes:
+            token_logprobs(hidden, weight, targets, softmax)[0].sum().backward()
+        counted.append(passes.in_place)
+    plain, warm, scaled = counted
+    assert (warm - plain, scaled - warm) == (3, 3)  # the logits, forward and backward, and their gradient
+
+
+class _Counted(TorchDispatchMode):
+    """Counts multiplications and divisions in place by a number."""
+
+    in_place = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = function.overloadpacket.__name__
+        self.in_place += name in ("div_", "mul_") and not isinstance(args[1], Tensor)
+        return function(*args, **(kwargs or {}))

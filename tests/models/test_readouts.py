@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+import rlflow.models.logprobs
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
-from rlflow.models.logprobs import CHUNK_ELEMENTS, Softmax, logprobs_of_tokens, token_kl
+from rlflow.models.logprobs import Softmax, token_kl
 from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import take
@@ -267,9 +268,7 @@ class _Largest(TorchDispatchMode):
 def test_no_tensor_of_tokens_by_vocabulary_is_ever_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both models' passes, forward and backward: 300 scored tokens of 128 would be 38,400 numbers."""
     limit = 12_000
-    for function in (token_kl, logprobs_of_tokens):
-        defaults = [limit if value == CHUNK_ELEMENTS else value for value in function.__defaults__ or ()]
-        monkeypatch.setattr(function, "__defaults__", tuple(defaults))
+    monkeypatch.setattr(rlflow.models.logprobs, "CHUNK_ELEMENTS", limit)
     folder = write_tiny_model(tmp_path / "narrow", hidden_size=8, intermediate_size=16, layers=1, heads=2, kv_heads=1)
     student = loaded(folder, ForwardPlan(), torch.float32)
     teacher = loaded(folder, ForwardPlan(), torch.float32, trainable=False)

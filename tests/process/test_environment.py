@@ -6,13 +6,14 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from rlflow.errors import UserError
 from rlflow.process import environment
-from rlflow.process.environment import ARGUMENTS, handed_arguments, require_started
+from rlflow.process.environment import ARGUMENTS, handed_arguments, keep_kernels_here, require_started
 
 TAKES = "import sys; from rlflow.process import environment; environment.take_arguments(); print(sys.argv[1:])"
 
@@ -47,3 +48,17 @@ def test_processes_of_torchrun_that_a_run_does_not_count_are_refused(
     said = r"^torchrun started 2 processes, and `trainer.devices` x `trainer.num_nodes` is 1; give"
     with pytest.raises(UserError, match=said) if refused else contextlib.nullcontext():
         require_started(1)
+
+
+def test_kernels_are_stored_on_the_machine_unless_a_variable_says_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for user, stored in ((os.getuid(), True), (os.getuid() + 1, False)):  # the second folder is the first user's
+        folder = tmp_path / f"rlflow-kernels-{user}"
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        monkeypatch.setattr(os, "environ", {"TRITON_CACHE_DIR": "mine"})
+        keep_kernels_here()
+        others = {"VLLM_CACHE_ROOT": f"{folder}/vllm", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        assert os.environ == {"TRITON_CACHE_DIR": "mine"} | (others if stored else {})
+        assert folder.stat().st_mode & 0o777 == 0o700

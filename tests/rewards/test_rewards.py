@@ -80,6 +80,17 @@ def test_an_answer_that_is_no_mathematics_is_the_datasets_fault() -> None:
         MathVerify(on_error="zero").score(RewardInput(["1"], [{"answer": ""}]))
 
 
+def test_math_verify_reads_the_answer_of_a_group_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify
+
+    read, parse = list[str](), math_verify.parse
+    monkeypatch.setattr(math_verify, "parse", lambda text: read.append(text) or parse(text))
+    texts, answer = ["$7301$", "$7302$", "$14602 / 2$"], "7301"  # an answer of this test alone
+    assert MathVerify().score(RewardInput(texts, [{"answer": answer}] * 3)).total == [1.0, 0.0, 1.0]
+    assert read.count("\\boxed{7301}") == 1
+    assert len(read) == 4
+
+
 @pytest.mark.parametrize("task", ["chain_sum", "gcd", "countdown", "spell_backward"])
 def test_reasoning_gym_gives_the_right_answer_full_marks_and_a_wrong_one_less(task: str) -> None:
     source = ReasoningGym(task, size=5, validation_size=0)

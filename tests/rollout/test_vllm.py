@@ -6,6 +6,7 @@ import itertools
 import random
 import shutil
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch import Tensor
 import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
+from rlflow.rollout.engine import Piece
 from tests.rollout.stepping import check_completions, check_steps
 from tests.rollout.test_continued import check_continued, lively
 from tests.rollout.test_parts import check_parts
-from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb, setup
+from tests.rollout.trained import PROMPTS, STOP, buckets, check_written, load, logprob_gap, perturb, setup
 
 SEEDS = list(range(len(PROMPTS)))
 VERSIONS = itertools.count()
@@ -142,30 +144,62 @@ class Sleeper:
     def sleep(self, level: int) -> None:
         self.seen.append(f"sleep at level {level}")
 
-    def wake_up(self) -> None:
-        self.seen.append("wake up")
+    def wake_up(self, tags: list[str]) -> None:
+        self.seen.append(f"wake {' and '.join(tags)}")
+
+    def reset_prefix_cache(self) -> bool:
+        return True
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cuda", ["empty cache", "wake up"]), ("cpu", [])])
-def test_training_frees_its_cache_before_the_engine_takes_memory_of_a_gpu(
-    device: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+    """An engine that takes itself for one on a GPU, of one weight of 3 rows; and what was done to vLLM, in order."""
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("empty cache"))
-    engine = VLLMEngine()
-    engine._device, engine._llm = torch.device(device), Sleeper(seen)
+    monkeypatch.setattr(
+        rlflow.rollout.vllm.engine, "write", lambda weights, *_: seen.extend(name for name, _ in weights)
+    )
+    monkeypatch.setattr(rlflow.rollout.vllm.engine, "read_back", lambda *_: torch.ones(3))
+    engine: Any = VLLMEngine()
+    engine._device, engine._llm, engine._dtype = torch.device("cuda"), Sleeper(seen), torch.float32
+    engine._pieces, engine._model, engine._model_type, engine._wide_head = (Piece("norm", "n", 3),), None, "", False
+    return engine, seen
+
+
+def test_on_a_gpu_the_cache_gets_its_memory_when_the_weights_are_there(on_gpu: tuple[Any, list[str]]) -> None:
+    engine, seen = on_gpu
+    for version in range(2):  # the first of an engine that is awake
+        engine.wake_up()
+        engine.update_weights([[("norm", torch.ones(3))]], version)
+        engine.sleep()
+    slept = ["empty cache", "wake weights", "norm", "empty cache", "wake kv_cache", "sleep at level 2"]
+    assert seen == ["norm", "sleep at level 2", *slept]
+    assert engine.policy_version == -1
+
+
+def test_on_a_gpu_weights_that_are_kept_go_to_the_host_and_return_with_the_cache(
+    on_gpu: tuple[Any, list[str]],
+) -> None:
+    engine, seen = on_gpu
+    engine.policy_version = 3
+    engine.sleep(keep_weights=True)
     engine.wake_up()
-    assert seen == expected
+    assert seen == ["sleep at level 1", "empty cache", "wake weights and kv_cache"]
+    assert engine.policy_version == 3
 
 
-@pytest.mark.parametrize(("keeps", "expected"), [(True, ["sleep at level 1"]), (False, ["sleep at level 2"])])
-def test_on_a_gpu_weights_that_are_kept_go_to_the_host(keeps: bool, expected: list[str]) -> None:
-    seen: list[str] = []
-    engine = VLLMEngine()
-    engine._device, engine._llm, engine.policy_version = torch.device("cuda"), Sleeper(seen), 3
-    engine.sleep(keep_weights=keeps)
-    assert seen == expected
-    assert engine.policy_version == (3 if keeps else -1)
+def test_the_second_runner_is_refused_on_the_cpu() -> None:
+    VLLMEngine(model_runner="v1").check_device(torch.device("cpu"))
+    with pytest.raises(
+        UserError, match=r"^`model_runner` is 'v2', whose kernels are written in Triton, and the run is on"
+    ):
+        VLLMEngine(model_runner="v2").check_device(torch.device("cpu"))
+
+
+def test_the_loader_of_vllm_leaves_what_pieces_are_written_to(engine: RolloutEngine, model: Any) -> None:
+    perturb(model, seed=4)
+    _sync(engine, model)
+    check_written(engine, chain.from_iterable(buckets(model)))
 
 
 def test_without_packing_the_tied_head_again_the_sync_fails(

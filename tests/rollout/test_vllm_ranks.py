@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from transformers import AutoTokenizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import Completion, EnginePlace, Sampling, VLLMEngine, WeightSyncError
 from rlflow.rollout.conversation_loop import SharedCalls
+from rlflow.rollout.vllm.process import machines
 from tests.ranks import RankPool
 from tests.rollout.test_conversation_turns import BrokenEcho, SlowEcho, held
-from tests.rollout.trained import PROMPTS, STOP, buckets, load, logprob_gap, perturb
+from tests.rollout.trained import PROMPTS, STOP, buckets, check_written, load, logprob_gap, perturb
 
 SAME_SEEDS = [list(range(len(PROMPTS)))] * 2
 OWN_SEEDS = [[seed + 100 * rank for seed in range(len(PROMPTS))] for rank in range(2)]
@@ -78,6 +81,9 @@ def _syncs_with_one_element_changed(folder: Path) -> dict[str, str]:
             said[changed] = ""
         except WeightSyncError as error:
             said[changed] = str(error).partition("held otherwise: ")[2]
+    del engine._load  # type: ignore[attr-defined]
+    engine.update_weights(buckets(model), version + 1)
+    check_written(engine, chain.from_iterable(buckets(model)))
     engine.close()
     return said
 
@@ -114,6 +120,21 @@ def test_an_engine_for_two_ranks_answers_alike_on_both(
     assert first == second
     assert conversations[0] == conversations[1] == others[0] == others[1]
     assert len({len(tokens) for tokens in conversations[0]}) > 1
+
+
+def _machines(names: list[str]) -> tuple[int, int]:
+    """How many machines are counted where ranks have these names for theirs, and in how many rounds."""
+    rounds = []
+    with pytest.MonkeyPatch.context() as patched:
+        gather = dist.all_gather_object
+        patched.setattr(socket, "gethostname", lambda: names[dist.get_rank()])
+        patched.setattr(dist, "all_gather_object", lambda *given, **more: rounds.append(gather(*given, **more)))
+        return machines(dist.new_group([0, 1], backend="gloo")), len(rounds)
+
+
+@pytest.mark.parametrize(("names", "expected"), [(["one", "one"], 1), (["one", "two"], 2)])
+def test_machines_are_counted_in_one_round(ranks2: RankPool, names: list[str], expected: int) -> None:
+    assert ranks2.run(_machines, names) == [(expected, 1)] * 2
 
 
 def test_each_rank_reads_back_its_own_slice(ranks2: RankPool, untied: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from rlflow.models.weights import stored_buffers
 from rlflow.rollout import Completion, EnginePlace, RolloutEngine
+from rlflow.rollout.engine import in_dtype_held
+from rlflow.rollout.vllm.weights import write
 
 STOP = (0,)
 PROMPTS = [[ord(character) for character in text] for text in ("1+2=", "12+34=", "7+8=", "a", "99+1=", "0+0=")]
@@ -41,6 +43,15 @@ def setup(engine: RolloutEngine, folder: Path, dtype: torch.dtype = torch.float3
     """Build `engine` on the CPU, in one process."""
     engine.setup(str(folder), EnginePlace(dtype, torch.device("cpu")))
     return engine
+
+
+def check_written(engine: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Assert that the pieces of these weights, written by `write`, are what vLLM's loader has left in the engine."""
+    loaded = {piece.place: engine._parameter(piece.place) for piece in engine._pieces}
+    written = {place: torch.full_like(held, torch.nan) for place, held in loaded.items()}
+    write(((name, in_dtype_held(name, of, engine._dtype)) for name, of in weights), engine._pieces, written.__getitem__)
+    for place, held in loaded.items():
+        assert torch.equal(written[place], held), place
 
 
 @torch.no_grad()

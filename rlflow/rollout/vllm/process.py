@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -122,6 +123,28 @@ def shared_memory_named() -> Iterator[None]:
         _CPUSHMDistributed.make_group_name = staticmethod(group_name)
         for file in Path("/dev/shm").glob(f"{run}*"):  # all ranks have mapped it by now
             file.unlink(missing_ok=True)
+
+
+@contextmanager
+def machines_counted_at_once() -> Iterator[None]:
+    """Let vLLM count the machines of a group in one round. Its own count takes a round for each, in turn."""
+    from vllm.distributed import parallel_state
+
+    own = parallel_state._node_count
+    parallel_state._node_count = lambda group: machines(group) if isinstance(group, dist.ProcessGroup) else own(group)
+    try:
+        yield
+    finally:
+        parallel_state._node_count = own
+
+
+def machines(group: dist.ProcessGroup) -> int:
+    """How many machines, or containers, the ranks of a group are on; called by all of them."""
+    names: list[Any] = [None] * dist.get_world_size(group)
+    started = Path("/proc/sys/kernel/random/boot_id")  # two machines may have one name
+    here = f"{socket.gethostname()} {started.read_text() if started.exists() else ''}"
+    dist.all_gather_object(names, here, group=group)
+    return len(set(names))
 
 
 TOKEN = 4  # by which vLLM moves the offset to take one token back

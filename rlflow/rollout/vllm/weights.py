@@ -7,7 +7,7 @@ what is sent, `pack_again` and `pack_heads_again` to renew packed copies, and `p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,29 @@ UNITS = 256  # unit vectors multiplied together when a packed weight is read bac
 SINKS = "sinks"  # of attention, GPT-OSS's
 UNPACKED = "_cpu_unpacked_conv_weight"  # vLLM's copy of a convolution that it has packed
 DECAY = "A"  # of Mamba's layers: -exp of the trainer's A_log, in float32
+
+
+@torch.no_grad()
+def write(
+    weights: Iterable[tuple[str, Tensor]], pieces: Iterable[Piece], parameter_of: Callable[[str], Tensor]
+) -> None:
+    """Copy each tensor's slices to where the engine computes with them, and make the rest of the parameters 0.
+
+    It copies where vLLM's loader calls a function twice for each expert. The rest is padding, and on all ranks but the
+    first a bias that ranks add once.
+
+    Args:
+        weights: The trainer's tensors in the engine's dtype; each is read before the next is taken.
+        pieces: All that the engine holds.
+        parameter_of: Returns the parameter at a piece's place, or a view of it in the trainer's layout.
+    """
+    by_name: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
+        parameter_of(piece.place).zero_()
+    for name, tensor in weights:
+        for piece in by_name[name]:
+            piece.held(parameter_of(piece.place)).copy_(piece.sent(tensor))
 
 
 def without_sinks(weights: Iterator[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
