@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Types of models that tests train with divided layers. They have plain embeddings, and a block's weights are all in
-# transformers' plan.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# transformers' plan, but for experts, which `expert_parallel` divides.
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # Styles of transformers' plan, which thinks of the transposed weight: its columns are rows of `weight`.
 BY_ROWS, BY_COLUMNS, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
