@@ -240,7 +240,7 @@ def prepare(
             check_tensor_parallel(config, layers, role, handle)
             check_expert_parallel(config, placed[role].expert_parallel_size, layers, role, handle)
         check_sequence_parallel(config, sequences, role, strategy.packing, layers)
-        whole = strategy.packing and placed[role].copies == 1
+        whole = strategy.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
     check_schedules(module, graph, data.prompts_per_step)
