@@ -27,6 +27,7 @@ RANKS = {  # others: 1
     "grpo_apart": 2,
     "grpo_one_step_off": 3,
     "grpo_partial_rollout": 2,
+    "grpo_expert_parallel": 4,
     "grpo_tensor_parallel": 2,
     "grpo_word_problems": 2,
     "ppo_apart": 4,

@@ -105,8 +105,12 @@ class ModelSize:
     @property
     def largest_layer(self) -> int:
         """Parameters of a layer, or of an embedding where that has more."""
-        layer = (self.parameters - self.tower - self.embedding - self.output_layer) // self.layers
-        return max(self.embedding, layer)
+        return max(self.embedding, self.layer)
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer."""
+        return (self.parameters - self.tower - self.embedding - self.output_layer) // self.layers
 
     def with_labels(self, labels: int) -> ModelSize:
         """The size with an output layer of `labels` outputs instead of one over the vocabulary."""
@@ -140,6 +144,7 @@ class ModelSize:
 # Sizes from the config.json of each model at huggingface.co.
 KNOWN: dict[str, ModelSize] = {
     "tiny": ModelSize(128, 384, 2, 4, 2, 128, tied=True, bias=True),
+    "tiny_moe": ModelSize(128, 96, 2, 4, 2, 128, tied=True, head_dim=32, experts=8, experts_per_token=2, qk_norm=True),
     "tiny_vision": ModelSize(64, 192, 2, 2, 2, 128, tower=113_920),
     "Qwen/Qwen2.5-0.5B": ModelSize(896, 4864, 24, 14, 2, 151_936, tied=True, bias=True),
     "Qwen/Qwen2.5-1.5B": ModelSize(1536, 8960, 28, 12, 2, 151_936, tied=True, bias=True),

@@ -232,7 +232,7 @@ def _spread(placed: Mapping[str, Layout], *, world: int, ranks: int) -> dict[str
         blocks = sorted({rank // fewer for rank in layout.ranks})
         found = tuple(block * more + place for block in blocks for place in range(more))
         whole = world * more == ranks * fewer and len(found) * fewer == len(layout.ranks) * more
-        if not whole or len(found) % layout.copies:
+        if not whole or len(found) % layout.copies or len(found) % layout.expert_parallel_size:
             raise UserError(
                 f"`placement.{role}` names {len(layout.ranks)} of {world} ranks, and {ranks} ranks cannot be divided in"
                 " that proportion; simulate a multiple of the config's ranks"

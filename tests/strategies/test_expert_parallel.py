@@ -100,6 +100,25 @@ def test_divided_experts_are_replayed_and_balanced_as_whole_ones_are(
         assert distance(outcome.gradients[0], expected) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_ranks_whose_experts_get_no_token_make_the_same_passes(
+    precision: str, tmp_path: Path, ranks4: RankPool
+) -> None:
+    folder = written(tmp_path, "gpt_oss")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in model.model.layers:
+        layer.mlp.router.bias.data[:2] = 100.0  # all tokens go to the two experts of rank 0
+    model.save_pretrained(folder)
+    gradients, norms, weights = reference(folder)
+    assert not gradients[0]["model.layers.0.mlp.experts.down_proj"][2:].any()
+    for outcome in ranks4.run(divided_update, folder, 1, SGD, precision, 1, True, 4):
+        for found, expected in zip(outcome.gradients, gradients, strict=True):
+            assert distance(found, expected) < (1e-5 if precision == "fp32" else 1e-10)
+        assert outcome.norms == pytest.approx(norms, rel=1e-5)
+        assert distance(outcome.weights, weights) < 1e-5
+
+
 Division = tuple[int, int, int, Stage]  # ranks, of these to a layer, to its experts, and the strategy
 RESUMED: list[tuple[Division, Division]] = [
     ((2, 1, 2, "fsdp"), (2, 1, 2, "fsdp")),
