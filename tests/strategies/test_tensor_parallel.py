@@ -198,7 +198,7 @@ def test_loading_reads_from_files_what_a_rank_holds_and_no_more(tmp_path: Path, 
         ({"vocab_size": 15}, 4, CausalLM("m"), "has 15 tokens, so a rank may get none; give at most 3"),
         ({}, 2, ValueModel("m"), "is of the kind ValueModel"),
         ({}, 2, CausalLM("m").averaged(0.9), "is of the kind Averaged"),
-        ({}, 2, CausalLM("m", lora=LoRA()), "trains adapters"),
+        ({}, 2, CausalLM("m", lora=LoRA(dropout=0.1)), "`lora.dropout` of `actor` is 0.1"),
         ({"model_type": "gpt_oss"}, 2, CausalLM("m"), "of the type 'gpt_oss'; layers are divided of llama, mistral"),
     ],
 )
