@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +19,7 @@ from rlflow.models.packed import PackedModel
 from rlflow.models.tensor_parallel import divide_layers
 from rlflow.storage.tensors import TensorRange
 from rlflow.strategies.distributed import TIMEOUT_S, DistributedStrategy, replace_parameters
+from rlflow.strategies.role import Role
 from rlflow.values.layout import Layout
 
 
@@ -94,6 +96,20 @@ class FSDPStrategy(DistributedStrategy):
         model: Any = self.roles[name].model
         model.set_requires_all_reduce(last)
         super().backward(name, loss, last)
+
+    def _update(self, name: str, role: Role, most: float) -> float:
+        """Apply the gradients; see `TrainingStrategy._update`.
+
+        Each rank that divides a layer takes the norm of its whole weights by itself, so all take that of the first.
+        """
+        layer = self._groups_of(name).layer
+
+        def of_first(norm: Tensor) -> Tensor:
+            if layer is not None:
+                dist.broadcast(norm, group=layer, group_src=0)
+            return norm
+
+        return role.clip_and_step(most, of_first)
 
     def _materialize(self, name: str, model: PackedModel) -> None:
         """Apply `fully_shard`, then allocate this rank's rows; see `TrainingStrategy._materialize`.

@@ -112,6 +112,17 @@ def loading(small: Path, model: Path, size: int, experts: int = 1) -> tuple[int,
     return _bytes_read() - before, sum(part.nbytes for part in parts)
 
 
+def norm_of_unlike_gradients(folder: Path) -> float:
+    """The norm that a rank takes of gradients that differ in a norm's weight, alike on peers but for rounding."""
+    strategy, handle = dividing(2), trained(folder, Optimizer("sgd", lr=0.1))
+    strategy.setup_role("actor", handle, folder)
+    backward(strategy, "actor", handle)
+    (weight,) = (each for each in strategy.roles["actor"].model.trained() if each.name == "model.norm.weight")
+    assert weight.parameter.grad is not None
+    weight.parameter.grad.mul_(1 + dist.get_rank() % 2)
+    return strategy.step("actor")
+
+
 def _bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
