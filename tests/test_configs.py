@@ -35,6 +35,7 @@ RANKS = {  # others: 1
     "grpo_math_8gpu": 8,
     "qwen3_vl_geo3k_8gpu": 8,
     "grpo_math_16nodes": 128,
+    "grpo_235b_128gpu": 128,
 }
 
 

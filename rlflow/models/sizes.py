@@ -172,6 +172,9 @@ KNOWN: dict[str, ModelSize] = {
     "Qwen/Qwen3-30B-A3B": ModelSize(
         2048, 768, 48, 32, 4, 151_936, head_dim=128, experts=128, experts_per_token=8, qk_norm=True
     ),
+    "Qwen/Qwen3-235B-A22B": ModelSize(
+        4096, 1536, 94, 64, 4, 151_936, head_dim=128, experts=128, experts_per_token=8, qk_norm=True
+    ),
     "mistralai/Mixtral-8x7B-v0.1": ModelSize(4096, 14_336, 32, 32, 8, 32_000, experts=8, experts_per_token=2),
     "openai/gpt-oss-20b": ModelSize(
         2880, 2880, 24, 64, 8, 201_088, head_dim=64, bias=True, experts=32, experts_per_token=4, sinks=True

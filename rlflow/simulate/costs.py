@@ -168,8 +168,9 @@ def _computing(
     """Seconds of a rank's part of so many passes, each as long as a forward pass."""
     flops = passes * forward_flops(role.size, tokens / role.layout.copies, length)
     joining = _divided_seconds(role, tokens, hardware) + _layer_sums(role, tokens, hardware)
-    joining += _exchange_seconds(role, tokens, hardware)
-    return flops / (hardware.peak_flops * efficiency) + passes * joining
+    exchanges = max(1, passes - 1)  # a backward pass is two passes, and exchanges once
+    joining = passes * joining + exchanges * _exchange_seconds(role, tokens, hardware)
+    return flops / (hardware.peak_flops * efficiency) + joining
 
 
 def _divided_seconds(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
@@ -200,7 +201,7 @@ def _layer_sums(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
 def _exchange_seconds(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
     """Seconds of tokens on their way to their experts and back, in a pass: two all-to-alls a layer.
 
-    Experts are taken to get equally many tokens. As with `_layer_sums`, it is an upper bound for a backward pass.
+    Experts are taken to get equally many tokens.
     """
     if (ranks := role.expert_parallel_size) == 1:
         return 0.0
