@@ -26,8 +26,7 @@ NODES = (1, 4, 16)
 BUFFER = 256 * 2**20  # of `trainer.sync_bucket_bytes`
 SHAPES = {
     "dense": replace(KNOWN["Qwen/Qwen2.5-72B"], layers=1),
-    # 94 layers of 128 experts, from its config.json at huggingface.co
-    "sparse": ModelSize(4096, 1536, 1, 64, 4, 151_936, head_dim=128, experts=128, experts_per_token=8, qk_norm=True),
+    "sparse": replace(KNOWN["Qwen/Qwen3-235B-A22B"], layers=1),
 }
 WAYS = ("ZeRO-2", "ZeRO-3", "FSDP2")
 

@@ -25,11 +25,14 @@ class Place:
         sequence_parallel_size: Consecutive ranks that share each sequence of a model's forward pass.
         tensor_parallel_size: Consecutive ranks that share each layer of a model, in training and in scoring; for
             `strategy: fsdp`. If sequences are shared too, so many ranks share a layer, and then so many a sequence.
+        expert_parallel_size: Consecutive ranks that share the experts of each layer, each with some of them; for
+            `strategy: fsdp`.
     """
 
     ranks: list[int | str] | int | str | None = None
     sequence_parallel_size: int = 1
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
 
 
 Placed = Place | list[int | str] | int | str

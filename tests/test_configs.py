@@ -27,12 +27,13 @@ RANKS = {  # others: 1
     "grpo_apart": 2,
     "grpo_one_step_off": 3,
     "grpo_partial_rollout": 2,
+    "grpo_expert_parallel": 4,
     "grpo_tensor_parallel": 2,
     "grpo_word_problems": 2,
     "ppo_apart": 4,
     "ppo_one_step_off": 4,
     **dict.fromkeys(["grpo_math_8gpu", "grpo_math_8gpu_fsdp", "qwen3_vl_geo3k_8gpu", "qwen3_vl_geo3k_8gpu_fsdp"], 8),
-    **dict.fromkeys(["grpo_math_16nodes", "grpo_math_16nodes_fsdp"], 128),
+    **dict.fromkeys(["grpo_math_16nodes", "grpo_math_16nodes_fsdp", "grpo_235b_128gpu"], 128),
 }
 
 

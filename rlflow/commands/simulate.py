@@ -25,6 +25,7 @@ def simulate(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
     draw: Path | None = None,
+    suggest: bool = False,
 ) -> Simulation:
     """Predict a config's time, bytes and memory on machines that are not here.
 
@@ -36,6 +37,7 @@ def simulate(
         prompt_tokens: Tokens of a prompt on average; else half of the longest.
         response_tokens: Tokens of a response on average; else half of the longest.
         draw: Write a picture to PATH.png, .svg or .pdf.
+        suggest: Also list the divisions of the trained model that are predicted fastest and fit; with `strategy: fsdp`.
     """
     return Simulation(
         configured.module,
@@ -49,6 +51,7 @@ def simulate(
         prompt_tokens,
         response_tokens,
         picture=draw,
+        suggests=suggest,
     )
 
 

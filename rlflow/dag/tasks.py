@@ -246,9 +246,10 @@ def describe(layout: Layout) -> str:
     """`ranks 0-3, 2 shards x 2 copies, balanced in updates of 64 rows`."""
     layers = f", {layout.tensor_parallel_size} to a layer" if layout.tensor_parallel_size > 1 else ""
     copies = f" x {layout.copies} copies{layers}" if layout.copies > 1 else ""
+    experts = f", {layout.expert_parallel_size} to a layer's experts" if layout.expert_parallel_size > 1 else ""
     updates = f" in updates of {layout.samples_per_update} rows" if layout.samples_per_update is not None else ""
     shards = f"{layout.shards} shard{'s' if layout.shards > 1 else ''}"
-    return f"{rank_ranges(layout.ranks)}, {shards}{copies}, {layout.dealing}{updates}"
+    return f"{rank_ranges(layout.ranks)}, {shards}{copies}{experts}, {layout.dealing}{updates}"
 
 
 def rank_ranges(ranks: tuple[int, ...]) -> str:

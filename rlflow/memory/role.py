@@ -85,6 +85,27 @@ class LoadedRole:
         return self.layout.tensor_parallel_size
 
     @property
+    def expert_parallel_size(self) -> int:
+        """Number of ranks that divide the experts of each layer."""
+        return self.layout.expert_parallel_size
+
+    def shares(self, ranks: int) -> list[tuple[float, int]]:
+        """What a rank computes with, as shares of all weights: of layers, and of experts where ranks divide these.
+
+        Args:
+            ranks: Number of ranks that divide the weights.
+
+        Returns:
+            Each share, and how many of the ranks hold parts of it.
+        """
+        layers, own = self.tensor_parallel_size, self.expert_parallel_size
+        experts = self.size.layers * self._divided_experts / self.size.parameters
+        return [
+            ((1 - experts) / layers, max(1, ranks // layers)),
+            *([(experts / own, max(1, ranks // own))] if own > 1 else []),
+        ]
+
+    @property
     def weights_over(self) -> int:
         """Number of ranks that divide the weights; 1 where each rank has all."""
         return self.divided_over if self.stage == 3 else 1
@@ -171,8 +192,8 @@ class LoadedRole:
         if self.stage < 3:
             return 0.0
         pieces = 2 if self.masters else 1
-        whole = max(pieces * self.size.largest_layer, self.live)
-        return float(min(self.size.parameters, whole) * self.width) / self.tensor_parallel_size
+        whole = max(pieces * self._largest, self.live)
+        return float(min(self.size.parameters, whole) * self.width)
 
     @property
     def reduced(self) -> float:
@@ -185,8 +206,7 @@ class LoadedRole:
         if self.stage == 0:  # all of them, flattened
             return float(self.trained * self.summed_width)
         if self.masters:
-            layer = min(self.size.largest_layer, self.trained) / self.tensor_parallel_size
-            return float(layer * (self.width + self.summed_width))
+            return float(min(self._largest, self.trained) * (self.width + self.summed_width))
         return float(self.bucket * (self.width + self.summed_width * (1 if self.stage == 3 else 2)))
 
     @property
@@ -231,6 +251,18 @@ class LoadedRole:
     def piece(self) -> float:
         """Bytes of the largest layer or embedding."""
         return float(self.size.largest_layer * self.width)
+
+    @property
+    def _divided_experts(self) -> int:
+        """Parameters of a layer's experts, where ranks divide these."""
+        return self.size.experts * self.size.expert if self.expert_parallel_size > 1 else 0
+
+    @property
+    def _largest(self) -> float:
+        """Parameters of the largest layer or embedding, as far as a rank computes with it."""
+        layers, experts = self.tensor_parallel_size, self._divided_experts
+        layer = (self.size.layer - experts) / layers + experts / self.expert_parallel_size
+        return max(self.size.embedding / layers, layer)
 
     @property
     def _tokens(self) -> float:

@@ -108,7 +108,7 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
         inject_adapter_in_model(config, model)
     except ValueError as error:
         raise UserError(f"`lora.targets` is {lora.targets!r}: {str(error).splitlines()[0]}") from error
-    for name, layer in _layers(model):
+    for name, layer in adapted_layers(model):
         linear = isinstance(layer.get_base_layer(), nn.Linear)
         if not linear or isinstance(layer, ParamWrapper) or not {ADAPTER} <= layer.lora_A.keys():  # experts and routers
             raise UserError(f"`lora.targets` is {lora.targets!r}, and {name!r} is no linear layer; name linear ones")
@@ -167,13 +167,13 @@ def first_values(name: str, shape: torch.Size) -> Tensor:
 
 def adapter_of(model: nn.Module) -> dict[str, Any]:
     """The peft layer of each adapted weight, by that parameter's name in `model`."""
-    return {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
+    return {f"{name}.base_layer.weight": layer for name, layer in adapted_layers(model)}
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """A context in which the model computes as without adapters."""
-    layers = [layer for _, layer in _layers(model)]
+    layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         layer._disable_adapters = True  # peft's switch would also turn off gradients, on which DeepSpeed has hooks
     try:
@@ -201,7 +201,7 @@ def save_adapter(
     config = _peft_config(lora)
     config.task_type = "CAUSAL_LM" if head is None else "SEQ_CLS"
     config.modules_to_save = None if head is None else [head]
-    config.target_modules = sorted(name for name, _ in _layers(model))
+    config.target_modules = sorted(name for name, _ in adapted_layers(model))
     config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
     config.inference_mode = True
     folder.mkdir(parents=True, exist_ok=True)
@@ -272,7 +272,8 @@ def _peft_config(lora: LoRA) -> Any:
     )
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The peft layers of a model with adapters, each around a linear layer, by name."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():

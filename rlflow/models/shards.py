@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ def fill(
     """Read this rank's part of each parameter of a model that was built empty.
 
     Nothing is sent between ranks. Transformers converts some parameters, such as a layer's experts, which have a tensor
-    each in the files. These are made whole on the CPU, one at a time. Of all other parameters a rank reads its range.
+    each in the files. These are made on the CPU, one at a time: of experts those that this rank has, of others the
+    whole. Of all other parameters a rank reads its range.
 
     Args:
         model: Model that `ModelHandle.load` built as empty. Its parameters have been given memory since. Its `files`
@@ -51,8 +52,18 @@ def fill(
     read, converted = _sources(inner, files, of_name)
     filled: set[nn.Parameter] = set()
     for first, conversion in converted.items():
+        skipped = 0
+        if _stacks(conversion):
+            part, width = part_of(of_name[first]), full_shape(of_name[first])[1:].numel()
+            if not part.values.numel():
+                filled.add(of_name[first])
+                continue
+            rows = slice(part.start // width, -(-(part.start + part.values.numel()) // width))
+            conversion.collected_tensors = {of: each[rows] for of, each in conversion.collected_tensors.items()}
+            skipped = rows.start * width
         for name, made in conversion.convert(first, model=inner, config=inner.config).items():
-            _cut(made[0] if isinstance(made, list) else made, part_of(of_name[name]))
+            part = part_of(of_name[name])
+            _cut(made[0] if isinstance(made, list) else made, replace(part, start=part.start - skipped))
             filled.add(of_name[name])
             del made
     for name, parameter in of_name.items():
@@ -70,6 +81,7 @@ def fill(
         source = read.get(model.hf_name(name))
         value = buffer if source is None else files.whole(source, of_buffer=True).to(buffer.dtype)
         model.get_submodule(owner)._buffers[key] = value.to(device)
+    files.close()
 
 
 def _sources(
@@ -99,6 +111,18 @@ def _sources(
             conversion = converted.setdefault(name, deepcopy(by_pattern[pattern]))
             conversion.add_tensor(name, key, pattern, partial(_whole, files, key, parameters[name].dtype))
     return read, converted
+
+
+def _stacks(conversion: Any) -> bool:
+    """Whether each tensor of a conversion is a row of what it makes, such as an expert, or some columns of a row."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    first, *others = conversion.operations
+    return (
+        isinstance(first, MergeModulelist)
+        and first.dim == 0
+        and all(isinstance(each, Concatenate) and each.dim for each in others)
+    )
 
 
 def _whole(files: WeightFiles, name: str, dtype: torch.dtype) -> Tensor:

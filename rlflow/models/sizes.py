@@ -105,8 +105,12 @@ class ModelSize:
     @property
     def largest_layer(self) -> int:
         """Parameters of a layer, or of an embedding where that has more."""
-        layer = (self.parameters - self.tower - self.embedding - self.output_layer) // self.layers
-        return max(self.embedding, layer)
+        return max(self.embedding, self.layer)
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer."""
+        return (self.parameters - self.tower - self.embedding - self.output_layer) // self.layers
 
     def with_labels(self, labels: int) -> ModelSize:
         """The size with an output layer of `labels` outputs instead of one over the vocabulary."""
@@ -140,6 +144,7 @@ class ModelSize:
 # Sizes from the config.json of each model at huggingface.co.
 KNOWN: dict[str, ModelSize] = {
     "tiny": ModelSize(128, 384, 2, 4, 2, 128, tied=True, bias=True),
+    "tiny_moe": ModelSize(128, 96, 2, 4, 2, 128, tied=True, head_dim=32, experts=8, experts_per_token=2, qk_norm=True),
     "tiny_vision": ModelSize(64, 192, 2, 2, 2, 128, tower=113_920),
     "Qwen/Qwen2.5-0.5B": ModelSize(896, 4864, 24, 14, 2, 151_936, tied=True, bias=True),
     "Qwen/Qwen2.5-1.5B": ModelSize(1536, 8960, 28, 12, 2, 151_936, tied=True, bias=True),
@@ -166,6 +171,9 @@ KNOWN: dict[str, ModelSize] = {
     "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 151_936, head_dim=128, qk_norm=True),
     "Qwen/Qwen3-30B-A3B": ModelSize(
         2048, 768, 48, 32, 4, 151_936, head_dim=128, experts=128, experts_per_token=8, qk_norm=True
+    ),
+    "Qwen/Qwen3-235B-A22B": ModelSize(
+        4096, 1536, 94, 64, 4, 151_936, head_dim=128, experts=128, experts_per_token=8, qk_norm=True
     ),
     "mistralai/Mixtral-8x7B-v0.1": ModelSize(4096, 14_336, 32, 32, 8, 32_000, experts=8, experts_per_token=2),
     "openai/gpt-oss-20b": ModelSize(

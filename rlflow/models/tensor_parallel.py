@@ -23,14 +23,16 @@ from rlflow.models.attention import heads_of
 from rlflow.models.causal_lm import CausalLM, Readout, TokenHead
 from rlflow.models.handle import ModelHandle
 from rlflow.models.logprobs import divided_logprobs
+from rlflow.models.lora import adapted_layers
 from rlflow.models.packed import PackedModel, linear
+from rlflow.models.weights import ADAPTER
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Types of models that tests train with divided layers. They have plain embeddings, and a block's weights are all in
-# transformers' plan.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# transformers' plan, but for experts, which `expert_parallel` divides.
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # Styles of transformers' plan, which thinks of the transposed weight: its columns are rows of `weight`.
 BY_ROWS, BY_COLUMNS, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
@@ -50,10 +52,15 @@ def check_tensor_parallel(config: Any, size: int, role: str, handle: ModelHandle
     if size == 1:
         return
     setting, text = f"`placement.{role}.tensor_parallel_size` is {size}", config.get_text_config()
-    if type(handle) is not CausalLM or handle.lora is not None:
-        what = "trains adapters" if handle.lora is not None else f"is of the kind {type(handle).__name__}"
+    if type(handle) is not CausalLM:
         raise UserError(
-            f"{setting}, and `{role}` {what}, whose layers cannot be divided yet; set it to 1: FSDP divides its weights"
+            f"{setting}, and `{role}` is of the kind {type(handle).__name__}, whose layers cannot be divided yet; set"
+            " it to 1: FSDP divides its weights"
+        )
+    if handle.lora is not None and handle.lora.dropout:
+        raise UserError(
+            f"{setting}, and `lora.dropout` of `{role}` is {handle.lora.dropout}, which ranks would draw apart for the"
+            " same tokens; set one of the two to 0 or 1"
         )
     if config.model_type not in FAMILIES:  # a text model within one that also reads images is not tried
         raise UserError(
@@ -84,18 +91,26 @@ def divide_layers(model: PackedModel, mesh: DeviceMesh) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     inner, group = model.model, mesh.get_group()
+    adapted = {} if model.lora is None else dict(adapted_layers(inner))
+    blocks = set()
     for name, module in list(inner.named_modules()):
         style = (inner.tp_plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        adapter = adapted.get(name)
+        linear = module if adapter is None else adapter.get_base_layer()
         if style == BY_ROWS and name != "lm_head":
-            _divide(module, RowsOfLinear, mesh, weight=Shard(0), bias=Shard(0))
+            _divide(linear, RowsOfLinear, mesh, weight=Shard(0), bias=Shard(0))
+            if adapter is not None:  # all ranks have the inner features, each for rows of its own
+                _share(adapter.lora_A[ADAPTER], mesh)
+                _divide(adapter.lora_B[ADAPTER], RowsOfLinear, mesh, weight=Shard(0))
+            blocks.add(name.rpartition(".")[0])
         elif style == BY_COLUMNS:
-            _divide(module, ColumnsOfLinear, mesh, weight=Shard(1), bias=Replicate())
+            _divide(linear, ColumnsOfLinear, mesh, weight=Shard(1), bias=Replicate())
+            if adapter is not None:  # the inner features are summed over ranks, and are the same on all from there on
+                _divide(adapter.lora_A[ADAPTER], ColumnsOfLinear, mesh, weight=Shard(1))
         elif style == WHOLE:  # each rank's heads are a part of what it scales
-            kind = type(module)
-            _divide(module, type(f"Shared{kind.__name__}", (SharedNorm, kind), {}), mesh, weight=Replicate())
-    for block in inner.modules():
-        if any(isinstance(child, RowsOfLinear) for child in block.children()):
-            block.register_forward_pre_hook(_SumOfGradients.of_first(group), with_kwargs=True)
+            _share(module, mesh)
+    for block in blocks:
+        inner.get_submodule(block).register_forward_pre_hook(_SumOfGradients.of_first(group), with_kwargs=True)
     embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
     assert type(embedding) is nn.Embedding, type(embedding)
     tied = head.weight is embedding.weight
@@ -114,6 +129,14 @@ def _divide(module: Any, kind: type[nn.Module], mesh: DeviceMesh, **placements: 
         if (whole := module._parameters.get(name)) is not None:
             part = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
             module._parameters[name] = nn.Parameter(part, whole.requires_grad)
+
+
+def _share(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let every rank have a module whole, and sum the gradients of its weight over the ranks."""
+    from torch.distributed.tensor import Replicate
+
+    kind = type(module)
+    _divide(module, type(f"Shared{kind.__name__}", (Shared, kind), {}), mesh, weight=Replicate())
 
 
 class RowsOfLinear(nn.Linear):
@@ -146,8 +169,8 @@ class RowsOfEmbedding(nn.Embedding):
         return output
 
 
-class SharedNorm(nn.Module):
-    """A norm that every rank has whole and applies to heads of its own: its gradient is summed over the ranks."""
+class Shared(nn.Module):
+    """A norm or linear layer that every rank has whole and uses for its part: its gradient is summed over the ranks."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         from torch.distributed.tensor import Partial

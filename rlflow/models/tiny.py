@@ -1,4 +1,4 @@
-"""The embedded models, with a character-level tokenizer: a random Qwen2, and an Idefics3, which reads pictures.
+"""The embedded models, with a character-level tokenizer: a random Qwen2, Qwen3-MoE, and Idefics3, which reads pictures.
 
 They are made from a seed without a network.
 """
@@ -38,14 +38,15 @@ VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
 )
 # Tokens of Idefics3's processor, by the codes of control characters that they take.
 VISION_TOKENS = {4: "<image>", 5: "<fake_token_around_image>", 6: "<global-img>", 7: "<end_of_utterance>"}
-EMBEDDED = ("tiny", "tiny_vision")
+EMBEDDED = ("tiny", "tiny_moe", "tiny_vision")
 
 
 def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     """The place of the weights of `model`: a folder, or the Hugging Face name itself.
 
     Args:
-        model: `tiny`, `tiny_vision`, a folder in Hugging Face form, or a Hugging Face name `organisation/name`.
+        model: `tiny`, `tiny_moe`, `tiny_vision`, a folder in Hugging Face form, or a Hugging Face name
+            `organisation/name`.
         scratch: Folder in which embedded models are written. All ranks may call this at the same time.
         said_by: Name in errors of the setting that named the model.
 
@@ -54,6 +55,8 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     """
     if model == "tiny":
         return write_tiny_model(scratch / "tiny")
+    if model == "tiny_moe":
+        return write_tiny_moe_model(scratch / "tiny_moe")
     if model == "tiny_vision":
         return write_tiny_vision_model(scratch / "tiny_vision")
     folder = Path(model)
@@ -131,6 +134,47 @@ def write_tiny_model(
         torch.manual_seed(seed)
         model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
     return write_model(folder, model, tokenizer, dtype)
+
+
+def write_tiny_moe_model(folder: Path, *, seed: int = 0, max_position: int = 2048) -> Path:
+    """Write a Qwen3-MoE of two layers, with random weights and its tokenizer; return the folder.
+
+    A token goes to two of a layer's eight experts. See `write_tiny_model`.
+
+    Args:
+        folder: Folder to write.
+        seed: Seed of the random weights.
+        max_position: Longest sequence, in tokens.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = tiny_tokenizer(max_position)
+    config = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype=torch.float32,
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        moe_intermediate_size=96,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=max_position,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = Qwen3MoeForCausalLM(config)  # type: ignore[no-untyped-call]
+    return write_model(folder, model, tokenizer)
 
 
 def write_tiny_vision_model(folder: Path, *, seed: int = 0, max_position: int = 2048) -> Path:

@@ -35,43 +35,43 @@ class WeightFiles:
     """
 
     def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
-
         self._path = path
-        self._tensors: dict[str, Any] = {}  # views by safetensors, which read nothing until they are sliced
-        self._opened: dict[Path, TensorFile] = {}
+        self._in: dict[str, TensorFile] = {}  # the file that has each tensor
         for file in self._files():
             with self._readable(file):
-                # `pread`, since pages of a mapped file would count as this process's memory.
-                opened: Any = safe_open(file, framework="pt", backend="pread")
-                self._opened[file] = TensorFile(file)
-                self._tensors |= {name: (file, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
+                opened = TensorFile(file)
+                self._in |= dict.fromkeys(opened.shapes, opened)
 
     @property
     def names(self) -> list[str]:
         """Names of all tensors."""
-        return list(self._tensors)
+        return list(self._in)
 
     def shape(self, name: str) -> torch.Size:
         """The shape of a tensor."""
-        return torch.Size(self._tensors[name][1].get_shape())
+        return self._in[name].shapes[name]
+
+    def close(self) -> None:
+        """Close the files; nothing can be read afterwards."""
+        for file in set(self._in.values()):
+            file.close()
 
     def whole(self, name: str, of_buffer: bool = False) -> Tensor:
         """A tensor in the dtype of the file, on the CPU; a buffer may have infinite values, such as those of a mask."""
-        file, tensor = self._tensors[name]
-        with self._readable(file):
-            values: Tensor = tensor[...]
+        file, shape = self._in[name], self.shape(name)
+        with self._readable(file.path):
+            values = file.read(name, 0, shape.numel()).view(shape)
         if not of_buffer:
             self._require_finite(name, values)
         return values
 
     def read(self, name: str, part: TensorRange) -> None:
         """Read what `part` holds of a tensor into it, in its dtype, at most a chunk at a time."""
-        file, _ = self._tensors[name]
+        file = self._in[name]
         for start, values in _chunks(part):
             starts = range(start, start + len(values) * max(1, part.width), max(1, part.width))
-            with self._readable(file):
-                found = torch.stack([self._opened[file].read(name, first, values.shape[1]) for first in starts])
+            with self._readable(file.path):
+                found = torch.stack([file.read(name, first, values.shape[1]) for first in starts])
             self._require_finite(name, found)
             values.copy_(found)
 

@@ -99,7 +99,8 @@ def layouts(
         place = places.get(of, Place())
         ranks = _ranks(of, place, world_size)
         shards = _shards(of, place, ranks)
-        result[role] = Layout(ranks, shards, "balanced", samples_per_update, place.tensor_parallel_size)
+        sizes = place.tensor_parallel_size, place.expert_parallel_size
+        result[role] = Layout(ranks, shards, "balanced", samples_per_update, *sizes)
     _bring_together(result, graph)
     for name in engines.values():
         _refuse_torn_engines(name, result, graph)
@@ -109,6 +110,11 @@ def layouts(
 def _shards(role: str, place: Place, ranks: tuple[int, ...]) -> int:
     """How many shards of rows the ranks of a role hold, after those that share rows are counted as one."""
     count = len(ranks)
+    if (size := place.expert_parallel_size) < 1 or count % size:
+        raise UserError(
+            f"`placement.{role}.expert_parallel_size` is {size}, which does not divide the {count} ranks of `{role}`;"
+            f" use one of {_divisors(count)}"
+        )
     for name in ("tensor_parallel_size", "sequence_parallel_size"):
         size = getattr(place, name)
         if size < 1 or count % size:
@@ -127,7 +133,8 @@ def _bring_together(placed: dict[str, Layout], graph: Graph) -> None:
         for used in node.uses:
             role = str(node.role)
             here, there = placed[role], placed[used]
-            if any(getattr(here, of) != getattr(there, of) for of in ("ranks", "shards", "tensor_parallel_size")):
+            alike = ("ranks", "shards", "tensor_parallel_size", "expert_parallel_size")
+            if any(getattr(here, of) != getattr(there, of) for of in alike):
                 raise UserError(
                     f"node `{node.id}` of `{role}` uses `{used}`, and `placement` has {_described(here)} for `{role}`"
                     f" and {_described(there)} for `{used}`; place both alike"
@@ -137,7 +144,8 @@ def _bring_together(placed: dict[str, Layout], graph: Graph) -> None:
 
 def _described(layout: Layout) -> str:
     layers = "" if layout.tensor_parallel_size == 1 else f", {layout.tensor_parallel_size} to a layer"
-    return f"{rank_ranges(layout.ranks)} in {layout.shards} shard{'s' if layout.shards > 1 else ''}{layers}"
+    experts = "" if layout.expert_parallel_size == 1 else f", {layout.expert_parallel_size} to the experts of a layer"
+    return f"{rank_ranges(layout.ranks)} in {layout.shards} shard{'s' if layout.shards > 1 else ''}{layers}{experts}"
 
 
 def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
@@ -150,7 +158,7 @@ def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
 
 def _of_engine(name: str, place: Place, world_size: int, tensor_parallel_size: int) -> Layout:
     ranks = _ranks(name, place, world_size)
-    for setting in ("sequence_parallel_size", "tensor_parallel_size"):
+    for setting in ("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size"):
         if (size := getattr(place, setting)) != 1:
             raise UserError(
                 f"`placement.{name}.{setting}` is {size}; engines share their work by"

@@ -23,6 +23,7 @@ from rlflow.models.architecture import check_architecture
 from rlflow.models.arguments import make_models, model_parameters
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
+from rlflow.models.expert_parallel import check_expert_parallel
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import require_peft
 from rlflow.models.pictures import PictureProcessor, reads_pictures
@@ -237,8 +238,9 @@ def prepare(
         layers, sequences = placed[role].tensor_parallel_size, placed[role].sequence_parallel_size
         with about(handle):
             check_tensor_parallel(config, layers, role, handle)
+            check_expert_parallel(config, placed[role].expert_parallel_size, layers, role, handle)
         check_sequence_parallel(config, sequences, role, strategy.packing, layers)
-        whole = strategy.packing and placed[role].copies == 1
+        whole = strategy.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
     check_schedules(module, graph, data.prompts_per_step)

@@ -121,7 +121,7 @@ def train_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hard
     passes = 4 if role.checkpointing else 3
     computing = _computing(role, tokens, length, passes, hardware, hardware.train_efficiency)
     micro_batches = _micro_batches(tokens / role.updates, role) * role.updates
-    reducing = gather_seconds(role.trained * role.width / role.tensor_parallel_size, role.divided_over, hardware)
+    reducing = _gathered_seconds(role, role.trained, role.divided_over, hardware)
     moving = 2 * micro_batches * _gathers(role, hardware)
     moving += reducing * (micro_batches if role.stage >= 2 else role.updates)
     own = role.trained / role.states_over
@@ -168,7 +168,9 @@ def _computing(
     """Seconds of a rank's part of so many passes, each as long as a forward pass."""
     flops = passes * forward_flops(role.size, tokens / role.layout.copies, length)
     joining = _divided_seconds(role, tokens, hardware) + _layer_sums(role, tokens, hardware)
-    return flops / (hardware.peak_flops * efficiency) + passes * joining
+    exchanges = max(1, passes - 1)  # a backward pass is two passes, and exchanges once
+    joining = passes * joining + exchanges * _exchange_seconds(role, tokens, hardware)
+    return flops / (hardware.peak_flops * efficiency) + joining
 
 
 def _divided_seconds(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
@@ -196,8 +198,28 @@ def _layer_sums(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
     return 4 * role.size.layers * (moving + _micro_batches(tokens, role) * starting)
 
 
+def _exchange_seconds(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
+    """Seconds of tokens on their way to their experts and back, in a pass: two all-to-alls a layer.
+
+    Experts are taken to get equally many tokens.
+    """
+    if (ranks := role.expert_parallel_size) == 1:
+        return 0.0
+    sent = tokens / role.layout.copies * role.size.experts_per_token
+    nbytes = sent * role.size.hidden * role.width * (1 - 1 / ranks)
+    starting = all_to_all_seconds(0, ranks, hardware)
+    moving = all_to_all_seconds(nbytes, ranks, hardware) - starting
+    return 2 * role.size.layers * (moving + _micro_batches(tokens, role) * starting)
+
+
 def _gathers(role: LoadedRole, hardware: Hardware) -> float:
-    return gather_seconds(role.size.parameters * role.width / role.tensor_parallel_size, role.gathered_over, hardware)
+    return _gathered_seconds(role, role.size.parameters, role.gathered_over, hardware)
+
+
+def _gathered_seconds(role: LoadedRole, parameters: float, ranks: int, hardware: Hardware) -> float:
+    """Seconds to gather, or to reduce, what a rank computes with, from the ranks that hold parts of the same."""
+    shares = role.shares(ranks)
+    return sum(gather_seconds(parameters * role.width * share, over, hardware) for share, over in shares)
 
 
 def _micro_batches(tokens: float, role: LoadedRole) -> int:

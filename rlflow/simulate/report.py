@@ -22,6 +22,7 @@ from rlflow.simulate.designs import DESIGNS, MEANING, StepTimeline, node_seconds
 from rlflow.simulate.simulation import Simulation, phase_lines
 from rlflow.storage.space import in_bytes
 
+SUGGESTED = 5  # divisions that are listed
 READ = 64  # rows from which the length of prompts is measured
 
 
@@ -57,6 +58,15 @@ def screen(simulation: Simulation) -> Iterator[str]:
         seconds, mark = other.timelines["rlflow"].seconds, "" if other.memory.fits else "; does not fit"
         yield f"    {name:<24} step {in_seconds(seconds)}, {seconds / timeline.seconds:.2f} times as long{mark}"
     if simulation.alternatives:
+        yield ""
+    if simulation.suggests:
+        yield "ranks to a layer, a sequence and a layer's experts, the fastest that fit"
+        for place, other in simulation.divisions[:SUGGESTED]:
+            seconds = other.timelines["rlflow"].seconds
+            sizes = f"{place.tensor_parallel_size} x {place.sequence_parallel_size} x {place.expert_parallel_size}"
+            yield f"    {sizes:<24} step {in_seconds(seconds)}, {seconds / timeline.seconds:.2f} times as long"
+        if not simulation.divisions:
+            yield "    none: no division of the model fits into the memory of these ranks"
         yield ""
     for memory in predicted.memories:
         yield from memory_lines(memory, every=len(predicted.memories) == 1)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +22,7 @@ from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
 from rlflow.run.prepare import planned
-from rlflow.settings import MOST_DEVICES, Placed, Settings
+from rlflow.settings import MOST_DEVICES, Place, Placed, Settings
 from rlflow.simulate.costs import gather_seconds
 from rlflow.simulate.designs import DESIGNS, Design, StepTimeline, scheduled, works
 from rlflow.simulate.hardware import Hardware
@@ -33,6 +34,7 @@ from rlflow.values.layout import Layout
 
 Scaling = Literal["weak", "strong"]
 PICTURES = (".png", ".svg", ".pdf")
+SIZES = (1, 2, 4, 8)  # numbers of ranks, within a node, that are tried by `divisions`
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Simulation:
         response_tokens: Tokens of a response on average; None for half of the longest.
         on_cpu: Whether the ranks run on CPUs.
         picture: File that timelines and growth are drawn into; None for none.
+        suggests: Whether the screen has the fastest divisions of the trained model.
     """
 
     module: RLModule
@@ -98,6 +101,7 @@ class Simulation:
     response_tokens: float | None
     on_cpu: bool = False
     picture: Path | None = None
+    suggests: bool = False
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
@@ -137,6 +141,36 @@ class Simulation:
         if settings.placement:
             found["all roles on all ranks"] = self._with(None, 0)
         return found
+
+    @cached_property
+    def divisions(self) -> list[tuple[Place, PredictedStep]]:
+        """Ways to divide the first trained model's layers, sequences and experts that fit, the fastest first.
+
+        Raises:
+            UserError: The strategy cannot divide layers.
+        """
+        settings, role = self.trainer.settings, self.graph.trained_roles()[0]
+        assert not isinstance(self.trainer.strategy, str)  # the trainer has made it
+        if self.trainer.strategy is None or not self.trainer.strategy.divides_layers:
+            raise UserError("`--suggest` divides layers and experts, which only `strategy: fsdp` does; set that")
+        size, written = self.predicted.workload.roles[role].size, (settings.placement or {}).get(role, Place())
+        place = written if isinstance(written, Place) else Place(written)
+        found = []
+        for layers, sequences, experts in product(SIZES, SIZES, SIZES if size.experts else (1,)):
+            if size.heads % (layers * sequences) or size.kv_heads % layers or size.experts % experts:
+                continue
+            if size.experts and layers > 1 and experts == 1:
+                continue
+            tried = replace(
+                place, tensor_parallel_size=layers, sequence_parallel_size=sequences, expert_parallel_size=experts
+            )
+            try:
+                step = self._with({**(settings.placement or {}), role: tried}, settings.max_staleness)
+            except UserError:  # the ranks cannot be divided so
+                continue
+            if step.memory.fits:
+                found.append((tried, step))
+        return sorted(found, key=lambda each: each[1].timelines["rlflow"].seconds)
 
     def _with(self, placement: Mapping[str, Placed] | None, max_staleness: int) -> PredictedStep:
         other = replace(self.trainer.settings, placement=placement, max_staleness=max_staleness)
@@ -232,7 +266,7 @@ def _spread(placed: Mapping[str, Layout], *, world: int, ranks: int) -> dict[str
         blocks = sorted({rank // fewer for rank in layout.ranks})
         found = tuple(block * more + place for block in blocks for place in range(more))
         whole = world * more == ranks * fewer and len(found) * fewer == len(layout.ranks) * more
-        if not whole or len(found) % layout.copies:
+        if not whole or len(found) % layout.copies or len(found) % layout.expert_parallel_size:
             raise UserError(
                 f"`placement.{role}` names {len(layout.ranks)} of {world} ranks, and {ranks} ranks cannot be divided in"
                 " that proportion; simulate a multiple of the config's ranks"

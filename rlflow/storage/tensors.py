@@ -92,6 +92,10 @@ class TensorFile:
     Args:
         path: The file.
 
+    Attributes:
+        path: The file.
+        shapes: The shape of each tensor, by name.
+
     Raises:
         SafetensorError: The file is broken or cut short.
         OSError: The file cannot be read.
@@ -102,14 +106,17 @@ class TensorFile:
 
         with safe_open(path, framework="pt", backend="pread"):
             pass  # it checks the header, and that the file is as long as that says
+        self.path = path
         self._file = path.open("rb", buffering=0)
         length = int.from_bytes(self._file.read(8), "little")
         header = json.loads(os.pread(self._file.fileno(), length, 8))
-        self._tensors = {
-            name: (of["dtype"], 8 + length + of["data_offsets"][0])
-            for name, of in header.items()
-            if name != "__metadata__"
-        }
+        header.pop("__metadata__", None)
+        self.shapes = {name: torch.Size(of["shape"]) for name, of in header.items()}
+        self._places = {name: (of["dtype"], 8 + length + of["data_offsets"][0]) for name, of in header.items()}
+
+    def close(self) -> None:
+        """Close the file; nothing can be read afterwards."""
+        self._file.close()
 
     def read(self, name: str, start: int, length: int) -> Tensor:
         """A range of a flattened tensor, `[length]` on the CPU; so many elements are read and no more.
@@ -122,7 +129,7 @@ class TensorFile:
         Raises:
             OSError: The file was cut short meanwhile.
         """
-        written, offset = self._tensors[name]
+        written, offset = self._places[name]
         values = torch.empty(length, dtype=DTYPES[written])
         left: memoryview = values.view(torch.uint8).numpy().data
         offset += start * values.itemsize

@@ -81,11 +81,12 @@ class DistributedStrategy(TrainingStrategy):
         """
         for name in handles.keys() & layouts.keys():
             optimizer, ranks, within = handles[name].optimizer, layouts[name].ranks, self._gathers_within(layouts[name])
-            if layouts[name].tensor_parallel_size > 1 and not self.divides_layers:
-                raise UserError(
-                    f"`placement.{name}.tensor_parallel_size` is {layouts[name].tensor_parallel_size}, and"
-                    f" {type(self).__name__} computes with whole layers; use `strategy: fsdp`, or set it to 1"
-                )
+            for setting in () if self.divides_layers else ("tensor_parallel_size", "expert_parallel_size"):
+                if (size := getattr(layouts[name], setting)) > 1:
+                    raise UserError(
+                        f"`placement.{name}.{setting}` is {size}, and {type(self).__name__} computes with whole layers;"
+                        " use `strategy: fsdp`, or set it to 1"
+                    )
             if self.stage and optimizer is not None:
                 with about(optimizer):
                     optimizer.check_divides()
@@ -143,9 +144,14 @@ class DistributedStrategy(TrainingStrategy):
         across = own(zip(*rows, strict=True)) if self.sums_across else None
         layers = consecutive(layout.ranks, size) if size > 1 else []
         layer, columns = own(layers), own(zip(*layers, strict=True))
+        several = layout.expert_parallel_size > 1
+        divided = consecutive(layout.ranks, layout.expert_parallel_size) if several else []
+        experts, same_experts = own(divided), own(zip(*divided, strict=True))
         if everybody is None or peers is None or alone is None:
             return None
-        return RoleGroups(everybody, peers, alone, within if layer is None else columns, across, layer)
+        return RoleGroups(
+            everybody, peers, alone, within if layer is None else columns, across, layer, experts, same_experts
+        )
 
     def _before_joining(self) -> None:
         """Called in each rank before it joins the process group, when its device is known."""
@@ -191,6 +197,8 @@ class RoleGroups:
         across: The ranks that hold the same parts of the weights as this rank; None if `within` is None, and for a
             strategy that does not use it.
         layer: The consecutive ranks that divide each layer, and compute with their parts; None if none do.
+        experts: The consecutive ranks that divide the experts of each layer; None if none do.
+        same_experts: The ranks that hold parts of the same experts as this rank; None if `experts` is None.
     """
 
     all: ProcessGroup
@@ -199,6 +207,8 @@ class RoleGroups:
     within: ProcessGroup | None
     across: ProcessGroup | None
     layer: ProcessGroup | None = None
+    experts: ProcessGroup | None = None
+    same_experts: ProcessGroup | None = None
 
 
 def consecutive(ranks: tuple[int, ...], width: int) -> list[tuple[int, ...]]:

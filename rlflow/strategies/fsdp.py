@@ -8,15 +8,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlflow.errors import UserError
+from rlflow.models.expert_parallel import divide_experts
 from rlflow.models.handle import ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.models.tensor_parallel import divide_layers
 from rlflow.storage.tensors import TensorRange
 from rlflow.strategies.distributed import TIMEOUT_S, DistributedStrategy, replace_parameters
+from rlflow.strategies.role import Role
 from rlflow.values.layout import Layout
 
 
@@ -76,11 +79,12 @@ class FSDPStrategy(DistributedStrategy):
         """See `DistributedStrategy.check_roles`; refuses a `within` above all roles, or where ranks divide layers."""
         super().check_roles(handles, layouts)
         for name in handles.keys() & layouts.keys():
-            if (size := layouts[name].tensor_parallel_size) > 1 and self._within is not None:
-                raise UserError(
-                    f"`within` is {self._within}, and `placement.{name}.tensor_parallel_size` is {size}: ranks that"
-                    " divide layers hold no copies of weights yet; leave out one of the two"
-                )
+            for setting in ("tensor_parallel_size", "expert_parallel_size"):
+                if (size := getattr(layouts[name], setting)) > 1 and self._within is not None:
+                    raise UserError(
+                        f"`within` is {self._within}, and `placement.{name}.{setting}` is {size}: ranks that divide"
+                        " layers hold no copies of weights yet; leave out one of the two"
+                    )
         most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
         if self._within is not None and self._within > most:
             raise UserError(f"`within` is {self._within}, and roles live on {most} ranks; give {most} or less")
@@ -97,6 +101,20 @@ class FSDPStrategy(DistributedStrategy):
         model.set_requires_all_reduce(last)
         super().backward(name, loss, last)
 
+    def _update(self, name: str, role: Role, most: float) -> float:
+        """Apply the gradients; see `TrainingStrategy._update`.
+
+        Each rank that divides a layer takes the norm of its whole weights by itself, so all take that of the first.
+        """
+        layer = self._groups_of(name).layer
+
+        def of_first(norm: Tensor) -> Tensor:
+            if layer is not None:
+                dist.broadcast(norm, group=layer, group_src=0)
+            return norm
+
+        return role.clip_and_step(most, of_first)
+
     def _materialize(self, name: str, model: PackedModel) -> None:
         """Apply `fully_shard`, then allocate this rank's rows; see `TrainingStrategy._materialize`.
 
@@ -110,17 +128,22 @@ class FSDPStrategy(DistributedStrategy):
         for parameter in model.parameters():
             if parameter.requires_grad or model.held_as_trained:
                 parameter.data = parameter.data.to(wide)
-        mesh = self._mesh(name)
+        mesh, layer = self._mesh(name), None
         if "tensor" in (mesh.mesh_dim_names or ()):
             # It says of each tensor that ranks divide twice that two gathers make it whole, which is so.
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-            divide_layers(model, mesh["tensor"])
-            mesh = mesh["shard"]
+            layer, mesh = mesh["tensor"], mesh["shard"]
+            divide_layers(model, layer)
+        units = [(unit, mesh) for unit in _units(model)]
+        if (experts := self._expert_mesh(name)) is not None:
+            # Before the layers that they are in, so that these leave them alone.
+            divided = divide_experts(model, experts["expert"], layer)
+            units = [*((unit, experts["shard"]) for unit in divided), *units]
         policy = MixedPrecisionPolicy(self.dtype, wide, cast_forward_inputs=False)
-        for unit in _units(model):
-            divided = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-            divided.set_force_sum_reduction_for_comms(True)  # FSDP would average over the ranks
-            divided.set_gradient_divide_factor(1.0)
+        for unit, over in units:
+            sharded = fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=True)
+            sharded.set_force_sum_reduction_for_comms(True)  # FSDP would average over the ranks
+            sharded.set_gradient_divide_factor(1.0)
         device = self.root_device
         replace_parameters(model, lambda of: nn.Parameter(torch.empty_like(of, device=device), of.requires_grad))
 
@@ -182,6 +205,20 @@ class FSDPStrategy(DistributedStrategy):
         rows = torch.tensor(layout.ranks).view(-1, self.divided_over(layout))
         both = [groups.across, groups.within]
         return DeviceMesh.from_group(both, device, rows, mesh_dim_names=("replicate", "shard"))
+
+    def _expert_mesh(self, name: str) -> DeviceMesh | None:
+        """The role's ranks as a mesh for its experts, `[shard, expert]`; None if ranks do not divide experts.
+
+        Ranks 0 to 3 by twos are `[[0, 1], [2, 3]]`. Those of a row divide the experts of a layer, and those of a column
+        have the same experts and divide them once more.
+        """
+        groups, layout = self._groups_of(name), self.layout(name)
+        if groups.experts is None:
+            return None
+        assert groups.same_experts is not None
+        rows = torch.tensor(layout.ranks).view(-1, layout.expert_parallel_size)
+        both = [groups.same_experts, groups.experts]
+        return DeviceMesh.from_group(both, self.root_device.type, rows, mesh_dim_names=("shard", "expert"))
 
 
 def _units(model: PackedModel) -> Iterator[nn.Module]:

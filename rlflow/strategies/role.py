@@ -68,10 +68,14 @@ class Role:
         kept: dict[str, object] = next(iter(self.optimizer.state.values()), {})
         return sorted(kind for kind, value in kept.items() if isinstance(value, Tensor) and value.dim() > 0)
 
-    def clip_and_step(self, most: float = math.inf) -> float:
+    def clip_and_step(self, most: float = math.inf, agreed: Callable[[Tensor], Tensor] = Tensor.detach) -> float:
         """Make one update with the gradients in `.grad`, full or divided; returns their norm before clipping.
 
         The update is skipped if the norm is not finite, or above `most`.
+
+        Args:
+            most: The largest norm of a gradient that is used.
+            agreed: Function from this rank's norm to the one that all ranks of the role take.
         """
         assert self.optimizer is not None
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
@@ -82,6 +86,7 @@ class Role:
         alike = _by_mesh(parameters)
         norms = [_norm(of_mesh) for of_mesh in alike]
         norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
+        norm = agreed(norm)
         total = norm.item()
         limit = self.settings.gradient_clipping
         if is_taken(total, most):

@@ -27,6 +27,8 @@ class Layout:
         dealing: `groups` keeps the samples of a prompt together, `balanced` evens out tokens.
         samples_per_update: Rows of one mini-batch. Each mini-batch is balanced by itself. None for one of all rows.
         tensor_parallel_size: Number of consecutive ranks of a role that divide each layer of its model.
+        expert_parallel_size: Number of consecutive ranks of a role that divide the experts of each layer; they may have
+            different rows.
     """
 
     ranks: tuple[int, ...]
@@ -34,11 +36,13 @@ class Layout:
     dealing: Dealing = "groups"
     samples_per_update: int | None = None
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         assert self.shards > 0, self
         assert len(self.ranks) % self.shards == 0, self
         assert self.copies % self.tensor_parallel_size == 0, self
+        assert len(self.ranks) % self.expert_parallel_size == 0, self
 
     @property
     def copies(self) -> int:

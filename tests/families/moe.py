@@ -20,6 +20,7 @@ from rlflow.models.moe import MoE
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
 from rlflow.values.batch import TokenRows
+from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
 from tests.strategies.update import MICRO_BATCHES, Outcome, all_weights, rows_of
@@ -56,23 +57,27 @@ def routed_rows(numbers: list[int], experts: list[Tensor] | None) -> TokenRows:
     return TokenRows(batch.prompt_ids, batch.response_ids, batch.lengths, told)
 
 
-def moe_update(name: str, folder: Path, strategy: str, moe: MoE, checkpointing: bool = False) -> Outcome:
-    """One update through a strategy, in uneven micro-batches."""
+def moe_update(
+    name: str, folder: Path, strategy: str, moe: MoE, checkpointing: bool = False, layers: int = 1, experts: int = 1
+) -> Outcome:
+    """One update through a strategy, in uneven micro-batches, with so many ranks to a layer and to its experts."""
     made: Any = STRATEGIES[strategy]()
-    Fabric(accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=made.processes).launch()
+    world = torch.distributed.get_world_size()
+    Fabric(accelerator="cpu", devices=world, strategy=made.processes).launch()
+    layout = Layout(tuple(range(world)), world // layers, tensor_parallel_size=layers, expert_parallel_size=experts)
+    made.form_groups({"actor": layout})
     handle = CausalLM(
         str(folder), optimizer=SGD, temperature=TEMPERATURE, gradient_checkpointing=checkpointing, moe=moe
     )
     made.setup_role("actor", handle, folder)
-    experts = replayed(name) if moe.routing_replay else None
-    layout = made.layout("actor")
+    chosen = replayed(name) if moe.routing_replay else None
     own = MICRO_BATCHES[layout.shards][layout.shard(made.global_rank)]
     count, outcome = made.agree("actor", len(own)), Outcome()
     for part in range(count):
         numbers = own[part] if part < len(own) else []
         weights = torch.tensor([ROWS[number][2] for number in numbers])
         with handle.training():
-            logprobs = handle.logprobs(routed_rows(numbers, experts))
+            logprobs = handle.logprobs(routed_rows(numbers, chosen))
         loss = -(weights[:, None] * logprobs).sum() / TOKENS
         uneven, *_ = handle.take_routed()
         if uneven is not None:

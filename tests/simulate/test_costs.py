@@ -193,6 +193,29 @@ def test_ranks_of_a_layer_divide_what_is_gathered_and_what_is_within_the_layer()
     assert (layer.weights, layer.optimizer) == (whole.weights, whole.optimizer)  # all four ranks divide these
 
 
+def test_ranks_of_a_layer_gather_its_weights_from_those_that_have_the_same_part() -> None:
+    layer = replace(ZERO3, layout=Layout((0, 1, 2, 3), 2, tensor_parallel_size=2), masters=True)
+    assert layer.shares(4) == [(1 / 2, 2)]
+    assert replace(layer, layout=Layout((0, 1, 2, 3), 1, tensor_parallel_size=4)).shares(4) == [(1 / 4, 1)]
+
+
+def test_ranks_that_divide_experts_hold_a_share_of_these_and_exchange_tokens_twice_a_layer() -> None:
+    sparse = replace(ZERO3, size=replace(ZERO3.size, experts=4, experts_per_token=2), masters=True)
+    ranks = (0, 1, 2, 3)
+    divided = replace(sparse, layout=Layout(ranks, 2, tensor_parallel_size=2, expert_parallel_size=4))
+    experts = sparse.size.layers * 4 * 3 * sparse.size.hidden * sparse.size.intermediate / sparse.size.parameters
+    assert divided.shares(4) == [(pytest.approx((1 - experts) / 2), 2), (pytest.approx(experts / 4), 1)]
+    assert divided.weights == sparse.weights  # all four ranks divide them either way
+    of_experts = 4 * 3 * sparse.size.hidden * sparse.size.intermediate
+    layer = (sparse.size.layer - of_experts) / 2 + of_experts / 4
+    assert divided.gathered == pytest.approx(2 * max(layer, sparse.size.embedding / 2) * 2)
+    whole = score_seconds(replace(sparse, stage=0), 400, 100, PLAIN)
+    exchanging = replace(sparse, stage=0, layout=Layout(ranks, 4, expert_parallel_size=2))
+    # 400 tokens to 2 experts each, 10 numbers of 2 bytes, half of them away.
+    one = all_to_all_seconds(400 * 2 * 10 * 2 / 2, 2, PLAIN)
+    assert score_seconds(exchanging, 400, 100, PLAIN) == pytest.approx(whole + 2 * 2 * one)
+
+
 def test_weights_for_engines_elsewhere_cross_a_link_once() -> None:
     role = replace(ZERO3, stage=2)
     here, across = (sync_seconds(role, PLAIN, crossing=of) for of in (0, 2))

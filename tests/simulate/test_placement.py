@@ -92,6 +92,28 @@ def test_peers_of_a_sequence_share_its_activations() -> None:
     assert divided.predicted.workload.roles["actor"].layout.shards == 4
 
 
+@pytest.mark.slow
+def test_the_fastest_divisions_that_fit_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    sparse = ("--module.actor.model=Qwen/Qwen3-30B-A3B", "--hardware=h200")
+    found = simulation("--strategy=fsdp", *sparse).divisions
+    times = [step.timelines["rlflow"].seconds for _, step in found]
+    assert times == sorted(times)
+    sizes = [
+        (place.tensor_parallel_size, place.sequence_parallel_size, place.expert_parallel_size) for place, _ in found
+    ]
+    assert {(1, 1, 1), (1, 1, 8), (2, 1, 4)} < {*sizes}
+    assert all(layers in (1, 2, 4) for layers, _, _ in sizes)  # of 4 heads of keys
+    assert all(layers == 1 or experts > 1 for layers, _, experts in sizes)
+    given = simulation(
+        "--strategy=fsdp", *sparse, "--placement={actor: {tensor_parallel_size: 2, expert_parallel_size: 4}}"
+    )
+    assert times[sizes.index((2, 1, 4))] == pytest.approx(seconds(given))
+    main(["simulate", "--config", EIGHT, "--strategy=fsdp", *sparse, "--suggest"])
+    assert f"\n    {' x '.join(map(str, sizes[0])):<24} step " in capsys.readouterr().out
+    with pytest.raises(UserError, match="which only `strategy: fsdp` does"):
+        _ = simulation().divisions
+
+
 def test_a_placement_that_cannot_be_made_smaller_is_refused(tmp_path: Path) -> None:
     (tmp_path / "half.yaml").write_text("like: h100\ngpus_per_node: 4\n")
     with pytest.raises(UserError, match=r"`placement.actor.rollout` names 3 of 8 ranks, and 4 ranks cannot be divided"):

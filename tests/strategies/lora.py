@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor
 
 from rlflow import CausalLM, LoRA, Optimizer
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.weights import is_adapter
+from rlflow.strategies import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
+from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
 from tests.saved import save
 from tests.strategies.reference import ROWS, TEMPERATURE
+from tests.strategies.tensor_parallel import dividing
 from tests.strategies.update import Stage, all_weights, backward, launch, rows_of
 
 UPDATES, SYNCS = 10, 10
@@ -88,6 +92,16 @@ def two_gradients(strategy: TrainingStrategy, folder: Path) -> list[dict[str, Te
 def two_gradients_on_ranks(folder: Path, stage: Stage) -> list[dict[str, Tensor]]:
     """The same on the pool's ranks."""
     return two_gradients(launch(stage), folder)
+
+
+def two_gradients_of_divided_layers(folder: Path, layers: int) -> list[dict[str, Tensor]]:
+    """The same in float64, with so many ranks to a layer; 1 in one process."""
+    with wide_casts():
+        if layers > 1:
+            return two_gradients(dividing(layers, "fp64"), folder)
+        strategy = SingleProcess("fp64")
+        Fabric(accelerator="cpu", devices=1, strategy=strategy.processes).launch()
+        return two_gradients(strategy, folder)
 
 
 def on_ranks(folder: Path, stage: Stage, layout: Layout, target: Path) -> Adapted:

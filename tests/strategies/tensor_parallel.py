@@ -29,24 +29,34 @@ class FSDPInFloat64(FSDPStrategy):
     precisions = MappingProxyType({"fp64": torch.float64})
 
 
-def dividing(size: int, precision: str = "fp32", sequences: int = 1, stage: Stage = "fsdp") -> TrainingStrategy:
-    """A strategy of all ranks with so many to a layer of `actor` and `reference`, and so many to a sequence."""
+def dividing(
+    size: int, precision: str = "fp32", sequences: int = 1, stage: Stage = "fsdp", experts: int = 1
+) -> TrainingStrategy:
+    """A strategy of all ranks with so many to a layer of `actor` and `reference`, to a sequence, and to its experts."""
     if precision == "fp64":
         strategy: TrainingStrategy = FSDPInFloat64(precision)  # type: ignore[arg-type]
         Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
     else:
         strategy = launch(stage, precision)
     world = dist.get_world_size()
-    layout = Layout(tuple(range(world)), world // size // sequences, tensor_parallel_size=size)
+    layout = Layout(
+        tuple(range(world)), world // size // sequences, tensor_parallel_size=size, expert_parallel_size=experts
+    )
     strategy.form_groups({"actor": layout, "reference": layout})
     return strategy
 
 
 def divided_update(
-    folder: Path, size: int, optimizer: Optimizer, precision: str, sequences: int = 1, checkpointing: bool = False
+    folder: Path,
+    size: int,
+    optimizer: Optimizer,
+    precision: str,
+    sequences: int = 1,
+    checkpointing: bool = False,
+    experts: int = 1,
 ) -> Outcome:
     """Two updates of a role."""
-    strategy = dividing(size, precision, sequences)
+    strategy = dividing(size, precision, sequences, experts=experts)
     if precision != "fp64":
         return update(strategy, folder, optimizer, 2, checkpointing)
     with wide_casts():
@@ -54,14 +64,20 @@ def divided_update(
 
 
 def train_and_save(
-    model: Path, size: int, folder: Path, updates: int, resume: bool = False, stage: Stage = "fsdp"
+    model: Path,
+    size: int,
+    folder: Path,
+    updates: int,
+    resume: bool = False,
+    stage: Stage = "fsdp",
+    experts: int = 1,
 ) -> tuple[Pieces, dict[str, Tensor]]:
     """Updates with so many ranks to a layer, from the last checkpoint if told so; then a checkpoint and an export.
 
     Returns:
         This rank's parts of the state after them, and the weights.
     """
-    strategy = dividing(size, stage=stage)
+    strategy = dividing(size, stage=stage, experts=experts)
     handle = trained(model, ADAMW)
     strategy.setup_role("actor", handle, model)
     done = 0
@@ -86,14 +102,25 @@ def rows_of_parts(strategy: TrainingStrategy) -> Pieces:
     ]
 
 
-def loading(small: Path, model: Path, size: int) -> tuple[int, int]:
+def loading(small: Path, model: Path, size: int, experts: int = 1) -> tuple[int, int]:
     """Bytes that this rank reads from files to load a frozen model, and bytes of the weights that it then holds."""
-    strategy = dividing(size)
+    strategy = dividing(size, experts=experts)
     strategy.setup_role("actor", CausalLM(str(small), trainable=False), small)  # imports read files too
     before = _bytes_read()
     strategy.setup_role("reference", CausalLM(str(model), trainable=False), model)
     parts = [parameter.to_local() for parameter in strategy.roles["reference"].model.parameters()]  # type: ignore[operator]
     return _bytes_read() - before, sum(part.nbytes for part in parts)
+
+
+def norm_of_unlike_gradients(folder: Path) -> float:
+    """The norm that a rank takes of gradients that differ in a norm's weight, alike on peers but for rounding."""
+    strategy, handle = dividing(2), trained(folder, Optimizer("sgd", lr=0.1))
+    strategy.setup_role("actor", handle, folder)
+    backward(strategy, "actor", handle)
+    (weight,) = (each for each in strategy.roles["actor"].model.trained() if each.name == "model.norm.weight")
+    assert weight.parameter.grad is not None
+    weight.parameter.grad.mul_(1 + dist.get_rank() % 2)
+    return strategy.step("actor")
 
 
 def _bytes_read() -> int:

@@ -14,7 +14,7 @@ from rlflow.strategies.single import SingleProcess
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.slow import slow_but
-from tests.strategies.lora import SYNCS, UPDATES, Adapted, adapted_updates, on_ranks
+from tests.strategies.lora import SYNCS, UPDATES, Adapted, adapted_updates, on_ranks, two_gradients_of_divided_layers
 from tests.strategies.reference import distance
 from tests.strategies.update import Stage
 
@@ -51,6 +51,33 @@ def test_adapters_train_alike_at_every_stage_and_on_divided_sequences(
         assert torch.equal(*found.reference)  # before the first update and after the last
         torch.testing.assert_close(found.actor, alone.actor.float(), rtol=0, atol=1e-3)
         assert not torch.equal(found.actor, found.reference[1])
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.") for name in saved} == alone.gradients.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_adapters_of_layers_that_ranks_divide_have_the_gradients_of_one_process_in_float64(
+    ranks: int, tiny: Path, request: pytest.FixtureRequest
+) -> None:
+    expected = two_gradients_of_divided_layers(tiny, 1)
+    pool = request.getfixturevalue(f"ranks{ranks}")
+    for outcome in pool.run(two_gradients_of_divided_layers, tiny, 2):
+        for found, of_update in zip(outcome, expected, strict=True):
+            assert found.keys() == of_update.keys()
+            for name, of in of_update.items():
+                assert float((found[name] - of).norm()) < 1e-10 * max(1.0, float(of.norm())), name
+
+
+@pytest.mark.slow
+def test_adapters_of_layers_that_ranks_divide_are_merged_saved_and_left_out(
+    tiny: Path, alone: Adapted, tmp_path: Path, ranks2: RankPool
+) -> None:
+    for found in ranks2.run(on_ranks, tiny, "fsdp", Layout((0, 1), 1, tensor_parallel_size=2), tmp_path):
+        assert distance(moved(found.merged, tiny), moved(alone.merged, tiny)) < 3e-4
+        assert found.base_kept
+        assert torch.equal(*found.reference)
+        torch.testing.assert_close(found.actor, alone.actor.float(), rtol=0, atol=1e-3)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert {name.removeprefix("base_model.model.") for name in saved} == alone.gradients.keys()
 

@@ -27,7 +27,14 @@ from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.state import put_together
-from tests.strategies.tensor_parallel import divided_update, head, loading, readouts, train_and_save
+from tests.strategies.tensor_parallel import (
+    divided_update,
+    head,
+    loading,
+    norm_of_unlike_gradients,
+    readouts,
+    train_and_save,
+)
 from tests.strategies.update import Stage
 
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
@@ -107,6 +114,11 @@ def test_in_bf16_gradients_are_near_those_of_float64_and_peers_have_the_same_wei
     for outcome in outcomes:
         assert distance(outcome.gradients[0], gradients[0]) < 0.1
         assert all(torch.equal(outcome.weights[key], of) for key, of in outcomes[0].weights.items())
+
+
+@pytest.mark.slow
+def test_ranks_of_a_layer_take_one_norm(tmp_path: Path, ranks4: RankPool) -> None:
+    assert len(set(ranks4.run(norm_of_unlike_gradients, written(tmp_path, "qwen3")))) == 1
 
 
 @pytest.mark.parametrize("softmax", [Softmax(0.7), Softmax(1.3, scale=0.5, cap=2.0, wide=True)])
@@ -198,7 +210,7 @@ def test_loading_reads_from_files_what_a_rank_holds_and_no_more(tmp_path: Path, 
         ({"vocab_size": 15}, 4, CausalLM("m"), "has 15 tokens, so a rank may get none; give at most 3"),
         ({}, 2, ValueModel("m"), "is of the kind ValueModel"),
         ({}, 2, CausalLM("m").averaged(0.9), "is of the kind Averaged"),
-        ({}, 2, CausalLM("m", lora=LoRA()), "trains adapters"),
+        ({}, 2, CausalLM("m", lora=LoRA(dropout=0.1)), "`lora.dropout` of `actor` is 0.1"),
         ({"model_type": "gpt_oss"}, 2, CausalLM("m"), "of the type 'gpt_oss'; layers are divided of llama, mistral"),
     ],
 )
