@@ -265,7 +265,7 @@ def loaded_role(
     optimizer = handle.optimizer
     if not isinstance(handle, CausalLM):
         size = size.with_labels(1)
-    whole = size.parameters - (size.tower if isinstance(handle, CausalLM) and handle.freeze_vision_tower else 0)
+    whole = size.parameters - (size.tower if handle.freeze_vision_tower else 0)
     trained = 0 if optimizer is None else size.adapters(handle.lora.rank) if handle.lora else whole
     stage = strategy.stage or 0
     width = torch.finfo(strategy.dtype).bits // 8
