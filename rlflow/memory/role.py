@@ -53,6 +53,7 @@ class LoadedRole:
             reduced together without one.
         live: Number of weights that may stay whole at ZeRO 3, beyond those of a layer.
         within: Number of ranks, such as those of a node, that divide a second copy of the weights; 0 for none.
+        trains_tower: Whether the tower of a model that reads pictures is trained.
     """
 
     size: ModelSize
@@ -76,6 +77,7 @@ class LoadedRole:
     bucket: int = 0
     live: int = 0
     within: int = 0
+    trains_tower: bool = False
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -146,8 +148,17 @@ class LoadedRole:
         """Bytes of a micro-batch's activations: of all layers, or with checkpointing every layer's input and one layer.
 
         Where ranks divide each sequence, a rank holds its part; where they divide each layer, its part of what is
-        within attention and feed-forward layers.
+        within attention and feed-forward layers. Where a tower is trained, the micro-batch is of text alone or of
+        pictures alone, whichever takes more: in the second case a token comes with its patches, which count as tokens.
         """
+        if not (self.trains_tower and self.size.patches):
+            return self._of_decoder
+        kept = self.size.tower_width if self.checkpointing else self.size.tower_kept
+        of_tower = self.size.patches * self._tokens * kept * self.width  # if each token were of a picture
+        return max(self._of_decoder, (self._of_decoder + of_tower) / (1 + self.size.patches))
+
+    @property
+    def _of_decoder(self) -> float:
         nbytes = WHOLE_ACTIVATION_BYTES + DIVIDED_ACTIVATION_BYTES / self.tensor_parallel_size
         layer = self._tokens * self.size.hidden * nbytes * self.width / 2
         if not self.checkpointing:
@@ -298,4 +309,5 @@ def loaded_role(
         bucket=min(strategy.bucket_elements, size.largest_layer) if stage and trained else 0,
         live=strategy.live_elements or 0,
         within=within if within < len(layout.ranks) else 0,
+        trains_tower=optimizer is not None and handle.lora is None and not handle.freeze_vision_tower,
     )

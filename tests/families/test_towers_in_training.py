@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,28 @@ def test_packed_rows_with_pictures_and_their_gradient_are_those_of_single_rows(
     for key in (key for key in tower_names if not key.endswith("k_proj.bias")):
         gap = float((gradient[key] - reference[key]).abs().max() / reference[key].abs().max())  # type: ignore[union-attr,operator]
         assert gap < 1e-10, key
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen3_vl"], ["idefics3", "qwen3_vl", "qwen3_5"]))
+def test_each_row_has_the_pixels_and_positions_of_its_own_pictures(name: str, tower: Callable[[str], Path]) -> None:
+    folder = tower(name)
+    rows = rows_of(folder)
+    responses = responses_to(rows)
+    swapped = [rows.pictures[{0: 4, 4: 0}.get(row, row)] for row in range(6)]  # of one size
+    tokens, album = token_rows(rows, responses)
+    model = ScoringModel.load(folder, torch.float32, CPU)
+    assert model.processor is not None
+    line = pack(tokens, False, PictureReader(model.processor, album))
+    own = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    with torch.no_grad():
+        found = model(*line.arguments(), pictures=line.pictures)[0].double()
+        expected = own_logprobs(own, rows, responses)
+        of_others = own_logprobs(own, replace(rows, pictures=swapped), responses)
+    lengths = [len(response) for response in responses]
+    gaps = [float(gap.max()) for gap in (found - expected).abs().split(lengths)]
+    assert max(gaps) < 1e-4, gaps
+    moved = [float(gap.max()) for gap in (of_others - expected).abs().split(lengths)]
+    assert [row for row, gap in enumerate(moved) if gap > 1e-3] == [0, 4]
 
 
 MICRO_BATCHES = [[[0, 1], [2]], [[3], [4, 5]]]  # of two ranks: in the first, the second rank has no picture
