@@ -311,18 +311,21 @@ def _with_tower(model: str) -> ModelSize:
     size = _read(model, {**text.to_dict(), "model_type": None})  # what its kind adds is among the others
     others = sum(parameter.numel() for parameter in of_text) - size.parameters
     attending = [each in ("full_attention", "hybrid") for each in getattr(text, "layer_types", None) or ()]
+    merged, width, kept = _of_pass(config)
     return replace(
         size,
         tower=tower,
         others=others,
         attending=sum(attending) if attending else None,
         state=state_size(made),
-        **_of_pass(config),
+        patches=merged**2,
+        tower_width=width,
+        tower_kept=kept,
     )
 
 
-def _of_pass(config: Any) -> dict[str, int]:
-    """Sizes of a tower's forward pass by their names in `ModelSize`.
+def _of_pass(config: Any) -> tuple[int, int, int]:
+    """Of a tower's forward pass: patches on a side that become one token, `tower_width`, and `tower_kept`.
 
     A layer keeps the inputs of its norms and linear layers, and queries, keys and values: 9 times its width. Rotary
     embeddings keep 4 times the width more. Its feed-forward layer keeps what goes into the activation function and what
@@ -332,7 +335,7 @@ def _of_pass(config: Any) -> dict[str, int]:
     layers, gated = getattr(tower, "depth", None) or tower.num_hidden_layers, config.model_type == "qwen2_5_vl"
     merged = getattr(tower, "spatial_merge_size", None) or config.scale_factor
     kept = (13 if config.model_type in QWEN else 9) * tower.hidden_size + (4 if gated else 2) * tower.intermediate_size
-    return {"patches": merged**2, "tower_width": layers * tower.hidden_size, "tower_kept": layers * kept}
+    return merged, layers * tower.hidden_size, layers * kept
 
 
 def _with_states(size: ModelSize, model: str) -> ModelSize:
