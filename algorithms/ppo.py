@@ -98,6 +98,7 @@ class PPO(Clipped, Scored):
                 epochs=self.actor.epochs,
                 samples_per_update=self.actor.samples_per_update,
                 gradient_checkpointing=self.actor.gradient_checkpointing,
+                freeze_vision_tower=self.actor.freeze_vision_tower,
                 trust_remote_code=self.actor.trust_remote_code,
             )
         if self.critic.loss_aggregation is None:

@@ -1,6 +1,7 @@
 """On-policy self-distillation: OPSD, arXiv 2601.18734, with the moving-average teacher of SDFT, arXiv 2601.19897."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rlflow import Batch, CausalLM, PerToken, RLModule, Rollout, node
 from rlflow.functional import Aggregation
@@ -35,6 +36,8 @@ class SelfDistillation(RLModule):
     max_response_length: int = 256
     loss_aggregation: Aggregation = "token-mean"
     reward: RewardLike | None = None
+
+    writes_prompts: ClassVar[bool] = True
 
     def configure_models(self) -> None:
         self.teacher = self.actor.averaged(self.decay)

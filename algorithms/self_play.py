@@ -46,6 +46,7 @@ class SelfPlay(RLModule):
     loss_aggregation: Aggregation = "token-mean"
 
     unclipped: ClassVar[bool] = True
+    writes_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -58,6 +58,8 @@ class RLModule:
         max_draws: Batches of prompts that a filter draws at most to fill a step.
         unclipped: Whether the loss has no clip, cap or mask at all. A run that makes several updates a step, or trains
             on samples of older weights, is then warned of it, once.
+        writes_prompts: Whether nodes write prompts from the texts of rows, in which a picture would have no place. Rows
+            with pictures are then refused before models are loaded.
         depends_on: Names of columns of `rlflow check` on which the gradient is meant to depend, such as `order`.
         config_models: Model handles by role that a config gives in addition to or in place of those of
             `configure_models`.
@@ -75,6 +77,7 @@ class RLModule:
     mask_truncated: bool = False
     max_draws: int = 10
     unclipped: ClassVar[bool] = False
+    writes_prompts: ClassVar[bool] = False
     depends_on: ClassVar[Collection[str]] = ()
     config_models: Mapping[str, ModelHandle] = MappingProxyType({})
     config_nodes: Mapping[str, NodeConfig | str | None] = MappingProxyType({})

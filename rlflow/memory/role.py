@@ -54,6 +54,7 @@ class LoadedRole:
         live: Number of weights that may stay whole at ZeRO 3, beyond those of a layer.
         within: Number of ranks, such as those of a node, that divide a second copy of the weights; 0 for none.
         on_cpu: Whether it is trained on the CPU.
+        trains_tower: Whether the tower of a model that reads pictures is trained.
     """
 
     size: ModelSize
@@ -78,6 +79,7 @@ class LoadedRole:
     live: int = 0
     within: int = 0
     on_cpu: bool = True
+    trains_tower: bool = False
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -169,8 +171,17 @@ class LoadedRole:
         """Bytes of a micro-batch's activations: of all layers, or with checkpointing every layer's input and one layer.
 
         Where ranks divide each sequence, a rank holds its part; where they divide each layer, its part of what is
-        within attention and feed-forward layers.
+        within attention and feed-forward layers. Where a tower is trained, the micro-batch is of text alone or of
+        pictures alone, whichever takes more: in the second case a token comes with its patches, which count as tokens.
         """
+        if not (self.trains_tower and self.size.patches):
+            return self._of_decoder
+        kept = self.size.tower_width if self.checkpointing else self.size.tower_kept
+        of_tower = self.size.patches * self._tokens * kept * self.width  # if each token were of a picture
+        return max(self._of_decoder, (self._of_decoder + of_tower) / (1 + self.size.patches))
+
+    @property
+    def _of_decoder(self) -> float:
         nbytes = WHOLE_ACTIVATION_BYTES + DIVIDED_ACTIVATION_BYTES / self.tensor_parallel_size
         layer = self._tokens * self.size.hidden * nbytes * self.width / 2
         if not self.checkpointing:
@@ -303,7 +314,7 @@ def loaded_role(
     optimizer = handle.optimizer
     if not isinstance(handle, CausalLM):
         size = size.with_labels(1)
-    whole = size.parameters - (size.tower if isinstance(handle, CausalLM) and handle.freeze_vision_tower else 0)
+    whole = size.parameters - (size.tower if handle.freeze_vision_tower else 0)
     trained = 0 if optimizer is None else size.adapters(handle.lora.rank) if handle.lora else whole
     stage = strategy.stage or 0
     width = torch.finfo(strategy.dtype).bits // 8
@@ -337,4 +348,5 @@ def loaded_role(
         live=strategy.live_elements or 0,
         within=within if within < len(layout.ranks) else 0,
         on_cpu=on_cpu,
+        trains_tower=optimizer is not None and handle.lora is None and not handle.freeze_vision_tower,
     )

@@ -85,8 +85,6 @@ def _refusal_of_pictures(config: Any, scores_tokens: bool) -> str | None:
     """Why a model that reads pictures is refused; its decoder is checked like any other."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    if not scores_tokens:
-        return "reads pictures, and models of values and rewards read text alone; give one of text"
     if getattr(config, "quantization_config", None) is not None:
         return "has quantised weights, which cannot be trained; give the model without quantisation"
     kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]

@@ -50,6 +50,8 @@ class CausalLM(ModelHandle):
         moe: How routers and experts of a mixture of experts are trained; None to train them like all weights.
         freeze_vision_tower: Of a model that reads pictures, leave the tower as it is loaded, and the layers between it
             and the decoder. Adapters are of the decoder alone.
+        vision_tower_lr: The learning rate of these weights in place of `optimizer.lr`, with the same warm-up and
+            schedule; None for no other.
         trust_remote_code: Run the code in the folder of its weights (`auto_map`) to load it; read that code first.
 
     Attributes:
@@ -60,7 +62,6 @@ class CausalLM(ModelHandle):
     temperature: float = 1.0
     _: KW_ONLY
     moe: MoE | None = None
-    freeze_vision_tower: bool = False
 
     def __post_init__(self) -> None:
         if not 1 / HOTTEST <= self.temperature <= HOTTEST:
@@ -71,9 +72,6 @@ class CausalLM(ModelHandle):
         super().__post_init__()
         if self.moe is not None and not self.trainable:
             raise UserError(f"`moe` is given for {self.model!r}, which is frozen; set `trainable` or leave it out")
-        if self.freeze_vision_tower and (not self.trainable or self.lora is not None):
-            why = "trains adapters alone" if self.lora is not None else "is frozen"
-            raise UserError(f"`freeze_vision_tower` is set for {self.model!r}, which {why}; leave it out")
         self.watch: Callable[[Tokens, Tensor], None] = _ignore
         self._generator: Callable[..., Any] | None = None
         self._converser: Callable[..., Any] | None = None
@@ -416,11 +414,7 @@ class CausalLM(ModelHandle):
         return loss, otherwise, sum(differs.numel() for differs in replayed)
 
     def _prepare(self, model: PackedModel) -> None:
-        if self.freeze_vision_tower:
-            if model.processor is None:
-                raise UserError(f"`freeze_vision_tower` is set for {self.model!r}, which has no tower; leave it out")
-            for parameter in model.tower_parameters():
-                parameter.requires_grad_(False)
+        super()._prepare(model)
         if self.moe is None:
             return
         if self.moe.freeze_router:

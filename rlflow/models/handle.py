@@ -17,7 +17,7 @@ from rlflow.functional import Aggregation
 from rlflow.models.lora import LoRA
 from rlflow.models.mixers import has_mixers, reads_side_by_side
 from rlflow.models.moe import Routing
-from rlflow.models.optimizer import Optimizer
+from rlflow.models.optimizer import MOST, Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.packing import (
     ALONE,
@@ -44,7 +44,16 @@ from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 
 # Settings that only a trained model has.
-OF_TRAINING = ("epochs", "samples_per_update", "start_step", "gradient_checkpointing", "lora", "moe")
+OF_TRAINING = (
+    "epochs",
+    "samples_per_update",
+    "start_step",
+    "gradient_checkpointing",
+    "lora",
+    "freeze_vision_tower",
+    "vision_tower_lr",
+    "moe",
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,10 @@ class ModelHandle(ABC):
         start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings, and an output layer of one label, instead of all weights.
+        freeze_vision_tower: Of a model that reads pictures, leave the tower as it is loaded, and the layers between it
+            and the decoder. Adapters are of the decoder alone.
+        vision_tower_lr: The learning rate of these weights in place of `optimizer.lr`, with the same warm-up and
+            schedule; None for no other.
         loss_aggregation: How its losses per token become one number; None to do it as the module does.
         trust_remote_code: Run the code in the folder of its weights (`auto_map`) to load it; read that code first.
 
@@ -149,6 +162,8 @@ class ModelHandle(ABC):
     start_step: int = 0
     gradient_checkpointing: bool = False
     lora: LoRA | None = None
+    freeze_vision_tower: bool = False
+    vision_tower_lr: float | None = None
     loss_aggregation: Aggregation | None = None
     trust_remote_code: bool = False
 
@@ -169,6 +184,14 @@ class ModelHandle(ABC):
                 raise UserError(
                     f"`{name}` is given for {self.model!r}, which is frozen; set `trainable` or leave it out"
                 )
+        if self._of_tower and (not self.trainable or self.lora is not None):
+            why = "trains adapters alone" if self.lora is not None else "is frozen"
+            raise UserError(f"`{self._of_tower}` is set for {self.model!r}, which {why}; leave it out")
+        if self.vision_tower_lr is not None:
+            if self.freeze_vision_tower:
+                raise UserError("`vision_tower_lr` is set, and `freeze_vision_tower` too; leave one of them out")
+            if not 0 <= self.vision_tower_lr <= MOST["lr"]:
+                raise UserError(f"`vision_tower_lr` is {self.vision_tower_lr}; give a number from 0 to {MOST['lr']:g}")
         if self.trainable and self.optimizer is None:
             self.optimizer = self.default_optimizer
         self.plan = ForwardPlan()
@@ -284,8 +307,38 @@ class ModelHandle(ABC):
         """
         return None, 0, 0
 
-    def _prepare(self, model: PackedModel) -> None:  # noqa: B027 - most have no such settings
+    @property
+    def _of_tower(self) -> str:
+        """The setting of the tower that is given; empty for none."""
+        if self.freeze_vision_tower:
+            return "freeze_vision_tower"
+        return "" if self.vision_tower_lr is None else "vision_tower_lr"
+
+    def _prepare(self, model: PackedModel) -> None:
         """Apply the handle's settings to a model that was loaded."""
+        if self._of_tower and model.processor is None:
+            raise UserError(f"`{self._of_tower}` is set for {self.model!r}, which has no tower; leave it out")
+        if self.freeze_vision_tower:
+            for parameter in model.tower_parameters():
+                parameter.requires_grad_(False)
+
+    def parameter_groups(self, model: PackedModel) -> list[dict[str, Any]]:
+        """What an optimizer trains, in groups of one learning rate: all; or the decoder, then the tower.
+
+        Args:
+            model: The loaded model.
+
+        Returns:
+            Groups as torch's optimizers take them. `highest_lr` of a group is in place of `optimizer.lr`.
+        """
+        trained = [weight.parameter for weight in model.trained()]
+        if self.vision_tower_lr is None:
+            return [{"params": trained}]
+        tower = {*model.tower_parameters()}
+        return [
+            {"params": [parameter for parameter in trained if parameter not in tower]},
+            {"params": [parameter for parameter in trained if parameter in tower], "highest_lr": self.vision_tower_lr},
+        ]
 
     def _scores(self, rows: Tokens, *arguments: object) -> tuple[Tensor, ...]:
         """Values that the output layer computes for each response token, `[B, T, ...]` each, 0 where padded.

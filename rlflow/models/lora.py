@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlflow.errors import UserError, one_line, require
 from rlflow.models.mixers import read_by_kernels
-from rlflow.models.pictures import copy_processor, reads_pictures
+from rlflow.models.pictures import class_of, copy_processor, reads_pictures
 from rlflow.models.remote_code import code_beside
 from rlflow.models.sizes import experts
 from rlflow.models.tiny import resolve_model
@@ -229,7 +229,6 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
-        AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
     )
 
@@ -243,8 +242,8 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
     settings = {"num_labels": 1} if scalar else {}
     try:
         with code_beside(base, "architecture", trust_remote_code, "the base of `--model`", "--trust_remote_code"):
-            pictures = reads_pictures(AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code))
-            kind = AutoModelForImageTextToText if pictures else kind
+            architecture = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+            kind = class_of(architecture, scalar) if (pictures := reads_pictures(architecture)) else kind
             model: Any = kind.from_pretrained(base, dtype="auto", trust_remote_code=trust_remote_code, **settings)
         dtype = model.dtype
         wide = torch.promote_types(dtype, torch.float32)

@@ -25,6 +25,7 @@ from rlflow.models.pictures import (
     PictureProcessor,
     PictureReader,
     PicturesRead,
+    class_of,
     copy_processor,
     no_pictures,
     reads_pictures,
@@ -38,7 +39,7 @@ from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 
 OUTPUT_LAYERS = ("lm_head", "score")  # that a model of the other kind leaves in its files
-PICTURES_AUTO_CLASS = "AutoModelForImageTextToText"  # transformers' class that reads a model with its tower
+SCALAR_AUTO_CLASS = "AutoModelForSequenceClassification"  # transformers' class of models with one label
 
 
 class PackedModel(nn.Module):
@@ -376,7 +377,7 @@ class PackedModel(nn.Module):
 
         Transformers finds these places by the placeholder's id, which a policy may also sample. So they are given.
         """
-        found: Any = self.model.get_image_features(**pictures.tensors, return_dict=True)
+        found: Any = self.model.base_model.get_image_features(**pictures.tensors, return_dict=True)
         embeddings = self.model.get_input_embeddings()(input_ids)  # [S, L, H]
         features = _chosen(found.pooler_output, pictures).to(embeddings.dtype)
         shown = embeddings.flatten(0, 1).index_copy(0, pictures.places, features).view_as(embeddings)
@@ -412,7 +413,8 @@ def _from_pretrained(
         try:
             register_decoder(path, trust_remote_code)
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-            kind: Any = getattr(transformers, PICTURES_AUTO_CLASS if reads_pictures(config) else auto_class)
+            scalar = auto_class == SCALAR_AUTO_CLASS
+            kind: Any = class_of(config, scalar) if reads_pictures(config) else getattr(transformers, auto_class)
             model, report = kind.from_pretrained(
                 path,
                 attn_implementation="eager",

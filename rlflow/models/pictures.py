@@ -36,6 +36,32 @@ def reads_pictures(config: PretrainedConfig) -> bool:
     return config.model_type in FAMILIES
 
 
+def class_of(config: PretrainedConfig, scalar: bool) -> Any:
+    """Transformers' class of a model that reads pictures, for sequence classification if `scalar`.
+
+    Of such classes transformers has that of Qwen3.5. The others are made as it makes those of text: of the layers below
+    the output layer, with their names, and a linear layer `score`.
+    """
+    from transformers import conversion_mapping
+    from transformers.modeling_layers import GenericForSequenceClassification
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
+
+    generates: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    if not scalar:
+        return generates
+    if (classifier := MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)) is not None:
+        return classifier
+    family = next(kind for kind in generates.__mro__ if kind.__name__.endswith("PreTrainedModel"))
+    name = generates.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+    known: Any = conversion_mapping
+    if (names_in_files := known.get_checkpoint_conversion_mapping(generates.__name__)) is not None:
+        known.register_checkpoint_conversion_mapping(name, names_in_files, overwrite=True)
+    return type(name, (GenericForSequenceClassification, family), {"__module__": generates.__module__})
+
+
 def no_pictures(numbers: Sequence[int]) -> Sequence[Picture]:
     """An album of a run without data, whose rows have no pictures."""
     assert not numbers

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
-from rlflow.models.packed import PackedModel
+from rlflow.models.packed import SCALAR_AUTO_CLASS, PackedModel
 from rlflow.models.packing import ALONE, Peers, whole
+from rlflow.models.pictures import reads_pictures
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.protocols import Tokens
 
@@ -89,7 +90,7 @@ class ScalarModel(PackedModel):
         UserError: The model has no output layer `score`, which decoders have.
     """
 
-    auto_class = "AutoModelForSequenceClassification"
+    auto_class = SCALAR_AUTO_CLASS
     head = HEAD
 
     def __init__(self, classifier: Any) -> None:
@@ -102,7 +103,8 @@ class ScalarModel(PackedModel):
     @property
     def decoder(self) -> Any:
         """See `PackedModel.decoder`."""
-        return self.model.base_model
+        below: Any = self.model.base_model
+        return below.get_decoder() if reads_pictures(self.model.config) else below
 
     @property
     def output_layer(self) -> Any:

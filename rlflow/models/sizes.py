@@ -10,7 +10,7 @@ from typing import Any
 
 from rlflow.errors import UserError, did_you_mean, one_line
 from rlflow.models.mixers import state_size
-from rlflow.models.pictures import FAMILIES
+from rlflow.models.pictures import FAMILIES, QWEN
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class ModelSize:
         attending: Number of layers with keys and values; None for all.
         state: Numbers that the other layers store for a row, however long it is.
         tower: Parameters by which pictures are read; no token of text is multiplied with them.
+        patches: Patches of a picture that become one token; 0 without a tower.
+        tower_width: Widths of the tower's layers, added up.
+        tower_kept: Numbers that the tower's layers keep of a patch for the backward pass.
     """
 
     hidden: int
@@ -56,6 +59,9 @@ class ModelSize:
     attending: int | None = None
     state: int = 0
     tower: int = 0
+    patches: int = 0
+    tower_width: int = 0
+    tower_kept: int = 0
 
     @property
     def head_width(self) -> int:
@@ -145,7 +151,7 @@ class ModelSize:
 KNOWN: dict[str, ModelSize] = {
     "tiny": ModelSize(128, 384, 2, 4, 2, 128, tied=True, bias=True),
     "tiny_moe": ModelSize(128, 96, 2, 4, 2, 128, tied=True, head_dim=32, experts=8, experts_per_token=2, qk_norm=True),
-    "tiny_vision": ModelSize(64, 192, 2, 2, 2, 128, tower=113_920),
+    "tiny_vision": ModelSize(64, 192, 2, 2, 2, 128, tower=113_920, patches=4, tower_width=128, tower_kept=1_536),
     "Qwen/Qwen2.5-0.5B": ModelSize(896, 4864, 24, 14, 2, 151_936, tied=True, bias=True),
     "Qwen/Qwen2.5-1.5B": ModelSize(1536, 8960, 28, 12, 2, 151_936, tied=True, bias=True),
     "Qwen/Qwen2.5-3B": ModelSize(2048, 11_008, 36, 16, 2, 151_936, tied=True, bias=True),
@@ -166,8 +172,24 @@ KNOWN: dict[str, ModelSize] = {
         attending=6,
         state=5_160_960,
         tower=100_592_896,
+        patches=4,
+        tower_width=9_216,
+        tower_kept=193_536,
     ),
-    "Qwen/Qwen3-VL-8B": ModelSize(4096, 12_288, 36, 32, 8, 151_936, head_dim=128, qk_norm=True, tower=576_388_336),
+    "Qwen/Qwen3-VL-8B": ModelSize(
+        4096,
+        12_288,
+        36,
+        32,
+        8,
+        151_936,
+        head_dim=128,
+        qk_norm=True,
+        tower=576_388_336,
+        patches=4,
+        tower_width=31_104,
+        tower_kept=636_768,
+    ),
     "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 151_936, head_dim=128, qk_norm=True),
     "Qwen/Qwen3-30B-A3B": ModelSize(
         2048, 768, 48, 32, 4, 151_936, head_dim=128, experts=128, experts_per_token=8, qk_norm=True
@@ -297,9 +319,31 @@ def _with_tower(model: str) -> ModelSize:
     size = _read(model, {**text.to_dict(), "model_type": None})  # what its kind adds is among the others
     others = sum(parameter.numel() for parameter in of_text) - size.parameters
     attending = [each in ("full_attention", "hybrid") for each in getattr(text, "layer_types", None) or ()]
+    merged, width, kept = _of_pass(config)
     return replace(
-        size, tower=tower, others=others, attending=sum(attending) if attending else None, state=state_size(made)
+        size,
+        tower=tower,
+        others=others,
+        attending=sum(attending) if attending else None,
+        state=state_size(made),
+        patches=merged**2,
+        tower_width=width,
+        tower_kept=kept,
     )
+
+
+def _of_pass(config: Any) -> tuple[int, int, int]:
+    """Of a tower's forward pass: patches on a side that become one token, `tower_width`, and `tower_kept`.
+
+    A layer keeps the inputs of its norms and linear layers, and queries, keys and values: 9 times its width. Rotary
+    embeddings keep 4 times the width more. Its feed-forward layer keeps what goes into the activation function and what
+    comes out of it; a gated one also the other factor and the product.
+    """
+    tower = config.vision_config
+    layers, gated = getattr(tower, "depth", None) or tower.num_hidden_layers, config.model_type == "qwen2_5_vl"
+    merged = getattr(tower, "spatial_merge_size", None) or config.scale_factor
+    kept = (13 if config.model_type in QWEN else 9) * tower.hidden_size + (4 if gated else 2) * tower.intermediate_size
+    return merged, layers * tower.hidden_size, layers * kept
 
 
 def _with_states(size: ModelSize, model: str) -> ModelSize:

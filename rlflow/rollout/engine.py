@@ -627,6 +627,15 @@ class InProcessEngine(RolloutEngine):
                 " leave them out of the dataset"
             )
         self.check_pictures(most)
+        if self._processor is None:
+            return
+        for prompt, shown in zip(prompts, pictures, strict=False):
+            found, wanted = prompt.count(self._processor.placeholder_id), sum(map(self._processor.features, shown))
+            if found < wanted:
+                raise UserError(
+                    f"a prompt has places for {found} features of its pictures, which have {wanted}; a node that writes"
+                    " prompts of its own gives them without `pictures`, as `Rollout.as_prompts` does"
+                )
 
     @abstractmethod
     def _generate(

@@ -191,6 +191,12 @@ def check_rows(run: Run) -> None:
     run.train.require_enough()
     prompt, response = run.longest_prompt, module.max_response_length
     scans = [loader.scan for loader in run.loaders if loader is not None]
+    most_pictures = max(scan.most_pictures for scan in scans)
+    if most_pictures and module.writes_prompts:
+        raise UserError(
+            f"rows of the data have pictures, and nodes of {type(module).__name__} write prompts of text in which these"
+            " have no place; take rows without pictures, or an algorithm that reads the dataset's prompts, such as GRPO"
+        )
     longest_row = max(scan.longest_row for scan in scans)
     for role in sorted(run.paths, key=lambda role: positions(run.configs[role]) or inf):
         config = run.configs[role]
@@ -201,7 +207,7 @@ def check_rows(run: Run) -> None:
     for policy, engine in run.engines.own.items() if run.generates else ():
         config = run.configs[policy]
         with about(engine):
-            engine.check_pictures(max(scan.most_pictures for scan in scans))
+            engine.check_pictures(most_pictures)
             engine.check_lengths(
                 prompt,
                 response,

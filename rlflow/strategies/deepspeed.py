@@ -253,6 +253,10 @@ class DeepSpeedStrategy(DistributedStrategy):
             return super()._update(name, role, most)
         with norm_at_most(engine.optimizer, most) as found:
             engine.step()
+        if self.stage in (1, 2) and len(engine.optimizer.param_groups) > 1:
+            # DeepSpeed maps weights to the optimizer's states after the first group's update, before others have any.
+            engine.optimizer._hp_optimizer_states_linked = False
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
         norm = engine.get_global_grad_norm()
         assert norm is not None
         return found.get("norm", float(norm))

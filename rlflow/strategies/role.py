@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +56,10 @@ class Role:
         assert self.handle.optimizer is not None, self.handle.model
         return self.handle.optimizer
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the role's next update."""
-        return scheduled(self.settings, self.step if self.settings.by == "steps" else self.done, self.updates)
+    def learning_rate(self, highest: float | None = None) -> float:
+        """The learning rate of the role's next update, with `highest` in place of `optimizer.lr` if that is given."""
+        settings = self.settings if highest is None else replace(self.settings, lr=highest)
+        return scheduled(settings, self.step if settings.by == "steps" else self.done, self.updates)
 
     @property
     def kinds(self) -> list[str]:

@@ -208,8 +208,8 @@ class TrainingStrategy:
         if self.divides_weights:
             self._materialize(name, model)
             fill(model, self._part_of, self._full_shape, self.root_device)
-        trained = [weight.parameter for weight in model.trained()]
-        optimizer = settings.kind(trained, **settings.keywords) if settings is not None else None
+        groups = [] if settings is None else handle.parameter_groups(model)
+        optimizer = None if settings is None else settings.kind(groups, **settings.keywords)
         if self.float32_head:
             model.use_float32_head()
         scale = LossScale() if optimizer is not None and self.dtype == torch.float16 else None
@@ -250,7 +250,7 @@ class TrainingStrategy:
         role = self.roles[name]
         assert role.optimizer is not None, name
         for group in role.optimizer.param_groups:
-            group["lr"] = role.learning_rate
+            group["lr"] = role.learning_rate(group.get("highest_lr"))
         norm = self._update(name, role, most)
         if is_taken(norm, most):
             role.done += 1

@@ -247,8 +247,9 @@ def small(module: RLModule, folder: Path, parts: tuple[str, ...] = ()) -> RLModu
         handle.model = str(write_model(folder / role, seed=number + 1, has_head=has_head))
         handle.epochs, handle.samples_per_update = 2 if handle.several_updates else 1, None
         handle.start_step, handle.gradient_checkpointing, handle.trust_remote_code = 0, False, False
-        if isinstance(handle, CausalLM):  # the seeded model has no tower and no experts
-            handle.freeze_vision_tower, handle.moe = False, None
+        handle.freeze_vision_tower, handle.vision_tower_lr = False, None  # the seeded model has no tower
+        if isinstance(handle, CausalLM):  # and no experts
+            handle.moe = None
         if handle.lora is not None:
             handle.lora = replace(handle.lora, dropout=0.0)
         if role in trained:

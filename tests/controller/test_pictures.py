@@ -8,27 +8,42 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import CausalLM
-from rlflow.algorithms import GRPO
+from rlflow import CausalLM, RLModule
+from rlflow.algorithms import GRPO, SelfDistillation, SelfPlay
 from rlflow.data import RandomRows
 from rlflow.data.prompts import PromptData
 from rlflow.functional import KL
-from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, fit
+from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, failing_fit, fit
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 
-def run(folder: Path, **more: Any) -> Fit:
-    data = PromptData(
+def cells() -> PromptData:
+    return PromptData(
         RandomRows("rlflow.configs.cells.count", 16),
         validation=RandomRows("rlflow.configs.cells.count", 4, seed=1),
         prompts_per_step=4,
         prompt="question",
         images="image",
     )
+
+
+def run(folder: Path, **more: Any) -> Fit:
     actor = CausalLM("tiny_vision", optimizer=SGD)
     module = GRPO(actor, reward=OddCharacters(), kl=KL(0.1), group_size=2, max_response_length=4)
     settings = {"max_steps": 2, "val_check_interval": 2, **more.pop("settings", {})}
-    return Fit(module, data, folder, settings=settings, **more)
+    return Fit(module, cells(), folder, settings=settings, **more)
+
+
+@pytest.mark.parametrize("name", slow_but(["SelfPlay"], ["SelfPlay", "SelfDistillation"]))
+def test_an_algorithm_that_writes_its_own_prompts_is_given_no_rows_with_pictures(name: str, tmp_path: Path) -> None:
+    modules: dict[str, RLModule] = {
+        "SelfPlay": SelfPlay("tiny_vision", "tiny_vision", OddCharacters()),
+        "SelfDistillation": SelfDistillation("tiny_vision", reward=OddCharacters()),
+    }
+    failed = failing_fit(Fit(modules[name], cells(), tmp_path))
+    assert failed.error.startswith(f"rows of the data have pictures, and nodes of {name} write prompts")
+    assert failed.weights == {}  # none was loaded
 
 
 @pytest.mark.slow

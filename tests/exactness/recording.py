@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -14,20 +15,25 @@ from torch import Tensor
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
+    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
 
+from rlflow.models.pictures import PictureProcessor, class_of, copy_processor, reads_pictures
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout.engine import Completion, EnginePlace, InProcessEngine, Sampling, SyncReport
-from tests.reference.update import load_classifier_float64, load_float64, response_logprobs, response_values
+from rlflow.values.picture import Picture
+from tests.reference.update import PICTURES, load_classifier_float64, load_float64, response_logprobs, response_values
 
 PROMPTS = 8  # of 1 to 8 tokens
 GROUP, LONGEST = 3, 12
 TEMPERATURE = 0.8
 USELESS = (2, 5, 6, 7)  # prompts whose responses are all worth the same
 TRUNCATED = ((0, 1), (3, 2))  # (prompt, response) that did not end by themselves
+
+BEHIND_PICTURE = ":"  # transformers takes two pictures for one where nothing is between them
 
 Tokens = tuple[int, ...]
 
@@ -90,12 +96,19 @@ class Recording:
 
     def find(self, prompt: Sequence[int], response: Sequence[int]) -> Answer:
         """The answer to `prompt` with these tokens."""
-        (found,) = [a for a in self.answers[len(prompt) - 1][:-1] if a.tokens == tuple(response)]
+        (found,) = [a for a in self.answers[self.number(prompt)][:-1] if a.tokens == tuple(response)]
         return found
+
+    def number(self, prompt: Sequence[int]) -> int:
+        """The number of a prompt."""
+        return self.prompts.index(tuple(prompt))
 
 
 def record(
-    folder: Path, write: Callable[[Path, int], Path] | None = None, empty: Sequence[tuple[int, int]] = ()
+    folder: Path,
+    write: Callable[[Path, int], Path] | None = None,
+    empty: Sequence[tuple[int, int]] = (),
+    pictures: Sequence[Sequence[Picture]] = (),
 ) -> Recording:
     """Make models and a recording whose old policy and old critic are apart from the models given.
 
@@ -103,16 +116,19 @@ def record(
         folder: Where they are written.
         write: Writes a language model into a folder by a seed; None for a small Qwen2.
         empty: (prompt, response) without a token; the dataset's answer is then the end of text alone.
+        pictures: Pictures with which each prompt begins; none for a model that reads text alone.
     """
     write = write or _peaked
     policy, reference = (write(folder / name, seed) for name, seed in (("policy", 1), ("reference", 2)))
-    has_heads = type(AutoConfig.from_pretrained(policy)) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    has_heads = bool(pictures) or type(AutoConfig.from_pretrained(policy)) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     critic, judge = (
         _with_head(policy, folder / name, seed) if has_heads else None for name, seed in (("critic", 3), ("judge", 4))
     )
     tokenizer = AutoTokenizer.from_pretrained(policy)
     texts = ["abcdefgh"[: p + 1] for p in range(PROMPTS)]
     prompts = [tuple(ids) for ids in tokenizer(texts)["input_ids"]]
+    if pictures:
+        prompts = _with_pictures(prompts, pictures, [policy, reference, critic, judge])
     draw, past = random.Random(3), _Past(policy, critic)
 
     def text(p: int, k: int) -> str:
@@ -133,7 +149,11 @@ def record(
             assert not cut or len(tokens) == LONGEST
             group.append(Answer(tokens, *past.of(draw, prompt, tokens), not cut, float(response.count("1"))))
         answers.append(group)
-    rows = [{"question": each, "answer": text(p, 0), "worse": text(p, 3)} for p, each in enumerate(texts)]
+    rows: list[dict[str, Any]] = [
+        {"question": each, "answer": text(p, 0), "worse": text(p, 3)} for p, each in enumerate(texts)
+    ]
+    for row, shown in zip(rows, pictures, strict=False):
+        row["images"] = [f"data:image/png;base64,{base64.b64encode(each.data).decode()}" for each in shown]
     (folder / "data").mkdir()
     for name, held in {"five": rows[:5], "all": rows, "useless": [rows[p] for p in USELESS]}.items():
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
@@ -154,14 +174,37 @@ def _peaked(folder: Path, seed: int) -> Path:
     return folder
 
 
+def _with_pictures(
+    prompts: list[Tokens], pictures: Sequence[Sequence[Picture]], folders: Sequence[Path | None]
+) -> list[Tokens]:
+    """The prompts with the ids of their pictures before them; what the reference sees of these is written."""
+    policy = folders[0]
+    assert policy is not None
+    processor = PictureProcessor.load(policy, AutoConfig.from_pretrained(policy), AutoTokenizer.from_pretrained(policy))
+    images = AutoImageProcessor.from_pretrained(policy)
+    inputs: dict[Tokens, dict[str, Tensor]] = {}
+    for prompt, shown in zip(prompts, pictures, strict=True):
+        ids = tuple(processor.expand([processor.placeholder_id, ord(BEHIND_PICTURE)] * len(shown) + [*prompt], shown))
+        made = images(images=[[each.opened() for each in shown]], return_tensors="pt") if shown else {}
+        inputs[ids] = {name: made[name] for name in images.model_input_names if name in made}
+    for folder in folders:
+        assert folder is not None
+        torch.save(inputs, folder / PICTURES)
+    return list(inputs)
+
+
 def _with_head(policy: Path, folder: Path, seed: int) -> Path:
     """The policy's weights with a random head of one number."""
     torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    config = AutoConfig.from_pretrained(policy)
+    kind = class_of(config, scalar=True) if reads_pictures(config) else AutoModelForSequenceClassification
+    model = kind.from_pretrained(policy, num_labels=1)
     with torch.no_grad():
         model.score.weight.normal_(std=0.1)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+    if reads_pictures(config):
+        copy_processor(policy, folder)
     return folder
 
 
@@ -204,6 +247,8 @@ class Recorded(InProcessEngine):
 
     def setup(self, model_path: str, place: EnginePlace) -> None:
         self._context = 1024
+        if reads_pictures(config := AutoConfig.from_pretrained(model_path)):
+            self._processor = PictureProcessor.load(Path(model_path), config)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -213,12 +258,18 @@ class Recorded(InProcessEngine):
         self.policy_version = version
         return SyncReport(version, len(tensors), 0, 0.0)
 
-    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        pictures: Sequence[Sequence[Picture]] = (),
+    ) -> list[Completion]:
         asked: dict[int, int] = {}
         completions = []
-        for prompt in prompts:
-            turn = asked[len(prompt)] = asked.get(len(prompt), -1) + 1
-            answer = self._recording.answers[len(prompt) - 1][-1 if sampling.temperature == 0 else turn]
+        for number in map(self._recording.number, prompts):
+            turn = asked[number] = asked.get(number, -1) + 1
+            answer = self._recording.answers[number][-1 if sampling.temperature == 0 else turn]
             completions.append(Completion(answer.tokens, answer.rollout_logprobs, answer.finished))
         return completions
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -104,15 +105,37 @@ def test_packed_rows_with_pictures_and_their_gradient_are_those_of_single_rows(
         assert gap < 1e-10, key
 
 
+@pytest.mark.parametrize("name", slow_but(["qwen3_vl"], ["idefics3", "qwen3_vl", "qwen3_5"]))
+def test_each_row_has_the_pixels_and_positions_of_its_own_pictures(name: str, tower: Callable[[str], Path]) -> None:
+    folder = tower(name)
+    rows = rows_of(folder)
+    responses = responses_to(rows)
+    swapped = [rows.pictures[{0: 4, 4: 0}.get(row, row)] for row in range(6)]  # of one size
+    tokens, album = token_rows(rows, responses)
+    model = ScoringModel.load(folder, torch.float32, CPU)
+    assert model.processor is not None
+    line = pack(tokens, False, PictureReader(model.processor, album))
+    own = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    with torch.no_grad():
+        found = model(*line.arguments(), pictures=line.pictures)[0].double()
+        expected = own_logprobs(own, rows, responses)
+        of_others = own_logprobs(own, replace(rows, pictures=swapped), responses)
+    lengths = [len(response) for response in responses]
+    gaps = [float(gap.max()) for gap in (found - expected).abs().split(lengths)]
+    assert max(gaps) < 1e-4, gaps
+    moved = [float(gap.max()) for gap in (of_others - expected).abs().split(lengths)]
+    assert [row for row, gap in enumerate(moved) if gap > 1e-3] == [0, 4]
+
+
 MICRO_BATCHES = [[[0, 1], [2]], [[3], [4, 5]]]  # of two ranks: in the first, the second rank has no picture
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=1e9)
 
 
-def one_update(folder: Path, stage: Stage, freezes: bool) -> Outcome:
+def one_update(folder: Path, stage: Stage, settings: dict[str, Any]) -> Outcome:
     """An update on rows with pictures, on a rank; the loss is the mean of all log-probabilities."""
     rows = rows_of(folder)
     responses = responses_to(rows)
-    handle = CausalLM(str(folder), optimizer=SGD, freeze_vision_tower=freezes)
+    handle = CausalLM(str(folder), optimizer=SGD, **settings)
     strategy, outcome = launch(stage), Outcome()
     handle.album = token_rows(rows, responses)[1]
     strategy.setup_role("actor", handle, folder)
@@ -151,7 +174,7 @@ def test_an_update_on_two_ranks_of_which_one_has_no_picture_is_that_of_single_ro
     stage: Stage, name: str, tower: Callable[[str], Path], ranks2: RankPool
 ) -> None:
     gradient, weights = reference_of(tower(name))
-    for outcome in ranks2.run(one_update, tower(name), stage, False):
+    for outcome in ranks2.run(one_update, tower(name), stage, {}):
         assert distance(outcome.gradients[0], gradient) < 1e-5
         assert distance(outcome.weights, weights) < 1e-6
 
@@ -165,10 +188,27 @@ def test_a_frozen_tower_keeps_its_weights_while_the_decoder_is_trained(
     model = ScoringModel.load(folder, torch.float32, CPU)
     frozen = {model.hf_name(key): of for key, of in model.named_parameters() if of in {*model.tower_parameters()}}
     assert len(frozen) == 38
-    for outcome in ranks2.run(one_update, folder, stage, True):
+    for outcome in ranks2.run(one_update, folder, stage, {"freeze_vision_tower": True}):
         assert all(torch.equal(outcome.weights[key], weight) for key, weight in frozen.items())
         decoder = outcome.weights.keys() - frozen.keys()
         assert distance({key: outcome.weights[key] for key in decoder}, {key: weights[key] for key in decoder}) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp"])
+def test_a_tower_moves_by_its_own_learning_rate_and_the_decoder_by_the_other(
+    stage: Stage, tower: Callable[[str], Path], ranks2: RankPool
+) -> None:
+    folder = tower("qwen3_vl")
+    gradient, weights = reference_of(folder)
+    model = ScoringModel.load(folder, torch.float32, CPU)
+    of_tower = {model.hf_name(key) for key, of in model.named_parameters() if of in {*model.tower_parameters()}}
+    expected = {key: of - (0.3 * gradient[key] if key in of_tower else 0.0) for key, of in weights.items()}  # 0.1 + 0.3
+    for outcome in ranks2.run(one_update, folder, stage, {"vision_tower_lr": 0.4}):
+        assert distance(outcome.gradients[0], gradient) < 1e-5
+        moved = {key: outcome.weights[key] - weights[key] for key in of_tower}
+        assert distance(moved, {key: -0.3 * gradient[key] for key in of_tower}) < 1e-3  # of float32 weights
+        assert distance(outcome.weights, expected) < 1e-6
 
 
 def test_adapters_are_of_the_decoder_and_start_as_the_model_itself(tower: Callable[[str], Path]) -> None:

@@ -23,6 +23,7 @@ from rlflow import CausalLM, Environment, Optimizer, ValueModel
 from rlflow.algorithms import DAPO, DPO, GRPO, PPO, SFT
 from rlflow.callbacks import Callback
 from rlflow.controller.training import Training
+from rlflow.data import RandomRows
 from rlflow.data.prompts import PromptData
 from rlflow.functional import KL
 from rlflow.loggers.jsonl import JSONLLogger
@@ -74,7 +75,7 @@ class Kind:
     Attributes:
         algorithm: `grpo`; `ppo` with a critic, a reference and a coefficient that adapts; `dapo` with groups left over;
             `partial` with responses cut off; `turns` with an environment, `cut turns` with conversations cut off;
-            `dpo` of pairs and `sft` of rows, which generate nothing.
+            `dpo` of pairs and `sft` of rows, which generate nothing; `pictures` in prompts, for PPO.
         place: `one` rank, or two that do all `together`, live `apart`, or have steps `overlapping`.
         strategy: Of training.
         engine: Of generation.
@@ -114,6 +115,10 @@ class Kind:
         if self.algorithm in ("dpo", "sft"):
             rejected = "bad" if self.algorithm == "dpo" else None
             data = PromptData(Listed(PAIRS), Listed(PAIRS[:2]), 4, response="good", rejected=rejected)
+        if self.algorithm == "pictures":
+            cells = "rlflow.configs.cells.count"
+            held_out = RandomRows(cells, 2, seed=1)
+            data = PromptData(RandomRows(cells, 16), held_out, 4, prompt="question", images="image")
         if has_turns:
             data.chat_template, data.max_prompt_length = True, 120
         else:
@@ -122,14 +127,16 @@ class Kind:
         return Fit(self._module(model), data, folder, STRATEGIES[self.strategy], engine, {**settings, **more})
 
     def _module(self, model: Path) -> RLModule:
-        actor = CausalLM(str(model), optimizer=ADAMW, **UPDATES)  # type: ignore[arg-type]
+        tower = {"vision_tower_lr": 1e-3} if self.algorithm == "pictures" else {}
+        actor = CausalLM(str(model), optimizer=ADAMW, **UPDATES, **tower)  # type: ignore[arg-type]
         made: GRPO | PPO | DAPO
         if self.algorithm == "sft":
             return SFT(actor)
         if self.algorithm == "dpo":
             return DPO(actor, 0.5)
-        if self.algorithm == "ppo":
-            critic = ValueModel(str(model), optimizer=Optimizer("adamw", lr=1e-2), **UPDATES)  # type: ignore[arg-type]
+        if self.algorithm in ("ppo", "pictures"):
+            of_critic = Optimizer("adamw", lr=1e-2)
+            critic = ValueModel(str(model), optimizer=of_critic, **UPDATES, **tower)  # type: ignore[arg-type]
             made = PPO(actor, Draws(), 2, LONGEST, critic=critic, kl=KL(0.1, target=1e-3, horizon=50.0))
         elif self.algorithm == "dapo":
             made = DAPO(actor, IsEven(), 2, LONGEST)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.models.tiny import write_tiny_model
+from rlflow.models.tiny import write_tiny_model, write_tiny_vision_model
 from tests.families.states import write_model
 from tests.faults.covering import kinds, points, runs
 from tests.faults.killed_runs import POINTS, Kind, content, fit_to_the_end, fit_until_killed
@@ -92,6 +92,16 @@ def test_a_killed_run_of_a_model_whose_layers_carry_a_state_goes_on_to_the_byte(
 ) -> None:
     kind = Kind("grpo", "together", strategy, "transformers", False)
     check(kind, "before an update", write_model("qwen3_5", tmp_path / "model"), tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+def test_a_killed_run_whose_prompts_have_pictures_goes_on_to_the_byte(
+    strategy: str, tmp_path: Path, uninterrupted: Any
+) -> None:
+    kind = Kind("pictures", "together", strategy, "transformers", False)
+    model = write_tiny_vision_model(tmp_path / "model")
+    check(kind, "before an update", model, tmp_path / "run", uninterrupted)
 
 
 def test_every_point_is_come_to_by_a_run() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from rlflow.memory.estimate import Memory, does_not_fit, memory_lines
 from rlflow.memory.role import LoadedRole, loaded_role
@@ -26,6 +26,7 @@ from rlflow.strategies import FSDPStrategy, TrainingStrategy
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.values.layout import Layout
+from tests.families.towers import TOWERS, noise, rows_of, write_tower
 from tests.ranks import RankPool
 from tests.strategies.update import Stage, backward, launch, trained
 
@@ -33,6 +34,7 @@ from tests.strategies.update import Stage, backward, launch, trained
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
 FOUR = Layout((0, 1, 2, 3), 4)
 ZERO3 = LoadedRole(SMALL, FOUR, 3, 4, 2, 3850, 3, False, 2, 500)
+ZERO3_CHECKPOINTED = 2 * 500 * 10 * 2 + 500 * 10 * 34  # activations
 # Two ranks that sum their gradients whole; two layers, 50 tokens of width 10, a vocabulary of 100
 ACTOR = LoadedRole(SMALL, Layout((0, 1), 2), 0, 2, 2, 3850, 2, False, 1, 50, offloaded=True)
 FROZEN = replace(ACTOR, trained=0, moments=0)
@@ -60,7 +62,47 @@ def test_zero_divides_optimizer_then_gradients_then_weights(
 
 def test_checkpointing_keeps_inputs_of_layers_and_one_layer() -> None:
     assert ZERO3.activations == 2 * 500 * 10 * 34
-    assert replace(ZERO3, checkpointing=True).activations == 2 * 500 * 10 * 2 + 500 * 10 * 34
+    assert replace(ZERO3, checkpointing=True).activations == ZERO3_CHECKPOINTED
+
+
+def test_a_micro_batch_of_pictures_counts_what_a_trained_tower_keeps() -> None:
+    # 500 tokens are 100 of pictures with 4 patches each, of which the tower keeps 600 numbers of 2 bytes.
+    size = replace(SMALL, patches=4, tower_width=30, tower_kept=600)
+    how, of_decoder = replace(ZERO3, size=size, trains_tower=True), 2 * 500 * 10 * 34
+    assert how.activations == of_decoder / 5 + 400 * 600 * 2
+    assert replace(how, trains_tower=False).activations == of_decoder
+    checkpointed = replace(how, checkpointing=True, size=replace(size, tower_width=3000))
+    assert checkpointed.activations == ZERO3_CHECKPOINTED / 5 + 400 * 3000 * 2
+    assert replace(how, size=replace(size, tower_kept=1)).activations == of_decoder  # of text alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_what_a_tower_keeps_for_its_backward_pass_is_what_the_table_counts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, text, tower = TOWERS[name]
+    layers = {"depth": 6, "num_heads": 4} if "depth" in tower else {"num_hidden_layers": 6, "num_attention_heads": 4}
+    wide = {**tower, **layers, "hidden_size": 256, "intermediate_size": 1024}
+    if "fullatt_block_indexes" in tower:
+        wide["fullatt_block_indexes"] = [5]
+    monkeypatch.setitem(TOWERS, name, (prefix, text, wide))
+    folder = write_tower(name, tmp_path / "model")
+    processor, picture, kept = rows_of(folder).processor, noise(9, 224, 224), dict[int, int]()
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := tensor.untyped_storage()).data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model.get_image_features(**processor.inputs([picture]))
+    counted = size_of(str(folder)).tower_kept * processor.patches(picture) * 4
+    assert sum(kept.values()) == pytest.approx(counted, rel=0.15)
 
 
 def test_zero_3_holds_the_largest_piece_whole() -> None:

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 from rlflow.errors import UserError
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.scalar import ValueModel
+from rlflow.models.tiny import write_tiny_model
 from rlflow.values.batch import Pairs
 from rlflow.values.ragged import Ragged
 
@@ -15,11 +20,20 @@ from rlflow.values.ragged import Ragged
         ({"epochs": 0}, "`epochs` is 0"),
         ({"samples_per_update": 0}, "`samples_per_update` is 0"),
         ({"start_step": -1}, "`start_step` is -1"),
+        ({"vision_tower_lr": -1.0}, "`vision_tower_lr` is -1.0; give a number from 0 to 1000"),
+        ({"vision_tower_lr": 1.0, "freeze_vision_tower": True}, "`vision_tower_lr` is set, and `freeze_vision_tower`"),
+        ({"vision_tower_lr": 1.0, "trainable": False}, "`vision_tower_lr` is set for 'tiny', which is frozen"),
     ],
 )
-def test_settings_of_every_kind_of_model_are_refused_out_of_range(settings: dict[str, int], message: str) -> None:
+def test_settings_of_every_kind_of_model_are_refused_out_of_range(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        ValueModel("tiny", **settings)  # type: ignore[arg-type]
+        ValueModel("tiny", **settings)
+
+
+def test_a_learning_rate_of_a_tower_is_refused_for_a_model_without_one(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    with pytest.raises(UserError, match=r"^`vision_tower_lr` is set for 'tiny', which has no tower; leave it out"):
+        ValueModel("tiny", vision_tower_lr=1e-3).load(folder, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from rlflow.models.pictures import class_of, reads_pictures
+
+PICTURES = "pictures.pt"  # in a model's folder: what transformers' model reads of the pictures of each prompt
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,9 @@ DEFAULT_STEP = Step()
 
 def load_float64(folder: str | Path) -> PreTrainedModel:
     """The causal language model in `folder`, in float64, without dropout."""
+    if reads_pictures(config := AutoConfig.from_pretrained(folder)):
+        model = class_of(config, scalar=False).from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+        return _shown_pictures(model.eval(), Path(folder))
     # Experts are computed one by one: products of all together know no float64.
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
@@ -62,10 +69,28 @@ def load_float64(folder: str | Path) -> PreTrainedModel:
 
 def load_classifier_float64(folder: str | Path) -> PreTrainedModel:
     """The sequence classification model with one label in `folder`, in float64, without dropout."""
-    model = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="sdpa", num_labels=1
-    )
-    return model.eval()
+    config = AutoConfig.from_pretrained(folder)
+    shows = reads_pictures(config)
+    kind = class_of(config, scalar=True) if shows else AutoModelForSequenceClassification
+    model = kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa", num_labels=1).eval()
+    return _shown_pictures(model, Path(folder)) if shows else model
+
+
+def _shown_pictures(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model, which is shown the pictures of the prompt with which a row of tokens begins."""
+    inputs: dict[tuple[int, ...], dict[str, Tensor]] = torch.load(folder / PICTURES)
+
+    def with_pictures(_: object, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> tuple[object, ...]:
+        ids = given[0] if given else named["input_ids"]
+        row = tuple(ids[0].tolist())
+        prompt = max((prompt for prompt in inputs if row[: len(prompt)] == prompt), key=len)
+        seen = {name: of.double() if of.is_floating_point() else of for name, of in inputs[prompt].items()}
+        if "image_grid_thw" in seen:
+            seen["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        return given, named | seen
+
+    model.base_model.register_forward_pre_hook(with_pictures, with_kwargs=True)
+    return model
 
 
 def response_scores(

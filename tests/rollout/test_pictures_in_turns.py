@@ -60,6 +60,14 @@ def test_the_policy_reads_the_picture_of_the_prompt_at_every_turn(tmp_path: Path
     assert float((others - scored)[last:].abs().max()) > 1e-3
 
 
+def test_a_prompt_that_has_no_places_for_its_pictures_is_refused_by_the_engine(tmp_path: Path) -> None:
+    folder = write_tiny_vision_model(tmp_path / "model")
+    engine: Any = setup(TransformersEngine(), folder)
+    engine.update_weights([weights(reference(folder))], 0)
+    with pytest.raises(UserError, match=r"^a prompt has places for 0 features of its pictures, which have 4; a node"):
+        engine.generate([[65, 66]], [0], Sampling(2, 1.0, ()), 0, pictures=[[noise(0, 40, 40)]])
+
+
 @pytest.mark.parametrize(
     ("part", "told"), [({"type": "image", "image": "a.png"}, "'image'"), ({"type": "audio"}, "'audio'")]
 )
