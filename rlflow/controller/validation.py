@@ -20,7 +20,7 @@ from rlflow.metrics import Metrics, StepMetrics
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule, environments, handles, has_validation_step
 from rlflow.process.status import report
-from rlflow.rewards.reward import RewardInput
+from rlflow.rewards.reward import BEST_REWARD, RewardInput
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.engine import Sampling
 from rlflow.rollout.sampling import sample
@@ -29,7 +29,6 @@ from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
 
-FULL_REWARD = 1.0
 POLICY = "actor"  # name of the policy that is validated in calls below
 DRAW = 0  # the same seeds at every validation, so that only the policy makes a difference
 
@@ -121,7 +120,7 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
             metrics.mean(f"{prefix}/reward_{seat}", of_seat.sum(), float(len(of_seat)))
         scores = of_all[(rollout.seat == 0) & (rollout.branch == 0)]  # an agent's episode counts once
         rows = float(len(scores))
-        right = scores >= FULL_REWARD
+        right = scores >= BEST_REWARD
         metrics.mean(f"{prefix}/reward", scores.sum(), rows)
         metrics.mean(f"{prefix}/accuracy", right.sum(), rows)
         metrics.mean(f"{prefix}/length", rollout.policy_lengths.sum(), float(len(of_all)))

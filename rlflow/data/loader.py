@@ -31,6 +31,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about
 from rlflow.models.pictures import PictureProcessor
+from rlflow.rewards.gold import check_gold
 from rlflow.rewards.reward import Reward
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.path import hashed
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 Choose = Callable[[int, Tensor], Tensor]
 FIRST_ROWS = 8
+GOLD_ROWS = 8  # whose own answers are scored before the first step
 FEW_ROWS = 2048  # that every rank counts immediately and keeps in memory, and nobody stores on disk
 REMEMBERED = 1000  # draws whose rows are known: responses that are cut off, and groups left over, are of earlier ones
 
@@ -199,6 +201,14 @@ class Loader:
     def first(self) -> Batch | Pairs:
         """One row, the first that the seed draws."""
         return self._read(self._order(0)[:1])
+
+    def check_gold(self) -> None:
+        """Score the gold answers of some rows, spread over all; see `rlflow.rewards.gold.check_gold`."""
+        if self._reward is not None:
+            spread = torch.linspace(0, self.size - 1, min(self.size, GOLD_ROWS)).long()
+            rows = self._kept[spread].tolist()
+            read = [self.encode.sent(row) for row in self._source.read(rows)]
+            check_gold(self._reward, read, [self._source.where(row) for row in rows], self._data.prompt)
 
     def _rows(self, draw: int) -> Tensor:
         """`[prompts_per_step]`: what a draw takes, over all ranks."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 from rlflow.controller.run import Run
+from rlflow.errors import readable_line, shortened
 from rlflow.loggers.console import Console
 from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.jsonl import JSONLLogger
@@ -16,6 +17,8 @@ from rlflow.loggers.logger import Logger
 from rlflow.process import startup
 from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.resume import Resume
+
+LETTERS = 200  # shown of a sample's prompt, and of its response
 
 
 class Recording:
@@ -82,7 +85,9 @@ class Recording:
 
     def step(self, done: int, metrics: dict[str, float], records: bool) -> None:
         """Show a step on the terminal, and pass it to loggers if `records`; called by all ranks."""
-        self._write(metrics, done, records)
+        samples = self._write(metrics, done, records)
+        if done == self._done_before + 1 and samples:
+            self.console.say(scored_sample(samples[0]))
         self.console.step(done, metrics)
 
     def state_dict(self) -> dict[str, float]:
@@ -98,7 +103,8 @@ class Recording:
             for logger in self._started:
                 stack.callback(logger.finalize, status)
 
-    def _write(self, metrics: dict[str, float], done: int, records: bool = True) -> None:
+    def _write(self, metrics: dict[str, float], done: int, records: bool = True) -> list[dict[str, Any]]:
+        """Pass metrics and the step's samples to the loggers; on rank 0 the samples are returned."""
         samples = self._run.samples.take(done - 1)
         for logger in self._loggers if records else ():
             if metrics:
@@ -106,12 +112,20 @@ class Recording:
             if samples:
                 logger.log_samples(samples, done)
         self._warn()
+        return samples
 
     def _warn(self) -> None:
         """Show warnings about damage of the run's own files."""
         for logger in self._own:
             while logger.warnings:
                 self.console.say(logger.warnings.pop(0))
+
+
+def scored_sample(sample: Mapping[str, Any]) -> str:
+    """One line: a sample of a step with what it got, so that a wrong reward is seen at the beginning."""
+    prompt, response = (shortened(readable_line(sample[name]), LETTERS) for name in ("prompt", "response"))
+    parts = "".join(f", {name} {part:g}" for name, part in sample["parts"].items() if part is not None)
+    return f"a sample: '{response}' to '{prompt}' has the reward {sample['reward']:g}{parts}"
 
 
 def by_summary_name(metrics: dict[str, float]) -> dict[str, float]:
