@@ -51,6 +51,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
     },
     "environment": {"environment": "rlflow.Environment", "harness": "rlflow.Harness"},
     "reward": {
+        "by_dataset": "rlflow.rewards.ByDataset",
         "callable_reward": "rlflow.rewards.CallableReward",
         "code_tests": "rlflow.rewards.CodeTests",
         "exact_match": "rlflow.rewards.ExactMatch",
@@ -65,6 +66,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
     "data": {
         "hugging_face": "rlflow.data.HuggingFace",
         "jsonl": "rlflow.data.JSONL",
+        "mixture": "rlflow.data.Mixture",
         "parquet": "rlflow.data.Parquet",
         "played": "rlflow.data.Played",
         "random_rows": "rlflow.data.RandomRows",

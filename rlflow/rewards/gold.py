@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlflow.errors import UserError, readable_line
+from rlflow.rewards.by_dataset import ByDataset
 from rlflow.rewards.reward import BEST_REWARD, Reward, RewardInput, scored
 from rlflow.rewards.weighted_sum import WeightedSum
 
@@ -29,10 +30,12 @@ def check_gold(reward: Reward, rows: Sequence[dict[str, Any]], places: Sequence[
         UserError: A gold answer gets less than `BEST_REWARD`; the first such answer is shown.
     """
     looked_at = 0
-    for part in _parts(reward):
-        known = [(row, place, text) for row, place in zip(rows, places, strict=True) if (text := part.gold_of(row))]
-        if not known:
-            continue
+    found: dict[Reward, list[tuple[dict[str, Any], str, str]]] = {}
+    for row, place in zip(rows, places, strict=True):
+        for part in _parts(reward, row):
+            if text := part.gold_of(row):
+                found.setdefault(part, []).append((row, place, text))
+    for part, known in found.items():
         of_rows, of_places, texts = map(list, zip(*known, strict=True))
         scores = scored(part, RewardInput(texts, of_rows, prompt_column)).total
         wrong = [place for place, score in enumerate(scores) if score < BEST_REWARD - TOLERANCE]
@@ -47,9 +50,12 @@ def check_gold(reward: Reward, rows: Sequence[dict[str, Any]], places: Sequence[
     return looked_at
 
 
-def _parts(reward: Reward) -> Iterator[Reward]:
-    """The rewards of which a sum is made; a reward by itself."""
-    for part in reward.parts.values() if isinstance(reward, WeightedSum) else ():
-        yield from _parts(part)
-    if not isinstance(reward, WeightedSum):
+def _parts(reward: Reward, row: dict[str, Any]) -> Iterator[Reward]:
+    """The rewards that score a row's responses by themselves: those of which a sum is made, of its dataset."""
+    if isinstance(reward, ByDataset):
+        yield from _parts(reward.of(row), row)
+    elif isinstance(reward, WeightedSum):
+        for part in reward.parts.values():
+            yield from _parts(part, row)
+    else:
         yield reward

@@ -143,7 +143,12 @@ def on_terminal(summarized: dict[str, float]) -> dict[str, float]:
     """The metrics of a validation that the terminal shows; those that come with every scoring are left out."""
     of_scoring = ("reward", "length", "truncated", "errors")
     scored = {f"{greedy}{name}" for greedy in ("", "greedy_") for name in of_scoring}
-    return {name: value for name, value in summarized.items() if name not in scored and not name.startswith("pass@")}
+    found = {}
+    for name, value in summarized.items():
+        dataset, _, last = name.rpartition("/")  # of `math/accuracy`, of the dataset `math` in a mixture
+        if last not in scored and not last.startswith("pass@") and not dataset.startswith("greedy_"):
+            found[name] = value
+    return found
 
 
 def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
@@ -154,8 +159,11 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
     )
     ends = {name: (before[name], after[name]) for name in after if name in before}
     greedy = ends.pop("greedy_accuracy", None)
-    held_out = f"on {summary.get('problems')} held-out problems"
-    lines = [f"{name} {held_out}: {start:.3f} before, {end:.3f} after" for name, (start, end) in ends.items()]
+    held_out = f" on {summary.get('problems')} held-out problems"
+    lines = [
+        f"{name}{held_out * ('/' not in name)}: {start:.3f} before, {end:.3f} after"
+        for name, (start, end) in ends.items()
+    ]
     if greedy is not None:
         lines[list(ends).index("accuracy")] += f" (greedy {greedy[0]:.3f}, {greedy[1]:.3f})"
     seconds = ", ".join(f"{stage} {time:.0f} s" for stage, time in summary["seconds"].items())

@@ -32,7 +32,9 @@ def test_each_part_of_a_sum_is_asked_for_its_own_gold_answers() -> None:
     brevity = CallableReward(half)  # knows none, so its half of the best reward is no fault
     assert check_gold(WeightedSum({"right": ExactMatch(), "brevity": brevity}), ROWS, PLACES, None) == 2
     with pytest.raises(UserError, match="`half` gives 2 of 2"):
-        check_gold(WeightedSum({"right": ExactMatch(), "half": CallableReward(half, gold="answer")}), ROWS, PLACES, None)
+        check_gold(
+            WeightedSum({"right": ExactMatch(), "half": CallableReward(half, gold="answer")}), ROWS, PLACES, None
+        )
 
 
 @pytest.mark.parametrize(
