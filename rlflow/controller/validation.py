@@ -190,14 +190,14 @@ def measure_loss(
         return
     every = torch.ones(len(batch.rows), dtype=torch.bool)
     for name, of_it in {"": every, **masks(batch.rows)}.items():
-        prefix = f"val/{name}/" if name else "val/"
+        prefix = f"val/{name}" if name else "val"
         tokens = batch.loss_mask & of_it[:, None].to(loss.device)
         mask = tokens.any(dim=1) if loss.dim() == 1 else tokens
         total = loss_sum(loss.double(), loss_weights(mask, mode, module.max_response_length))
-        metrics.mean(f"{prefix}loss", total, loss_count(mask, mode))
+        metrics.mean(f"{prefix}/loss", total, loss_count(mask, mode))
         if likeliest is not None:
             right = (likeliest == batch.response_ids) & tokens
-            metrics.mean(f"{prefix}token_accuracy", right.sum(), tokens.sum())
+            metrics.mean(f"{prefix}/token_accuracy", right.sum(), tokens.sum())
 
 
 def powers_of_two(most: int) -> list[int]:
