@@ -21,6 +21,7 @@ from rlflow.process.supervisor import leave, supervise
 COMMANDS = {
     "fit": "Train a model as a config says.",
     "validate": "Measure a config's model on its held-out prompts.",
+    "test": "Score a config's model on held-out prompts: avg@k, pass@k, with intervals.",
     "check": "Say what changes an algorithm's gradient and should not: ranks, micro-batches, padding, order.",
     "graph": "Print an algorithm's graph and a rank's plan, and draw it.",
     "report": "Show where the time of a run's steps went, rank by rank; with `--html` the run as a page.",
@@ -33,7 +34,7 @@ COMMANDS = {
     "replay": "Run nodes of a run's step once more, in one process, with a debugger if asked.",
     "doctor": "Show what is installed and works here, what is missing, and how to mend it.",
 }
-RUNS = ("fit", "validate")
+RUNS = ("fit", "validate", "test")
 INTERRUPTED_CODE = 130  # as a shell has it of programs that SIGINT ended
 PIPE_CODE = 141  # as a shell has it of programs that SIGPIPE ended
 _FORGED = re.compile(r"^(?=rlflow\b)")  # of a line in an error's text that looks like one of ours

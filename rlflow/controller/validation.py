@@ -29,10 +29,14 @@ from rlflow.values.batch import Batch
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
+from rlflow.values.rollout import Rollout
 
 Masks = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]]
 POLICY = "actor"  # name of the policy that is validated in calls below
 DRAW = 0  # the same seeds at every validation, so that only the policy makes a difference
+
+
+Scored = Callable[[str, Tensor, Rollout, Tensor], None]
 
 
 def measure(run: Run, version: int, done: int) -> dict[str, float]:
@@ -54,12 +58,19 @@ def measure(run: Run, version: int, done: int) -> dict[str, float]:
     return metrics
 
 
-def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
+def score_responses(run: Run, version: int, done: int, on_scored: Scored | None = None) -> dict[str, float]:
     """Metrics of responses: `val_samples` for each held-out prompt at the policy's temperature, and one at 0.
 
     Ranks that do not generate only receive the result. If the module has an environment, responses are conversations,
     and the environment's rewards are part of theirs. In a game of several seats, the reward is that of the first seat:
     over all seats it would cancel out if one wins what another loses.
+
+    Args:
+        run: The run on this rank.
+        version: Version of the policy's weights.
+        done: Number of steps trained before; passed to rewards.
+        on_scored: Called with `val` and then `val_greedy`, this rank's ids of prompts `[B]`, its `B * n` responses and
+            their scores `[B * n]`, on ranks whose rows count. None for nothing.
 
     Returns:
         By name, each under `val/` and, for responses at temperature 0, under `val_greedy/`; `reward`, `accuracy` and
@@ -123,6 +134,8 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
             metrics.mean(f"{prefix}/reward_{seat}", of_seat.sum(), float(len(of_seat)))
         counted = (rollout.seat == 0) & (rollout.branch == 0)  # an agent's episode counts once
         log_scores(prefix, of_all[counted], n, metrics)
+        if on_scored is not None:
+            on_scored(prefix, ids, rollout, of_all)
         for dataset, of_it in loader.masks(rollout.rows).items():
             log_scores(f"{prefix}/{dataset}", of_all[counted & of_it], n, metrics)
         metrics.mean(f"{prefix}/length", rollout.policy_lengths.sum(), float(len(of_all)))

@@ -7,6 +7,7 @@ from rlflow.functional.advantages import group_has_signal as group_has_signal
 from rlflow.functional.advantages import group_normalized_advantages as group_normalized_advantages
 from rlflow.functional.advantages import opo_advantages as opo_advantages
 from rlflow.functional.advantages import rloo_advantages as rloo_advantages
+from rlflow.functional.pass_at_k import bootstrap_interval as bootstrap_interval
 from rlflow.functional.pass_at_k import pass_at_k as pass_at_k
 from rlflow.functional.policy_gradient import KL as KL
 from rlflow.functional.policy_gradient import Aggregation as Aggregation

@@ -1,4 +1,4 @@
-"""How often at least one of several responses is right."""
+"""How often at least one of several responses is right, and how sure a mean over prompts is."""
 
 from __future__ import annotations
 
@@ -27,3 +27,28 @@ def pass_at_k(correct: Tensor, n: int, k: int) -> Tensor:
     wrong_left = (n - correct.double()[:, None] - drawn).clamp(min=0.0)  # [B, k]
     estimate: Tensor = 1.0 - (wrong_left / (n - drawn)).prod(dim=1)
     return estimate
+
+
+def bootstrap_interval(
+    values: Tensor, level: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """The percentile bootstrap interval of a mean over prompts: Efron and Tibshirani 1993, chapter 13.
+
+    Prompts are drawn with replacement, each with all its responses, since responses to one prompt are alike.
+
+    Args:
+        values: `[B]`, one number of each prompt, such as its share of right responses.
+        level: How often such an interval has the true mean.
+        resamples: How often the prompts are drawn.
+        seed: Seed of the draws.
+
+    Returns:
+        The lower and the upper end.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = values.double().cpu()
+    means = torch.stack(
+        [values[torch.randint(len(values), (len(values),), generator=generator)].mean() for _ in range(resamples)]
+    )
+    low, high = means.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
+    return low, high
