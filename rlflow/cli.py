@@ -22,6 +22,7 @@ COMMANDS = {
     "fit": "Train a model as a config says.",
     "validate": "Measure a config's model on its held-out prompts.",
     "test": "Score a config's model on held-out prompts: avg@k, pass@k, with intervals.",
+    "predict": "Write a config's model's responses to prompts as JSON Lines.",
     "check": "Say what changes an algorithm's gradient and should not: ranks, micro-batches, padding, order.",
     "graph": "Print an algorithm's graph and a rank's plan, and draw it.",
     "report": "Show where the time of a run's steps went, rank by rank; with `--html` the run as a page.",
@@ -34,7 +35,7 @@ COMMANDS = {
     "replay": "Run nodes of a run's step once more, in one process, with a debugger if asked.",
     "doctor": "Show what is installed and works here, what is missing, and how to mend it.",
 }
-RUNS = ("fit", "validate", "test")
+RUNS = ("fit", "validate", "test", "predict")
 INTERRUPTED_CODE = 130  # as a shell has it of programs that SIGINT ended
 PIPE_CODE = 141  # as a shell has it of programs that SIGPIPE ended
 _FORGED = re.compile(r"^(?=rlflow\b)")  # of a line in an error's text that looks like one of ours

@@ -30,6 +30,7 @@ from rlflow.rollout.engine import RolloutEngine
 from rlflow.run.checks import check_apart, check_monitors, check_rows
 from rlflow.run.fit import fit
 from rlflow.run.folder import require_folder, require_own
+from rlflow.run.prediction import predict
 from rlflow.run.prepare import prepare
 from rlflow.run.replay import Replayed, replay
 from rlflow.run.validation import test, validate
@@ -137,6 +138,28 @@ class Trainer(RunningTrainer):
             data.train = data.validation
             data.prompts_per_step = max(1, min(data.prompts_per_step, len(data.validation)))
         return self._measure(test, module, data if isinstance(data, PromptData) else _validated(data))
+
+    def predict(self, module: RLModule, prompts: DataLike | PromptData) -> dict[str, Any]:
+        """Write responses to prompts, `val_samples` to each, as JSON Lines: `<run_dir>-predict/responses.jsonl`.
+
+        Started again with the same model, prompts and settings, it goes on with the prompts that lack responses.
+
+        Args:
+            module: An algorithm that generates, such as GRPO. No reward is called.
+            prompts: The prompts, in any form that `PromptData` takes; or a `PromptData`, whose `train` is read.
+
+        Raises:
+            UserError: As `fit`; and if the module has an environment, or generates nothing.
+        """
+        data = copy.copy(prompts) if isinstance(prompts, PromptData) else _validated(prompts)
+        data.validation = None
+        data.prompts_per_step = max(1, min(data.prompts_per_step, len(data.train)))
+        reward, module.reward = module.reward, None  # rows need not have what it reads
+        try:
+            run = partial(predict, state=self, resolved_config=self.resolved_config)
+            return self._launch(module, data, self.settings.beside("predict"), run)
+        finally:
+            module.reward = reward
 
     def _measure(self, command: Callable[..., dict[str, Any]], module: RLModule, data: PromptData) -> dict[str, Any]:
         """Run `validate` or `test` in the folder of its name."""

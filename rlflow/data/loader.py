@@ -230,6 +230,10 @@ class Loader:
         mine = share(self.size, shard, shards)
         return self._read(self._kept[mine.start : mine.stop]), torch.arange(mine.start, mine.stop)
 
+    def rows_at(self, ids: Tensor) -> Batch | Pairs:
+        """The rows of these ids `[B]`, which are those of `all`."""
+        return self._read(self._kept[ids])
+
     def rows_of_all(self, ids: Tensor) -> Tensor:
         """Places in the dataset `[N]` int64, by the ids `[N]` that `all` gave."""
         return self._kept[ids]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+DRAWN = 2**22  # numbers that are drawn together
+
 
 def pass_at_k(correct: Tensor, n: int, k: int) -> Tensor:
     """The unbiased estimate of the chance that at least one of `k` responses to a prompt is right.
@@ -47,8 +49,14 @@ def bootstrap_interval(
     """
     generator = torch.Generator().manual_seed(seed)
     values = values.double().cpu()
-    means = torch.stack(
-        [values[torch.randint(len(values), (len(values),), generator=generator)].mean() for _ in range(resamples)]
+    at_a_time = max(1, DRAWN // len(values))
+    means = [
+        values[torch.randint(len(values), (min(at_a_time, resamples - start), len(values)), generator=generator)].mean(
+            1
+        )
+        for start in range(0, resamples, at_a_time)
+    ]
+    low, high = (
+        torch.cat(means).quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
     )
-    low, high = means.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
     return low, high

@@ -1,4 +1,4 @@
-"""`rlflow validate`, `rlflow test` and `rlflow predict`: what a model says of the rows of a dataset, without training."""
+"""`rlflow validate` and `rlflow test`: a model measured on held-out rows, without training."""
 
 from __future__ import annotations
 
