@@ -29,7 +29,7 @@ COMMANDS = {
     "trace": "Join the traces of a run's ranks into one file.",
     "samples": "Read the samples of a run: prompts and responses, conversations turn by turn.",
     "play": "Play the environment of a config in the terminal, as its policy would read it.",
-    "export": "Write the model of a run that trained adapters, merged or as an adapter.",
+    "export": "Write the model of a run or of a checkpoint, merged or as an adapter, in bf16 or fp32.",
     "simulate": "Predict a config's time, bytes and memory on machines that are not here.",
     "conform": "Say whether a loss, advantages or logprobs are an algorithm's, and what differs if not.",
     "replay": "Run nodes of a run's step once more, in one process, with a debugger if asked.",
