@@ -133,7 +133,10 @@ def record(
             assert not cut or len(tokens) == LONGEST
             group.append(Answer(tokens, *past.of(draw, prompt, tokens), not cut, float(response.count("1"))))
         answers.append(group)
-    rows = [{"question": each, "answer": text(p, 0), "worse": text(p, 3)} for p, each in enumerate(texts)]
+    rows = [
+        {"question": each, "answer": text(p, 0), "worse": text(p, 3), "label": p % 3 > 0}
+        for p, each in enumerate(texts)
+    ]
     (folder / "data").mkdir()
     for name, held in {"five": rows[:5], "all": rows, "useless": [rows[p] for p in USELESS]}.items():
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
