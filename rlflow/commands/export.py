@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +74,7 @@ def export(
             load_tokenizer(source if has_own else base, trust_remote_code).save_pretrained(whole)
             source = whole
         if source != to:
-            rewrite(source, to, lambda _, tensor: tensor.to(wanted) if tensor.is_floating_point() else tensor)
+            rewrite(source, to, partial(_cast, wanted))
             _write_dtype(to / "config.json", wanted)
     if not (to / CARD).exists():
         (to / CARD).write_text(card(model), encoding="utf-8")
@@ -130,6 +131,10 @@ def rewrite(source: Path, to: Path, change: Callable[[str, Tensor], Tensor]) -> 
         sizes = [file.stat().st_size for file in to.glob("*.safetensors")]
         index["metadata"] = {**index.get("metadata", {}), "total_size": sum(sizes)}
         path.write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _cast(dtype: torch.dtype | None, _: str, tensor: Tensor) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def _write_dtype(path: Path, dtype: torch.dtype | None) -> None:

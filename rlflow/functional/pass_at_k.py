@@ -49,14 +49,10 @@ def bootstrap_interval(
     """
     generator = torch.Generator().manual_seed(seed)
     values = values.double().cpu()
-    at_a_time = max(1, DRAWN // len(values))
-    means = [
-        values[torch.randint(len(values), (min(at_a_time, resamples - start), len(values)), generator=generator)].mean(
-            1
-        )
-        for start in range(0, resamples, at_a_time)
-    ]
-    low, high = (
-        torch.cat(means).quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
-    )
+    prompts, means = len(values), list[Tensor]()
+    for start in range(0, resamples, some := max(1, DRAWN // prompts)):
+        drawn = torch.randint(prompts, (min(some, resamples - start), prompts), generator=generator)
+        means.append(values[drawn].mean(dim=1))
+    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = torch.cat(means).quantile(ends).tolist()
     return low, high

@@ -60,7 +60,7 @@ class ByDataset(Reward):
 
     def score(self, responses: RewardInput) -> Scores:
         whole = Scores([0.0] * len(responses))
-        for reward in self.rewards.values():
+        for reward in dict.fromkeys(self.rewards.values()):  # one may be that of several datasets
             places = [i for i, row in enumerate(responses.rows) if self.of(row) is reward]
             of_it = taken(responses, places)
             found = reward.settled(scored(reward, of_it), of_it)

@@ -36,15 +36,15 @@ def check_gold(reward: Reward, rows: Sequence[dict[str, Any]], places: Sequence[
             if text := part.gold_of(row):
                 found.setdefault(part, []).append((row, place, text))
     for part, known in found.items():
-        of_rows, of_places, texts = map(list, zip(*known, strict=True))
-        scores = scored(part, RewardInput(texts, of_rows, prompt_column)).total
+        texts = [text for _, _, text in known]
+        scores = scored(part, RewardInput(texts, [row for row, _, _ in known], prompt_column)).total
         wrong = [place for place, score in enumerate(scores) if score < BEST_REWARD - TOLERANCE]
         if wrong:
             first = wrong[0]
             raise UserError(
                 f"{part} gives {len(wrong)} of {len(texts)} gold answers less than {BEST_REWARD:g}, so no response to"
                 f" these rows could be right: {scores[first]:g} for '{readable_line(texts[first]):.{LETTERS}}'"
-                f" ({of_places[first]}); mend the answers, name another column, or mend the reward"
+                f" ({known[first][1]}); mend the answers, name another column, or mend the reward"
             )
         looked_at += len(texts)
     return looked_at

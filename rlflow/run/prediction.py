@@ -136,10 +136,14 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
                     )
                     if layout.publishes(transport.rank):
                         for i, text in enumerate(rollout.texts):
-                            line = {"row": int(ids[i // n]), "sample": i % n}
-                            line["prompt"] = run.context.reward_input(rollout, 0).prompt(i)
-                            line |= {"response": text, "finished": bool(rollout.finished[i])}
-                            line["tokens"] = int(rollout.lengths[i])
+                            line = {
+                                "row": int(ids[i // n]),
+                                "sample": i % n,
+                                "prompt": run.context.reward_input(rollout, 0).prompt(i),
+                                "response": text,
+                                "finished": bool(rollout.finished[i]),
+                                "tokens": int(rollout.lengths[i]),
+                            }
                             file.write(json.dumps(line) + "\n")
                         file.flush()
         attempt(transport, folder.path, lambda: None)  # now all have written

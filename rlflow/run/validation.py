@@ -73,7 +73,8 @@ def test(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config:
         `high` of its 95 % interval: `avg@<n>`, the share of right responses; `pass@<k>`; `reward`; and `greedy`, the
         share of right responses at temperature 0.
     """
-    assert run.validation is not None
+    loader = run.validation
+    assert loader is not None
     if found := list(environments(run.module)):
         raise UserError(f"`module.{found[0]}` is an environment, and `test` scores single responses; use `validate`")
     if not run.scores_validation:
@@ -83,7 +84,7 @@ def test(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config:
 
     def keep(prefix: str, ids: Tensor, rollout: Rollout, scores: Tensor) -> None:
         n = len(scores) // max(1, len(ids))
-        names = {name: of_it.tolist() for name, of_it in run.validation.masks(rollout.rows).items()}  # type: ignore[union-attr]
+        names = {name: of_it.tolist() for name, of_it in loader.masks(rollout.rows).items()}
         for i, score in enumerate(scores.tolist()):
             found = {"row": int(ids[i // n]), "sample": i % n, "greedy": prefix != "val", "reward": score}
             dataset = next((name for name, of_it in names.items() if of_it[i]), "")
@@ -96,12 +97,12 @@ def test(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config:
         responses = [each for of_rank in run.transport.gather_json(mine) for each in of_rank]
     run.rank_engines.close()
     responses.sort(key=lambda each: (each["row"], each["greedy"], each["sample"]))
-    results = {"problems": run.validation.size, **intervals(responses)}
+    results = {"problems": loader.size, **intervals(responses)}
     if run.is_first:
         (folder.path / "test.json").write_text(json.dumps(results, indent=2) + "\n")
         with (folder.path / "responses.jsonl").open("w") as file:
             file.writelines(json.dumps(each) + "\n" for each in responses)
-        print(f"{handles(run.module)[run.lead].model} on {run.validation.size} problems, with 95 % intervals")
+        print(f"{handles(run.module)[run.lead].model} on {loader.size} problems, with 95 % intervals")
         for name, each in results.items():
             if isinstance(each, Mapping):
                 print(f"  {name:<22} {each['mean']:.4f}  [{each['low']:.4f}, {each['high']:.4f}]")
