@@ -12,6 +12,7 @@ from .gmpo import GMPO as GMPO
 from .gpg import GPG as GPG
 from .grpo import GRPO as GRPO
 from .gspo import GSPO as GSPO
+from .kto import KTO as KTO
 from .maxrl import MaxRL as MaxRL
 from .off_policy_sequence_masking import OffPolicySequenceMasking as OffPolicySequenceMasking
 from .on_policy_distillation import OnPolicyDistillation as OnPolicyDistillation
@@ -29,6 +30,7 @@ from .sapo import SAPO as SAPO
 from .self_distillation import SelfDistillation as SelfDistillation
 from .self_play import SelfPlay as SelfPlay
 from .sft import SFT as SFT
+from .simpo import SimPO as SimPO
 from .tree_rl import TreeRL as TreeRL
 
 __all__ = [name for name, each in vars().items() if isinstance(each, type)]

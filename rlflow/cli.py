@@ -21,19 +21,21 @@ from rlflow.process.supervisor import leave, supervise
 COMMANDS = {
     "fit": "Train a model as a config says.",
     "validate": "Measure a config's model on its held-out prompts.",
+    "test": "Score a config's model on held-out prompts: avg@k, pass@k, with intervals.",
+    "predict": "Write a config's model's responses to prompts as JSON Lines.",
     "check": "Say what changes an algorithm's gradient and should not: ranks, micro-batches, padding, order.",
     "graph": "Print an algorithm's graph and a rank's plan, and draw it.",
     "report": "Show where the time of a run's steps went, rank by rank; with `--html` the run as a page.",
     "trace": "Join the traces of a run's ranks into one file.",
     "samples": "Read the samples of a run: prompts and responses, conversations turn by turn.",
     "play": "Play the environment of a config in the terminal, as its policy would read it.",
-    "export": "Write the model of a run that trained adapters, merged or as an adapter.",
+    "export": "Write the model of a run or of a checkpoint, merged or as an adapter, in bf16 or fp32.",
     "simulate": "Predict a config's time, bytes and memory on machines that are not here.",
     "conform": "Say whether a loss, advantages or logprobs are an algorithm's, and what differs if not.",
     "replay": "Run nodes of a run's step once more, in one process, with a debugger if asked.",
     "doctor": "Show what is installed and works here, what is missing, and how to mend it.",
 }
-RUNS = ("fit", "validate")
+RUNS = ("fit", "validate", "test", "predict")
 INTERRUPTED_CODE = 130  # as a shell has it of programs that SIGINT ended
 PIPE_CODE = 141  # as a shell has it of programs that SIGPIPE ended
 _FORGED = re.compile(r"^(?=rlflow\b)")  # of a line in an error's text that looks like one of ours

@@ -218,7 +218,11 @@ class Settings:
         """Whether long responses are cut off, and continued with the next draw of prompts."""
         return self.partial_rollout is not None
 
-    def for_validation(self) -> Settings:
-        """Settings of `Trainer.validate`: in a folder next to the run's, which may have the model that is validated."""
+    def beside(self, name: str) -> Settings:
+        """Settings of `Trainer.validate` and the like: in a folder next to the run's, which may have the model.
+
+        Args:
+            name: Name of the command, `validate`: the folder is then `<run_dir>-validate`.
+        """
         path = Path(self.run_dir)
-        return replace(self, run_dir=str(path.with_name(f"{path.name}-validate")), max_steps=1)
+        return replace(self, run_dir=str(path.with_name(f"{path.name}-{name}")), max_steps=1)

@@ -25,6 +25,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
         "gpg": "rlflow.algorithms.GPG",
         "grpo": "rlflow.algorithms.GRPO",
         "gspo": "rlflow.algorithms.GSPO",
+        "kto": "rlflow.algorithms.KTO",
         "maxrl": "rlflow.algorithms.MaxRL",
         "off_policy_sequence_masking": "rlflow.algorithms.OffPolicySequenceMasking",
         "on_policy_distillation": "rlflow.algorithms.OnPolicyDistillation",
@@ -41,6 +42,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
         "self_distillation": "rlflow.algorithms.SelfDistillation",
         "self_play": "rlflow.algorithms.SelfPlay",
         "sft": "rlflow.algorithms.SFT",
+        "simpo": "rlflow.algorithms.SimPO",
         "tree_rl": "rlflow.algorithms.TreeRL",
         "workflow": "rlflow.workflow.Workflow",
     },
@@ -51,6 +53,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
     },
     "environment": {"environment": "rlflow.Environment", "harness": "rlflow.Harness"},
     "reward": {
+        "by_dataset": "rlflow.rewards.ByDataset",
         "callable_reward": "rlflow.rewards.CallableReward",
         "code_tests": "rlflow.rewards.CodeTests",
         "exact_match": "rlflow.rewards.ExactMatch",
@@ -65,6 +68,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
     "data": {
         "hugging_face": "rlflow.data.HuggingFace",
         "jsonl": "rlflow.data.JSONL",
+        "mixture": "rlflow.data.Mixture",
         "parquet": "rlflow.data.Parquet",
         "played": "rlflow.data.Played",
         "random_rows": "rlflow.data.RandomRows",

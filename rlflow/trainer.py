@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +30,10 @@ from rlflow.rollout.engine import RolloutEngine
 from rlflow.run.checks import check_apart, check_monitors, check_rows
 from rlflow.run.fit import fit
 from rlflow.run.folder import require_folder, require_own
+from rlflow.run.prediction import predict
 from rlflow.run.prepare import prepare
 from rlflow.run.replay import Replayed, replay
-from rlflow.run.validation import validate
+from rlflow.run.validation import test, validate
 from rlflow.settings import Settings
 from rlflow.short_names import made
 from rlflow.strategies.single import SingleProcess
@@ -115,15 +117,61 @@ class Trainer(RunningTrainer):
             UserError: As `fit`; and if there is nothing to validate on.
         """
         data = validation if isinstance(validation, PromptData) else _validated(validation)
+        return self._measure(validate, module, data)
+
+    def test(self, module: RLModule, validation: DataLike | PromptData) -> dict[str, Any]:
+        """Score responses to every held-out prompt, with intervals over prompts: avg@k, pass@k, and greedy accuracy.
+
+        `val_samples` responses are sampled at the policy's temperature, and one at 0. The results, see
+        `rlflow.run.validation.test`, are in `<run_dir>-test/test.json`, the responses in `responses.jsonl` there.
+
+        Args:
+            module: The algorithm: a model and a reward. The model may be that of a run, by the run's folder.
+            validation: As for `validate`; rows to train on are not read.
+
+        Raises:
+            UserError: As `validate`; and if the module has an environment, or no reward.
+        """
+        data = validation
+        if isinstance(data, PromptData) and data.validation is not None:
+            data = copy.copy(data)
+            data.train = data.validation
+            data.prompts_per_step = max(1, min(data.prompts_per_step, len(data.validation)))
+        return self._measure(test, module, data if isinstance(data, PromptData) else _validated(data))
+
+    def predict(self, module: RLModule, prompts: DataLike | PromptData) -> dict[str, Any]:
+        """Write responses to prompts, `val_samples` to each, as JSON Lines: `<run_dir>-predict/responses.jsonl`.
+
+        Started again with the same model, prompts and settings, it goes on with the prompts that lack responses.
+
+        Args:
+            module: An algorithm that generates, such as GRPO. No reward is called.
+            prompts: The prompts, in any form that `PromptData` takes; or a `PromptData`, whose `train` is read.
+
+        Raises:
+            UserError: As `fit`; and if the module has an environment, or generates nothing.
+        """
+        data = copy.copy(prompts) if isinstance(prompts, PromptData) else _validated(prompts)
+        data.validation = None
+        data.prompts_per_step = max(1, min(data.prompts_per_step, len(data.train)))
+        reward, module.reward = module.reward, None  # rows need not have what it reads
+        try:
+            run = partial(predict, state=self, resolved_config=self.resolved_config)
+            return self._launch(module, data, self.settings.beside("predict"), run)
+        finally:
+            module.reward = reward
+
+    def _measure(self, command: Callable[..., dict[str, Any]], module: RLModule, data: PromptData) -> dict[str, Any]:
+        """Run `validate` or `test` in the folder of its name."""
         if data.validation is None:
             raise UserError("`data.validation` is not set, so there is nothing to validate on; name a dataset")
         if self.ckpt_path is not None:
             raise UserError(
                 f"`trainer.ckpt_path` is {self.ckpt_path!r}, and validation reads a model; leave it out, and"
-                " set the module's `model` to the `model` folder of the run"
+                " set the module's `model` to the folder of the run"
             )
-        run = partial(validate, state=self, resolved_config=self.resolved_config)
-        return self._launch(module, data, self.settings.for_validation(), run)
+        run = partial(command, state=self, resolved_config=self.resolved_config)
+        return self._launch(module, data, self.settings.beside(command.__name__), run)
 
     def replay(
         self,

@@ -90,7 +90,7 @@ MODULES = {
     "my_algorithms": ["from dataclasses import dataclass\n\nfrom rlflow.algorithms import GRPO\n"],
     "my_callbacks": ["from rlflow import Callback\n"],
     "my_env": ["class WordGame", "class CountDown", "def first_guess"],
-    "my_rewards": ["def graded"],
+    "my_rewards": ["def graded", "def exact"],
     "my_steps": ["from rlflow import PerSample, RLModule, Rollout\n"],
 }
 CALCULATOR = "class Calculator:\n    def __init__(self, digits): ...\n    def step(self, message): ...\n"

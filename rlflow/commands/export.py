@@ -1,51 +1,170 @@
-"""`rlflow export`: what a run with adapters left, as a model that others can load."""
+"""`rlflow export`: a run's model, or that of one of its checkpoints, as others load it."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from rlflow.commands.parser import call
 from rlflow.errors import UserError
 from rlflow.models.lora import CONFIG, merge, require_peft
 from rlflow.run.pretrained import load_tokenizer
+from rlflow.storage.stored_role import RoleIndex, StoredRole, index_name
 
 Form = Literal["merged", "adapter"]
+Dtype = Literal["bf16", "fp32"]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+OF_ADAPTER = "base_model.model."  # before a weight's name in peft's files
+CARD = "README.md"
 
 
-def export(model: Path, to: Path, form: Form = "merged", trust_remote_code: bool = False) -> None:
-    """Write a run's adapter, or the model with it, and its tokenizer.
+def export(
+    model: Path,
+    to: Path,
+    form: Form = "merged",
+    dtype: Dtype | None = None,
+    role: str = "actor",
+    trust_remote_code: bool = False,
+) -> None:
+    """Write the model of a run or of a checkpoint, merged or as an adapter, with its tokenizer and a model card.
 
     Args:
-        model: An adapter's folder, such as the `model` of a run with `lora`.
+        model: The folder of a run, one of its checkpoints (`runs/x/checkpoint/step-00000100`), its `model`, or any
+            folder in Hugging Face's or peft's form.
         to: A new folder.
-        form: `merged` for a whole model in Hugging Face form, in its base's dtype; `adapter` for one in peft's form.
+        form: `merged` for a whole model in Hugging Face form; `adapter` for one in peft's form.
+        dtype: Dtype of the weights, `bf16` or `fp32`; None for that of the model, or of an adapter's base.
+        role: Role of a checkpoint whose weights are written.
         trust_remote_code: Run the code that is stored next to the base's weights; read it first.
 
     Raises:
         UserError: There is nothing to export, or there is something where it would go.
     """
-    if (model / "config.json").is_file():
-        raise UserError(f"`--model` is {str(model)!r}, a whole model in Hugging Face form; use it as it is")
-    if not (model / CONFIG).is_file():
+    source = model / "model" if (model / "model").is_dir() else model
+    wanted = None if dtype is None else DTYPES[dtype]
+    with tempfile.TemporaryDirectory() as scratch:
+        if (model / "state.json").is_file():
+            source = of_checkpoint(model, role, wanted, Path(scratch) / "checkpoint")
+        is_adapter = (source / CONFIG).is_file()
+        if not is_adapter and not (source / "config.json").is_file():
+            raise UserError(
+                f"`--model` is {str(model)!r}, which has no config.json and no {CONFIG}; give a run, a checkpoint or a"
+                " model's folder"
+            )
+        if form == "adapter" and not is_adapter:
+            raise UserError(f"`--model` is {str(model)!r}, which has no adapter; leave `--form` out")
+        if to.exists() and (not to.is_dir() or any(to.iterdir())):
+            raise UserError(f"`--to` is {str(to)!r}, where there is something already; name a new folder")
+        if is_adapter and form == "merged":
+            require_peft()
+            whole = to if dtype is None else Path(scratch) / "merged"
+            base = merge(source, whole, Path(scratch), trust_remote_code)
+            has_own = (source / "tokenizer_config.json").is_file()
+            load_tokenizer(source if has_own else base, trust_remote_code).save_pretrained(whole)
+            source = whole
+        if source != to:
+            rewrite(source, to, partial(_cast, wanted))
+            _write_dtype(to / "config.json", wanted)
+    if not (to / CARD).exists():
+        (to / CARD).write_text(card(model), encoding="utf-8")
+    print(f"wrote {to}/ ({form}{f', {dtype}' if dtype else ''})")
+
+
+def of_checkpoint(checkpoint: Path, role: str, dtype: torch.dtype | None, to: Path) -> Path:
+    """Write a role's weights in a checkpoint as a folder like the run's `model`, in its dtype or this; returns it.
+
+    Raises:
+        UserError: The checkpoint has no such role, or the run's folder no model, from which all other files come.
+    """
+    if not (checkpoint / index_name(role)).is_file():
+        found = sorted(path.stem for path in checkpoint.glob("*.json") if "shapes" in json.loads(path.read_text()))
+        raise UserError(f"`--role` is {role!r}, and {checkpoint} has {', '.join(found)}; name one of these")
+    run = checkpoint.resolve().parents[1]
+    like = next((path for path in (run / f"model-{role}", run / "model") if path.is_dir()), None)
+    if like is None:
         raise UserError(
-            f"`--model` is {str(model)!r}, which has no {CONFIG}; give the `model` folder of a run with `lora`"
+            f"{run} has no `model`, of which config and tokenizer are needed; let the run save its model once"
         )
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"`--to` is {str(to)!r}, where there is something already; name a new folder")
-    if form == "adapter":
-        shutil.copytree(model, to, dirs_exist_ok=True)
-    else:
-        require_peft()
-        with tempfile.TemporaryDirectory() as scratch:
-            base = merge(model, to, Path(scratch), trust_remote_code)
-            has_own = (model / "tokenizer_config.json").is_file()
-            tokenizer = load_tokenizer(model if has_own else base, trust_remote_code)
-            tokenizer.save_pretrained(to)
-    print(f"wrote {to}/ ({form})")
+    index = RoleIndex.read(checkpoint / index_name(role))
+    stored, left = StoredRole(checkpoint, role, index), set(index.shapes)
+
+    def trained(name: str, tensor: Tensor) -> Tensor:
+        name = name.removeprefix(OF_ADAPTER)
+        if name not in index.shapes:
+            return tensor
+        left.discard(name)
+        shape = index.shapes[name]
+        return stored.read(name, "weight", 0, tensor.numel()).view(shape).to(dtype or tensor.dtype)
+
+    rewrite(like, to, trained)
+    if left:
+        raise UserError(f"{checkpoint} has `{min(left)}` of `{role}`, which {like} has not; export that instead")
+    return to
+
+
+def rewrite(source: Path, to: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Copy a model's folder, with each weight changed; one file of weights at a time is in memory.
+
+    Args:
+        source: Folder in Hugging Face's or peft's form.
+        to: Folder to write.
+        change: Function of a weight's name and value that returns the value to write.
+    """
+    shutil.copytree(source, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            changed = {name: change(name, file.get_tensor(name)).contiguous() for name in file.keys()}  # noqa: SIM118
+            save_file(changed, to / path.name, file.metadata())
+    for path in to.glob("*.safetensors.index.json"):
+        index = json.loads(path.read_text())
+        sizes = [file.stat().st_size for file in to.glob("*.safetensors")]
+        index["metadata"] = {**index.get("metadata", {}), "total_size": sum(sizes)}
+        path.write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _cast(dtype: torch.dtype | None, _: str, tensor: Tensor) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _write_dtype(path: Path, dtype: torch.dtype | None) -> None:
+    """Write the dtype of the weights into a model's config."""
+    if dtype is not None and path.is_file():
+        config = {**json.loads(path.read_text()), "dtype": str(dtype).removeprefix("torch.")}
+        config.pop("torch_dtype", None)
+        path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def card(model: Path) -> str:
+    """A model card in the form of the Hugging Face hub, from what the run left: algorithm, data, and results."""
+    runs = (folder for folder in (model, *model.resolve().parents[:2]) if (folder / "summary.json").is_file())
+    run = next(runs, None)
+    settings: dict[str, Any] = {}
+    if run is not None and (run / "config.yaml").is_file():
+        settings = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    module = settings.get("module") or {}
+    actor = (module.get("init_args") or {}).get("actor") or {}
+    started_from = actor.get("model") if isinstance(actor, dict) else actor
+    of_hub = isinstance(started_from, str) and "/" in started_from and not Path(started_from).exists()
+    head = ["---", "library_name: transformers", "tags: [rlflow, reinforcement-learning]"]
+    head += [f"base_model: {started_from}"] * of_hub + ["---", "", f"# {run.name if run else model.name}", ""]
+    algorithm = str(module.get("class_path", "an algorithm of its own")).rpartition(".")[2]
+    lines = [f"Trained with rlflow: {algorithm}, from `{started_from}`." if settings else "Trained with rlflow."]
+    if run is not None:
+        summary = json.loads((run / "summary.json").read_text())
+        shown = {name: value for name, value in summary.items() if isinstance(value, int | float)}
+        lines += ["", "| | |", "|---|---|", *(f"| {name} | {value:.4g} |" for name, value in shown.items())]
+    return "\n".join([*head, *lines, ""])
 
 
 def main(arguments: Sequence[str]) -> None:

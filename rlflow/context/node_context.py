@@ -117,6 +117,7 @@ class NodeContext:
         prompt_column: Column of the prompt that rewards read, see `RewardInput`.
         trainer_state: A step (from 0) to the progress of the run, for rewards.
         reward: The module's reward; None without.
+        masks: Rows of a mixture to which of them are of each dataset `[B]`, by name; empty for one dataset.
         scored_as_made: Nodes that generate, and whose responses a node on this rank may score as they were made: the
             reward may begin to score them as they end.
         memories: Record of what nodes gave to the module's `PromptMemory` objects.
@@ -141,6 +142,7 @@ class NodeContext:
     prompt_column: str | None = None
     trainer_state: Callable[[int], TrainerState] = TrainerState
     reward: Reward | None = None
+    masks: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]] = lambda rows: {}
     scored_as_made: frozenset[str] = frozenset()
     memories: MemoryUpdates = field(init=False)
     running: Running | None = field(default=None, init=False)
@@ -318,9 +320,10 @@ class NodeContext:
     def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
         """Score this rank's samples with a reward; a collective of the node's ranks, which compare the parts' names.
 
-        It logs `<name>/mean`, `<name>/<part>`, `<name>/errors` and the reward's own metrics, and passes scores on for
-        `samples.jsonl`. Samples that the reward fails on and drops are marked on all ranks of the node; they count
-        neither in the means of the reward and its parts nor in what the node logs afterwards.
+        It logs `<name>/mean`, of a mixture `<name>/<dataset>/mean`, `<name>/<part>`, `<name>/errors` and the reward's
+        own metrics, and passes scores on for `samples.jsonl`. Samples that the reward fails on and drops are marked on
+        all ranks of the node; they count neither in the means of the reward and its parts nor in what the node logs
+        afterwards.
 
         Returns:
             The reward of each sample `[B]`, and its parts by name, `[B]` each. A part is 0 where it does not apply.
@@ -351,6 +354,8 @@ class NodeContext:
         totals = torch.tensor(scores.total, dtype=self.dtype)
         kept = self.kept(totals)
         self.log(f"{name}/mean", totals, kept)
+        for dataset, of_it in self.masks(rollout.rows).items():
+            self.log(f"{name}/{dataset}/mean", totals, of_it if kept is None else of_it & kept)
         parts: dict[str, Tensor] = {}
         for part_name, of_part in scores.parts.items():
             applies = torch.tensor([each is not None for each in of_part], dtype=torch.bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlflow.metrics import Metrics, StepMetrics
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule, environments, handles, has_validation_step
 from rlflow.process.status import report
-from rlflow.rewards.reward import RewardInput
+from rlflow.rewards.reward import BEST_REWARD, RewardInput
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.engine import Sampling
 from rlflow.rollout.sampling import sample
@@ -28,10 +29,14 @@ from rlflow.values.batch import Batch
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
+from rlflow.values.rollout import Rollout
 
-FULL_REWARD = 1.0
+Masks = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]]
 POLICY = "actor"  # name of the policy that is validated in calls below
 DRAW = 0  # the same seeds at every validation, so that only the policy makes a difference
+
+
+Scored = Callable[[str, Tensor, Rollout, Tensor], None]
 
 
 def measure(run: Run, version: int, done: int) -> dict[str, float]:
@@ -53,15 +58,23 @@ def measure(run: Run, version: int, done: int) -> dict[str, float]:
     return metrics
 
 
-def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
+def score_responses(run: Run, version: int, done: int, on_scored: Scored | None = None) -> dict[str, float]:
     """Metrics of responses: `val_samples` for each held-out prompt at the policy's temperature, and one at 0.
 
     Ranks that do not generate only receive the result. If the module has an environment, responses are conversations,
     and the environment's rewards are part of theirs. In a game of several seats, the reward is that of the first seat:
     over all seats it would cancel out if one wins what another loses.
 
+    Args:
+        run: The run on this rank.
+        version: Version of the policy's weights.
+        done: Number of steps trained before; passed to rewards.
+        on_scored: Called with `val` and then `val_greedy`, this rank's ids of prompts `[B]`, its `B * n` responses and
+            their scores `[B * n]`, on ranks whose rows count. None for nothing.
+
     Returns:
-        By name, each under `val/` and, for responses at temperature 0, under `val_greedy/`:
+        By name, each under `val/` and, for responses at temperature 0, under `val_greedy/`; `reward`, `accuracy` and
+        `pass@k` of each dataset of a mixture too, under `val/<dataset>/`:
 
         reward, length, truncated    means over responses
         accuracy                     share of responses with a reward of at least 1
@@ -119,17 +132,25 @@ def score_responses(run: Run, version: int, done: int) -> dict[str, float]:
         for number, seat in enumerate(seats if len(seats) > 1 else ()):
             of_seat = of_all[rollout.seat == number]
             metrics.mean(f"{prefix}/reward_{seat}", of_seat.sum(), float(len(of_seat)))
-        scores = of_all[(rollout.seat == 0) & (rollout.branch == 0)]  # an agent's episode counts once
-        rows = float(len(scores))
-        right = scores >= FULL_REWARD
-        metrics.mean(f"{prefix}/reward", scores.sum(), rows)
-        metrics.mean(f"{prefix}/accuracy", right.sum(), rows)
+        counted = (rollout.seat == 0) & (rollout.branch == 0)  # an agent's episode counts once
+        log_scores(prefix, of_all[counted], n, metrics)
+        if on_scored is not None:
+            on_scored(prefix, ids, rollout, of_all)
+        for dataset, of_it in loader.masks(rollout.rows).items():
+            log_scores(f"{prefix}/{dataset}", of_all[counted & of_it], n, metrics)
         metrics.mean(f"{prefix}/length", rollout.policy_lengths.sum(), float(len(of_all)))
         metrics.mean(f"{prefix}/truncated", (~rollout.finished).sum(), float(len(of_all)))
-        correct = right.reshape(len(path), n).sum(dim=1)  # [B]
-        for k in powers_of_two(n) if n > 1 else ():
-            metrics.mean(f"{prefix}/pass@{k}", pass_at_k(correct, n, k).sum(), rows / n)
     return all_metrics.reduce(0, transport)
+
+
+def log_scores(prefix: str, scores: Tensor, n: int, metrics: StepMetrics) -> None:
+    """Log the mean of scores `[B * n]`, `n` of each prompt after one another, which are right, and pass@k."""
+    rows, right = float(len(scores)), scores >= BEST_REWARD
+    metrics.mean(f"{prefix}/reward", scores.sum(), rows)
+    metrics.mean(f"{prefix}/accuracy", right.sum(), rows)
+    correct = right.reshape(-1, n).sum(dim=1)  # [B]
+    for k in powers_of_two(n) if n > 1 else ():
+        metrics.mean(f"{prefix}/pass@{k}", pass_at_k(correct, n, k).sum(), rows / n)
 
 
 @torch.no_grad()
@@ -152,11 +173,14 @@ def score_rows(run: Run) -> dict[str, float]:
         if run.loss_node is None:
             module.validation_step(batch)
         else:
-            measure_loss(module, run.loss_node, batch, metrics, counts=layout.publishes(transport.rank))
+            counts = layout.publishes(transport.rank)
+            measure_loss(module, run.loss_node, batch, metrics, counts, loader.masks)
     return all_metrics.reduce(0, transport)
 
 
-def measure_loss(module: RLModule, node: Node, batch: Batch, metrics: StepMetrics, counts: bool) -> None:
+def measure_loss(
+    module: RLModule, node: Node, batch: Batch, metrics: StepMetrics, counts: bool, masks: Masks = lambda rows: {}
+) -> None:
     """Log `val/loss`, the loss of a train node as in training, and for a language model `val/token_accuracy`.
 
     The latter is the share of response tokens in the loss mask that are the likeliest token at their place. Sums over
@@ -168,6 +192,7 @@ def measure_loss(module: RLModule, node: Node, batch: Batch, metrics: StepMetric
         batch: This rank's rows.
         metrics: Metrics to which the numbers are logged.
         counts: Whether this rank's rows count; among peers with the same rows, those of one rank do.
+        masks: Rows of a mixture to which of them are of each dataset, see `Loader.masks`; both are logged of each.
     """
     assert node.role is not None
     handle = handles(module)[node.role]
@@ -176,12 +201,16 @@ def measure_loss(module: RLModule, node: Node, batch: Batch, metrics: StepMetric
     likeliest = handle.topk(batch, 1)[1][..., 0] if isinstance(handle, CausalLM) else None  # [B, T]
     if not counts:
         return
-    mask = batch.loss_mask.any(dim=1) if loss.dim() == 1 else batch.loss_mask
-    total = loss_sum(loss.double(), loss_weights(mask, mode, module.max_response_length))
-    metrics.mean("val/loss", total, loss_count(mask, mode))
-    if likeliest is not None:
-        right = (likeliest == batch.response_ids) & batch.loss_mask
-        metrics.mean("val/token_accuracy", right.sum(), batch.loss_mask.sum())
+    every = torch.ones(len(batch.rows), dtype=torch.bool)
+    for name, of_it in {"": every, **masks(batch.rows)}.items():
+        prefix = f"val/{name}" if name else "val"
+        tokens = batch.loss_mask & of_it[:, None].to(loss.device)
+        mask = tokens.any(dim=1) if loss.dim() == 1 else tokens
+        total = loss_sum(loss.double(), loss_weights(mask, mode, module.max_response_length))
+        metrics.mean(f"{prefix}/loss", total, loss_count(mask, mode))
+        if likeliest is not None:
+            right = (likeliest == batch.response_ids) & tokens
+            metrics.mean(f"{prefix}/token_accuracy", right.sum(), tokens.sum())
 
 
 def powers_of_two(most: int) -> list[int]:

@@ -1,5 +1,7 @@
 """Datasets: their rows, how they are loaded, and in which order."""
 
+from rlflow.data.mixture import MixedDataset as MixedDataset
+from rlflow.data.mixture import Mixture as Mixture
 from rlflow.data.played import Played as Played
 from rlflow.data.prompts import PromptData as PromptData
 from rlflow.data.sources import JSONL as JSONL

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlflow.data.mixture import Mixture, interleaved
 from rlflow.data.pictures import number_of
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import (
@@ -31,6 +32,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about
 from rlflow.models.pictures import PictureProcessor
+from rlflow.rewards.gold import check_gold
 from rlflow.rewards.reward import Reward
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.path import hashed
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 Choose = Callable[[int, Tensor], Tensor]
 FIRST_ROWS = 8
+GOLD_ROWS = 8  # whose own answers are scored before the first step
 FEW_ROWS = 2048  # that every rank counts immediately and keeps in memory, and nobody stores on disk
 REMEMBERED = 1000  # draws whose rows are known: responses that are cut off, and groups left over, are of earlier ones
 
@@ -61,7 +64,7 @@ class Loader:
         data: How they are read, its columns resolved.
         tokenizer: Tokenizer of the model.
         seed: Seed of the order.
-        limit: Number of rows to draw from: the first so many that are not dropped.
+        limit: Number of rows to draw from: the first so many that are not dropped, of each dataset of a mixture alike.
         ranks: Number of ranks that will scan together; 1 scans at construction.
         environment: Environment with which conversations of the dataset were held; None without.
         reward: Reward that scores responses to these rows, if one does; it must be able to score all of them.
@@ -128,7 +131,9 @@ class Loader:
 
     @property
     def _kept(self) -> Tensor:
-        return self.scan.kept[: self._limit]
+        if self._limit is None or not isinstance(self._source, Mixture):
+            return self.scan.kept[: self._limit]
+        return interleaved(self._by_dataset(self.scan.kept))[: self._limit].sort().values
 
     def _use(self, counted: Counted) -> None:
         with about(self._source):
@@ -200,6 +205,18 @@ class Loader:
         """One row, the first that the seed draws."""
         return self._read(self._order(0)[:1])
 
+    def masks(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """For each dataset of a mixture by name, which of these rows are of it: `[N]` bool; empty for one dataset."""
+        return self._source.masks(rows) if isinstance(self._source, Mixture) else {}
+
+    def check_gold(self) -> None:
+        """Score the gold answers of some rows of each dataset, spread over it; see `rlflow.rewards.gold.check_gold`."""
+        for kept in [] if self._reward is None else self._by_dataset(self._kept):
+            assert self._reward is not None
+            rows = kept[torch.linspace(0, len(kept) - 1, min(len(kept), GOLD_ROWS)).long()].tolist()
+            read = [self.encode.sent(row) for row in self._source.read(rows)]
+            check_gold(self._reward, read, [self._source.where(row) for row in rows], self._data.prompt)
+
     def _rows(self, draw: int) -> Tensor:
         """`[prompts_per_step]`: what a draw takes, over all ranks."""
         if self.chosen is not None:
@@ -213,16 +230,30 @@ class Loader:
         mine = share(self.size, shard, shards)
         return self._read(self._kept[mine.start : mine.stop]), torch.arange(mine.start, mine.stop)
 
+    def rows_at(self, ids: Tensor) -> Batch | Pairs:
+        """The rows of these ids `[B]`, which are those of `all`."""
+        return self._read(self._kept[ids])
+
     def rows_of_all(self, ids: Tensor) -> Tensor:
         """Places in the dataset `[N]` int64, by the ids `[N]` that `all` gave."""
         return self._kept[ids]
 
     def _shuffled(self, epoch: int) -> Tensor:
         """The rows to draw from `[size]` in the order of this epoch."""
+        if isinstance(self._source, Mixture):
+            return self._source.drawn(self._kept, epoch, self._permuted)
+        return self._permuted(self._kept, epoch)
+
+    def _permuted(self, rows: Tensor, number: int, of: str = "") -> Tensor:
+        """Rows `[N]` in the order of a pass over them, of the dataset of a name where there are several."""
         if not self._data.shuffle:
-            return self._kept
-        generator = torch.Generator().manual_seed(hashed(f"{self._seed}/{epoch}/order", size=7))
-        return self._kept[torch.randperm(self.size, generator=generator)]
+            return rows
+        generator = torch.Generator().manual_seed(hashed(f"{self._seed}/{number}/order{of and f'/{of}'}", size=7))
+        return rows[torch.randperm(len(rows), generator=generator)]
+
+    def _by_dataset(self, rows: Tensor) -> list[Tensor]:
+        """Rows `[N]`, ascending, by dataset."""
+        return self._source.split(rows) if isinstance(self._source, Mixture) else [rows]
 
     def pictures(self, row: int) -> list[Picture]:
         """The pictures of a row of the dataset.

@@ -7,6 +7,7 @@ from rlflow.functional.advantages import group_has_signal as group_has_signal
 from rlflow.functional.advantages import group_normalized_advantages as group_normalized_advantages
 from rlflow.functional.advantages import opo_advantages as opo_advantages
 from rlflow.functional.advantages import rloo_advantages as rloo_advantages
+from rlflow.functional.pass_at_k import bootstrap_interval as bootstrap_interval
 from rlflow.functional.pass_at_k import pass_at_k as pass_at_k
 from rlflow.functional.policy_gradient import KL as KL
 from rlflow.functional.policy_gradient import Aggregation as Aggregation
@@ -29,7 +30,9 @@ from rlflow.functional.policy_gradient import ppo_clip_loss as ppo_clip_loss
 from rlflow.functional.policy_gradient import ppo_is_clipped as ppo_is_clipped
 from rlflow.functional.preference import bradley_terry_loss as bradley_terry_loss
 from rlflow.functional.preference import dpo_loss as dpo_loss
+from rlflow.functional.preference import kto_loss as kto_loss
 from rlflow.functional.preference import preference_accuracy as preference_accuracy
+from rlflow.functional.preference import simpo_loss as simpo_loss
 from rlflow.functional.quantiles import quantiles as quantiles
 from rlflow.functional.returns import at_turns as at_turns
 from rlflow.functional.returns import gae as gae

@@ -1,9 +1,11 @@
-"""How often at least one of several responses is right."""
+"""How often at least one of several responses is right, and how sure a mean over prompts is."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+DRAWN = 2**22  # numbers that are drawn together
 
 
 def pass_at_k(correct: Tensor, n: int, k: int) -> Tensor:
@@ -27,3 +29,30 @@ def pass_at_k(correct: Tensor, n: int, k: int) -> Tensor:
     wrong_left = (n - correct.double()[:, None] - drawn).clamp(min=0.0)  # [B, k]
     estimate: Tensor = 1.0 - (wrong_left / (n - drawn)).prod(dim=1)
     return estimate
+
+
+def bootstrap_interval(
+    values: Tensor, level: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """The percentile bootstrap interval of a mean over prompts: Efron and Tibshirani 1993, chapter 13.
+
+    Prompts are drawn with replacement, each with all its responses, since responses to one prompt are alike.
+
+    Args:
+        values: `[B]`, one number of each prompt, such as its share of right responses.
+        level: How often such an interval has the true mean.
+        resamples: How often the prompts are drawn.
+        seed: Seed of the draws.
+
+    Returns:
+        The lower and the upper end.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = values.double().cpu()
+    prompts, means = len(values), list[Tensor]()
+    for start in range(0, resamples, some := max(1, DRAWN // prompts)):
+        drawn = torch.randint(prompts, (min(some, resamples - start), prompts), generator=generator)
+        means.append(values[drawn].mean(dim=1))
+    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = torch.cat(means).quantile(ends).tolist()
+    return low, high

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -29,6 +30,46 @@ def dpo_loss(
     """
     margin = (chosen_logprobs - ref_chosen_logprobs.detach()) - (rejected_logprobs - ref_rejected_logprobs.detach())
     return -logsigmoid(beta * margin)
+
+
+def simpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, beta: float, gamma: float) -> Tensor:
+    """`-log sigmoid(beta (log pi(c)/|c| - log pi(r)/|r|) - gamma)` of the chosen `c` and the rejected `r`.
+
+    SimPO, arXiv 2405.14734, equation 6.
+
+    Args:
+        chosen_logprobs: `[B]`, the mean over the tokens of each chosen response.
+        rejected_logprobs: `[B]`, of the rejected response of the same pair.
+        beta: Scale of the log-probabilities.
+        gamma: Margin by which the chosen response is to be ahead.
+
+    Returns:
+        `[B]`, one loss per pair.
+    """
+    return -logsigmoid(beta * (chosen_logprobs - rejected_logprobs) - gamma)
+
+
+def kto_loss(
+    log_ratios: Tensor, divergence: Tensor, good: Tensor, beta: float, good_weight: float = 1.0, bad_weight: float = 1.0
+) -> Tensor:
+    """`w_g (1 - sigmoid(beta (r - z)))` of a good response, `w_b (1 - sigmoid(beta (z - r)))` of a bad one.
+
+    KTO, arXiv 2402.01306, equations 7 and 8. The divergence is detached.
+
+    Args:
+        log_ratios: r `[B]`: log-probability of each response under the policy less that under the reference.
+        divergence: z, 0-dim: how far the policy is from the reference, at least 0.
+        good: `[B]` bool.
+        beta: How soon gains and losses saturate.
+        good_weight: Weight of good responses.
+        bad_weight: Weight of bad ones.
+
+    Returns:
+        `[B]`, one loss per response.
+    """
+    ahead = log_ratios - divergence.detach().to(log_ratios.dtype)
+    lost = 1.0 - (beta * ahead.where(good, -ahead)).sigmoid()
+    return lost * torch.where(good, good_weight, bad_weight)
 
 
 def bradley_terry_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     """The place of the weights of `model`: a folder, or the Hugging Face name itself.
 
     Args:
-        model: `tiny`, `tiny_moe`, `tiny_vision`, a folder in Hugging Face form, or a Hugging Face name
-            `organisation/name`.
+        model: `tiny`, `tiny_moe`, `tiny_vision`, a folder in Hugging Face form, the folder of a run, or a Hugging
+            Face name `organisation/name`.
         scratch: Folder in which embedded models are written. All ranks may call this at the same time.
         said_by: Name in errors of the setting that named the model.
 
@@ -60,6 +60,8 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     if model == "tiny_vision":
         return write_tiny_vision_model(scratch / "tiny_vision")
     folder = Path(model)
+    if os.path.exists(folder / "model") and not os.path.exists(folder / "config.json"):  # the folder of a run
+        folder = folder / "model"
     if os.path.exists(folder):  # False for names that no folder can have, for which `Path.exists` raises
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise UserError(

@@ -4,6 +4,7 @@ from rlflow.rewards.answers import ExactMatch as ExactMatch
 from rlflow.rewards.answers import MathVerify as MathVerify
 from rlflow.rewards.answers import ReasoningGymScore as ReasoningGymScore
 from rlflow.rewards.answers import SumValue as SumValue
+from rlflow.rewards.by_dataset import ByDataset as ByDataset
 from rlflow.rewards.code import CodeTests as CodeTests
 from rlflow.rewards.function import CallableReward as CallableReward
 from rlflow.rewards.http import HTTPReward as HTTPReward

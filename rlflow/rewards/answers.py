@@ -29,6 +29,9 @@ class ExactMatch(SampleReward):
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
         return float(text.strip() == str(read_column(row, self.answer)).strip())
 
+    def gold_of(self, row: dict[str, Any]) -> str | None:
+        return str(read_column(row, self.answer))
+
 
 class MathVerify(SampleReward):
     """1 where the last expression of the response equals the row's answer mathematically, else 0.
@@ -55,6 +58,9 @@ class MathVerify(SampleReward):
         from math_verify import parse, verify
 
         return float(verify(self._expected(row), parse(text)))
+
+    def gold_of(self, row: dict[str, Any]) -> str | None:
+        return f"\\boxed{{{read_column(row, self.answer)}}}"
 
     def _expected(self, row: dict[str, Any]) -> Any:
         answer = str(read_column(row, self.answer))
@@ -111,6 +117,10 @@ class ReasoningGymScore(SampleReward):
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
         return self._score_answer(text, row)
+
+    def gold_of(self, row: dict[str, Any]) -> str | None:
+        answer = row.get("answer")
+        return answer if isinstance(answer, str) else None
 
     @cached_property
     def _score_answer(self) -> Callable[[str, dict[str, Any]], float]:

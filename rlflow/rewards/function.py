@@ -15,7 +15,7 @@ import torch
 
 from rlflow.dotted_path import function_at
 from rlflow.errors import UserError
-from rlflow.rewards.reward import OnError, RewardInput, SampleReward, Scores, log
+from rlflow.rewards.reward import OnError, RewardInput, SampleReward, Scores, log, read_column
 from rlflow.worker import Limits, Worker, WorkerPool
 from rlflow.worker.child import batch_call
 
@@ -65,6 +65,7 @@ class CallableReward(SampleReward):
             ended, which is faster and has no limit.
         workers: Number of such processes on each rank; above 1 needs `seconds`.
         memory_mb: Memory limit of each of these processes; has an effect only with `seconds`.
+        gold: Column of a response that the function gives at least 1, see `Reward.gold_of`; None where rows have none.
 
     Raises:
         UserError: `workers` is set without `seconds`, or `seconds` with a function that has no dotted path; or TRL's
@@ -78,9 +79,11 @@ class CallableReward(SampleReward):
         seconds: float | None = None,
         workers: int = 1,
         memory_mb: int = 4096,
+        gold: str | None = None,
     ) -> None:
         super().__init__(on_error, at_once=workers)
         self.function = function
+        self.gold = gold
         called = function_at(function, f"`function` is {function!r}") if isinstance(function, str) else function
         self._read_signature(called)
         if seconds is None:
@@ -99,6 +102,8 @@ class CallableReward(SampleReward):
                 f"`seconds` is {seconds:g}, and `function` is {function!r:.60}, which no other process can import; give"
                 " its dotted path"
             )
+        if gold is not None:
+            self.reads = {**self.reads, gold: False}
         self._limited = seconds is not None
         is_async = inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
         self._together = seconds is None and is_async
@@ -120,6 +125,9 @@ class CallableReward(SampleReward):
                 f"`function` has the parameter `{one}` and TRL's form, which gives lists: `{one}s`; rename it, or take"
                 " one sample a call by `response` in place of `completions`"
             )
+
+    def gold_of(self, row: dict[str, Any]) -> str | None:
+        return None if self.gold is None else str(read_column(row, self.gold))
 
     @property
     def waits_for_others(self) -> bool:

@@ -24,6 +24,7 @@ _Score = tuple[float, dict[str, float]]  # of one sample: the whole, and its par
 TAKEN = ("mean", "errors", "outcome", "overlong", "model")  # logged of a reward next to its parts
 PROMPTS = ("prompt", "question")  # columns of the prompt where none is named
 MOST_SAID = 500  # characters of what a scorer raised
+BEST_REWARD = 1.0  # a response with at least this counts as right
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are stored
 DONE = {"zero": "scored 0", "drop": "dropped"}
 
@@ -199,6 +200,13 @@ class Reward(ABC):
         Raises:
             UserError: What is wrong with the row.
         """
+
+    def gold_of(self, row: dict[str, Any]) -> str | None:
+        """A response to this row that must get at least `BEST_REWARD`; None where nobody knows one.
+
+        Some are scored before the first step, and a run whose gold answers get less is refused.
+        """
+        return None
 
     def scored_early(self) -> list[EarlyReward]:
         """How it scores responses that have ended, while others are generated; empty where it sees all together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from rlflow.dotted_path import object_at
@@ -74,9 +74,7 @@ class WeightedSum(Reward):
                 " give each part a weight"
             )
         self.parts = {name: as_reward(part) for name, part in parts.items()}
-        policies = {part.on_error for part in self.parts.values()}
-        order: tuple[OnError, ...] = ("raise", "drop", "zero")
-        super().__init__(next(how for how in order if how in policies))
+        super().__init__(strictest(self.parts.values()))
         reads: dict[str, bool] = {}
         for part in self.parts.values():
             reads |= {name: may_be_null and reads.get(name, True) for name, may_be_null in part.reads.items()}
@@ -117,6 +115,13 @@ class WeightedSum(Reward):
 
     def __str__(self) -> str:
         return f"sum of {', '.join(self.parts)}"
+
+
+def strictest(rewards: Iterable[Reward]) -> OnError:
+    """The policy of several rewards together: `raise` where one says so, else `drop` where one does."""
+    policies = {each.on_error for each in rewards}
+    order: tuple[OnError, ...] = ("raise", "drop", "zero")
+    return next(how for how in order if how in policies)
 
 
 def _by_name(rewards: list[Reward]) -> dict[str, Reward]:

@@ -217,6 +217,17 @@ def check_rows(run: Run) -> None:
             )
 
 
+def check_gold_answers(run: Run) -> None:
+    """Score the gold answers of some rows for training and validation.
+
+    Raises:
+        UserError: One gets less than the best reward, so that no response to its row could be right.
+    """
+    for loader in run.loaders:
+        if loader is not None:
+            loader.check_gold()
+
+
 def check_apart(models: Mapping[str, Path], folder: Path) -> None:
     """Refuse a model in the run's own folder: the folder's content is moved away when the run starts."""
     for role, path in models.items():

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from rlflow.callbacks.callback import Callback, RunningTrainer
@@ -19,7 +20,7 @@ from rlflow.controller.training import StepGivenUp
 from rlflow.controller.validation import measure
 from rlflow.data.loader import Prefetch
 from rlflow.errors import Preempted, UserError
-from rlflow.loggers.console import open_console
+from rlflow.loggers.console import Console, open_console
 from rlflow.loggers.curves import CURVES_FILE, draw_curves
 from rlflow.loggers.lightning import LoggerLike
 from rlflow.loggers.trace import SAVE, Trace
@@ -29,13 +30,15 @@ from rlflow.module import chooses_prompts, handles
 from rlflow.process import preemption, startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
+from rlflow.run.agreement import attempt
+from rlflow.run.checks import check_gold_answers
 from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.recording import Recording, closing_lines, compared
 from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving, checkpoint_of
 from rlflow.run.schedules import check_made
 from rlflow.run.setup import join, load_roles, locked_folder, open_folder, set_up_engines
-from rlflow.run.tables import memory_table, size_table, trusted_code
+from rlflow.run.tables import first_prompt, memory_table, size_table, trusted_code
 
 
 def fit(
@@ -98,6 +101,7 @@ def _fit(
         try:
             for line in (*trusted_code(run), *size_table(run), *memory_table(run)):
                 console.say(line)
+            attempt(run.transport, folder.path, partial(_look_at_data, run, console))
             startup.passed("ranks")
             with console.phase("loading models"):
                 load_roles(run)
@@ -290,6 +294,15 @@ class Fit:
         self.state.callback_metrics |= metrics
         self.callbacks.call(Callback.on_validation_end, done, metrics)
         return metrics
+
+
+def _look_at_data(run: Run, console: Console) -> None:
+    """Show a prompt as the policy reads it, and score gold answers; rank 0 does it for all."""
+    if run.is_first:
+        with console.phase("scoring gold answers"):
+            for line in first_prompt(run):
+                console.say(line)
+            check_gold_answers(run)
 
 
 def _leave_behind(folder: RunFolder, run: Run, numbers: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 from rlflow.controller.run import Run
+from rlflow.errors import readable_line, shortened
 from rlflow.loggers.console import Console
 from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.jsonl import JSONLLogger
@@ -16,6 +17,8 @@ from rlflow.loggers.logger import Logger
 from rlflow.process import startup
 from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.resume import Resume
+
+LETTERS = 200  # shown of a sample's prompt, and of its response
 
 
 class Recording:
@@ -82,7 +85,9 @@ class Recording:
 
     def step(self, done: int, metrics: dict[str, float], records: bool) -> None:
         """Show a step on the terminal, and pass it to loggers if `records`; called by all ranks."""
-        self._write(metrics, done, records)
+        samples = self._write(metrics, done, records)
+        if done == self._done_before + 1 and samples:
+            self.console.say(scored_sample(samples[0]))
         self.console.step(done, metrics)
 
     def state_dict(self) -> dict[str, float]:
@@ -98,7 +103,8 @@ class Recording:
             for logger in self._started:
                 stack.callback(logger.finalize, status)
 
-    def _write(self, metrics: dict[str, float], done: int, records: bool = True) -> None:
+    def _write(self, metrics: dict[str, float], done: int, records: bool = True) -> list[dict[str, Any]]:
+        """Pass metrics and the step's samples to the loggers; on rank 0 the samples are returned."""
         samples = self._run.samples.take(done - 1)
         for logger in self._loggers if records else ():
             if metrics:
@@ -106,12 +112,20 @@ class Recording:
             if samples:
                 logger.log_samples(samples, done)
         self._warn()
+        return samples
 
     def _warn(self) -> None:
         """Show warnings about damage of the run's own files."""
         for logger in self._own:
             while logger.warnings:
                 self.console.say(logger.warnings.pop(0))
+
+
+def scored_sample(sample: Mapping[str, Any]) -> str:
+    """One line: a sample of a step with what it got, so that a wrong reward is seen at the beginning."""
+    prompt, response = (shortened(readable_line(sample[name]), LETTERS) for name in ("prompt", "response"))
+    parts = "".join(f", {name} {part:g}" for name, part in sample["parts"].items() if part is not None)
+    return f"a sample: '{response}' to '{prompt}' has the reward {sample['reward']:g}{parts}"
 
 
 def by_summary_name(metrics: dict[str, float]) -> dict[str, float]:
@@ -129,7 +143,12 @@ def on_terminal(summarized: dict[str, float]) -> dict[str, float]:
     """The metrics of a validation that the terminal shows; those that come with every scoring are left out."""
     of_scoring = ("reward", "length", "truncated", "errors")
     scored = {f"{greedy}{name}" for greedy in ("", "greedy_") for name in of_scoring}
-    return {name: value for name, value in summarized.items() if name not in scored and not name.startswith("pass@")}
+    found = {}
+    for name, value in summarized.items():
+        dataset, _, last = name.rpartition("/")  # of `math/accuracy`, of the dataset `math` in a mixture
+        if last not in scored and not last.startswith("pass@") and not dataset.startswith("greedy_"):
+            found[name] = value
+    return found
 
 
 def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
@@ -140,8 +159,11 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> list[str]:
     )
     ends = {name: (before[name], after[name]) for name in after if name in before}
     greedy = ends.pop("greedy_accuracy", None)
-    held_out = f"on {summary.get('problems')} held-out problems"
-    lines = [f"{name} {held_out}: {start:.3f} before, {end:.3f} after" for name, (start, end) in ends.items()]
+    held_out = f" on {summary.get('problems')} held-out problems"
+    lines = [
+        f"{name}{held_out * ('/' not in name)}: {start:.3f} before, {end:.3f} after"
+        for name, (start, end) in ends.items()
+    ]
     if greedy is not None:
         lines[list(ends).index("accuracy")] += f" (greedy {greedy[0]:.3f}, {greedy[1]:.3f})"
     seconds = ", ".join(f"{stage} {time:.0f} s" for stage, time in summary["seconds"].items())

@@ -103,6 +103,7 @@ def join(run: Run, resolved_config: str | None) -> None:
         prompt_column=run.data.prompt,
         trainer_state=run.trainer_state,
         reward=run.module.scorer,
+        masks=run.train.masks,
         scored_as_made=run.scored_as_made,
     )
     run.module.attach(run.context)

@@ -9,13 +9,14 @@ import torch
 
 from rlflow.controller.run import Run
 from rlflow.dag.tasks import rank_ranges
-from rlflow.errors import UserError
+from rlflow.errors import SHOWN, UserError, readable_line, shortened
 from rlflow.memory.estimate import memories, memory_lines
 from rlflow.memory.workload import Workload, workload_of
 from rlflow.models.sizes import size_of
-from rlflow.module import handles
+from rlflow.module import environments, handles
 from rlflow.run.schedules import updates_per_step
 from rlflow.storage.space import in_bytes
+from rlflow.values.batch import Batch
 from rlflow.values.layout import Layout
 
 
@@ -138,6 +139,21 @@ def device_memory(device: torch.device, ranks_here: int) -> tuple[float, float]:
         return float(total), float(free)
     memory = psutil.virtual_memory()
     return memory.total / ranks_here, memory.available / ranks_here
+
+
+def first_prompt(run: Run) -> list[str]:
+    """The first prompt that is drawn, with its special tokens, and the response to learn if there is one; one line.
+
+    Of a run with an environment there is none: the environment begins the conversation, see `rlflow play`.
+    """
+    if environments(run.module):
+        return []
+    batch = run.train.first()
+    prompt = batch.prompt_ids.rows()[0]
+    learned = batch.response_ids[0, : batch.lengths[0]] if isinstance(batch, Batch) else batch.chosen_ids.rows()[0]
+    shown = [shortened(readable_line(run.decode_with_special(ids.tolist())), SHOWN) for ids in (prompt, learned)]
+    response = f", with the response '{shown[1]}'" if len(learned) else ""
+    return [f"the first prompt, {len(prompt)} tokens: '{shown[0]}'{response}"]
 
 
 def trusted_code(run: Run) -> list[str]:

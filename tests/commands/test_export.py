@@ -10,8 +10,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlflow import CausalLM, LoRA, ValueModel
+from rlflow import CausalLM, LoRA, Trainer, ValueModel
+from rlflow.algorithms import SFT
 from rlflow.cli import main
+from rlflow.data import PromptData
+from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 
 CPU = torch.device("cpu")
@@ -96,12 +99,38 @@ def test_the_adapter_form_is_what_peft_loads(tmp_path: Path) -> None:
     assert all(torch.equal(parameter, stored[name]) for name, parameter in own.items())
 
 
+def test_a_checkpoint_is_exported_as_the_model_that_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(4)]
+    module = SFT(CausalLM(str(write_tiny_model(tmp_path / "base", layers=1)), optimizer=Optimizer(lr=0.01)))
+    Trainer(tmp_path / "one", accelerator="cpu", max_steps=1).fit(module, PromptData(rows, prompts_per_step=4))
+    longer = Trainer(tmp_path / "two", accelerator="cpu", max_steps=2, save_every_n_steps=1)
+    longer.fit(module, PromptData(rows, prompts_per_step=4))
+    first = tmp_path / "two" / "checkpoint" / "step-00000001"
+    main(["export", "--model", str(first), "--to", str(tmp_path / "out")])
+    exported, expected, last = (
+        load_file(tmp_path / each / "model.safetensors") for each in ("out", "one/model", "two/model")
+    )
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    assert not all(torch.equal(exported[name], last[name]) for name in last)
+    main(["export", "--model", str(tmp_path / "two"), "--to", str(tmp_path / "half"), "--dtype", "bf16"])
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half.lm_head.weight, last["model.embed_tokens.weight"].bfloat16())
+    assert "| steps | 2 |" in (tmp_path / "half" / "README.md").read_text()
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+    told = refusal(capfd, "export", "--model", str(first), "--to", str(tmp_path / "other"), "--role", "critic")
+    assert "has actor; name one of these" in told
+
+
 def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base = write_tiny_model(tmp_path / "base", layers=1)
     adapter = run_folder(str(base), tmp_path / "model")
     for arguments, told in (
-        (("--model", str(base), "--to", str(tmp_path / "out")), "a whole model in Hugging Face form; use it as it is"),
-        (("--model", str(tmp_path), "--to", str(tmp_path / "out")), "which has no adapter_config.json; give the"),
+        (("--model", str(base), "--to", str(tmp_path / "out"), "--form", "adapter"), "which has no adapter; leave"),
+        (
+            ("--model", str(tmp_path / "runs"), "--to", str(tmp_path / "out")),
+            "no config.json and no adapter_config.json",
+        ),
         (("--model", str(adapter), "--to", str(base)), "where there is something already; name a new folder"),
         (("--model", str(adapter), "--to", str(tmp_path / "out"), "--form", "both"), "`--form` is 'both'; give one of"),
     ):

@@ -12,7 +12,7 @@ from rlflow.functional import Importance
 from tests.exactness.recording import GROUP, LONGEST, PROMPTS, TEMPERATURE, USELESS, Answer, Recording
 from tests.making import OF_A_MODEL, PARTS
 from tests.reference.discriminator_float64 import discriminator_update
-from tests.reference.pairs_float64 import Pair, dpo_update, reward_model_update
+from tests.reference.pairs_float64 import Pair, dpo_update, kto_update, reward_model_update, simpo_update
 from tests.reference.policy_float64 import Folders, Objective, Sample, critic_updates, policy_updates
 from tests.reference.sft_float64 import Example, sft_update
 from tests.reference.update import Step, Update
@@ -48,7 +48,7 @@ class Case:
     models: Mapping[str, str] = field(default_factory=dict)
     past: bool = True
     model: str = "policy"
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
     turns: bool = False
     noise: float = 0.0
     paid: Literal["", "turns", "end"] = ""
@@ -63,6 +63,9 @@ SEQUENCES = "sequence-mean-token-mean"
 REFERENCE = {"reference": "reference"}
 PAIRS = {"response": "answer", "rejected": "worse"}
 BETA = 0.3
+GAMMA = 0.2
+IN_ORDER = {"response": "answer", "shuffle": False}  # the divergence is of each row with the next
+KTO_WEIGHTS = {"good_weight": 1.5, "bad_weight": 0.5}
 GRPO = of_samples("grpo", clip_high=0.28, kl_coef=0.3, kl_kind="k3-ratio")
 
 CASES = {
@@ -174,6 +177,10 @@ CASES = {
     ),
     "SFT": Case("SFT", columns={"response": "answer"}),
     "DPO": Case("DPO", more={"beta": BETA}, models=REFERENCE, columns=PAIRS),
+    "KTO": Case(  # models the other way round: the divergence of the recorded policy is estimated below 0, which is 0
+        "KTO", more={"beta": BETA, **KTO_WEIGHTS}, model="reference", models={"reference": "policy"}, columns=IN_ORDER
+    ),
+    "SimPO": Case("SimPO", more={"beta": BETA, "gamma": GAMMA}, columns=PAIRS),
     "RewardModelTraining": Case("RewardModelTraining", model="judge", columns=PAIRS),
 }
 
@@ -324,6 +331,12 @@ def truth(case: Case, recording: Recording) -> dict[str, Update]:
             return {"actor": sft_update(model, examples, step=step)}
         case "DPO":
             return {"actor": dpo_update(model, recording.reference, pairs, BETA, step)}
+        case "KTO":
+            rows = [(pair.prompt_ids, pair.chosen_ids, p % 3 > 0) for p, pair in zip(case.prompts, pairs, strict=True)]
+            weights = tuple(KTO_WEIGHTS.values())
+            return {"actor": kto_update(model, recording.policy, rows, BETA, weights, step)}
+        case "SimPO":
+            return {"actor": simpo_update(model, pairs, BETA, GAMMA, step)}
         case "RewardModelTraining":
             return {"reward_model": reward_model_update(model, pairs, step)}
         case "GAIL":

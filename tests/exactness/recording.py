@@ -150,7 +150,8 @@ def record(
             group.append(Answer(tokens, *past.of(draw, prompt, tokens), not cut, float(response.count("1"))))
         answers.append(group)
     rows: list[dict[str, Any]] = [
-        {"question": each, "answer": text(p, 0), "worse": text(p, 3)} for p, each in enumerate(texts)
+        {"question": each, "answer": text(p, 0), "worse": text(p, 3), "label": p % 3 > 0}
+        for p, each in enumerate(texts)
     ]
     for row, shown in zip(rows, pictures, strict=False):
         row["images"] = [f"data:image/png;base64,{base64.b64encode(each.data).decode()}" for each in shown]

@@ -33,7 +33,7 @@ CLIPS = {"clip_low", "clip_high"}
 # Every number of ranks once; by two stages what is not a sum over samples that look at their own group alone. The slow
 # test of every setting has the others.
 FEW = [("GRPO", COVER[ranks], ranks) for ranks in RANKS]
-FEW += [(name, COVER[2][2:], 2) for name in ("PPO", "SFT", "DPO")]
+FEW += [(name, COVER[2][2:], 2) for name in ("PPO", "SFT", "DPO")] + [("KTO", COVER[2][2:3], 2)]
 OVER_TOKENS = ("sequence-mean-token-sum", "constant", "sequence-mean-token-mean")  # and ranks
 
 Truth = Callable[[str], dict[str, Update]]

@@ -53,6 +53,64 @@ def dpo_update(
     return one_update(policy, torch.stack(losses).mean(), step)
 
 
+def kto_update(
+    folder: str | Path,
+    reference: str | Path,
+    rows: Sequence[tuple[Sequence[int], Sequence[int], bool]],
+    beta: float,
+    weights: tuple[float, ...],
+    step: Step = DEFAULT_STEP,
+) -> Update:
+    """KTO, arXiv 2402.01306, equations 7 and 8, with z of mismatched rows, shifted by one (section 4.1 there).
+
+    Args:
+        folder: The policy, in Hugging Face form.
+        reference: The reference policy.
+        rows: Of each response its prompt, its tokens, and whether it is good.
+        beta: Of the value function.
+        weights: Of good responses and of bad ones.
+        step: Settings of the optimizer.
+    """
+    policy, ref = load_float64(folder), load_float64(reference)
+
+    def reward(prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            given = response_logprobs(ref, prompt, response, 1.0).sum()
+        return response_logprobs(policy, prompt, response, 1.0).sum() - given
+
+    with torch.no_grad():
+        shifted = [reward(prompt, rows[(i + 1) % len(rows)][1]) for i, (prompt, _, _) in enumerate(rows)]
+    z = max(0.0, float(sum(shifted)) / len(rows))
+    losses = []
+    for prompt, response, good in rows:
+        r = reward(prompt, response)
+        value = 1 / (1 + torch.exp(-beta * (r - z))) if good else 1 / (1 + torch.exp(-beta * (z - r)))
+        losses.append(weights[0 if good else 1] * (1 - value))
+    return one_update(policy, torch.stack(losses).mean(), step)
+
+
+def simpo_update(
+    folder: str | Path, pairs: Sequence[Pair], beta: float, gamma: float, step: Step = DEFAULT_STEP
+) -> Update:
+    """`-log sigmoid(beta mean log pi(c) - beta mean log pi(r) - gamma)`, its mean over the pairs: arXiv 2405.14734, 6.
+
+    Args:
+        folder: The policy, in Hugging Face form.
+        pairs: The batch.
+        beta: Scale of the log-probabilities, which are means over tokens.
+        gamma: Target margin.
+        step: Settings of the optimizer.
+    """
+    policy, losses = load_float64(folder), []
+    for pair in pairs:
+        per_token = [
+            response_logprobs(policy, pair.prompt_ids, ids, 1.0).sum() / len(ids)
+            for ids in (pair.chosen_ids, pair.rejected_ids)
+        ]
+        losses.append(torch.log(1 + torch.exp(gamma - beta * (per_token[0] - per_token[1]))))
+    return one_update(policy, torch.stack(losses).mean(), step)
+
+
 def reward_model_update(folder: str | Path, pairs: Sequence[Pair], step: Step = DEFAULT_STEP) -> Update:
     """`-log(exp s(c) / (exp s(c) + exp s(r)))`, its mean over the pairs: InstructGPT, arXiv 2203.02155, equation 1.
 

@@ -1,0 +1,90 @@
+"""Kahneman-Tversky Optimization, from responses that are each good or bad: arXiv 2402.01306."""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from rlflow import Batch, CausalLM, PerSample, RLModule, UserError, node
+from rlflow.functional import kto_loss
+from rlflow.types import Ragged, Scalar, Sourced
+
+
+class RowsWithLabels(Sourced, Protocol):
+    """The fields of the dataset's rows that say which responses are good."""
+
+    lengths: PerSample
+
+
+@dataclass(eq=False)
+class KTO(RLModule):
+    """lambda_D (1 - sigmoid(beta (r - z))) for a good response, lambda_U (1 - sigmoid(beta (z - r))) for a bad one.
+
+    Equations 7 and 8, one loss for each response of the dataset: r = log pi(y|x) - log ref(y|x), summed over tokens,
+    and z the policy's divergence from the reference. As the authors do, z is the mean of r over all rows of the step,
+    each prompt with the response of the next row, and at least 0; it is that of the policy before the step.
+
+    Args:
+        actor: The model to train.
+        beta: How soon gains and losses saturate, above 0.
+        reference: The frozen model that log ratios are taken to; None for the actor as it is before training.
+        good_weight: lambda_D. If good and bad rows are not as many, the paper lets lambda_D times the number of good
+            rows be from 1 to 1.5 times lambda_U times the number of bad ones (equation 9).
+        bad_weight: lambda_U.
+        label: Column that is true where the response is good.
+    """
+
+    actor: CausalLM | str
+    beta: float = 0.1
+    reference: CausalLM | str | None = None
+    good_weight: float = 1.0
+    bad_weight: float = 1.0
+    label: str = "label"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.beta > 0:
+            raise UserError(f"`beta` is {self.beta}; give more than 0, or good and bad responses count alike")
+
+    def configure_models(self) -> None:
+        if self.reference is None:
+            self.reference = self.actor.initial()
+        else:
+            self.reference.only_scores(like=self.actor)  # type: ignore[arg-type]
+
+    @node
+    def labels(self, batch: RowsWithLabels) -> PerSample:
+        values = [row.get(self.label) for row in batch.rows]
+        if wrong := [value for value in values if value not in (True, False)]:
+            raise UserError(f"`label` is {self.label!r}, and a row has {wrong[0]!r:.60} there; write true or false")
+        return torch.tensor(values, dtype=torch.float32, device=batch.lengths.device)
+
+    @node(role="reference")
+    def ref_logprobs(self, batch: Batch) -> PerSample:
+        return self.reference.logprobs(batch).sum(dim=1)
+
+    @node(role="reference")
+    def ref_swapped(self, batch: Batch) -> PerSample:
+        return self.reference.logprobs(self.swapped(batch)).sum(dim=1)
+
+    @node(role="actor")
+    def divergence(self, batch: Batch, ref_swapped: PerSample) -> Scalar:
+        return self.mean(self.actor.logprobs(self.swapped(batch)).sum(dim=1) - ref_swapped).clamp(min=0.0)
+
+    @node(role="actor", type="train")
+    def actor_loss(self, batch: Batch, labels: PerSample, ref_logprobs: PerSample, divergence: Scalar) -> PerSample:
+        ratios = self.actor.logprobs(batch).sum(dim=1) - ref_logprobs
+        good = labels.bool()
+        self.log("actor/good_reward", self.beta * ratios.detach(), good)
+        self.log("actor/bad_reward", self.beta * ratios.detach(), ~good)
+        return kto_loss(ratios, divergence, good, self.beta, self.good_weight, self.bad_weight)
+
+    def swapped(self, batch: Batch) -> Batch:
+        """Each row's prompt with the response of the next row of the step, of the last with that of the first."""
+        ids = self.all_rows(batch.index)  # [N], ascending
+        following = (torch.searchsorted(ids, batch.index) + 1) % len(ids)
+        within = torch.arange(batch.response_ids.shape[1], device=batch.lengths.device) < batch.lengths[:, None]
+        responses = self.all_rows(Ragged(batch.response_ids[within], batch.lengths)).take(following)
+        padded = responses.padded()
+        mask = torch.arange(padded.shape[1], device=padded.device) < responses.lengths[:, None]
+        return replace(batch, response_ids=padded, lengths=responses.lengths, loss_mask=mask)

@@ -1,0 +1,87 @@
+"""A reward for each of several datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlflow.errors import UserError
+from rlflow.rewards.reward import Reward, RewardInput, Scores, read_column, scored
+from rlflow.rewards.weighted_sum import OneReward, as_reward, strictest
+
+
+class ByDataset(Reward):
+    """Scores each response with the reward of its dataset, whose name a `Mixture` writes into a column of the row.
+
+        ByDataset({"math": MathVerify(), "sums": ExactMatch()})
+
+    Parts of these rewards are not logged. Responses are scored after the last one has ended.
+
+    Args:
+        rewards: The rewards by the name of the dataset, or what `as_reward` makes one of.
+        column: Column of the name.
+    """
+
+    def __init__(self, rewards: Mapping[str, OneReward], column: str = "dataset") -> None:
+        if not rewards:
+            raise UserError("`rewards` is empty; give each dataset its reward")
+        self.rewards = {name: as_reward(each) for name, each in rewards.items()}
+        super().__init__(strictest(self.rewards.values()))
+        self.column = column
+        self.reads = {column: False}
+
+    @property
+    def drops(self) -> bool:
+        return any(each.drops for each in self.rewards.values())
+
+    @property
+    def checked_by(self) -> str:
+        return " | ".join(f"{name}: {each.checked_by} {dict(each.reads)}" for name, each in self.rewards.items())
+
+    def check(self, row: dict[str, Any]) -> None:
+        reward = self.of(row)
+        for name, may_be_null in reward.reads.items():
+            read_column(row, name, may_be_null)
+        reward.check(row)
+
+    def of(self, row: Mapping[str, Any]) -> Reward:
+        """The reward of a row.
+
+        Raises:
+            UserError: Its dataset has none.
+        """
+        name = str(read_column(row, self.column))
+        if name not in self.rewards:
+            raise UserError(
+                f"the row is of the dataset `{name}`, and `rewards` has one for {', '.join(self.rewards)}; add it"
+            )
+        return self.rewards[name]
+
+    def score(self, responses: RewardInput) -> Scores:
+        whole = Scores([0.0] * len(responses))
+        for reward in dict.fromkeys(self.rewards.values()):  # one may be that of several datasets
+            places = [i for i, row in enumerate(responses.rows) if self.of(row) is reward]
+            of_it = taken(responses, places)
+            found = reward.settled(scored(reward, of_it), of_it)
+            for i, score in zip(places, found.total, strict=True):
+                whole.total[i] = score
+            whole.failed.update({places[i]: how for i, how in found.failed.items()})
+            for each, values in found.metrics.items():
+                whole.metrics.setdefault(each, []).extend(values)
+            for each, of_samples in found.columns.items():
+                column = whole.columns.setdefault(each, [None] * len(responses))
+                for i, value in zip(places, of_samples, strict=True):
+                    column[i] = value
+        return whole
+
+
+def taken(responses: RewardInput, places: list[int]) -> RewardInput:
+    """Some of the samples."""
+    return replace(
+        responses,
+        texts=[responses.texts[i] for i in places],
+        rows=[responses.rows[i] for i in places],
+        conversations=[responses.conversations[i] for i in places] if responses.conversations else (),
+        token_ids=lambda: [ids for i, ids in enumerate(responses.token_ids()) if i in places],
+    )

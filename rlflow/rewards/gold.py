@@ -1,0 +1,61 @@
+"""Before the first step, gold answers are scored: what a row itself says is right must get the best reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rlflow.errors import UserError, readable_line
+from rlflow.rewards.by_dataset import ByDataset
+from rlflow.rewards.reward import BEST_REWARD, Reward, RewardInput, scored
+from rlflow.rewards.weighted_sum import WeightedSum
+
+TOLERANCE = 1e-6  # of a score that a task's own scorer computes
+LETTERS = 120  # shown of a gold answer
+
+
+def check_gold(reward: Reward, rows: Sequence[dict[str, Any]], places: Sequence[str], prompt_column: str | None) -> int:
+    """Score the gold answers of rows; returns how many there are.
+
+    Each part of a sum that knows gold answers is asked by itself. A policy that answers like the dataset could not be
+    rewarded where such an answer is not: the answer's column, its form, or the reward is wrong.
+
+    Args:
+        reward: The module's reward.
+        rows: Some rows of the dataset.
+        places: The place of each, for the error.
+        prompt_column: Column of the prompt, see `RewardInput`.
+
+    Raises:
+        UserError: A gold answer gets less than `BEST_REWARD`; the first such answer is shown.
+    """
+    looked_at = 0
+    found: dict[Reward, list[tuple[dict[str, Any], str, str]]] = {}
+    for row, place in zip(rows, places, strict=True):
+        for part in _parts(reward, row):
+            if text := part.gold_of(row):
+                found.setdefault(part, []).append((row, place, text))
+    for part, known in found.items():
+        texts = [text for _, _, text in known]
+        scores = scored(part, RewardInput(texts, [row for row, _, _ in known], prompt_column)).total
+        wrong = [place for place, score in enumerate(scores) if score < BEST_REWARD - TOLERANCE]
+        if wrong:
+            first = wrong[0]
+            raise UserError(
+                f"{part} gives {len(wrong)} of {len(texts)} gold answers less than {BEST_REWARD:g}, so no response to"
+                f" these rows could be right: {scores[first]:g} for '{readable_line(texts[first]):.{LETTERS}}'"
+                f" ({known[first][1]}); mend the answers, name another column, or mend the reward"
+            )
+        looked_at += len(texts)
+    return looked_at
+
+
+def _parts(reward: Reward, row: dict[str, Any]) -> Iterator[Reward]:
+    """The rewards that score a row's responses by themselves: those of which a sum is made, of its dataset."""
+    if isinstance(reward, ByDataset):
+        yield from _parts(reward.of(row), row)
+    elif isinstance(reward, WeightedSum):
+        for part in reward.parts.values():
+            yield from _parts(part, row)
+    else:
+        yield reward

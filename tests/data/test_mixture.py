@@ -1,0 +1,155 @@
+"""Several datasets as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlflow import Trainer, UserError
+from rlflow.algorithms import GRPO, SFT
+from rlflow.data import MixedDataset, Mixture, PromptData
+from rlflow.data.loader import Loader
+from rlflow.data.mixture import apportioned
+from rlflow.models.tiny import write_tiny_model
+from rlflow.rewards import ByDataset, CallableReward, ExactMatch, RewardInput
+
+
+def rows(name: str, count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{name}{i}", "answer": str(i)} for i in range(count)]
+
+
+def mixed(**weights: tuple[int, float]) -> Mixture:
+    return Mixture({name: MixedDataset(rows(name, count), weight) for name, (count, weight) in weights.items()})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture") / "tiny"
+    return write_tiny_model(folder, hidden_size=32, intermediate_size=48, layers=1, max_position=64)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    return found
+
+
+def loader_of(source: Mixture, tokenizer: PreTrainedTokenizerBase, step: int, limit: int | None = None) -> Loader:
+    return Loader(source, PromptData(source, prompts_per_step=step).resolved(), tokenizer, seed=3, limit=limit)
+
+
+def drawn(loader: Loader, draws: Sequence[int], shards: int = 1) -> list[str]:
+    return [
+        row["prompt"] for draw in draws for shard in range(shards) for row in loader.batch(draw, shard, shards)[0].rows
+    ]
+
+
+def test_each_step_has_the_datasets_in_proportion_to_their_weights(tokenizer: PreTrainedTokenizerBase) -> None:
+    loader = loader_of(mixed(a=(20, 2.0), b=(10, 1.0)), tokenizer, step=6)
+    for draw in range(12):
+        assert Counter(prompt[0] for prompt in drawn(loader, [draw])) == {"a": 4, "b": 2}
+
+
+def test_a_small_dataset_of_a_large_weight_is_passed_over_several_times(tokenizer: PreTrainedTokenizerBase) -> None:
+    loader = loader_of(mixed(a=(16, 1.0), b=(4, 1.0)), tokenizer, step=4)
+    # An epoch is 20 prompts: 10 of `b`, so two passes and half of the third, which the next epoch finishes.
+    of_b = [prompt for prompt in drawn(loader, range(10)) if prompt[0] == "b"]
+    assert len(of_b) == 20
+    for start in range(0, 20, 4):
+        assert set(of_b[start : start + 4]) == {"b0", "b1", "b2", "b3"}
+    assert of_b[:4] != of_b[4:8] or of_b[4:8] != of_b[8:12]  # in another order in each pass
+    assert len({prompt for prompt in drawn(loader, range(8)) if prompt[0] == "a"}) == 16
+
+
+def test_a_draw_depends_neither_on_draws_before_nor_on_shards(tokenizer: PreTrainedTokenizerBase) -> None:
+    source = mixed(a=(13, 1.5), b=(7, 1.0), c=(3, 0.5))
+    one = drawn(loader_of(source, tokenizer, step=5), range(9))
+    assert drawn(loader_of(source, tokenizer, step=5), range(9), shards=3) == one
+    assert drawn(loader_of(source, tokenizer, step=5), [7]) == one[35:40]
+
+
+def test_a_limit_takes_rows_of_every_dataset(tokenizer: PreTrainedTokenizerBase) -> None:
+    loader = loader_of(mixed(a=(20, 1.0), b=(10, 1.0)), tokenizer, step=3, limit=6)
+    assert [row["prompt"] for row in loader.all(0, 1)[0].rows] == ["a0", "a1", "a2", "a3", "b0", "b1"]
+
+
+def test_a_dataset_writes_its_prompt_by_a_column_and_a_template() -> None:
+    math = MixedDataset(
+        [{"problem": {"text": "2+2"}, "hint": "add"}], prompt="problem.text", template="{prompt}=({hint})"
+    )
+    source = Mixture({"math": math, "plain": rows("p", 1)})
+    assert source.read([1, 0]) == [
+        {"prompt": "p0", "answer": "0", "dataset": "plain"},
+        {"problem": {"text": "2+2"}, "hint": "add", "prompt": "2+2=(add)", "dataset": "math"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (lambda: MixedDataset([], weight=0.0), "`weight` is 0.0"),
+        (lambda: Mixture({"a b": rows("a", 1)}), "has the name 'a b'"),
+        (
+            lambda: Mixture({"a": [{"prompt": "1", "dataset": "web"}]}).read([0]),
+            "has a column `dataset` already, 'web'",
+        ),
+        (
+            lambda: mixed(a=(3, 1e6), b=(3, 1.0)).drawn(torch.arange(6), 0, lambda of, *_: of),
+            "`b` of the mixture gets none",
+        ),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(source: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        source()
+
+
+def test_whole_numbers_in_proportion_add_up_to_the_total() -> None:
+    assert apportioned([2.0, 1.0], 10) == [7, 3]
+    assert apportioned([1.0, 1.0, 1.0], 10) == [4, 3, 3]
+
+
+def tenth(response: str) -> float:
+    return 0.1
+
+
+def test_a_response_gets_the_score_of_its_datasets_reward() -> None:
+    reward = ByDataset({"a": ExactMatch(), "b": CallableReward(tenth)})
+    given = [{"dataset": "b", "answer": "1"}, {"dataset": "a", "answer": "1"}, {"dataset": "a", "answer": "2"}]
+    assert reward.score(RewardInput(["1", "1", "1"], given)).total == [0.1, 1.0, 0.0]
+    with pytest.raises(UserError, match="of the dataset `c`, and `rewards` has one for a, b"):
+        reward.check({"dataset": "c"})
+
+
+def starts_with_a_digit(response: str) -> float:
+    return float(response[:1].isdigit())
+
+
+def test_training_and_validation_measure_each_dataset(model: Path, tmp_path: Path) -> None:
+    reward = ByDataset({"a": CallableReward(starts_with_a_digit), "b": CallableReward(tenth)})
+    module = GRPO(str(model), reward=reward, group_size=2, max_response_length=3)
+    source = mixed(a=(8, 1.0), b=(4, 1.0))
+    trainer = Trainer(tmp_path / "run", accelerator="cpu", max_steps=1, val_samples=2)
+    trainer.fit(module, PromptData(source, source, prompts_per_step=4))
+    metrics = trainer.callback_metrics
+    assert metrics["reward/b/mean"] == pytest.approx(0.1)
+    assert metrics["reward/mean"] == pytest.approx((metrics["reward/a/mean"] + metrics["reward/b/mean"]) / 2)
+    # Validation has all 8 and 4 rows, whatever the weights.
+    assert metrics["val/reward"] == pytest.approx((8 * metrics["val/a/reward"] + 4 * metrics["val/b/reward"]) / 12)
+    assert metrics["val/b/accuracy"] == 0.0
+    assert "val/a/pass@2" in metrics
+
+
+def test_the_loss_of_held_out_responses_is_measured_of_each_dataset(model: Path, tmp_path: Path) -> None:
+    source = mixed(a=(4, 1.0), b=(4, 1.0))  # responses of one character and the end of text: as many tokens of each
+    trainer = Trainer(tmp_path / "run", accelerator="cpu", max_steps=1)
+    trainer.fit(SFT(str(model)), PromptData(source, source, prompts_per_step=4, response="answer"))
+    metrics = trainer.callback_metrics
+    assert metrics["val/loss"] == pytest.approx((metrics["val/a/loss"] + metrics["val/b/loss"]) / 2)
+    assert metrics["val/a/loss"] != metrics["val/b/loss"]

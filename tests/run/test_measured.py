@@ -1,0 +1,113 @@
+"""`rlflow test` and `rlflow predict`: what a model says of a dataset, measured and written."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlflow import CausalLM, Trainer, UserError
+from rlflow.algorithms import GRPO, SFT
+from rlflow.commands.fit import read_fit
+from rlflow.data import Mixture, PromptData
+from rlflow.functional import bootstrap_interval
+from rlflow.models.tiny import write_tiny_model
+from tests.slow import slow_but
+
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(6)]
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "tests").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measured") / "tiny"
+    return write_tiny_model(folder, hidden_size=32, intermediate_size=48, layers=1, max_position=64)
+
+
+def has_a_letter(response: str) -> float:
+    return float(any(each.isalpha() for each in response))
+
+
+def grpo(model: Path) -> GRPO:
+    return GRPO(CausalLM(str(model)), reward=has_a_letter, max_response_length=3)
+
+
+def trainer(folder: Path, **settings: Any) -> Trainer:
+    return Trainer(folder / "run", accelerator="cpu", **settings)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_interval_has_the_quantiles_of_the_binomial_distribution() -> None:
+    # Of 100 prompts with 50 right, a resample has Binomial(100, 1/2) right ones: 2.5 % are below 40, 97.5 % up to 60.
+    low, high = bootstrap_interval(torch.tensor([0.0, 1.0] * 50))
+    assert (low, high) == pytest.approx((0.40, 0.60))
+    # Right or wrong by prompt, not by response: 4 alike responses to a prompt say no more than one.
+    assert bootstrap_interval(torch.ones(10)) == (1.0, 1.0)
+
+
+def test_the_results_are_those_of_the_responses_that_are_left(model: Path, tmp_path: Path) -> None:
+    source = Mixture({"a": ROWS[:4], "b": ROWS[4:]})
+    results = trainer(tmp_path, val_samples=4).test(grpo(model), PromptData(source, source))
+    assert json.loads((tmp_path / "run-test" / "test.json").read_text()) == results
+    left = lines(tmp_path / "run-test" / "responses.jsonl")
+    for dataset, prefix in (("", ""), ("a", "a/"), ("b", "b/")):
+        of = [each for each in left if dataset in ("", each["dataset"])]
+        sampled: dict[int, list[float]] = {}
+        for each in of:
+            assert each["reward"] == has_a_letter(each["response"])
+            if not each["greedy"]:
+                sampled.setdefault(each["row"], []).append(each["reward"])
+        shares = [sum(rewards) / 4 for rewards in sampled.values()]
+        pairs = [max(pair) for rewards in sampled.values() for pair in combinations(rewards, 2)]
+        greedy = [each["reward"] for each in of if each["greedy"]]
+        assert results[f"{prefix}avg@4"]["mean"] == pytest.approx(sum(shares) / len(shares))
+        assert results[f"{prefix}pass@2"]["mean"] == pytest.approx(sum(pairs) / len(pairs))
+        assert results[f"{prefix}greedy"]["mean"] == pytest.approx(sum(greedy) / len(greedy))
+    assert 0 < results["avg@4"]["low"] < results["avg@4"]["mean"] < results["avg@4"]["high"] < 1
+    assert results["problems"] == 6
+
+
+def test_predictions_go_on_where_a_killed_process_stopped(model: Path, tmp_path: Path) -> None:
+    how = {"val_samples": 2}
+    whole = Path(trainer(tmp_path, **how).predict(grpo(model), ROWS)["path"])
+    text = whole.read_text()
+    assert [(each["row"], each["sample"]) for each in lines(whole)] == [(row, i) for row in range(6) for i in range(2)]
+    # What is left of a process that was killed within the line of row 2, sample 0.
+    kept = text.splitlines(keepends=True)
+    first = json.dumps(json.loads(kept[0]) | {"response": "written before"}) + "\n"
+    (whole.parent / "part-0-0.jsonl").write_text("".join([first, *kept[1:4]]) + kept[4][:20])
+    whole.unlink()
+    again = trainer(tmp_path, **how).predict(grpo(model), ROWS)
+    assert (again["found"], whole.read_text()) == (2, text.replace(kept[0], first))
+
+
+@pytest.mark.slow
+def test_predictions_of_other_prompts_begin_anew(model: Path, tmp_path: Path) -> None:
+    trainer(tmp_path).predict(grpo(model), ROWS)
+    assert trainer(tmp_path).predict(grpo(model), ROWS[:5])["found"] == 0
+    assert len(lines(tmp_path / "run-predict" / "responses.jsonl")) == 5
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_run_stands_for_its_model(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "model").symlink_to(model)
+    of_run = trainer(tmp_path / "1").predict(grpo(tmp_path / "trained"), ROWS)["path"]
+    assert Path(of_run).read_text() == Path(trainer(tmp_path / "2").predict(grpo(model), ROWS)["path"]).read_text()
+
+
+def test_what_generates_nothing_predicts_nothing(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="SFT generates nothing"):
+        trainer(tmp_path).predict(SFT(str(model)), PromptData(ROWS, response="answer"))
+
+
+@pytest.mark.parametrize("config", slow_but(CONFIGS[:1], CONFIGS), ids=lambda config: config.stem)
+def test_a_config_of_a_benchmark_has_settings_that_exist(config: Path) -> None:
+    assert read_fit(["--config", str(config), "--module.actor", "runs/mine"]).trainer.settings.val_samples > 1
