@@ -45,21 +45,17 @@ Terms = Mapping[str, Mapping[str, Option]]
 
 @dataclass(frozen=True)
 class Property:
-    """A change of the case, and what becomes of the output.
+    """A change of the case that changes no output.
 
     Attributes:
-        term: The term that is wrong where it does not hold.
-        text: What is seen where it does not hold.
+        term: The term that is wrong where it does.
+        text: What is seen then.
         change: The change, of a copy of the quantities.
-        then: The output after the change, from that before.
-        of: What is done to the case before both.
     """
 
     term: str
     text: str
     change: Callable[[dict[str, Any]], dict[str, Any]]
-    then: Callable[[Tensor], Tensor] = lambda output: output
-    of: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
 
 
 @dataclass(frozen=True, eq=False)
