@@ -424,6 +424,8 @@ class _Watched:
                 same = high - low <= 1e-4 * abs(high)
                 text = f"everything is {high:.6g}" if same else f"cases are {low:.6g} to {high:.6g}"
                 term = "denominator" if "denominator" in self._terms else "normalization"
+                if not same and term == "normalization":
+                    return ()
                 return (Change(term, "", f"{text} times what it should be", False), *conventions)
         return ()
 
@@ -480,11 +482,14 @@ class _Watched:
         """What the first case says in which few terms matter, or the groups of the first that differs."""
         first, view = missed[0], missed[0].view
         right, given = self.expected(first, choice), _in_float64(missed[0].view).given
-        if self._interface is GROUP and view.cut == "whole" and first.entries.shape == right.shape:
-            rows = (view.form == "rows") or given["mask"].cumsum(1)[given["mask"] != 0] == 1
-            apart = (first.entries, right) if view.form == "rows" else (first.entries[rows], right[rows])
+        apart = [first.entries, right]
+        if self._interface is GROUP and view.cut == "whole":
+            if view.form != "rows":  # of each row its first token that counts
+                apart = [x[given["mask"].cumsum(1)[given["mask"] != 0] == 1] for x in apart]
             if len(apart[0]) == len(given["rewards"]):
                 yield of_groups(*apart, given["rewards"], given["group"])
+        if self._interface is WHITENING and view.cut == "whole" and given["mask"].all():
+            yield of_groups(*apart, given["x"].flatten(), torch.zeros(given["x"].numel()))
         if view.case is self._interface.cases[0] and view.form == "scalar" and view.cut == "whole":
             by = self._interface.differentiates
             gradient = next(each for each in self.observed if each.gradient and each.view.case is view.case)

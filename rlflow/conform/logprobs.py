@@ -26,7 +26,10 @@ OUTPUTS = {
     "log": Option("log-softmax", lambda x, z: x),
     "none": Option("logits that are not normalized", lambda x, z: z),
     "probability": Option("probabilities in place of logprobs", lambda x, z: x.exp()),
-    "base 2": Option("logarithms to the base 2", lambda x, z: x / torch.log(torch.tensor(2.0))),
+    "time": Option(
+        "the softmax is over positions in place of tokens",
+        lambda x, z: torch.cat([z[:, :-1].log_softmax(1), x[:, -1:]], 1),
+    ),
 }
 SIGNS = {"plus": Option("logprobs", lambda x: x), "minus": Option("negative logprobs", lambda x: -x)}
 SHIFTS = {

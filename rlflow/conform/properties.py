@@ -112,10 +112,6 @@ def _rows(index: Callable[[int], Tensor]) -> Changed:
     return change
 
 
-def _of(name: str, new: Callable[[Tensor], Tensor]) -> Changed:
-    return lambda given: {**given, name: new(given[name])}
-
-
 def _other_prompt(given: dict[str, Any]) -> dict[str, Any]:
     """More reward for the rows of another prompt than that of the first row."""
     more = (given["group"] != given["group"][0]).to(given["rewards"].dtype)
@@ -134,11 +130,7 @@ LOSS = (_mask_of("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 AGGREGATION = (_mask_of("loss"), ORDER, TWICE)
 GROUP = (Property("group", "the rewards of another prompt change it", _other_prompt),)
 TOKENS = (_mask_of("token_rewards", "values"),)
-WHITENING = (
-    _mask_of("x"),
-    Property("baseline", "the same number added to all entries changes it", _of("x", lambda x: x + 3.0)),
-    Property("normalization", "twice the entries give other numbers than once", _of("x", lambda x: 2 * x)),
-)
+WHITENING = (_mask_of("x"),)
 LOGPROBS = (
     Property(
         "temperature",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Given = Mapping[str, Any]
@@ -34,10 +35,9 @@ class Option:
     compute: Any
     instead_of: tuple[str, ...] = ()
 
-    def __call__(self, *arguments: Any) -> Tensor:
+    def __call__(self, *arguments: Any) -> Any:
         """What the computation gives."""
-        result: Tensor = self.compute(*arguments)
-        return result
+        return self.compute(*arguments)
 
 
 Terms = Mapping[str, Mapping[str, Option]]
@@ -131,6 +131,12 @@ class View:
     def parts(self) -> list[Given]:
         """The quantities of each part."""
         return [rows_of(self.given, rows) for rows in self.case.parts]
+
+    def in_order(self, of_parts: Sequence[Tensor]) -> Tensor:
+        """Rows of the parts, in the order of the whole."""
+        rows = torch.cat(list(of_parts))
+        order = torch.tensor([row for part in self.case.parts for row in part]).argsort()
+        return rows if self.cut == "whole" else rows[order]
 
     def __str__(self) -> str:
         return self.case.name if self.cut == "whole" else f"{self.case.name}, in {self.cut}"
