@@ -4,7 +4,8 @@
     python -m benchmarks.museum --table      # run nothing: the table and the picture of what is there
 
 The embedded model is taught chains of 16 digits with slips (`benchmarks/learning/chains.py`), and then trained for 40
-steps with three seeds. All runs sample at temperature 0.7 and have a KL of 0.05, so that each bug has something to spoil.
+steps with three seeds. All runs sample at temperature 0.7 and have a KL of 0.05: each bug has something
+to spoil.
 """
 
 from __future__ import annotations
