@@ -244,7 +244,7 @@ def token_advantages(given: Given, choice: Choice) -> Tensor:
             last = torch.zeros_like(last)
         advantages[row, t] = last
     q.a = WHITENINGS[choice["normalization"]](advantages + (v if choice["baseline"] == "added" else 0.0), q.mask)
-    return SIGNS[choice["sign"]](q)
+    return torch.as_tensor(SIGNS[choice["sign"]](q))
 
 
 OVER = {
@@ -302,7 +302,7 @@ def _whitened(given: Given, choice: Choice) -> Tensor:
     q = SimpleNamespace(x=given["x"].double(), mask=given["mask"], over=choice["group"])
     q.m, q.mean = COUNTED[choice["mask"]](q), lambda x, m: _moment(x, m, q.over)
     q.a = (q.x - CENTRES[choice["baseline"]](q)) / DIVISORS[choice["normalization"]](q)
-    return SIGNS[choice["sign"]](q)
+    return torch.as_tensor(SIGNS[choice["sign"]](q))
 
 
 def _whitening_reference(view: View, choice: Choice) -> Tensor:

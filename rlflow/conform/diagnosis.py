@@ -481,20 +481,21 @@ class _Watched:
     def _looked_at(self, missed: Sequence[Observed], choice: Choice) -> Iterator[tuple[str, str]]:
         """What the first case says in which few terms matter, or the groups of the first that differs."""
         first, view = missed[0], missed[0].view
-        right, given = self.expected(first, choice), _in_float64(missed[0].view).given
-        apart = [first.entries, right]
-        if self._interface is GROUP and view.cut == "whole":
+        found, right, given = first.entries, self.expected(first, choice), _in_float64(view).given
+        if view.cut != "whole":
+            return
+        if self._interface is GROUP:
             if view.form != "rows":  # of each row its first token that counts
-                apart = [x[given["mask"].cumsum(1)[given["mask"] != 0] == 1] for x in apart]
-            if len(apart[0]) == len(given["rewards"]):
-                yield of_groups(*apart, given["rewards"], given["group"])
-        if self._interface is WHITENING and view.cut == "whole" and given["mask"].all():
-            yield of_groups(*apart, given["x"].flatten(), torch.zeros(given["x"].numel()))
-        if view.case is self._interface.cases[0] and view.form == "scalar" and view.cut == "whole":
-            by = self._interface.differentiates
+                firsts = given["mask"].cumsum(1)[given["mask"] != 0] == 1
+                found, right = found[firsts], right[firsts]
+            if len(found) == len(given["rewards"]):
+                yield of_groups(found, right, given["rewards"], given["group"])
+        if self._interface is WHITENING and given["mask"].all():
+            yield of_groups(found, right, given["x"].flatten(), torch.zeros(given["x"].numel()))
+        if view.case is self._interface.cases[0] and view.form == "scalar":
+            by = given["advantages" if self._interface.differentiates == "logprobs" else "loss"]
             gradient = next(each for each in self.observed if each.gradient and each.view.case is view.case)
-            shaped = [x.view_as(given["mask"]) for x in (gradient.entries, self.expected(gradient, choice))]
-            yield of_weights(*shaped, given["advantages" if by == "logprobs" else "loss"])
+            yield of_weights(gradient.entries.view_as(by), self.expected(gradient, choice).view_as(by), by)
 
     def _more_notes(self) -> list[str]:
         function = self._function

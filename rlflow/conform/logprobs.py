@@ -106,12 +106,12 @@ def _reference(view: View, choice: Choice) -> Tensor:
     scored = OUTPUTS[choice["normalization"]](scored, logits / given["temperature"])
     if view.form == "aligned":
         found = scored.roll(SHIFTS[choice["position"]].compute * -1, 1).gather(2, given["targets"][:, :, None])[:, :, 0]
-        return SIGNS[choice["sign"]](found)
+        return torch.as_tensor(SIGNS[choice["sign"]](found))
     rolled = scored.roll(-SHIFTS[choice["position"]].compute, 1)
     found = rolled[:, :-1].gather(2, given["ids"][:, 1:, None])[:, :, 0]
     if choice["mask"] != "target":
         found = found * MASKS[choice["mask"]](given["mask"])
-    return SIGNS[choice["sign"]](found)
+    return torch.as_tensor(SIGNS[choice["sign"]](found))
 
 
 def _compared(view: View, output: Tensor) -> Tensor:

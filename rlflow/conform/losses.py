@@ -35,8 +35,8 @@ def _row_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _whitened(q: Any) -> Tensor:
-    a, count = q.advantages, q.mask.sum()
-    centred = a - _sum(a, q.mask).sum() / count
+    count: Tensor = q.mask.sum()
+    centred: Tensor = q.advantages - _sum(q.advantages, q.mask).sum() / count
     return centred / (_sum(centred.square(), q.mask).sum() / (count - 1)).sqrt()
 
 
@@ -317,7 +317,7 @@ def batch_loss(given: Given, choice: Choice, only: Sequence[str] = BOTH) -> Tens
     q = loss_per_token(given, choice)
     divided = (DENOMINATORS | OF_ROLLOUTS)[choice["denominator"]]
     of_kl = choice.get("denominator of KL", "same")
-    loss = divided(q, q.surrogate) if "surrogate" in only else q.surrogate.new_zeros(())
+    loss: Tensor = divided(q, q.surrogate) if "surrogate" in only else q.surrogate.new_zeros(())
     return loss + (divided if of_kl == "same" else KL_DENOMINATORS[of_kl])(q, q.kl) if "kl" in only else loss
 
 

@@ -417,7 +417,7 @@ def the_mean_of_ranks_means(loss, mask):
 
 
 @right("aggregation", PRIME_2562, ranks="mean")
-def the_mean_of_all_ranks_tokens(loss, mask, total_tokens, world_size: int):
+def the_mean_of_all_ranks_tokens(loss, mask, total_tokens, world_size):
     return (loss * mask).sum() / total_tokens * world_size
 
 
@@ -448,7 +448,7 @@ def a_sum_averaged_over_ranks(loss, mask, total_tokens):
 
 
 @wrong("aggregation", "denominator of ranks", SKYRL_1420, ranks="sum")
-def a_mean_multiplied_by_the_ranks(loss, mask, total_tokens, world_size: int):
+def a_mean_multiplied_by_the_ranks(loss, mask, total_tokens, world_size):
     return (loss * mask).sum() / total_tokens * world_size
 
 
