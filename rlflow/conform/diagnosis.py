@@ -495,7 +495,8 @@ class _Watched:
         if view.case is self._interface.cases[0] and view.form == "scalar":
             by = given["advantages" if self._interface.differentiates == "logprobs" else "loss"]
             gradient = next(each for each in self.observed if each.gradient and each.view.case is view.case)
-            yield of_weights(gradient.entries.view_as(by), self.expected(gradient, choice).view_as(by), by)
+            expected, has_kl = self.expected(gradient, choice).view_as(by), self._function.has("ref_logprobs")
+            yield of_weights(gradient.entries.view_as(by), expected, by, has_kl)
 
     def _more_notes(self) -> list[str]:
         function = self._function

@@ -130,6 +130,8 @@ KLS = {
 }
 KLS |= {
     "reversed": Option("k3 of the reference to the policy", lambda q: (-q.g).exp() - 1 + q.g),
+    "twice": Option("twice k3", lambda q: 2 * kl_estimate(q.lp, q.ref, "k3")),
+    "square": Option("the whole square of the log ratio, twice k2", lambda q: q.g.square()),
     "no 1": Option("k3 without its -1: the gradient is right, and the value is off by 1", lambda q: q.g.exp() - q.g),
     "none": Option("no KL", lambda q: torch.zeros_like(q.lp)),
 }
@@ -140,7 +142,6 @@ SIGNS = {
 KL_SIGNS = {
     "plus": Option("KL is added", lambda q: q.kl),
     "minus": Option("KL is subtracted from what is minimised, so drift is rewarded", lambda q: -q.kl),
-    "twice": Option("KL is added twice", lambda q: 2 * q.kl),
 }
 IMPORTANCES = {
     "truncate": Option("truncated at 2", lambda q: q.w.clamp(max=2.0), ("none",)),

@@ -34,17 +34,20 @@ def _holds(what: Property, given: Given, function: Callable[[Given], Tensor]) ->
     return after.shape == before.shape and torch.allclose(after, before, rtol=1e-4, atol=1e-5)
 
 
-def of_weights(found: Tensor, right: Tensor, advantages: Tensor) -> tuple[str, str]:
+def of_weights(found: Tensor, right: Tensor, advantages: Tensor, has_kl: bool) -> tuple[str, str]:
     """The term that differs where the right loss has the same gradient in each token but for its advantage.
 
     Args:
         found: `[B, T]`, the gradient of an on-policy loss of rows of one length.
         right: `[B, T]`, that of the algorithm's own.
         advantages: `[B, T]`, the same for all tokens of a row.
+        has_kl: Whether the loss has a KL to a reference, which is the same policy here.
     """
     weights = found / right
     if torch.allclose(weights, torch.ones_like(weights), atol=1e-4):
-        return "KL estimator", "the gradient is right and the value is not"
+        return "KL estimator" if has_kl else "ratio", "the gradient is right and the value is not"
+    if not found.any():
+        return "ratio", "the gradient is 0"
     if not torch.allclose(weights, weights[:, :1].expand_as(weights), atol=1e-4):
         zero = (weights.abs() < 1e-6).all(0)
         if zero.any():
@@ -73,6 +76,8 @@ def of_groups(found: Tensor, right: Tensor, rewards: Tensor, group: Tensor) -> t
         own = group == number
         if torch.allclose(found[own], right[own], atol=1e-4):
             continue
+        if not (found[own] + right[own]).isfinite().all():
+            return "normalization", "advantages of a group are NaN or infinite"
         given = torch.stack([rewards[own], torch.ones_like(rewards[own])], 1)
         slope, start = torch.linalg.lstsq(given, found[own, None]).solution.flatten().tolist()
         of_right = float(torch.linalg.lstsq(given, right[own, None]).solution[0])
