@@ -31,7 +31,7 @@ from rlflow.types import Grouped, Sampled, Tokens
 
 DIGITS, STEPS = 16, 40
 RUNS, START = ROOT / "runs" / "museum", ROOT / "runs" / "museum" / "sft"
-SHOWN = (ACCURACY, "actor/kl", "actor/entropy", "actor/grad_norm", "actor/clip_fraction")
+SHOWN = (ACCURACY, "actor/kl", "actor/entropy", "actor/grad_norm", "sync/logprob_gap")
 
 
 class ShortChains(Chains):
