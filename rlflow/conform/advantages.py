@@ -440,7 +440,7 @@ GROUP = Interface(
     _group_reference,
     _rows_or_tokens,
     "groups of one size",
-    properties.GROUP,
+    (),
     needs={"rows of a rollout": "rollout", "baseline of rejected rows": "mask"},
 )
 TOKENS = Interface(

@@ -117,14 +117,6 @@ def _rows(index: Callable[[int], Tensor]) -> Changed:
     return change
 
 
-def _other_prompt(given: dict[str, Any]) -> dict[str, Any]:
-    """More reward for the rows of another prompt than that of the first row."""
-    more = (given["group"] != given["group"][0]).to(given["rewards"].dtype)
-    given["rewards"] = given["rewards"] + more * given["rewards"].square()
-    given["token_rewards"] = given["token_rewards"] * (1 + more * given["rewards"])[:, None]
-    return given
-
-
 def _mask_of(*names: str) -> Property:
     return Property("mask", "what stands under the mask changes it", _under_the_mask(*names))
 
@@ -133,7 +125,6 @@ ORDER = Property("order", "the order of rows changes it", _rows(lambda rows: tor
 TWICE = Property("denominator", "each row twice gives another mean", _rows(lambda rows: torch.arange(rows).repeat(2)))
 LOSS = (_mask_of("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs"), ORDER, TWICE)
 AGGREGATION = (_mask_of("loss"), ORDER, TWICE)
-GROUP = (Property("group", "the rewards of another prompt change it", _other_prompt),)
 TOKENS = (_mask_of("token_rewards", "values"),)
 WHITENING = (_mask_of("x"),)
 LOGPROBS = (
