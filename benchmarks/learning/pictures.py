@@ -10,8 +10,10 @@ from benchmarks.learning.gates import Run
 from benchmarks.learning.runs import curve
 
 
-def draw_panels(path: Path, panels: Mapping[str, tuple[str, Sequence[Run]]], columns: int = 4) -> None:
-    """A panel for each name: a metric of each of its runs by step."""
+def draw_panels(
+    path: Path, panels: Mapping[str, tuple[str, Sequence[Run]]], columns: int = 4, beside: Sequence[Run] = ()
+) -> None:
+    """A panel for each name: a metric of each of its runs by step, and that of the runs `beside` in grey."""
     pyplot = _pyplot()
     rows = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(
@@ -20,6 +22,8 @@ def draw_panels(path: Path, panels: Mapping[str, tuple[str, Sequence[Run]]], col
     for panel in axes.flat[len(panels) :]:
         panel.axis("off")
     for (name, (metric, runs)), panel in zip(panels.items(), axes.flat, strict=False):
+        for run in beside:
+            panel.plot(*zip(*curve(run, metric), strict=True), linewidth=1, color="grey", alpha=0.6)
         for run in runs:
             panel.plot(*zip(*curve(run, metric), strict=True), linewidth=1.2)
         panel.set_title(name, fontsize=9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,40 +12,28 @@ from torch import Tensor
 from rlflow.conform import properties
 from rlflow.conform.terms import Case, Choice, Given, Interface, Option, View
 
+# An option is a function of `q`, which has the quantities of a case and what terms before it gave.
 # Which rows are compared: numbers, equal for rows of one group.
 GROUPS = {
-    "prompt": Option("rows of the same prompt", lambda given: given["group"]),
-    "batch": Option("one baseline is shared by all prompts", lambda given: torch.zeros_like(given["group"])),
+    "prompt": Option("rows of the same prompt", lambda q: q.group),
+    "batch": Option("one baseline is shared by all prompts", lambda q: torch.zeros_like(q.group)),
     "chunks": Option(
         "rows are cut into groups of one size in order, whatever their prompt",
-        lambda given: torch.arange(len(given["group"])) // given["group_size"],
-    ),
-    "neighbours": Option(
-        "only rows of a prompt that stand next to each other are compared",
-        lambda given: torch.cat([torch.zeros(1).long(), (given["group"].diff() != 0).long().cumsum(0)]),
+        lambda q: torch.arange(len(q.group)) // q.group_size,
     ),
     "columns": Option(
         "rows are grouped as if those of a prompt stood a batch of prompts apart",
-        lambda given: torch.arange(len(given["group"])) % len(given["group"].unique()),
+        lambda q: torch.arange(len(q.group)) % len(q.group.unique()),
     ),
-    "next": Option("each row has the group of the row before it", lambda given: given["group"].roll(1)),
 }
 # How much each row counts in the statistics of its group.
 ROWS = {
-    "rollouts": Option("each rollout counts once", lambda given: 1.0 / _same(given["rollout"]).sum(1)),
-    "rows": Option(
-        "a rollout counts once for each of its rows", lambda given: torch.ones(len(given["group"])).double()
-    ),
+    "rollouts": Option("each rollout counts once", lambda q: 1.0 / _same(q.rollout).sum(1)),
+    "rows": Option("a rollout counts once for each of its rows", lambda q: torch.ones_like(q.r)),
 }
 REJECTED = {
-    "left out": Option(
-        "rows whose mask is all 0 are in no baseline", lambda given: given["mask"].any(1).double(), ("counted",)
-    ),
-    "counted": Option(
-        "rows whose mask is all 0 are in the baseline of the others",
-        lambda given: torch.ones(len(given["group"])).double(),
-    ),
-    "as 0": Option("rows whose mask is all 0 are in the baseline of the others with a reward of 0", None),
+    "left out": Option("rows whose mask is all 0 are in no baseline", lambda q: q.mask.any(1).double(), ("counted",)),
+    "counted": Option("rows whose mask is all 0 are in the baseline of the others", lambda q: torch.ones_like(q.r)),
 }
 
 
@@ -58,90 +47,53 @@ def _mean(x: Tensor, weights: Tensor) -> Tensor:
     return (weights @ x) / torch.where(total == 0, 1.0, total)
 
 
-def _others(weights: Tensor) -> Tensor:
-    return weights * (1 - torch.eye(len(weights)).double())
-
-
-def _extreme(r: Tensor, weights: Tensor, largest: bool) -> Tensor:
-    every = r.expand_as(weights).where(weights > 0, -torch.inf if largest else torch.inf)
-    return every.amax(1) if largest else every.amin(1)
-
-
-def _median(r: Tensor, weights: Tensor) -> Tensor:
-    return torch.stack([r[row > 0].median() if (row > 0).any() else r.new_zeros(()) for row in weights])
-
-
-# Baselines from rewards, weights `[B, B]` and the case.
-BASELINES = {
-    "mean": Option("the mean of the group", lambda r, w, given: _mean(r, w)),
-    "others": Option("the mean of the others in the group", lambda r, w, given: _mean(r, _others(w))),
-    "length": Option(
-        "the mean of the group weighted by length", lambda r, w, given: _mean(r, w * given["lengths"].double())
-    ),
-    "none": Option("no baseline", lambda r, w, given: torch.zeros_like(r)),
-    "median": Option("the median of the group", lambda r, w, given: _median(r, w)),
-    "most": Option("the largest of the group", lambda r, w, given: _extreme(r, w, True)),
-    "least": Option("the smallest of the group", lambda r, w, given: _extreme(r, w, False)),
-    "batch": Option("the mean of the batch", lambda r, w, given: r.mean().expand_as(r)),
-    "sum": Option("the sum of the group", lambda r, w, given: w @ r),
-    "one less": Option(
-        "the group's sum over one less than its size",
-        lambda r, w, given: (w @ r) / (w.sum(1) - 1).clamp(min=1),
-    ),
-    "one more": Option("the group's sum over one more than its size", lambda r, w, given: (w @ r) / (w.sum(1) + 1)),
-}
-
-
 def _std(r: Tensor, weights: Tensor, less: int) -> Tensor:
     squares = weights @ r.square() - 2 * _mean(r, weights) * (weights @ r) + weights.sum(1) * _mean(r, weights) ** 2
     return (squares.clamp(min=0) / (weights.sum(1) - less).clamp(min=1)).sqrt()
 
 
-ALL_STDS = ("std", "population", "none", "batch")
-# Divisors from rewards, centred rewards and weights `[B, B]`; where one is 0 nothing is divided.
-NORMALIZATIONS = {
-    "std": Option("the standard deviation of the group, N - 1", lambda r, a, w: _std(r, w, 1), ("population",)),
-    "population": Option("the standard deviation of the group, N", lambda r, a, w: _std(r, w, 0), ("std",)),
-    "none": Option("no division by a standard deviation (Dr. GRPO)", lambda r, a, w: torch.ones_like(r), ALL_STDS),
-    "batch": Option(
-        "the standard deviation of the batch's rewards", lambda r, a, w: r.std().expand_as(r), ("std", "population")
-    ),
-    "others": Option("the standard deviation of the others, N", lambda r, a, w: _std(r, _others(w), 0), ("none",)),
-    "others, N - 1": Option(
-        "the standard deviation of the others, N - 1", lambda r, a, w: _std(r, _others(w), 1), ("none",)
-    ),
-    "mean": Option("the mean of the group", lambda r, a, w: _mean(r, w)),
-    "variance": Option("the variance of the group in place of its root", lambda r, a, w: _std(r, w, 1) ** 2),
-    "moment": Option("the root mean square of the rewards, not centred", lambda r, a, w: _mean(r.square(), w).sqrt()),
-    "range": Option("largest less smallest of the group", lambda r, a, w: _extreme(r, w, True) - _extreme(r, w, False)),
-    "absolute": Option("the mean absolute deviation of the group", lambda r, a, w: _mean_absolute(r, w)),
-    "sum": Option("the root of the sum of squares", lambda r, a, w: _std(r, w, 0) * w.sum(1).sqrt()),
-    "error": Option("the standard error of the group's mean", lambda r, a, w: _std(r, w, 1) / w.sum(1).sqrt()),
-    "multiplied": Option("multiplied by the standard deviation", lambda r, a, w: 1 / (_std(r, w, 1) + 1e-12)),
+# Baselines from rewards r, the weights w `[B, B]` of the rows of a group, and those of the other rows.
+BASELINES = {
+    "mean": Option("the mean of the group", lambda q: _mean(q.r, q.w)),
+    "others": Option("the mean of the others in the group", lambda q: _mean(q.r, q.others)),
+    "length": Option("the mean of the group weighted by length", lambda q: _mean(q.r, q.w * q.lengths.double())),
+    "none": Option("no baseline", lambda q: torch.zeros_like(q.r)),
+    "batch": Option("the mean of the batch", lambda q: q.r.mean().expand_as(q.r)),
 }
-
-
-def _mean_absolute(r: Tensor, weights: Tensor) -> Tensor:
-    return _mean_of_rows((r[None] - _mean(r, weights)[:, None]).abs(), weights)
-
-
-def _mean_of_rows(x: Tensor, weights: Tensor) -> Tensor:
-    return (weights * x).sum(1) / weights.sum(1).clamp(min=1)
-
-
-EPSILONS = {f"{eps:g}": Option(f"{eps:g} is added to the divisor", eps, ("1e-06",)) for eps in (1e-6, 1e-5, 1e-4, 1e-3)}
-SIGNS = {
-    "own": Option("more reward, more advantage", lambda x: x),
-    "minus": Option("the sign is turned", lambda x: -x),
+ALL_STDS = ("std", "population", "none", "batch")
+# Divisors; where one is 0 nothing is divided.
+NORMALIZATIONS = {
+    "std": Option("the standard deviation of the group, N - 1", lambda q: _std(q.r, q.w, 1), ("population",)),
+    "population": Option("the standard deviation of the group, N", lambda q: _std(q.r, q.w, 0), ("std",)),
+    "none": Option("no division by a standard deviation (Dr. GRPO)", lambda q: torch.ones_like(q.r), ALL_STDS),
+    "batch": Option(
+        "the standard deviation of the batch's rewards", lambda q: q.r.std().expand_as(q.r), ("std", "population")
+    ),
+    "others": Option("the standard deviation of the others, N", lambda q: _std(q.r, q.others, 0), ("none",)),
+    "others, N - 1": Option("the standard deviation of the others, N - 1", lambda q: _std(q.r, q.others, 1), ("none",)),
+    "mean": Option("the mean of the group", lambda q: _mean(q.r, q.w)),
+    "variance": Option("the variance of the group in place of its root", lambda q: _std(q.r, q.w, 1) ** 2),
+}
+EPSILONS = {
+    f"{eps:g}": Option(f"{eps:g} is added to the divisor", lambda q, eps=eps: eps, ("1e-06",))
+    for eps in (1e-6, 1e-5, 1e-4, 1e-3)
 }
 LONE = {
-    "0": Option("a group of one has the advantage 0", lambda r: torch.zeros_like(r)),
-    "reward": Option("a group of one keeps its reward", lambda r: r, ("0",)),
+    "0": Option("a group of one has the advantage 0", lambda q: torch.where(q.compared < 2, 0.0, q.a)),
+    "reward": Option("a group of one keeps its reward", lambda q: torch.where(q.compared < 2, q.r, q.a), ("0",)),
+    "reward of one": Option(
+        "a row without others keeps its reward, and one whose others are rejected has the advantage 0",
+        lambda q: torch.where(_same(q.group).sum(1) < 2, q.r, torch.where(q.compared < 2, 0.0, q.a)),
+        ("0",),
+    ),
 }
 AFTERWARDS = {
-    "none": Option("not whitened over the batch afterwards", lambda a: a),
-    "batch": Option("whitened over the batch afterwards", lambda a: (a - a.mean()) / a.std(), ("none",)),
-    "centred": Option("centred over the batch afterwards", lambda a: a - a.mean()),
+    "none": Option("not whitened over the batch afterwards", lambda q: q.a),
+    "batch": Option("whitened over the batch afterwards", lambda q: (q.a - q.a.mean()) / q.a.std(), ("none",)),
+}
+SIGNS = {
+    "own": Option("more reward, more advantage", lambda q: q.a),
+    "minus": Option("the sign is turned", lambda q: -q.a),
 }
 GROUP_TERMS: Mapping[str, Mapping[str, Option]] = {
     "sign": SIGNS,
@@ -158,27 +110,22 @@ GROUP_TERMS: Mapping[str, Mapping[str, Option]] = {
 
 def group_advantages(given: Given, choice: Choice) -> Tensor:
     """`[B]` float64."""
-    r = given["rewards"].double()
-    rejected = choice["baseline of rejected rows"]
-    if rejected == "as 0":
-        r, counted = r.where(given["mask"].any(1), 0.0), torch.ones_like(r)
-    else:
-        counted = REJECTED[rejected](given)
-    weights = _same(GROUPS[choice["group"]](given)) * ROWS[choice["rows of a rollout"]](given) * counted
-    centred = r - BASELINES[choice["baseline"]](r, weights, given)
-    divisor = NORMALIZATIONS[choice["normalization"]](r, centred, weights)
-    eps = 0.0 if choice["normalization"] == "none" else EPSILONS[choice["epsilon"]].compute
-    scaled = centred / torch.where(divisor > 1e-9, divisor + eps, 1.0)
-    alone = (weights > 0).sum(1) < 2
-    scaled = torch.where(alone, LONE[choice["group of one"]](r), scaled)
-    return SIGNS[choice["sign"]](AFTERWARDS[choice["whitening"]](scaled))
+    q = SimpleNamespace(**given)
+    q.r = q.rewards.double()
+    counts = ROWS[choice["rows of a rollout"]](q) * REJECTED[choice["baseline of rejected rows"]](q)
+    q.w = _same(GROUPS[choice["group"]](q)) * counts
+    q.others, q.compared = q.w * (1 - torch.eye(len(q.w)).double()), (q.w > 0).sum(1)
+    divisor = NORMALIZATIONS[choice["normalization"]](q)
+    eps = 0.0 if choice["normalization"] == "none" else EPSILONS[choice["epsilon"]](q)
+    q.a = (q.r - BASELINES[choice["baseline"]](q)) / torch.where(divisor > 1e-9, divisor + eps, 1.0)
+    for term, options in (("group of one", LONE), ("whitening", AFTERWARDS), ("sign", SIGNS)):
+        q.a = options[choice[term]](q)
+    return torch.as_tensor(q.a)
 
 
 def _group_reference(view: View, choice: Choice) -> Tensor:
     cut = [view.given] if view.cut == "whole" else view.parts()
-    rows = torch.cat([group_advantages(given, choice) for given in cut])
-    order = torch.tensor([row for part in view.case.parts for row in part]).argsort() if view.cut != "whole" else None
-    rows = rows if order is None else rows[order]
+    rows = view.in_order([group_advantages(given, choice) for given in cut])
     return rows if view.form == "rows" else rows[:, None].expand_as(view.given["mask"])
 
 
@@ -187,48 +134,62 @@ def _rows_or_tokens(view: View, output: Tensor) -> Tensor:
     return output[mask.any(1)] if view.form == "rows" else output[mask]
 
 
+# What a token that does not count does: (is a step, ends the return, its reward counts, its value counts).
 STEPS = {
-    "over": Option("tokens that do not count are stepped over", None),
-    "reset": Option("the return is reset at each token that does not count", None),
-    "counted": Option("tokens that do not count are steps, with a discount each", None),
-    "raw values": Option("values at tokens that do not count are bootstrapped from", None),
-    "ignored": Option("no mask, so rewards and values of padding flow into earlier tokens", None),
+    "over": Option("tokens that do not count are stepped over", (False, False, False, False)),
+    "reset": Option("the return is reset at each token that does not count", (False, True, False, False)),
+    "counted": Option("tokens that do not count are steps, with a discount each", (True, False, False, False)),
+    "raw values": Option("values at tokens that do not count are bootstrapped from", (True, False, False, True)),
+    "ignored": Option("no mask, so rewards and values of padding flow into earlier tokens", (True, False, True, True)),
 }
 PLACES = {
-    "last": Option("the score is the reward of the last token that counts", None),
-    "end": Option("the score stands on the last position, whether it counts or not", None),
-    "after": Option("the score stands on the first position after the end, as one more step", None, ("last",)),
-    "first": Option("the score stands on the first token", None),
-    "everywhere": Option("the score stands on every token", None),
+    "last": Option("the score is the reward of the last token that counts", lambda q: q.token_rewards),
+    "end": Option(
+        "the score stands on the last position, whether it counts or not", lambda q: _placed(q, q.mask.shape[1] - 1)
+    ),
+    "after": Option(
+        "the score stands on the first position after the end, as one more step",
+        lambda q: _placed(q, q.after[:, None]),
+        ("last",),
+    ),
+    "first": Option("the score stands on the first token", lambda q: _placed(q, 0)),
+    "everywhere": Option("the score stands on every token", lambda q: q.rewards[:, None].expand_as(q.token_rewards)),
 }
+# gamma and lambda of the temporal difference, and of the sum of differences.
 DISCOUNTS = {
-    "own": Option("gamma and lambda", lambda g, lam: (g, lam)),
-    "swapped": Option("gamma and lambda are swapped", lambda g, lam: (lam, g)),
+    "own": Option("gamma and lambda", lambda g, lam: (g, g * lam)),
+    "swapped": Option("gamma and lambda are swapped", lambda g, lam: (lam, g * lam)),
     "no gamma": Option("gamma is 1", lambda g, lam: (1.0, lam)),
-    "no lambda": Option("lambda is 1", lambda g, lam: (g, 1.0)),
+    "of the sum": Option("gamma is left out of the temporal difference", lambda g, lam: (1.0, g * lam)),
+    "no lambda": Option("lambda is 1", lambda g, lam: (g, g)),
     "lambda 0": Option("one temporal difference in place of their sum", lambda g, lam: (g, 0.0)),
+    "both": Option("the temporal difference is discounted by lambda too", lambda g, lam: (g * lam, g * lam)),
 }
 TIMES = {
     "next": Option("the value of the next token", None),
     "own value": Option("the token's own value in place of the next one's", None),
     "previous": Option("values are one token late", None),
     "early": Option("values are one token early", None),
+    "end": Option("the last value of a row is bootstrapped from after its end", None),
     "forward": Option("returns are summed from the start in place of to the end", None),
-    "immediate": Option("each token has its own reward alone", None),
-    "after": Option("the return of what comes after the token, without its own reward", None),
+    "rows": Option("the return goes on from one row to the row before it", None),
 }
 VALUES = {
     "subtracted": Option("values are subtracted", None),
     "added": Option("returns in place of advantages", None),
     "ignored": Option("values are not read", None),
 }
+# What is subtracted from x `[B, T]`, and the divisor, from the mask m of the entries that count.
 WHITENINGS = {
-    "none": Option("not whitened", None, ("batch", "population")),
-    "batch": Option("whitened over the batch, N - 1", None, ("none", "population")),
-    "population": Option("whitened over the batch, N", None, ("none", "batch")),
-    "row": Option("whitened over each row by itself", None),
-    "centred": Option("centred over the batch and not scaled", None),
-    "padding": Option("whitened over all positions, padding too", None),
+    "none": Option("not whitened", lambda x, m: x, ("batch", "population")),
+    "batch": Option("whitened over the batch, N - 1", lambda x, m: _white(x, m, 1), ("none", "population")),
+    "population": Option("whitened over the batch, N", lambda x, m: _white(x, m, 0), ("none", "batch")),
+    "row": Option("whitened over each row by itself", lambda x, m: _white(x, m, 1, along=1)),
+    "centred": Option("centred over the batch and not scaled", lambda x, m: x - (x * m).sum() / m.sum()),
+    "padding": Option("whitened over all positions, padding too", lambda x, m: _white(x, torch.ones_like(m), 1)),
+    "zeros": Option(
+        "whitened over all positions, with padding as 0", lambda x, m: _white(x * m, torch.ones_like(m), 1)
+    ),
 }
 TOKEN_TERMS: Mapping[str, Mapping[str, Option]] = {
     "sign": SIGNS,
@@ -241,73 +202,49 @@ TOKEN_TERMS: Mapping[str, Mapping[str, Option]] = {
 }
 
 
+def _placed(q: Any, at: Any) -> Tensor:
+    """The score of each row at one position, `[B, T]`."""
+    return torch.as_tensor(q.rewards[:, None] * (torch.arange(q.mask.shape[1]).expand_as(q.mask) == at))
+
+
+def _white(x: Tensor, mask: Tensor, less: int, along: int | None = None) -> Tensor:
+    """`x` less its mean, over its standard deviation: of all entries that count, or along rows."""
+    dims = (0, 1) if along is None else (along,)
+    count = mask.sum(dims, keepdim=True)
+    centred = x - (x * mask).sum(dims, keepdim=True) / count.clamp(min=1)
+    squares = (centred.square() * mask).sum(dims, keepdim=True) / (count - less).clamp(min=1)
+    return centred / torch.where(squares > 0, squares.sqrt(), 1.0)
+
+
 def token_advantages(given: Given, choice: Choice) -> Tensor:
     """`[B, T]` float64, by generalized advantage estimation; returns where the values are not read."""
-    own, values = given["mask"] != 0, given["values"].double()
-    if choice["baseline"] == "ignored":
-        values = torch.zeros_like(values)
-    gamma, lam = DISCOUNTS[choice["discount"]].compute(given["gamma"], given["lam"])
-    steps, time = choice["mask"], choice["bootstrap"]
-    raw = _placed(given, choice["position"])
-    r = raw if steps == "ignored" else raw.where(own | (choice["position"] != "last"), 0.0)
-    v = values if steps in ("raw values", "ignored") else values.where(own, 0.0)
-    if time in ("previous", "early"):
-        v = v.roll(1 if time == "previous" else -1, 1)
-    counts = own if steps in ("over", "reset") else torch.ones_like(own)
+    q = SimpleNamespace(**{key: x.double() if isinstance(x, Tensor) else x for key, x in given.items()})
+    own, width, time = q.mask != 0, q.mask.shape[1], choice["bootstrap"]
+    q.after = ((torch.arange(width) * own).amax(1) + 1).clamp(max=width - 1)  # the end, or the last position
+    is_step, ends, rewarded, valued = STEPS[choice["mask"]].compute
+    gamma, decay = DISCOUNTS[choice["discount"]](q.gamma, q.lam)
+    r = PLACES[choice["position"]](q)
+    r = r if rewarded or choice["position"] != "last" else r.where(own, 0.0)
+    v = q.values if valued else q.values.where(own, 0.0)
+    v = torch.zeros_like(v) if choice["baseline"] == "ignored" else v
+    v = v.roll({"previous": 1, "early": -1}.get(time, 0), 1)
+    counts = torch.ones_like(own) if is_step else own
     if choice["position"] == "after":
-        counts = counts | (torch.arange(v.shape[1]) == _after(own)[:, None])
-    advantages, last, next_value = torch.zeros_like(v), v.new_zeros(len(v)), v.new_zeros(len(v))
-    last_reward = v.new_zeros(len(v))
-    width = v.shape[1]
-    for t in range(width) if time == "forward" else reversed(range(width)):
-        reward = last_reward if time == "after" else r[:, t]
-        delta = reward + gamma * (v[:, t] if time == "own value" else next_value) - v[:, t]
-        here = delta + (0.0 if time == "immediate" else gamma * lam * last)
-        skipped = torch.zeros_like(last) if steps == "reset" else last
-        last = torch.where(counts[:, t], here, skipped)
-        next_value = torch.where(counts[:, t], v[:, t], next_value)
-        last_reward = torch.where(counts[:, t], r[:, t], last_reward)
-        advantages[:, t] = last
-    if choice["baseline"] == "added":
-        advantages = advantages + v
-    return SIGNS[choice["sign"]](whitened(advantages, own.double(), choice["normalization"]))
-
-
-def _placed(given: Given, place: str) -> Tensor:
-    """Rewards of tokens, with the score of each row, if it is given by itself, at its place."""
-    rewards: Tensor = given["token_rewards"].double()
-    if place == "last":
-        return rewards
-    mask, width = given["mask"] != 0, rewards.shape[1]
-    scores: Tensor = given["rewards"].double()
-    places = torch.arange(width).expand_as(rewards)
-    after = _after(mask)
-    at = {"end": torch.full_like(after, width - 1), "after": after, "first": 0 * after}
-    if place == "everywhere":
-        return scores[:, None].expand_as(rewards)
-    return scores[:, None] * (places == at[place][:, None])
-
-
-def _after(mask: Tensor) -> Tensor:
-    """`[B]`, the first position after the last that counts; the last one, where that is it."""
-    width = mask.shape[1]
-    return ((torch.arange(width) * mask).amax(1) + 1).clamp(max=width - 1)
-
-
-def whitened(x: Tensor, mask: Tensor, over: str) -> Tensor:
-    """`x` `[B, T]` less its mean, over its standard deviation."""
-    if over == "none":
-        return x
-    counted = torch.ones_like(mask) if over == "padding" else mask
-    if over == "row":
-        counts = counted.sum(1, keepdim=True).clamp(min=1)
-        mean = (x * counted).sum(1, keepdim=True) / counts
-        squares = ((x - mean).square() * counted).sum(1, keepdim=True) / (counts - 1).clamp(min=1)
-    else:
-        counts = counted.sum()
-        mean = (x * counted).sum() / counts
-        squares = ((x - mean).square() * counted).sum() / (counts if over == "population" else counts - 1)
-    return x - mean if over == "centred" else (x - mean) / torch.where(squares > 0, squares.sqrt(), 1.0)
+        counts = counts | (torch.arange(width) == q.after[:, None])
+    places = [(row, t) for row in reversed(range(len(v))) for t in reversed(range(width))]
+    advantages, last, next_value = torch.zeros_like(v), v.new_zeros(()), v.new_zeros(())
+    for row, t in reversed(places) if time == "forward" else places:
+        if t == (0 if time == "forward" else width - 1) and time != "rows":
+            last = v.new_zeros(())
+            next_value = v[row, own[row].nonzero()[-1, 0]] if time == "end" else last
+        if counts[row, t]:
+            last = r[row, t] + gamma * (v[row, t] if time == "own value" else next_value) - v[row, t] + decay * last
+            next_value = v[row, t]
+        elif ends:
+            last = torch.zeros_like(last)
+        advantages[row, t] = last
+    q.a = WHITENINGS[choice["normalization"]](advantages + (v if choice["baseline"] == "added" else 0.0), q.mask)
+    return torch.as_tensor(SIGNS[choice["sign"]](q))
 
 
 OVER = {
@@ -317,24 +254,20 @@ OVER = {
     "position": Option("over each position of all rows", None),
     "part": Option("over each part of the batch by itself", None),
 }
+# Divisors, from the deviations c from the mean and the mean over the entries that count.
 DIVISORS = {
-    "N - 1": Option(
-        "divided by the standard deviation, N - 1", lambda x, m, over: _spread(x, m, over, 1), ("N", "none")
-    ),
-    "N": Option("divided by the standard deviation, N", lambda x, m, over: _spread(x, m, over, 0), ("N - 1", "none")),
-    "none": Option("not divided", lambda x, m, over: torch.ones_like(x), ("N - 1", "N")),
-    "variance": Option("divided by the variance", lambda x, m, over: _spread(x, m, over, 1) ** 2),
-    "moment": Option(
-        "divided by the root mean square, not centred", lambda x, m, over: _moment(x.square(), m, over).sqrt()
-    ),
+    "N - 1": Option("divided by the standard deviation, N - 1", lambda q: _spread(q, 1), ("N", "none")),
+    "N": Option("divided by the standard deviation, N", lambda q: _spread(q, 0), ("N - 1", "none")),
+    "none": Option("not divided", lambda q: torch.ones_like(q.x), ("N - 1", "N")),
+    "variance": Option("divided by the variance", lambda q: _spread(q, 1) ** 2),
 }
 CENTRES = {
-    "mean": Option("the mean is subtracted", lambda x, m, over: _moment(x, m, over)),
-    "none": Option("the mean is not subtracted", lambda x, m, over: torch.zeros_like(x)),
+    "mean": Option("the mean is subtracted", lambda q: q.mean(q.x, q.m)),
+    "none": Option("the mean is not subtracted", lambda q: torch.zeros_like(q.x)),
 }
 COUNTED = {
-    "mask": Option("entries that count", lambda m: m),
-    "all": Option("the mask is ignored", lambda m: torch.ones_like(m)),
+    "mask": Option("entries that count", lambda q: q.mask),
+    "all": Option("the mask is ignored", lambda q: torch.ones_like(q.mask)),
 }
 WHITENING_TERMS: Mapping[str, Mapping[str, Option]] = {
     "group": OVER,
@@ -351,32 +284,31 @@ def _moment(x: Tensor, mask: Tensor, over: str) -> Tensor:
         return ((x * mask).sum() / mask.sum().clamp(min=1)).expand_as(x)
     along = 0 if over == "position" else 1
     mean = (x * mask).sum(along) / mask.sum(along).clamp(min=1)
-    laid = mean[None] if over in ("column", "position") else mean[:, None]
     if over == "column" and x.shape[0] != x.shape[1]:
         return x * torch.nan  # it cannot be laid so
-    return laid.expand_as(x)
+    return (mean[None] if over in ("column", "position") else mean[:, None]).expand_as(x)
 
 
-def _spread(x: Tensor, mask: Tensor, over: str, less: int) -> Tensor:
-    centred = (x - _moment(x, mask, "row" if over == "column" else over)).square()
-    size = _moment(mask, torch.ones_like(mask), over) * (
-        mask.numel() if x.dim() == 1 or over in ("batch", "part") else mask.shape[0 if over == "position" else 1]
+def _spread(q: Any, less: int) -> Tensor:
+    along = (
+        q.m.numel() if q.x.dim() == 1 or q.over in ("batch", "part") else q.m.shape[0 if q.over == "position" else 1]
     )
-    squares = _moment(centred, mask, over) * size / (size - less).clamp(min=1)
+    size = q.mean(q.m, torch.ones_like(q.m)) * along
+    squares = q.mean((q.x - q.mean(q.x, q.m)).square(), q.m) * size / (size - less).clamp(min=1)
     return torch.where(squares > 0, squares.sqrt(), 1.0)
 
 
+def _whitened(given: Given, choice: Choice) -> Tensor:
+    q = SimpleNamespace(x=given["x"].double(), mask=given["mask"], over=choice["group"])
+    q.m, q.mean = COUNTED[choice["mask"]](q), lambda x, m: _moment(x, m, q.over)
+    q.a = (q.x - CENTRES[choice["baseline"]](q)) / DIVISORS[choice["normalization"]](q)
+    return torch.as_tensor(SIGNS[choice["sign"]](q))
+
+
 def _whitening_reference(view: View, choice: Choice) -> Tensor:
-    over = choice["group"]
-    cut = view.cut != "whole" and over == "part"
-    pieces = []
-    for given in view.parts() if cut else [view.given]:
-        x, mask = given["x"].double(), COUNTED[choice["mask"]](given["mask"])
-        centred = x - CENTRES[choice["baseline"]](x, mask, over)
-        divisor = DIVISORS[choice["normalization"]](x, mask, over)
-        pieces.append(SIGNS[choice["sign"]](centred / divisor))
-    order = torch.tensor([row for part in view.case.parts for row in part]).argsort() if cut else slice(None)
-    return torch.cat(pieces)[order]
+    if choice["group"] != "part" or view.cut == "whole":
+        return _whitened(view.given, choice)
+    return view.in_order([_whitened(given, choice) for given in view.parts()])
 
 
 def _counted(view: View, output: Tensor) -> Tensor:
@@ -508,7 +440,7 @@ GROUP = Interface(
     _group_reference,
     _rows_or_tokens,
     "groups of one size",
-    properties.GROUP,
+    (),
     needs={"rows of a rollout": "rollout", "baseline of rejected rows": "mask"},
 )
 TOKENS = Interface(

@@ -193,8 +193,7 @@ class Function:
             outputs = [self._called(part, {**totals, "parts": [torch.arange(len(part["mask"]))]}) for part in parts]
         tensors = [first_tensor(each, self.name) for each in outputs]
         if view.combine == "rows":
-            order = torch.tensor([row for part in view.case.parts for row in part]).argsort()
-            return torch.cat(tensors)[order]
+            return view.in_order(tensors)
         stacked = torch.stack(tensors)
         return stacked.mean(0) if view.combine == "mean" else stacked.sum(0)
 

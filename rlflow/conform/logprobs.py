@@ -26,7 +26,10 @@ OUTPUTS = {
     "log": Option("log-softmax", lambda x, z: x),
     "none": Option("logits that are not normalized", lambda x, z: z),
     "probability": Option("probabilities in place of logprobs", lambda x, z: x.exp()),
-    "base 2": Option("logarithms to the base 2", lambda x, z: x / torch.log(torch.tensor(2.0))),
+    "time": Option(
+        "the softmax is over positions in place of tokens",
+        lambda x, z: torch.cat([z[:, :-1].log_softmax(1), x[:, -1:]], 1),
+    ),
 }
 SIGNS = {"plus": Option("logprobs", lambda x: x), "minus": Option("negative logprobs", lambda x: -x)}
 SHIFTS = {
@@ -103,12 +106,12 @@ def _reference(view: View, choice: Choice) -> Tensor:
     scored = OUTPUTS[choice["normalization"]](scored, logits / given["temperature"])
     if view.form == "aligned":
         found = scored.roll(SHIFTS[choice["position"]].compute * -1, 1).gather(2, given["targets"][:, :, None])[:, :, 0]
-        return SIGNS[choice["sign"]](found)
+        return torch.as_tensor(SIGNS[choice["sign"]](found))
     rolled = scored.roll(-SHIFTS[choice["position"]].compute, 1)
     found = rolled[:, :-1].gather(2, given["ids"][:, 1:, None])[:, :, 0]
     if choice["mask"] != "target":
         found = found * MASKS[choice["mask"]](given["mask"])
-    return SIGNS[choice["sign"]](found)
+    return torch.as_tensor(SIGNS[choice["sign"]](found))
 
 
 def _compared(view: View, output: Tensor) -> Tensor:

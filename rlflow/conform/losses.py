@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,317 +14,254 @@ from rlflow.conform import properties
 from rlflow.conform.terms import Case, Choice, Given, Interface, Option, View
 from rlflow.functional import gmpo_loss, kl_estimate, sapo_loss
 
+# An option is a function of `q`, which has the quantities of a case, the settings, and what terms before it gave.
 MODES = ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant")
 K3 = ("k3", "k3-ratio", "k2", "k3+")
 EVERY_ROW = "sequence-mean-token-mean, of all rows"
 
 
-def _row_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """`[B, 1]`, the mean of the entries that count; 0 in rows without one."""
-    return _sum(x, mask).sum(1, keepdim=True) / _nonzero(mask.sum(1, keepdim=True))
-
-
 def _sum(x: Tensor, mask: Tensor) -> Tensor:
-    return x.where(mask != 0, 0.0) * mask
+    """`[B, 1]`, of the entries that count."""
+    return (x.where(mask != 0, 0.0) * mask).sum(1, keepdim=True)
 
 
 def _nonzero(x: Tensor) -> Tensor:
     return torch.where(x == 0, 1.0, x)
 
 
-# Log ratios from d = log pi - log old `[B, T]` and the mask.
+def _row_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """`[B, 1]`, 0 in rows without an entry that counts."""
+    return _sum(x, mask) / _nonzero(mask.sum(1, keepdim=True))
+
+
+def _whitened(q: Any) -> Tensor:
+    count: Tensor = q.mask.sum()
+    centred: Tensor = q.advantages - _sum(q.advantages, q.mask).sum() / count
+    return centred / (_sum(centred.square(), q.mask).sum() / (count - 1)).sqrt()
+
+
+ADVANTAGES = {
+    "given": Option("advantages as they are given", lambda q: q.advantages),
+    "whitened": Option("advantages are whitened over the batch", _whitened, ("given",)),
+}
+POSITIONS = {
+    "own": Option("old logprobs of the same token", lambda q: q.old_logprobs),
+    "late": Option("old logprobs one token late", lambda q: q.old_logprobs.roll(1, 1)),
+    "early": Option("old logprobs one token early", lambda q: q.old_logprobs.roll(-1, 1)),
+    "row": Option("old logprobs of the row before", lambda q: q.old_logprobs.roll(1, 0)),
+}
+# Log ratios, from d = log pi - log old `[B, T]`.
 RATIOS = {
-    "token": Option("the ratio of each token", lambda d, m: d),
+    "token": Option("the ratio of each token", lambda q: q.d),
     "geometric": Option(
-        "one ratio for each sequence, the geometric mean of its tokens'", lambda d, m: _row_mean(d, m), ("sequence",)
+        "one ratio for each sequence, the geometric mean of its tokens'",
+        lambda q: _row_mean(q.d, q.mask),
+        ("sequence",),
     ),
     "sequence": Option(
-        "one ratio for each sequence, the product of its tokens'",
-        lambda d, m: _sum(d, m).sum(1, keepdim=True),
-        ("geometric",),
+        "one ratio for each sequence, the product of its tokens'", lambda q: _sum(q.d, q.mask), ("geometric",)
     ),
     "summed": Option(
         "the sum of the tokens' ratios in place of the ratio of the sequence",
-        lambda d, m: _sum(d.exp(), m).sum(1, keepdim=True).clamp(min=1e-9).log(),
+        lambda q: _sum(q.d.exp(), q.mask).clamp(min=1e-9).log(),
     ),
-    "mean": Option(
-        "the arithmetic mean of the tokens' ratios in place of the ratio of the sequence",
-        lambda d, m: _row_mean(d.exp(), m).clamp(min=1e-9).log(),
-    ),
-    "padded": Option(
-        "the ratio of a sequence by the padded width in place of its length",
-        lambda d, m: _sum(d, m).sum(1, keepdim=True) / d.shape[1],
-    ),
-    "inverse": Option("the ratio is old over new", lambda d, m: -d),
-    "itself": Option("the ratio is to the policy itself, so always 1", lambda d, m: d - d.detach()),
-    "batch": Option("one ratio for the whole batch", lambda d, m: (_sum(d, m).sum() / _nonzero(m.sum())).expand(1, 1)),
-    "detached": Option("the ratio has no gradient", lambda d, m: d.detach()),
+    "padding": Option("padding counts in the ratio of a sequence", lambda q: q.d.mean(1, keepdim=True)),
+    "inverse": Option("the ratio is old over new", lambda q: -q.d),
+    "itself": Option("the ratio is to the policy itself, so always 1", lambda q: q.d - q.d.detach()),
 }
 
 
-def _clamped(r: Tensor, low: float, high: float) -> Tensor:
-    return r.clamp(1 - low, 1 + high)
+def _lesser(q: Any, kept: Tensor) -> Tensor:
+    """PPO's loss with another ratio in the place of the clipped one."""
+    return -torch.minimum(q.r * q.a, kept * q.a)
 
 
-# Losses per token from the ratio r, its log, advantages, log pi, the mask and the two ends of the clip.
+def _kept(q: Any) -> Tensor:
+    return torch.as_tensor(q.r.clamp(1 - q.low, 1 + q.high))
+
+
+# Losses per token from the ratio r, advantages a and the two ends of the clip.
 CLIPS = {
-    "min": Option(
-        "min(r A, clip(r) A)", lambda r, a, lp, m, low, high: -torch.minimum(r * a, _clamped(r, low, high) * a)
-    ),
-    "none": Option("no clip", lambda r, a, lp, m, low, high: -r * a),
-    "clamped": Option("clip(r) A without the min with r A", lambda r, a, lp, m, low, high: -_clamped(r, low, high) * a),
+    "min": Option("min(r A, clip(r) A)", lambda q: _lesser(q, _kept(q))),
+    "none": Option("no clip", lambda q: -q.r * q.a),
+    "clamped": Option("clip(r) A without the min with r A", lambda q: -_kept(q) * q.a),
     "max": Option(
         "max where the objective has min, so the clip is on the other side",
-        lambda r, a, lp, m, low, high: -torch.maximum(r * a, _clamped(r, low, high) * a),
-    ),
-    "upper": Option(
-        "the upper end of the clip alone",
-        lambda r, a, lp, m, low, high: -torch.minimum(r * a, r.clamp(max=1 + high) * a),
-    ),
-    "lower": Option(
-        "the lower end of the clip alone",
-        lambda r, a, lp, m, low, high: -torch.minimum(r * a, r.clamp(min=1 - low) * a),
+        lambda q: -torch.maximum(q.r * q.a, _kept(q) * q.a),
     ),
     "swapped": Option(
         "the lower and the upper range of the clip are swapped",
-        lambda r, a, lp, m, low, high: -torch.minimum(r * a, _clamped(r, high, low) * a),
-    ),
-    "low twice": Option(
-        "the lower range at both ends of the clip",
-        lambda r, a, lp, m, low, high: -torch.minimum(r * a, _clamped(r, low, low) * a),
-    ),
-    "high twice": Option(
-        "the upper range at both ends of the clip",
-        lambda r, a, lp, m, low, high: -torch.minimum(r * a, _clamped(r, high, high) * a),
-    ),
-    "log": Option(
-        "the log ratio is clipped to the range of the ratio",
-        lambda r, a, lp, m, low, high: -torch.minimum(r * a, r.log().clamp(-low, high).exp() * a),
-    ),
-    "zero": Option(
-        "the ratio is clipped around 0 in place of 1",
-        lambda r, a, lp, m, low, high: -torch.minimum(r * a, r.clamp(-low, high) * a),
-    ),
-    "gain": Option(
-        "the clip of tokens with a positive advantage alone",
-        lambda r, a, lp, m, low, high: -torch.where(a > 0, torch.minimum(r * a, _clamped(r, low, high) * a), r * a),
-    ),
-    "loss": Option(
-        "the clip of tokens with a negative advantage alone",
-        lambda r, a, lp, m, low, high: -torch.where(a < 0, torch.minimum(r * a, _clamped(r, low, high) * a), r * a),
+        lambda q: _lesser(q, q.r.clamp(1 - q.high, 1 + q.low)),
     ),
     "weight": Option(
         "a detached ratio, cut from above, as the weight of A log pi",
-        lambda r, a, lp, m, low, high: -r.detach().clamp(max=1 + high) * a * lp,
+        lambda q: -q.r.detach().clamp(max=1 + q.high) * q.a * q.logprobs,
         ("weight both",),
     ),
     "weight both": Option(
         "a detached ratio, cut at both ends, as the weight of A log pi",
-        lambda r, a, lp, m, low, high: -_clamped(r, low, high).detach() * a * lp,
+        lambda q: -_kept(q).detach() * q.a * q.logprobs,
         ("weight",),
     ),
     "weight high": Option(
         "a detached ratio, cut at the upper range itself and not at 1 plus it, as the weight of A log pi",
-        lambda r, a, lp, m, low, high: -r.detach().clamp(max=high) * a * lp,
+        lambda q: -q.r.detach().clamp(max=q.high) * q.a * q.logprobs,
         ("weight",),
     ),
-    "weight uncut": Option(
-        "a detached ratio, not cut, as the weight of A log pi", lambda r, a, lp, m, low, high: -r.detach() * a * lp
-    ),
-    "log pi": Option("A log pi without a ratio", lambda r, a, lp, m, low, high: -a * lp),
-    "sapo": Option("SAPO's gate", lambda r, a, lp, m, low, high: sapo_loss(r.log(), torch.zeros_like(r), a)),
+    "log pi": Option("A log pi without a ratio", lambda q: -q.a * q.logprobs),
+    "sapo": Option("SAPO's gate", lambda q: sapo_loss(q.r.log(), torch.zeros_like(q.r), q.a)),
     "gmpo": Option(
         "GMPO's geometric mean",
-        lambda r, a, lp, m, low, high: gmpo_loss(r.log(), torch.zeros_like(r), a, m, low, high)[:, None].expand_as(r),
+        lambda q: gmpo_loss(q.r.log(), torch.zeros_like(q.r), q.a, q.mask, q.low, q.high)[:, None].expand_as(q.r),
     ),
 }
 DUALS = {
-    "none": Option("no dual clip", lambda loss, a: loss),
+    "none": Option("no dual clip", lambda q: q.surrogate),
     "3": Option(
         "dual clip at 3 (arXiv 1912.09729)",
-        lambda loss, a: torch.where(a < 0, torch.minimum(loss, -3.0 * a), loss),
+        lambda q: torch.where(q.a < 0, torch.minimum(q.surrogate, -3.0 * q.a), q.surrogate),
         ("none",),
     ),
 }
-# Divergences per token from log pi, log ref and log old.
+# Divergences per token, from g = log ref - log pi.
 KLS = {
-    kind: Option(f"{kind} as the KL estimator", lambda lp, ref, old, kind=kind: kl_estimate(lp, ref, kind, old), other)
+    kind: Option(f"{kind} as the KL estimator", lambda q, kind=kind: kl_estimate(q.lp, q.ref, kind, q.old), other)
     for kind, other in {**dict.fromkeys(K3, K3), "k1": (), "abs": ()}.items()
 }
 KLS |= {
-    "reversed": Option("k3 of the reference to the policy", lambda lp, ref, old: (lp - ref).exp() - 1 - (lp - ref)),
-    "reversed k1": Option("log ref - log pi as the KL estimator", lambda lp, ref, old: ref - lp),
-    "square": Option("the whole square of the log ratio, twice k2", lambda lp, ref, old: (lp - ref).square()),
-    "exp": Option("k3 without its linear part", lambda lp, ref, old: (ref - lp).exp() - 1),
-    "of old": Option("k3 to the old policy", lambda lp, ref, old: kl_estimate(lp, old, "k3")),
-    "constant": Option("k3 without a gradient", lambda lp, ref, old: kl_estimate(lp.detach(), ref, "k3")),
-    "none": Option("no KL", lambda lp, ref, old: torch.zeros_like(lp)),
+    "reversed": Option("k3 of the reference to the policy", lambda q: (-q.g).exp() - 1 + q.g),
+    "twice": Option("twice k3", lambda q: 2 * kl_estimate(q.lp, q.ref, "k3")),
+    "square": Option("the whole square of the log ratio, twice k2", lambda q: q.g.square()),
+    "no 1": Option("k3 without its -1: the gradient is right, and the value is off by 1", lambda q: q.g.exp() - q.g),
+    "none": Option("no KL", lambda q: torch.zeros_like(q.lp)),
 }
 SIGNS = {
-    "minus": Option("the objective with a minus", lambda x: x),
-    "plus": Option("the objective without the minus, so it is descended", lambda x: -x),
+    "minus": Option("the objective with a minus", lambda q: q.surrogate),
+    "plus": Option("the objective without the minus, so it is descended", lambda q: -q.surrogate),
 }
 KL_SIGNS = {
-    "plus": Option("KL is added", lambda x: x),
-    "minus": Option("KL is subtracted from what is minimised, so drift is rewarded", lambda x: -x),
-    "twice": Option("KL is added twice", lambda x: 2 * x),
+    "plus": Option("KL is added", lambda q: q.kl),
+    "minus": Option("KL is subtracted from what is minimised, so drift is rewarded", lambda q: -q.kl),
+}
+IMPORTANCES = {
+    "truncate": Option("truncated at 2", lambda q: q.w.clamp(max=2.0), ("none",)),
+    "none": Option("no correction for the sampler", lambda q: torch.ones_like(q.w), ("truncate",)),
+    "uncut": Option("the sampler's correction is not truncated", lambda q: q.w, ("truncate",)),
+    "of new": Option(
+        "the sampler is corrected for by the policy in training, not by the old one",
+        lambda q: (q.w * q.d.detach().exp()).clamp(max=2.0),
+    ),
 }
 
 
 def _shifted(mask: Tensor, by: int) -> Tensor:
-    shifted = torch.zeros_like(mask)
-    if by > 0:
-        shifted[:, by:] = mask[:, :-by]
-    else:
-        shifted[:, :by] = mask[:, -by:]
-    return shifted
+    return torch.nn.functional.pad(mask, (by, -by))
 
 
-# The mask by which a loss is summed and counted, from the mask given and the advantages `[B, T]`.
+def _last(mask: Tensor) -> Tensor:
+    """How many tokens count from each on, itself too."""
+    return mask.flip(1).cumsum(1).flip(1)
+
+
+# The mask by which a loss is summed and counted.
 MASKS = {
-    "tokens": Option("the mask of tokens that count", lambda m, a: m),
-    "none": Option("no mask, so padding counts", lambda m, a: torch.ones_like(m)),
-    "late": Option("the mask one token late", lambda m, a: _shifted(m, 1)),
-    "early": Option("the mask one token early", lambda m, a: _shifted(m, -1)),
-    "advantages": Option("advantages stand where the mask should", lambda m, a: a),
-    "signal": Option("tokens whose advantage is 0 are left out", lambda m, a: m * (a != 0)),
-    "but last": Option("the last token of each row is left out", lambda m, a: m * (m.flip(1).cumsum(1).flip(1) > 1)),
-    "but first": Option("the first token of each row is left out", lambda m, a: m * (m.cumsum(1) > 1)),
-    "end": Option("the token after the end counts", lambda m, a: torch.maximum(m, _shifted(m, 1))),
+    "tokens": Option("the mask of tokens that count", lambda q: q.mask),
+    "none": Option("no mask, so padding counts", lambda q: torch.ones_like(q.mask)),
+    "late": Option("the mask one token late", lambda q: _shifted(q.mask, 1)),
+    "early": Option("the mask one token early", lambda q: _shifted(q.mask, -1)),
+    "advantages": Option("advantages stand where the mask should", lambda q: q.a),
     "span": Option(
         "tokens between the first and the last that count, so a tool's too",
-        lambda m, a: ((m.cumsum(1) > 0) & (m.flip(1).cumsum(1).flip(1) > 0)).to(m.dtype),
+        lambda q: ((q.mask.cumsum(1) > 0) & (_last(q.mask) > 0)).to(q.mask.dtype),
     ),
-    "gains": Option("tokens with a negative advantage are left out", lambda m, a: m * (a > 0)),
 }
 
 
-def _mean(x: Tensor, mask: Tensor) -> Tensor:
-    return x.sum() / _nonzero((mask != 0).any(1).sum().to(x.dtype))
+def _per_row(x: Tensor, q: Any) -> Tensor:
+    """The sum over rows divided by the number of rows that have a token that counts."""
+    return x.sum() / _nonzero((q.m != 0).any(1).sum().to(x.dtype))
 
 
-def _of_rollouts(x: Tensor, mask: Tensor, given: Given) -> Tensor:
+def _of_rollouts(q: Any, x: Tensor) -> Tensor:
     """The sum over rollouts of the mean over tokens."""
-    rollout = given["rollout"]
-    same = (rollout.unique()[:, None] == rollout).to(x.dtype)
-    means: Tensor = (same @ _sum(x, mask).sum(1)) / _nonzero(same @ mask.sum(1))
+    same = (q.rollout.unique()[:, None] == q.rollout).to(x.dtype)
+    means: Tensor = (same @ _sum(x, q.m)) / _nonzero(same @ q.m.sum(1, keepdim=True))
     return means.sum()
 
 
-# One number from a loss per token, its mask, the mask given and the case.
+# One number from a loss per token x and the mask m by which it is summed.
 DENOMINATORS = {
-    "token-mean": Option("the mean over tokens", lambda x, m, own, given: _sum(x, m).sum() / _nonzero(m.sum()), MODES),
+    "token-mean": Option("the mean over tokens", lambda q, x: _sum(x, q.m).sum() / _nonzero(q.m.sum()), MODES),
     "sequence-mean-token-mean": Option(
-        "the mean over rows of the mean over tokens", lambda x, m, own, given: _mean(_row_mean(x, m), m), MODES
+        "the mean over rows of the mean over tokens", lambda q, x: _per_row(_row_mean(x, q.m), q), MODES
     ),
     "sequence-mean-token-sum": Option(
-        "the mean over rows of the sum over tokens", lambda x, m, own, given: _mean(_sum(x, m).sum(1), m), MODES
+        "the mean over rows of the sum over tokens", lambda q, x: _per_row(_sum(x, q.m), q), MODES
     ),
     "constant": Option(
         "the sum over the longest length allowed and the rows",
-        lambda x, m, own, given: _sum(x, m).sum() / (given["max_length"] * len(x)),
+        lambda q, x: _sum(x, q.m).sum() / (q.max_length * len(x)),
         MODES,
     ),
-    "sequence-mean": Option("the mean over rows", lambda x, m, own, given: _mean(_row_mean(x, m), m)),
+    "sequence-mean": Option("the mean over rows", lambda q, x: _per_row(_row_mean(x, q.m), q)),
     EVERY_ROW: Option(
         "the mean over all rows, also those without a token, of the mean over tokens",
-        lambda x, m, own, given: _row_mean(x, m).mean(),
+        lambda q, x: _row_mean(x, q.m).mean(),
         (*MODES, "sequence-mean"),
     ),
     "empty rows too": Option(
         "the mean over all rows, those without a token too, whose loss is that of a ratio of 1",
-        lambda x, m, own, given: _row_mean(x, torch.where((m != 0).any(1, keepdim=True), m, 1.0)).mean(),
+        lambda q, x: _row_mean(x, torch.where((q.m != 0).any(1, keepdim=True), q.m, 1.0)).mean(),
         ("sequence-mean",),
     ),
     "sequence-mean-token-sum, of all rows": Option(
         "the mean over all rows, also those without a token, of the sum over tokens",
-        lambda x, m, own, given: _sum(x, m).sum() / len(x),
+        lambda q, x: _sum(x, q.m).sum() / len(x),
         MODES,
     ),
-    "width": Option("the padded width counts: all positions", lambda x, m, own, given: _sum(x, m).sum() / x.numel()),
-    "given mask": Option(
-        "the sum is over other tokens than the count",
-        lambda x, m, own, given: _sum(x, m).sum() / _nonzero(own.sum()),
-    ),
-    "sum": Option("nothing divides the sum", lambda x, m, own, given: _sum(x, m).sum()),
-    "longest": Option(
-        "the longest row of the batch times the rows",
-        lambda x, m, own, given: _sum(x, m).sum() / _nonzero(m.sum(1).max() * len(x)),
-    ),
-    "length": Option(
-        "the longest length allowed, without the rows", lambda x, m, own, given: _sum(x, m).sum() / given["max_length"]
-    ),
-    "rows": Option(
-        "each row's sum over the mean length", lambda x, m, own, given: _sum(x, m).sum() / _nonzero(m.sum(1).mean())
-    ),
-    "columns": Option(
-        "the mean over positions of the mean over rows",
-        lambda x, m, own, given: (_sum(x, m).sum(0) / _nonzero(m.sum(0))).sum() / _nonzero((m.sum(0) != 0).sum()),
-    ),
-    "square root": Option(
-        "each row's sum over the root of its length",
-        lambda x, m, own, given: _mean(_sum(x, m).sum(1) / _nonzero(m.sum(1)).sqrt(), m),
-    ),
-    "one more": Option("the count of tokens plus one", lambda x, m, own, given: _sum(x, m).sum() / (m.sum() + 1)),
-}
-KL_DENOMINATORS = {
-    "same": Option("KL is counted as the surrogate is", None),
-    "padding": Option("the mean of KL is over all positions, so padding counts", None),
-    **{
-        name: Option(f"the mean of KL is another than the surrogate's: {option.text}", None)
-        for name, option in DENOMINATORS.items()
-        if name in (*MODES, EVERY_ROW, "width", "sum")
-    },
-}
-ADVANTAGES = {
-    "given": Option("advantages as they are given", lambda a, m: a),
-    "whitened": Option("advantages are whitened over the batch", lambda a, m: _whitened(a, m), ("given",)),
-    "centred": Option("the mean is taken off the advantages", lambda a, m: a - _sum(a, m).sum() / m.sum()),
-    "signs": Option("the signs of the advantages alone", lambda a, m: a.sign()),
-    "gains": Option("negative advantages count as 0", lambda a, m: a.clamp(min=0)),
-}
-
-
-def _whitened(a: Tensor, mask: Tensor) -> Tensor:
-    mean = _sum(a, mask).sum() / mask.sum()
-    return (a - mean) / (_sum((a - mean).square(), mask).sum() / (mask.sum() - 1)).sqrt()
-
-
-COUNTS = {
-    "whole": Option("the count of the whole batch", None),
-    "part": Option("each part divides by its own count", None),
-    "part, averaged": Option("each part divides by its own count, and the parts are averaged", None),
-    "part, KL": Option("each part divides its KL by its own count", None),
-    "part, surrogate": Option(
-        "each part divides its surrogate by its own count, and its KL by that of the batch", None
-    ),
-    "averaged": Option("sums that were divided by the count of the whole batch are averaged over the parts", None),
-    "times parts": Option("the value is that of the whole times the number of parts", None),
-    "weighted": Option("each part's mean is weighted by its tokens before the selection", None),
+    "width": Option("the padded width counts: all positions", lambda q, x: _sum(x, q.m).sum() / x.numel()),
+    "sum": Option("nothing divides the sum", lambda q, x: _sum(x, q.m).sum()),
 }
 OF_ROLLOUTS = {
     "rollouts": Option(
         "the mean over rollouts of the mean over tokens, whatever rows a rollout is cut into",
-        lambda x, m, own, given: _of_rollouts(x, m, given) / len(given["rollout"].unique()),
+        lambda q, x: _of_rollouts(q, x) / len(q.rollout.unique()),
         MODES,
     ),
     "rollouts over rows": Option(
         "the means over the tokens of rollouts, summed and divided by the rows",
-        lambda x, m, own, given: _of_rollouts(x, m, given) / len(x),
+        lambda q, x: _of_rollouts(q, x) / len(x),
         MODES,
     ),
 }
-AGGREGATION_COUNTS = {name: COUNTS[name] for name in COUNTS if name not in ("part, KL", "part, surrogate")}
+KL_DENOMINATORS = {
+    "same": Option("KL is counted as the surrogate is", None),
+    "padding": Option("the mean of KL is over all positions, so padding counts", lambda q, x: x.mean()),
+    **{
+        name: Option(f"the mean of KL is another than the surrogate's: {option.text}", option.compute)
+        for name, option in DENOMINATORS.items()
+        if name in (*MODES, EVERY_ROW, "width", "sum")
+    },
+}
+# What divides the parts of a batch: which summands each part divides by its own count, and how often the whole counts.
+SURROGATE, KL, BOTH = ("surrogate",), ("kl",), ("surrogate", "kl")
+COUNTS = {
+    "whole": Option("the count of the whole batch", ()),
+    "part": Option("each part divides by its own count", BOTH),
+    "part, averaged": Option("each part divides by its own count, and the parts are averaged", BOTH),
+    "part, KL": Option("each part divides its KL by its own count", KL),
+    "part, surrogate": Option(
+        "each part divides its surrogate by its own count, and its KL by that of the batch", SURROGATE
+    ),
+    "averaged": Option("sums that were divided by the count of the whole batch are averaged over the parts", ()),
+    "times parts": Option("the value is that of the whole times the number of parts", ()),
+}
+WEIGHTED = {"weighted": Option("each part's mean is weighted by its tokens before the selection", BOTH)}
+AGGREGATION_COUNTS = {name: COUNTS[name] for name in COUNTS if name not in ("part, KL", "part, surrogate")} | WEIGHTED
 SELECTIONS = {
-    "none": Option("no selection", lambda s, m, share: m),
+    "none": Option("no selection", None),
     "whole": Option("tokens are selected in the whole batch", None),
     "part": Option("tokens are selected in each part by itself", None),
-}
-IMPORTANCES = {
-    "truncate": Option("truncated at 2", lambda w: w.clamp(max=2.0), ("none",)),
-    "none": Option("no correction for the sampler", lambda w: torch.ones_like(w), ("truncate",)),
-    "uncut": Option("the sampler's correction is not truncated", lambda w: w, ("truncate",)),
-    "inverse": Option("the sampler's correction is upside down", lambda w: (1 / w).clamp(max=2.0)),
 }
 RANGES = {
     "given": Option("the clip's range", None),
@@ -333,6 +272,7 @@ RANGES = {
 }
 LOSS_TERMS: Mapping[str, Mapping[str, Option]] = {
     "sign": SIGNS,
+    "position": POSITIONS,
     "mask": MASKS,
     "denominator": DENOMINATORS,
     "ratio": RATIOS,
@@ -344,70 +284,62 @@ LOSS_TERMS: Mapping[str, Mapping[str, Option]] = {
     "denominator of KL": KL_DENOMINATORS,
     "normalization": ADVANTAGES,
     "importance weights": IMPORTANCES,
-    "denominator of micro-batches": {name: option for name, option in COUNTS.items() if name != "weighted"},
-    "denominator of ranks": {name: option for name, option in COUNTS.items() if name != "weighted"},
+    "denominator of micro-batches": COUNTS,
+    "denominator of ranks": COUNTS,
 }
 
 
-def batch_loss(given: Given, choice: Choice, *, only: str = "") -> Tensor:
-    """The loss of a batch, 0-dim; with `only` its surrogate or its KL alone."""
-    surrogate, kl, mask = loss_per_token(given, choice)
-
-    def divided(loss: Tensor, by: str) -> Tensor:
-        if by == "padding":
-            return loss.mean()
-        return DENOMINATORS[by](loss, mask, given["mask"], given)
-
-    of_kl = choice["denominator of KL"]
-    parts = {"surrogate": surrogate, "kl": kl}
-    counted = {"surrogate": choice["denominator"], "kl": choice["denominator"] if of_kl == "same" else of_kl}
-    return sum((divided(parts[name], counted[name]) for name in parts if only in ("", name)), surrogate.new_zeros(()))
-
-
-def loss_per_token(given: Given, choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
-    """Surrogate, KL and the mask by which they are summed, `[B, T]` each."""
-    lp, old, own = given["logprobs"], given["old_logprobs"], given["mask"]
-    a = ADVANTAGES[choice["normalization"]](given["advantages"], own)
-    low, high = given["clip_low"], given["clip_high"]
-    if choice["clip range"] != "given":
-        low, high = (float(x) for x in choice["clip range"].split(", "))
-    mask = MASKS[choice["mask"]](own, a)
-    log_r = RATIOS[choice["ratio"]](lp - old, own).expand_as(lp)
-    surrogate = CLIPS[choice["clip"]](log_r.clamp(-20, 20).exp(), a, lp, own, low, high)
-    surrogate = SIGNS[choice["sign"]](DUALS[choice["dual clip"]](surrogate, a))
-    weights = IMPORTANCES[choice["importance weights"]]((old - given["rollout_logprobs"]).clamp(-20, 20).exp())
-    kl = given["kl_coef"] * KLS[choice["KL estimator"]](lp, given["ref_logprobs"], old)
-    return surrogate * weights, KL_SIGNS[choice["sign of KL"]](kl), mask
+def loss_per_token(given: Given, choice: Choice) -> Any:
+    """Quantities of a batch with `surrogate`, `kl`, and the mask `m` by which they are summed, `[B, T]` each."""
+    q = SimpleNamespace(**given)
+    if "loss" in given:
+        q.a = q.surrogate = q.loss
+        q.surrogate, q.kl = SIGNS[choice["sign"]](q), torch.zeros_like(q.loss)
+    else:
+        q.low, q.high = q.clip_low, q.clip_high
+        if choice["clip range"] != "given":
+            q.low, q.high = (float(x) for x in choice["clip range"].split(", "))
+        q.lp, q.ref, q.g = q.logprobs, q.ref_logprobs, q.ref_logprobs - q.logprobs
+        q.a, q.old = ADVANTAGES[choice["normalization"]](q), POSITIONS[choice["position"]](q)
+        q.d = q.lp - q.old
+        q.r = RATIOS[choice["ratio"]](q).expand_as(q.lp).clamp(-20, 20).exp()
+        q.w = (q.old - q.rollout_logprobs).clamp(-20, 20).exp()
+        for term, options in (("clip", CLIPS), ("dual clip", DUALS), ("sign", SIGNS)):
+            q.surrogate = options[choice[term]](q)
+        q.surrogate = q.surrogate * IMPORTANCES[choice["importance weights"]](q)
+        q.kl = q.kl_coef * KLS[choice["KL estimator"]](q)
+        q.kl = KL_SIGNS[choice["sign of KL"]](q)
+    q.m = MASKS[choice["mask"]](q)
+    return q
 
 
-def _loss_reference(view: View, choice: Choice) -> Tensor:
+def batch_loss(given: Given, choice: Choice, only: Sequence[str] = BOTH) -> Tensor:
+    """The loss of a batch, 0-dim; or that of its surrogate or its KL alone."""
+    q = loss_per_token(given, choice)
+    divided = (DENOMINATORS | OF_ROLLOUTS)[choice["denominator"]]
+    of_kl = choice.get("denominator of KL", "same")
+    loss: Tensor = divided(q, q.surrogate) if "surrogate" in only else q.surrogate.new_zeros(())
+    return loss + (divided if of_kl == "same" else KL_DENOMINATORS[of_kl])(q, q.kl) if "kl" in only else loss
+
+
+def _reference(view: View, choice: Choice) -> Tensor:
     if view.form == "tokens":
-        surrogate, kl, _ = loss_per_token(view.given, choice)
-        return surrogate + kl
-    count = _count(view, choice)
-    for here, there in (("kl", "surrogate"), ("surrogate", "kl")):
-        if count == {"kl": "part, KL", "surrogate": "part, surrogate"}[here]:
-            own = combined([batch_loss(part, choice, only=here) for part in view.parts()], view.combine)
-            return own + batch_loss(view.given, choice, only=there)
-    if count.startswith("part"):
-        values = [batch_loss(part, choice) for part in view.parts()]
-        return _of_own_counts(values, count, view.combine)
-    return _times(batch_loss(view.given, choice), count, len(view.case.parts))
-
-
-def _count(view: View, choice: Choice) -> str:
-    """The option of what divides the parts of a view."""
-    return "whole" if view.cut == "whole" else choice[f"denominator of {view.cut}"]
-
-
-def _of_own_counts(values: Sequence[Tensor], count: str, combine: str) -> Tensor:
-    if count == "part, averaged" and combine == "mean":
-        return values[0] * torch.nan  # which "part" is already
-    return combined(values, "mean" if count == "part, averaged" else combine)
-
-
-def _times(whole: Tensor, count: str, parts: int) -> Tensor:
-    return {"averaged": whole / max(1, parts), "times parts": whole * parts}.get(count, whole)
+        q = loss_per_token(view.given, choice)
+        return torch.as_tensor(q.surrogate + q.kl)
+    view = _selected(view, choice.get("selection", "none"))
+    count, parts = "whole" if view.cut == "whole" else choice[f"denominator of {view.cut}"], view.parts()
+    own: tuple[str, ...] = (COUNTS | WEIGHTED)[count].compute
+    rest = tuple(name for name in BOTH if name not in own)
+    whole = batch_loss(view.given, choice, rest) if rest else view.given["mask"].new_zeros(())
+    if not own:
+        return whole * {"averaged": 1 / len(parts), "times parts": len(parts)}.get(count, 1) if parts else whole
+    values = [batch_loss(part, choice, own) for part in parts]
+    if count == "part, averaged" and view.combine == "mean":
+        return whole * torch.nan  # which "part" is already
+    if count == "weighted":
+        shares = [part["all_tokens"].sum() / view.given["all_tokens"].sum() for part in parts]
+        return torch.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
+    return whole + combined(values, "mean" if count == "part, averaged" else view.combine)
 
 
 def combined(outputs: Sequence[Tensor], combine: str) -> Tensor:
@@ -416,39 +348,15 @@ def combined(outputs: Sequence[Tensor], combine: str) -> Tensor:
     return stacked.mean(0) if combine == "mean" else stacked.sum(0)
 
 
-def _aggregation_reference(view: View, choice: Choice) -> Tensor:
-    given, count = view.given, _count(view, choice)
-    parts = view.parts() if view.cut != "whole" else [given]
-    masks = [_selected(part, choice) for part in (parts if choice["selection"] == "part" else [given])]
-    if choice["selection"] != "part" and len(parts) > 1:
-        masks = [masks[0][list(rows)] for rows in view.case.parts]
-    summed = [MASKS[choice["mask"]](mask, part["loss"]) for part, mask in zip(parts, masks, strict=True)]
-
-    denominators = DENOMINATORS | OF_ROLLOUTS
-
-    def divide(of: Given, x: Tensor, summed: Tensor, own: Tensor) -> Tensor:
-        return SIGNS[choice["sign"]](denominators[choice["denominator"]](x, summed, own, of))
-
-    values = [divide(part, part["loss"], m, own) for part, m, own in zip(parts, summed, masks, strict=True)]
-    if count == "weighted":
-        shares = [part["mask"].sum() / given["mask"].sum() for part in parts]
-        return combined([share * value for share, value in zip(shares, values, strict=True)], "sum")
-    if count.startswith("part"):
-        return _of_own_counts(values, count, view.combine)
-    joined = {**given, "rollout": torch.cat([part["rollout"] for part in parts])}
-    whole = divide(joined, torch.cat([part["loss"] for part in parts]), torch.cat(summed), torch.cat(masks))
-    return _times(whole, count, len(parts))
-
-
-def _selected(given: Given, choice: Choice) -> Tensor:
-    """The mask of the tokens with the highest scores, a share of those that count."""
-    mask: Tensor = given["mask"]
-    if choice["selection"] == "none":
-        return mask
-    number = max(1, round(given["share"] * float(mask.sum())))
-    lowest = given["scores"].where(mask != 0, -torch.inf).flatten().topk(number).values[-1]
-    highest: Tensor = given["scores"] >= lowest
-    return mask * highest
+def _selected(view: View, selection: str) -> View:
+    """The view with the mask of the tokens with the highest scores, a share of those that count."""
+    given, mask = view.given, view.given["mask"].clone()
+    cut = view.case.parts if selection == "part" and view.cut != "whole" else (range(len(mask)),)
+    for rows in map(list, cut if selection != "none" else ()):
+        number = max(1, round(given["share"] * float(mask[rows].sum())))
+        lowest = given["scores"][rows].where(mask[rows] != 0, -torch.inf).flatten().topk(number).values[-1]
+        mask[rows] = mask[rows] * (given["scores"][rows] >= lowest)
+    return replace(view, given={**given, "mask": mask, "all_tokens": given["mask"]})
 
 
 def _scalar_or_tokens(view: View, output: Tensor) -> Tensor:
@@ -581,7 +489,7 @@ def loss_interface(spread: float) -> Interface:
         "loss",
         loss_cases(spread),
         LOSS_TERMS,
-        _loss_reference,
+        _reference,
         _scalar_or_tokens,
         "all of these",
         properties.LOSS,
@@ -606,7 +514,7 @@ AGGREGATION = Interface(
         "denominator of ranks": AGGREGATION_COUNTS,
         "selection": SELECTIONS,
     },
-    _aggregation_reference,
+    _reference,
     _scalar_or_tokens,
     "tokens of a tool",
     properties.AGGREGATION,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Given = Mapping[str, Any]
@@ -34,10 +35,9 @@ class Option:
     compute: Any
     instead_of: tuple[str, ...] = ()
 
-    def __call__(self, *arguments: Any) -> Tensor:
+    def __call__(self, *arguments: Any) -> Any:
         """What the computation gives."""
-        result: Tensor = self.compute(*arguments)
-        return result
+        return self.compute(*arguments)
 
 
 Terms = Mapping[str, Mapping[str, Option]]
@@ -45,21 +45,17 @@ Terms = Mapping[str, Mapping[str, Option]]
 
 @dataclass(frozen=True)
 class Property:
-    """A change of the case, and what becomes of the output.
+    """A change of the case that changes no output.
 
     Attributes:
-        term: The term that is wrong where it does not hold.
-        text: What is seen where it does not hold.
+        term: The term that is wrong where it does.
+        text: What is seen then.
         change: The change, of a copy of the quantities.
-        then: The output after the change, from that before.
-        of: What is done to the case before both.
     """
 
     term: str
     text: str
     change: Callable[[dict[str, Any]], dict[str, Any]]
-    then: Callable[[Tensor], Tensor] = lambda output: output
-    of: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +131,12 @@ class View:
     def parts(self) -> list[Given]:
         """The quantities of each part."""
         return [rows_of(self.given, rows) for rows in self.case.parts]
+
+    def in_order(self, of_parts: Sequence[Tensor]) -> Tensor:
+        """Rows of the parts, in the order of the whole."""
+        rows = torch.cat(list(of_parts))
+        order = torch.tensor([row for part in self.case.parts for row in part]).argsort()
+        return rows if self.cut == "whole" else rows[order]
 
     def __str__(self) -> str:
         return self.case.name if self.cut == "whole" else f"{self.case.name}, in {self.cut}"

@@ -126,6 +126,7 @@ def check(
     depends_on: Collection[str] = (),
     row: Mapping[str, Any] | None = None,
     parts: Sequence[str] = (),
+    pictures: bool = False,
 ) -> Report:
     """Check an algorithm, for a test: `rlflow.testing.check(MyAlgorithm("tiny", reward=exact))`.
 
@@ -138,6 +139,7 @@ def check(
         depends_on: Names of columns on which its gradient is meant to depend, with those of its class's `depends_on`.
         row: A row of the dataset, for nodes that read columns of it.
         parts: Names of the reward's parts, for nodes that read them and a reward that does not say them.
+        pictures: Whether prompts have pictures.
 
     Returns:
         The table, if nothing is wrong.
@@ -146,7 +148,7 @@ def check(
         AssertionError: The gradient depends on something else; the message is the table.
         UserError: The step cannot run.
     """
-    report = examine(module, depends_on, row, parts)
+    report = examine(module, depends_on, row, parts, pictures)
     assert not report.wrong, f"\n{report}"
     return report
 
@@ -156,6 +158,7 @@ def examine(
     depends_on: Collection[str] = (),
     row: Mapping[str, Any] | None = None,
     parts: Sequence[str] = (),
+    pictures: bool = False,
     columns: Sequence[CheckColumn] = COLUMNS,
 ) -> Report:
     """As `check`; what is wrong is in the report, and not raised."""
@@ -165,13 +168,13 @@ def examine(
             raise UserError(
                 f"`depends_on` names {name!r}.{did_you_mean(name, NAMES)} The columns are {', '.join(NAMES)}"
             )
-    rows = recorded_rows(row or {})
+    rows = recorded_rows(row or {}, pictures)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory(prefix="rlflow-check-") as scratch, _quiet():
-            one = small(module, Path(scratch) / "models", tuple(parts))
-            notes = _notes(module, one)
+            one = small(module, Path(scratch) / "models", tuple(parts), pictures)
+            notes = _notes(module, one, pictures)
             lines = tuple(_lines(one, rows, Path(scratch), meant, columns))
     finally:
         torch.set_num_threads(threads)
@@ -336,7 +339,7 @@ def _row(key: tuple[Any, ...]) -> str:
     return f"prompt {PROMPTS[key[0]]!r}" if len(key) == 1 else f"row {key[-1]}"
 
 
-def _notes(given: RLModule, module: RLModule) -> tuple[str, ...]:
+def _notes(given: RLModule, module: RLModule, pictures: bool) -> tuple[str, ...]:
     """What was put in the place of what the user gave."""
     notes = []
     models = handles(given) | dict(given.config_models)
@@ -344,6 +347,8 @@ def _notes(given: RLModule, module: RLModule) -> tuple[str, ...]:
         notes.append(f"seeded models of 2 layers stand for {', '.join(large)}")
     if given.reward is not None:
         notes.append(f"recorded rewards stand for {given.scorer}")
+    if pictures:
+        notes.append("recorded pictures stand for the data's, one or two in each prompt")
     if environments(given):
         notes.append(f"recorded conversations stand for {', '.join(environments(given))}")
     return tuple(notes)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.models.tiny import write_tiny_model
+from rlflow.models.pictures import PictureProcessor, reads_pictures
+from rlflow.models.tiny import write_tiny_model, write_tiny_vision_model
 from rlflow.rewards.reward import SampleReward
 from rlflow.rollout.engine import Completion, EnginePlace, InProcessEngine, Sampling, SyncReport
 from rlflow.values.picture import Picture
@@ -25,6 +26,7 @@ from rlflow.values.rollout import Rollout
 LONGEST = 12  # tokens of a recorded response, the end token included
 END = 0  # the end token of the embedded tokenizer, whose other ids are the characters' codes
 GREEDY = 97  # number of the response that is recorded for temperature 0
+PICTURES, SIDE = "recorded pictures", 56  # a column of the rows; pixels of a picture's side
 FAILS = "9"  # a response that begins with it is one that the reward fails on
 EVEN = "6"  # responses that begin with it are all worth the same
 
@@ -35,12 +37,13 @@ PROMPTS = ("d", "ac", "abf", "abcdefghijl", "abcdefghijkk")
 CUT, EMPTY, FAILING, EQUAL = (0, 3), 1, 2, 4
 
 
-def recorded_rows(like: Mapping[str, Any]) -> list[dict[str, Any]]:
+def recorded_rows(like: Mapping[str, Any], pictures: bool = False) -> list[dict[str, Any]]:
     """The rows of the dataset: a prompt, and a response and a worse one for algorithms that learn from those.
 
     Args:
         like: A row whose columns the rows have as well. Its texts end differently in each row, so that prompts which a
             node writes from them differ.
+        pictures: Whether each row has a picture, and one of them two.
     """
     draw = random.Random(0)
     rows = []
@@ -48,7 +51,16 @@ def recorded_rows(like: Mapping[str, Any]) -> list[dict[str, Any]]:
         answer, worse = ("".join(draw.choices("012345", k=draw.randint(2, 9))) for _ in range(2))
         told = {name: _ended(value, "abcde"[number]) for name, value in like.items()}
         rows.append(told | {"question": prompt, "answer": answer, "response": answer, "worse": worse})
+        if pictures:
+            rows[-1][PICTURES] = [_picture(draw) for _ in range(2 if number == 1 else 1)]
     return rows
+
+
+def _picture(draw: random.Random) -> Any:
+    """Random pixels."""
+    from PIL import Image
+
+    return Image.frombytes("RGB", (SIDE, SIDE), draw.randbytes(3 * SIDE * SIDE))
 
 
 def _ended(value: Any, ending: str) -> Any:
@@ -60,14 +72,17 @@ def _ended(value: Any, ending: str) -> Any:
     return value
 
 
-def write_model(folder: Path, seed: int, has_head: bool) -> Path:
+def write_model(folder: Path, seed: int, has_head: bool, sees: bool = False) -> Path:
     """Write a seeded model that is far from indifferent, so that entropies and divergences have gradients.
 
     Args:
         folder: Folder to write.
         seed: Seed of the weights.
         has_head: Whether it scores by one number, as a critic or a reward model does.
+        sees: Whether it reads pictures.
     """
+    if sees and not has_head:
+        return write_tiny_vision_model(folder, seed=seed)
     if not folder.exists():
         write_tiny_model(folder, seed=seed, hidden_size=32, intermediate_size=48)
         file = folder / "model.safetensors"
@@ -99,7 +114,11 @@ class Recorded(InProcessEngine):
         self._all_differ = all_differ
 
     def setup(self, model_path: str, place: EnginePlace) -> None:
+        from transformers import AutoConfig
+
         self._context = None
+        if reads_pictures(config := AutoConfig.from_pretrained(model_path, trust_remote_code=False)):
+            self._processor = PictureProcessor.load(Path(model_path), config)
 
     def close(self) -> None:
         """Nothing is open."""

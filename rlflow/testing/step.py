@@ -42,7 +42,7 @@ from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, Tr
 from rlflow.strategies.distributed import DistributedStrategy
 from rlflow.testing import derivative
 from rlflow.testing.ranks import TIMEOUT_S
-from rlflow.testing.recorded import PROMPTS, Recorded, RecordedReward, parts_of, with_tool, write_model
+from rlflow.testing.recorded import PICTURES, PROMPTS, Recorded, RecordedReward, parts_of, with_tool, write_model
 from rlflow.values.absent import Absent
 from rlflow.values.batch import Pairs
 from rlflow.values.columns import columns, trim
@@ -224,7 +224,7 @@ def rows_of(value: Any, annotation: Any, lengths: list[int]) -> list[dict[str, A
     return rows
 
 
-def small(module: RLModule, folder: Path, parts: tuple[str, ...] = ()) -> RLModule:
+def small(module: RLModule, folder: Path, parts: tuple[str, ...] = (), pictures: bool = False) -> RLModule:
     """A copy of the module with the seeded models, the recorded reward, and plain gradient descent.
 
     Roles that make several updates in a step make two here, each over all rows of the step.
@@ -233,6 +233,7 @@ def small(module: RLModule, folder: Path, parts: tuple[str, ...] = ()) -> RLModu
         module: The algorithm as its user wrote it.
         folder: Folder for the models.
         parts: Names of the reward's parts; empty for those that the module's reward has.
+        pictures: Whether the models read pictures.
     """
     given, module = module, copy(module)
     if given.reward is not None:  # which may hold what cannot be copied
@@ -244,7 +245,7 @@ def small(module: RLModule, folder: Path, parts: tuple[str, ...] = ()) -> RLModu
     trained = read_graph(deepcopy(module)).trained_roles()
     for number, (role, handle) in enumerate(models.items()):
         has_head = isinstance(handle, RewardModel | ValueModel)
-        handle.model = str(write_model(folder / role, seed=number + 1, has_head=has_head))
+        handle.model = str(write_model(folder / role, number + 1, has_head, sees=pictures))
         handle.epochs, handle.samples_per_update = 2 if handle.several_updates else 1, None
         handle.start_step, handle.gradient_checkpointing, handle.trust_remote_code = 0, False, False
         handle.freeze_vision_tower, handle.vision_tower_lr = False, None  # the seeded model has no tower
@@ -320,7 +321,8 @@ def _prepared(
         prompt="question",
         response="answer",
         rejected="worse" if graph.batch_type is Pairs else None,
-        chat_template=True if environments(module) else None,
+        images=PICTURES if PICTURES in rows[0] else None,
+        chat_template=True if environments(module) or PICTURES in rows[0] else None,
         max_prompt_length=100_000,
         shuffle=False,
     )

@@ -245,7 +245,7 @@ WRONG: list[tuple[Kind, Callable[..., Any], str, str]] = [
     ("loss", accumulated, "grpo", "denominator of micro-batches"),
     ("advantages", in_chunks, "dr_grpo", "group"),
     ("advantages", a_constant_in_the_divisor, "grpo", "normalization"),
-    ("advantages", of_the_batch_s_best, "dr_grpo", "group"),
+    ("advantages", of_the_batch_s_best, "dr_grpo", "baseline"),
     ("logprobs", after_the_softmax, "grpo", "temperature"),
     ("logprobs", not_shifted, "grpo", "position"),
     ("logprobs", padding_attended_to, "grpo", "padding"),

@@ -134,8 +134,8 @@ def first(terms: Terms) -> dict[str, str]:
 
 
 UNSEEN = ("denominator of micro-batches", "denominator of ranks", "clip range")  # by a function of one batch
-SAME = (  # whose range is of logs; as another option; of a wrong mask alone; as the surrogate's
-    *(("clip", "gmpo"), ("denominator", "sequence-mean"), ("denominator", "given mask")),
+SAME = (  # whose range is of logs; as another option; as the surrogate's
+    *(("clip", "gmpo"), ("denominator", "sequence-mean")),
     ("denominator of KL", "token-mean"),
 )
 LOSS_CASES = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -133,6 +133,15 @@ class DenominatorOfOtherSet(GRPO):
     @node
     def advantages(self, rollout: Masked, rewards: PerSample) -> PerSample:
         return 100 * (rewards - 0.5) / rollout.loss_mask.sum()
+
+
+class PicturesOfTheNextRow(GRPO):
+    """The loss is of rows whose pictures have moved by one."""
+
+    @node(role="actor", type="train")
+    def actor_loss(self, rollout: Rollout, advantages: PerSample) -> PerToken:
+        moved = replace(rollout, pictures=replace(rollout.pictures, values=rollout.pictures.values.roll(1)))
+        return -advantages[:, None] * self.actor.logprobs(moved)
 
 
 class RowBefore(GRPO):

@@ -15,7 +15,7 @@ from rlflow.process.status import Answered
 from rlflow.testing import check
 from rlflow.testing.checking import COLUMNS, CheckColumn, Report, examine
 from rlflow.testing.derivative import apart
-from tests.testing.plants import PLANTS, Broken, MeanOverMicroBatch, MeansOrder, RowBefore
+from tests.testing.plants import PLANTS, Broken, MeanOverMicroBatch, MeansOrder, PicturesOfTheNextRow, RowBefore
 
 NOT_SHARDED = tuple(column for column in COLUMNS if column.way.strategy == "plain")
 ALONE = tuple(column for column in NOT_SHARDED if column.way.ranks == 1)
@@ -24,7 +24,7 @@ ALONE = tuple(column for column in NOT_SHARDED if column.way.ranks == 1)
 RIGHT = [
     *("maxrl", "gail", "self_distillation", "on_policy_distillation", "raft", "remax", "dapo", "cpgd", "gdpo", "dpo"),
     *("reward_model_training", "off_policy_sequence_masking", "reinforce_plus_plus", "agent_calculator", "hinted_sft"),
-    *("grpo_lora", "workflow_grpo"),
+    *("grpo_lora", "workflow_grpo", "vlm_quickstart_grpo"),
 ]
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -65,7 +65,8 @@ def configured_report(name: str, columns: tuple[CheckColumn, ...]) -> Report:
     """The report on the algorithm of one of our configs."""
 
     def check(found: Configured) -> Report:
-        return examine(found.module, row=found.data.train.read([0])[0], columns=columns)
+        pictures = found.data.images is not None
+        return examine(found.module, row=found.data.train.read([0])[0], pictures=pictures, columns=columns)
 
     return call_configured(check, ["--config", str(CONFIGS / f"{name}.yaml")])
 
@@ -80,6 +81,16 @@ def test_nothing_is_said_of_our_largest_algorithms_in_any_column(name: str) -> N
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_said_of_right_algorithms_that_are_unusual(name: str) -> None:
     assert named(configured_report(name, NOT_SHARDED)) == {}
+
+
+@pytest.mark.slow
+def test_pictures_that_moved_are_named_and_others_are_right() -> None:
+    moved, right = (
+        examine(grpo(algorithm), pictures=True, columns=only("micro-batches", "order of groups"))
+        for algorithm in (PicturesOfTheNextRow, GRPO)
+    )
+    assert set(named(moved).values()) == {"actor_loss"}
+    assert (named(right), "recorded pictures stand for the data's" in str(right)) == ({}, True)
 
 
 @pytest.mark.slow
