@@ -84,7 +84,7 @@ class Harness(Environment):
             function_at(self.run, f"`run` is {self.run!r}")
         elif shutil.which(self.run[0]) is None:
             raise UserError(f"`run` begins with {self.run[0]!r}, and there is no such program; name one, or its path")
-        return {"": Definition({}, str(self), answers_messages=True)}
+        return {"": Definition({}, str(self), answers_messages=True, repeats=True)}
 
     def reward_of(self, worker: Worker, row: Mapping[str, Any], base_url: str, key: str, seed: int) -> float:
         """Run the agent on a row; returns the reward. No process that it started is left.

@@ -56,7 +56,7 @@ def test_a_conversation_of_an_agent_is_one_row_with_the_tokens_that_were_sampled
             written = f"\n<|im_start|>user\nand {number // 2}?<|im_end|>\n<|im_start|>assistant\n"
             assert tokenizer().decode(part).removeprefix("<|im_end|>") == written
         place += length
-    assert made.times.episodes == EpisodeCounts(count=1, refused=0, undelivered=0)
+    assert made.times.episodes == EpisodeCounts(count=1, refused=0, undelivered=0, rewritten=0)
 
 
 def test_each_token_that_an_agent_received_is_trained_once_whoever_called_first(
@@ -76,7 +76,10 @@ def test_each_token_that_an_agent_received_is_trained_once_whoever_called_first(
 
 @pytest.mark.parametrize(
     "agent",
-    ["calls_a_tool", pytest.param("responds", marks=pytest.mark.slow), pytest.param("claude", marks=pytest.mark.slow)],
+    [
+        "calls_a_tool",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("responds", "responds_in_events", "claude")),
+    ],
 )
 def test_a_call_of_a_tool_is_read_and_its_result_goes_on_from_the_tokens(
     agent: str, runner: ConversationRunner
@@ -89,6 +92,26 @@ def test_a_call_of_a_tool_is_read_and_its_result_goes_on_from_the_tokens(
     )
     assert made.trained() == [f"{CALL}<|im_end|>5<|im_end|>"]
     assert made.views[0].calls == 1
+
+
+def test_a_text_goes_on_from_the_tokens_that_were_sampled_and_has_no_turns(
+    engine: RolloutEngine, runner: ConversationRunner
+) -> None:
+    made = played("completes", engine, runner=runner)
+    long, again, ids = made.rows
+    assert tokenizer().decode(long[1]) == tokenizer().decode(again[1]) == "2+3="
+    assert (long[4], len(again[4])) == ([6, len(tokenizer()(" so")["input_ids"]), 4], 1)
+    assert tokenizer().decode(long[2][long[4][0] :][: long[4][1]]) == " so"
+    assert ids[1] == [5, 6, 7]
+    assert [row[5][-1] for row in made.rows] == [13.0] * 3
+    assert sum(sum(row[3]) for row in made.rows) == 13
+
+
+@pytest.mark.slow
+def test_a_text_has_no_token_that_ends_an_answer(runner: ConversationRunner) -> None:
+    made = played("completes_sums", says("5", "6"), [{"question": "2+3=", "answer": "2+3=5+1=6"}], runner=runner)
+    assert [made.text(row) for row in range(2)] == ["2+3=5+1=6<|im_end|>", "2+3=5<|im_end|>"]
+    assert [row[5] for row in made.rows] == [[1.0]] * 2
 
 
 @pytest.mark.slow
@@ -118,7 +141,7 @@ def test_a_retry_gets_the_stored_answer_and_an_equal_call_another_one(
 
 def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(runner: ConversationRunner) -> None:
     made = played("refused", says(), runner=runner)
-    assert (made.rows[0][5], made.times.episodes.refused) == ([16.0], 16)
+    assert (made.rows[0][5], made.times.episodes.refused) == ([19.0], 19)
 
 
 @pytest.mark.parametrize(
