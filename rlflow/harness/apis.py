@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
@@ -56,6 +56,7 @@ class Asked:
         stream: Whether the answer is wanted as events.
         usage: Whether events end with the numbers of tokens.
         prompt: A text or token ids that the policy reads in place of messages; None where there are messages.
+        branch: The name that the agent gives to a part of its work, in `metadata`; empty without.
     """
 
     messages: list[Message]
@@ -68,6 +69,7 @@ class Asked:
     stream: bool = False
     usage: bool = False
     prompt: str | tuple[int, ...] | None = None
+    branch: str = ""
 
     @property
     def reads(self) -> str:
@@ -173,7 +175,7 @@ class API(ABC):
                 "temperature",
             )
         try:
-            return self._asked(body)
+            return replace(self._asked(body), branch=_branch(body))
         except UserError as error:  # of a message's content
             raise Refused(str(error), "messages", code="invalid_value") from error
 
@@ -507,6 +509,14 @@ def _assistant(text: str, calls: Sequence[ToolCall]) -> Message:
         for call in calls
     ]
     return message("assistant", text, **({"tool_calls": made} if made else {}))
+
+
+def _branch(body: Body) -> str:
+    metadata = body.get("metadata")
+    name = metadata.get("branch", "") if isinstance(metadata, dict) else ""
+    if not isinstance(name, str):
+        raise Refused(f"`metadata.branch` is {name!r:.60}; give a name", "metadata", code="invalid_value")
+    return name
 
 
 def _wants_usage(body: Body) -> bool:

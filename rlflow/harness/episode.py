@@ -65,7 +65,7 @@ class Choice:
 
     Attributes:
         request: The request.
-        number: Number among the answers to the same tokens in this episode.
+        number: Number among the answers to the same tokens in the same branch of this episode.
         completion: What was sampled; None until then.
         stop: The text before which it ended, of those that the request gives.
         said: The same as a message; None until earlier answers to the same tokens are known.
@@ -81,7 +81,7 @@ class Choice:
     def sampled(self) -> CallTokens:
         """The tokens that were read and written."""
         assert self.completion is not None
-        return CallTokens(self.request.read, self.completion.token_ids, self.number)
+        return CallTokens(self.request.read, self.completion.token_ids, self.number, self.request.asked.branch)
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class Request:
         asked: What it asks for.
         bridge: The bridge that writes its turns.
         read: Tokens that the policy reads.
-        place: Digest of these tokens.
+        place: Digest of these tokens, and of the name of the branch if it has one.
         so_far: Digest of its tools and messages.
         first: Tokens of them that the first call of its row read.
         ids: Its id at the door; those of retries follow.
@@ -187,6 +187,9 @@ class Episode:
         return [self._turn(choice) for choice in request.choices]
 
     def _refuse(self, sent: Mapping[str, Any], refused: Refused) -> list[ConversationSteps[None]]:
+        if not self._refused:
+            text = "a request of the agent is refused: %s (the row is %s); more of this episode are only counted"
+            log.warning(text, shown(str(refused)), self._session.row)
         self._refused += 1
         self._answer(sent["request"], Sent(refused.status, APIS[sent["path"]].problem(refused)))
         return []
@@ -219,7 +222,7 @@ class Episode:
         if not terms.ends.issuperset(bridge.ends):
             raise Refused("the model's family ends turns with tools by another token, which is not served", "tools")
         self._require_room(asked.reads, len(read), first)
-        place = hashlib.blake2b(array("q", read).tobytes(), digest_size=16).hexdigest()
+        place = hashlib.blake2b(array("q", read).tobytes() + asked.branch.encode(), digest_size=16).hexdigest()
         same.append(Request(sent["path"], asked, bridge, read, place, digests[-1], first, [sent["request"]], rewritten))
         return same[-1]
 
@@ -366,7 +369,7 @@ class Episode:
                 f"the harness `{self._terms.harness}` failed: {failed}; mend it, or set `on_failure` to zero or mask"
                 f" (the row is {self._session.row})"
             )
-        end = self._end(played["delivered"], played.get("reward", 0.0))
+        end = self._end(played["delivered"], played.get("reward", 0.0), played.get("branches", {}))
         if failed is not None:
             log.warning("the harness `%s` failed: %s (the row is %s)", self._terms.harness, failed, self._session.row)
             for row in end.rows:
@@ -375,15 +378,16 @@ class Episode:
                     row.written = [False] * len(row.written)
         return end
 
-    def _end(self, delivered: Sequence[int], reward: float) -> EpisodeEnd:
-        """The rows of the answers that were delivered; each has the episode's reward at its last turn."""
+    def _end(self, delivered: Sequence[int], reward: float, branches: Mapping[str, float]) -> EpisodeEnd:
+        """The rows of the answers that were delivered; the last turn has the reward of its branch, or the episode's."""
         there = set(delivered)
         asked = [choice for request in self._requests for choice in request.choices]
         choices = [each for each in asked if each.said is not None and there.intersection(each.request.ids)]
         rewritten = sum(request.rewritten for request in self._requests)
         end = EpisodeEnd([], [], self._refused, len(asked) - len(choices), rewritten)
         for row in rows_of([choice.sampled for choice in choices]):
-            end.rows.append(self._row([choices[turn] for turn in row.turns], row.trained, reward))
+            turns = [choices[turn] for turn in row.turns]
+            end.rows.append(self._row(turns, row.trained, branches.get(turns[-1].request.asked.branch, reward)))
             end.inherited.append(row.inherited)
         if not choices:
             bridge, said = self._terms.bridge(()), list(self._prompt)

@@ -108,6 +108,14 @@ async def branches(row: dict[str, Any], base_url: str, api_key: str) -> dict[str
     return {"reward": RECEIVED[0]}
 
 
+async def credits(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """One call, then the same by two branches, in the row's order; two of the three have rewards of their own."""
+    calls = by_http(base_url, api_key)
+    for name in ("", *row["order"]):
+        await asked(calls, [user(row["question"])], metadata={"branch": name})
+    return {"reward": 1.0, "branches": {"left": 0.25, "right": -0.5, "other": 9}}
+
+
 async def follows(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """A turn, then one after each of the row's messages, with the row's tools."""
     calls, messages = by_http(base_url, api_key), [user(row["question"])]

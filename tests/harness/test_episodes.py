@@ -94,6 +94,15 @@ def test_a_call_of_a_tool_is_read_and_its_result_goes_on_from_the_tokens(
     assert made.views[0].calls == 1
 
 
+def test_a_branch_has_the_reward_of_its_name_whichever_calls_first(
+    engine: RolloutEngine, runner: ConversationRunner
+) -> None:
+    orders = (["left", "right"], ["right", "left"])
+    one, other = (played("credits", engine, [{"question": "1+1=", "order": each}], runner=runner) for each in orders)
+    assert sorted(row[5] for row in one.rows) == [[-0.5], [0.25], [1.0]]
+    assert [row[:-1] for row in one.rows] == [row[:-1] for row in other.rows]
+
+
 def test_a_text_goes_on_from_the_tokens_that_were_sampled_and_has_no_turns(
     engine: RolloutEngine, runner: ConversationRunner
 ) -> None:
@@ -139,8 +148,13 @@ def test_a_retry_gets_the_stored_answer_and_an_equal_call_another_one(
     assert [row[5] for row in made.rows] == [[1.0]] * 3
 
 
-def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(runner: ConversationRunner) -> None:
+def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(
+    runner: ConversationRunner, caplog: pytest.LogCaptureFixture
+) -> None:
     made = played("refused", says(), runner=runner)
+    (told,) = [each.getMessage() for each in caplog.records if "is refused" in each.getMessage()]
+    assert "there is no model 'gpt-4o'" in told
+    assert "(the row is 0, {" in told
     assert (made.rows[0][5], made.times.episodes.refused) == ([19.0], 19)
 
 
