@@ -348,12 +348,16 @@ async def floods(row: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 async def leaves(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Waits for one answer, and leaves another one open."""
+    """Waits for one answer, and leaves two others open, one of them a stream."""
     calls = by_http(base_url, api_key)
     await asked(calls, [user(row["question"])])
-    open_call = asyncio.ensure_future(asked(calls, [user("nobody reads this")], max_tokens=None))
+    open_calls = [
+        asyncio.ensure_future(asked(calls, [user("nobody reads this")], max_tokens=None, stream=stream))
+        for stream in (False, True)
+    ]
     await asyncio.sleep(0.05)
-    open_call.cancel()
+    for call in open_calls:
+        call.cancel()
     return 1.0
 
 

@@ -212,7 +212,7 @@ def test_calls_beyond_the_most_are_refused(engine: RolloutEngine, runner: Conver
 def test_an_answer_that_nobody_waited_for_is_in_no_row(engine: RolloutEngine, runner: ConversationRunner) -> None:
     made = played("leaves", engine, runner=runner)
     assert len(made.rows) == 1
-    assert made.times.episodes.undelivered == 1
+    assert made.times.episodes.undelivered == 2
 
 
 def test_an_episode_without_calls_is_a_row_with_its_reward(runner: ConversationRunner) -> None:
