@@ -113,8 +113,8 @@ RANGES = (
     Range(
         "rollout/environment_wait",
         "below 0.2",
-        "the engine is idle; give the environment `seconds` and more `workers`, or hold more conversations at the same"
-        " time",
+        "the engine is idle; give the environment `seconds` and more `workers`, or a harness more `concurrency`, or"
+        " hold more conversations at the same time",
         high=0.2,
     ),
     Range(

@@ -51,7 +51,7 @@ from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
 from rlflow.worker import Worker
 
-TOOLLESS = Definition({}, answers_messages=True)
+TOOLLESS = Definition({}, answers_messages=True, repeats=True)
 BEFORE = -1  # the turn whose seed is the environment's: it draws before the policy's first
 ROUND_S = 5.0  # after which ranks that share an engine are informed that no environment has answered yet
 
@@ -62,7 +62,7 @@ def _with_tools(schemas: str) -> Definition:
     tools = json.loads(schemas)
     names = [each["function"]["name"] for each in tools]
     made = [Tool(name, each, method=False, path="") for name, each in zip(names, tools, strict=True)]
-    return Definition(dict(zip(names, made, strict=True)))
+    return Definition(dict(zip(names, made, strict=True)), repeats=True)
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,13 @@ class EpisodeCounts:
         count: Number of episodes.
         refused: Number of requests that were refused.
         undelivered: Number of answers for which nobody waited any more.
+        rewritten: Number of requests in which the chat template wrote the policy's earlier turns anew.
     """
 
     count: int
     refused: int
     undelivered: int
+    rewritten: int
 
 
 @dataclass(frozen=True)
@@ -311,7 +313,8 @@ class ConversationRunner:
         counts = torch.tensor([len(end.rows) for end in ends], dtype=torch.int64).view(len(parents), n).sum(dim=1)
         path = parents.children(counts, call.node, None if earlier is None else earlier[:, 1])
         whole = time.perf_counter() - started
-        counted = EpisodeCounts(len(ends), sum(end.refused for end in ends), sum(end.undelivered for end in ends))
+        counts_of = ([end.refused, end.undelivered, end.rewritten] for end in ends)
+        counted = EpisodeCounts(len(ends), *map(sum, zip(*counts_of, strict=True)))
         times = ConversationTimes(loop.waits, len(ends), sum(calls.seconds), calls.waited, whole, counted)
         of_rows = [row for row, count in zip(rows, counts.tolist(), strict=True) for _ in range(count)]
         rollout = to_rollout(views, path, of_rows, call.versions[call.policy], self.decode, self.dtype)
@@ -323,7 +326,7 @@ class ConversationRunner:
         """The bridge that writes the turns of requests with these tools."""
         if not tools:
             return self.bridge(TOOLLESS)
-        return self.bridge(_with_tools(json.dumps(tools, sort_keys=True)))
+        return self.bridge(_with_tools(json.dumps(tools)))
 
     def _begun(
         self,
@@ -597,6 +600,7 @@ def measure_conversations(
         metrics.sum(f"{node_id}/episodes", float(times.episodes.count))
         metrics.sum(f"{node_id}/requests_refused", float(times.episodes.refused))
         metrics.sum(f"{node_id}/undelivered", float(times.episodes.undelivered))
+        metrics.sum(f"{node_id}/requests_rewritten", float(times.episodes.rewritten))
     count = float(len(conversations))
     ends = [each.ended for each in conversations]
     written = sum(sum(each.segments[::2]) for each in conversations)  # those that are left out of the loss, too

@@ -137,6 +137,9 @@ class _TextBridge(Bridge):
         self.messages += new
         return []
 
+    def plain(self, prompt: str | Sequence[int], begins: bool = True) -> list[int]:
+        return list(map(ord, prompt)) if isinstance(prompt, str) else list(prompt)
+
     def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
         text = "".join(map(chr, spoken))
         self.messages.append(message("assistant", text))

@@ -86,6 +86,28 @@ class Bridge(ABC):
             UserError: The model's family cannot write these messages.
         """
 
+    def rewrites(self, before: Sequence[Message], spoken: Sequence[int], new: Sequence[Message]) -> bool:
+        """Whether the family writes earlier messages in another way when others follow, so that `after` cannot be used.
+
+        Args:
+            before: Messages before; the last is the policy's turn.
+            spoken: Token ids of this turn.
+            new: Messages that follow.
+        """
+        return False
+
+    @abstractmethod
+    def plain(self, prompt: str | Sequence[int], begins: bool = True) -> list[int]:
+        """Token ids of a prompt without turns.
+
+        Args:
+            prompt: A text, in which spellings of special tokens are these tokens; or token ids.
+            begins: Whether nothing is before a text, so that a tokenizer writes its first token there.
+
+        Raises:
+            UserError: The tokenizer has no such token.
+        """
+
     @abstractmethod
     def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
         """Parse the tokens of a policy's turn; `before` has the conversation's tokens before the turn."""
@@ -118,6 +140,9 @@ class PictureBridge(Bridge):
 
     def after(self, new: Sequence[Message], spoken: Sequence[int], before: Sequence[int] = ()) -> list[int]:
         return self._bridge.after(new, spoken, before)
+
+    def plain(self, prompt: str | Sequence[int], begins: bool = True) -> list[int]:
+        return self._bridge.plain(prompt, begins)
 
     def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
         return self._bridge.read(spoken, before)
@@ -216,6 +241,15 @@ class SpecialTokens:
         """Ids of all special tokens, also of those that the tokenizer does not recognise in a text."""
         return frozenset(self._id(token) for token in self._tokens)
 
+    def plain(self, prompt: str | Sequence[int], begins: bool = True) -> list[int]:
+        """See `Bridge.plain`."""
+        if not isinstance(prompt, str):
+            if wrong := next((id for id in prompt if not 0 <= id < len(self._tokenizer)), None):
+                raise UserError(f"there is no token {wrong} among the tokenizer's {len(self._tokenizer)}")
+            return list(prompt)
+        ids: list[int] = self._tokenizer(prompt, add_special_tokens=begins)["input_ids"]
+        return ids
+
     def marked(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with marks in each spelling of a special token; turns of the policy are unchanged."""
         return [self._marked(each) for each in messages]
@@ -227,11 +261,11 @@ class SpecialTokens:
             UserError: A special token is spelled in a message, and this tokenizer cannot write it as text.
         """
         if MARK not in text:
-            return self._whole(text)
+            return self.plain(text, begins=False)
         parts = list(self._parts(text))
         # The text around spellings must become the same tokens as without spellings.
         plain = [(token, self._spelled.sub(MARK, part)) for token, part in parts]
-        if self._of_parts(plain) != self._whole("".join(token or part for token, part in plain)):
+        if self._of_parts(plain) != self.plain("".join(token or part for token, part in plain), begins=False):
             said = "\n".join(part for _, part in parts)
             spelled = next(iter(self._spelled.findall(said)), MARK)
             raise UserError(
@@ -272,10 +306,6 @@ class SpecialTokens:
             part = part.lstrip() if before is not None and before.rstrip else part
             part = part.rstrip() if after is not None and after.lstrip else part
             ids += self._splitting(part, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return ids
-
-    def _whole(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def _id(self, token: str) -> int:

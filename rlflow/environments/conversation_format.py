@@ -33,7 +33,7 @@ def bridge_of(
         UserError: The model's template, or the renderer, cannot write its turns.
     """
     if renderer is None:
-        return TemplateBridge(tokenizer, definition.schemas, tool_calls)
+        return TemplateBridge(tokenizer, definition.schemas, tool_calls, must_be_stable=not definition.repeats)
     return RendererBridge(tokenizer, renderer, definition.schemas, "user" if definition.answers_messages else "tool")
 
 

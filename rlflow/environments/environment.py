@@ -215,6 +215,7 @@ class Definition:
             can.
         seats: Names of those who speak in it; empty where there is one, without a name.
         awaits: Whether it has a method or a tool that is a coroutine.
+        repeats: Whether all messages are written again in each turn, so that a template may change earlier ones.
     """
 
     tools: Mapping[str, Tool]
@@ -229,6 +230,7 @@ class Definition:
     keeps_state: bool = False
     seats: tuple[str, ...] = ()
     awaits: bool = False
+    repeats: bool = False
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:

@@ -89,6 +89,9 @@ class RendererBridge(Bridge):
             )
         return ids
 
+    def plain(self, prompt: str | Sequence[int], begins: bool = True) -> list[int]:
+        return self._said.plain(prompt, begins)
+
     def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
         whole = str(self._tokenizer.decode(list(spoken), skip_special_tokens=True))
         try:

@@ -34,10 +34,11 @@ class TemplateBridge(Bridge):
             answered by tools only; otherwise by messages of the environment.
         tool_calls: Name in `TOOL_FORMS` of the form in which the policy calls tools, such as `hermes`; None to take the
             form in which the template writes calls, or else one that its description of the tools mentions.
+        must_be_stable: Whether a template that is not stable is refused. Otherwise `rewrites` tells of each turn.
 
     Raises:
-        UserError: There is no template, it is not stable, it does not end a turn with a special token, it ignores
-            `schemas`, or the form of calls is unknown.
+        UserError: There is no template, it is not stable where it must be, it does not end a turn with a special token,
+            it ignores `schemas`, or the form of calls is unknown.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TemplateBridge(Bridge):
         tokenizer: PreTrainedTokenizerBase,
         schemas: Sequence[Mapping[str, Any]] = (),
         tool_calls: str | None = None,
+        must_be_stable: bool = True,
     ) -> None:
         if tokenizer.chat_template is None:
             raise UserError(
@@ -63,7 +65,13 @@ class TemplateBridge(Bridge):
             )
         self.ends = tuple(dict.fromkeys([self._turn_end(), *self._call_end()]))
         self.form = _named(tool_calls) if tool_calls is not None else self._form_of_template()
-        self._check_stable()
+        self._stable = True
+        try:
+            self._check_stable()
+        except UserError:
+            if must_be_stable or not self._repeats_what_it_reads():
+                raise
+            self._stable = False
 
     @property
     def _first_tool(self) -> str:
@@ -86,6 +94,19 @@ class TemplateBridge(Bridge):
         ids = self._special.ids(text[text.index(SPOKEN) + len(SPOKEN) :])
         ended = bool(spoken) and spoken[-1] == self.end
         return ids[1:] if ended else ids  # they begin with the end of the turn
+
+    def rewrites(self, before: Sequence[Message], spoken: Sequence[int], new: Sequence[Message]) -> bool:
+        if self._stable:
+            return False
+        known, asked = self._special.marked(before), self._special.marked(before[:-1])
+        whole = self._written([*known, *self._special.marked(new)], generate=True)
+        if whole.startswith(self._written(asked, generate=True) + self._text(spoken, special=True)):
+            return False
+        told = self._written(known)
+        return not (told.startswith(self._written(asked)) and whole.startswith(told))
+
+    def plain(self, prompt: str | Sequence[int], begins: bool = True) -> list[int]:
+        return self._special.plain(prompt, begins)
 
     def _after_calls(self, answers: Sequence[Message]) -> list[int]:
         """Token ids of tools' answers, and of the beginning of the next turn, after the token that ends a calling turn.
@@ -178,6 +199,14 @@ class TemplateBridge(Bridge):
             if not after.startswith(before):
                 raise UserError(self._differing(before, after))
             whole = [*whole, answer, turn]
+
+    def _repeats_what_it_reads(self) -> bool:
+        """Whether a turn that the template writes, and that is read, is written in the same way again."""
+        asked = [message("user", "?")]
+        written = self._written([*asked, message("assistant", SPOKEN)])
+        turn = written.removeprefix(self._written(asked, generate=True)).partition(self._text([self.end], special=True))
+        read = self.read(self._special.ids(turn[0])).text
+        return self._written([*asked, message("assistant", read)]) == written
 
     def _differing(self, before: str, after: str) -> str:
         """Message of the error for an unstable template, with the first token that differs."""

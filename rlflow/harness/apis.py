@@ -1,4 +1,4 @@
-"""The APIs by which agents call the policy: OpenAI's chat completions and responses, and Anthropic's messages.
+"""The APIs by which agents call the policy: OpenAI's chat completions, completions and responses, Anthropic's messages.
 
 An API reads a request as `Asked`, and writes what the policy `Said`. A field that cannot be served exactly is refused
 in the API's own form, with its name. Formats: platform.openai.com/docs/api-reference, docs.anthropic.com/en/api.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 from rlflow.environments.bridge import Message, message, text_of
@@ -17,6 +18,7 @@ from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError
 
 MOST_CHOICES = 64
+COMPLETION_LENGTH = 16  # tokens of a completion that says nothing of its length, as OpenAI's
 Body = dict[str, Any]
 
 
@@ -53,6 +55,8 @@ class Asked:
         logprobs: Whether log-probabilities are wanted.
         stream: Whether the answer is wanted as events.
         usage: Whether events end with the numbers of tokens.
+        prompt: A text or token ids that the policy reads in place of messages; None where there are messages.
+        branch: The name that the agent gives to a part of its work, in `metadata`; empty without.
     """
 
     messages: list[Message]
@@ -64,6 +68,13 @@ class Asked:
     logprobs: bool = False
     stream: bool = False
     usage: bool = False
+    prompt: str | tuple[int, ...] | None = None
+    branch: str = ""
+
+    @property
+    def reads(self) -> str:
+        """The field that has what the policy reads."""
+        return "messages" if self.prompt is None else "prompt"
 
 
 @dataclass(frozen=True)
@@ -164,7 +175,7 @@ class API(ABC):
                 "temperature",
             )
         try:
-            return self._asked(body)
+            return replace(self._asked(body), branch=_branch(body))
         except UserError as error:  # of a message's content
             raise Refused(str(error), "messages", code="invalid_value") from error
 
@@ -222,7 +233,6 @@ class Chat(API):
 
     def _asked(self, body: Body) -> Asked:
         longest = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-        stream = body.get("stream_options", {})
         return Asked(
             messages=[_chat_message(each, f"messages[{place}]") for place, each in enumerate(_list(body, "messages"))],
             tools=[_tool(each.get("function"), each, f"tools[{place}]") for place, each in _tools(body)],
@@ -232,7 +242,7 @@ class Chat(API):
             stop=_stop(body, "stop"),
             logprobs=body.get("logprobs") is True,
             stream=body.get("stream") is True,
-            usage=isinstance(stream, dict) and stream.get("include_usage") is True,
+            usage=_wants_usage(body),
         )
 
     def answer(self, answer: Answer) -> Body:
@@ -248,7 +258,7 @@ class Chat(API):
                     "logprobs": _logprobs(said) if answer.asked.logprobs else None,
                 }
             )
-        return self._body(answer, "chat.completion", choices) | {"usage": self._usage(answer)}
+        return self._body(answer, "chat.completion", choices) | {"usage": _usage(answer)}
 
     def events(self, answer: Answer) -> Iterator[str]:
         """Each choice in one piece: a turn is sent when it has ended."""
@@ -261,27 +271,90 @@ class Chat(API):
                 yield json.dumps(self._body(answer, "chat.completion.chunk", [choice]))
                 logprobs = None
         if answer.asked.usage:
-            yield json.dumps(self._body(answer, "chat.completion.chunk", []) | {"usage": self._usage(answer)})
+            yield json.dumps(self._body(answer, "chat.completion.chunk", []) | {"usage": _usage(answer)})
         yield "[DONE]"
 
     def _body(self, answer: Answer, kind: str, choices: list[Body]) -> Body:
         id = f"chatcmpl-{answer.id}"
         return {"id": id, "object": kind, "created": answer.created, "model": answer.model, "choices": choices}
 
-    def _usage(self, answer: Answer) -> Body:
-        total = answer.read + answer.wrote
-        return {"prompt_tokens": answer.read, "completion_tokens": answer.wrote, "total_tokens": total}
+
+class Completions(API):
+    """OpenAI's completions: a text or token ids go on, without a chat template."""
+
+    path = "/v1/completions"
+    served = frozenset(
+        ["model", "prompt", "max_tokens", "n", "temperature", "stream", "stream_options", "logprobs", "seed", "stop"]
+    )
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "top_p": (1,),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "best_of": (1,),
+        "echo": (False,),
+        "suffix": ("",),
+    }
+
+    def _asked(self, body: Body) -> Asked:
+        given = body.get("prompt")
+        if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
+            (given,) = given
+        of_ids = isinstance(given, list) and all(type(each) is int for each in given)
+        if not given or not (isinstance(given, str) or of_ids):
+            text = f"`prompt` is {given!r:.60}; give one text, or the ids of its tokens"
+            raise Refused(text, "prompt", code="invalid_value")
+        if body.get("logprobs", 0) not in (0, False):
+            text = f"`logprobs` is {body['logprobs']!r:.60}; those of other tokens are not known, so give 0"
+            raise Refused(text, "logprobs")
+        return Asked(
+            messages=[],
+            longest=_whole(body, "max_tokens") or COMPLETION_LENGTH,
+            n=_whole(body, "n", most=MOST_CHOICES) or 1,
+            seed=_whole(body, "seed", least=None),
+            stop=_stop(body, "stop"),
+            logprobs=body.get("logprobs") == 0 and body["logprobs"] is not False,
+            stream=body.get("stream") is True,
+            usage=_wants_usage(body),
+            prompt=given if isinstance(given, str) else tuple(given),
+        )
+
+    def answer(self, answer: Answer) -> Body:
+        choices = [self._choice(index, said) for index, said in enumerate(answer.said)]
+        return self._body(answer, choices) | {"usage": _usage(answer)}
+
+    def events(self, answer: Answer) -> Iterator[str]:
+        """Each choice in one piece."""
+        for index, said in enumerate(answer.said):
+            yield json.dumps(self._body(answer, [self._choice(index, said)]))
+        if answer.asked.usage:
+            yield json.dumps(self._body(answer, []) | {"usage": _usage(answer)})
+        yield "[DONE]"
+
+    def _choice(self, index: int, said: Said) -> Body:
+        tokens = [text for text, _ in said.logprobs]
+        logprobs = {
+            "tokens": tokens,
+            "token_logprobs": [logprob for _, logprob in said.logprobs],
+            "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
+            "top_logprobs": None,
+        }
+        choice = {"index": index, "text": said.text, "finish_reason": _finish(said)}
+        return choice | {"logprobs": logprobs if tokens else None}
+
+    def _body(self, answer: Answer, choices: list[Body]) -> Body:
+        kind = {"object": "text_completion", "created": answer.created}
+        return {"id": f"cmpl-{answer.id}", **kind, "model": answer.model, "choices": choices}
 
 
 class Responses(API):
     """OpenAI's responses, without what a server would have to remember."""
 
     path = "/v1/responses"
-    served = frozenset(["model", "input", "instructions", "max_output_tokens", "temperature", "tools"])
+    served = frozenset(["model", "input", "instructions", "max_output_tokens", "temperature", "tools", "stream"])
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "top_p": (1,),
         "store": (False,),
-        "stream": (False,),
         "background": (False,),
         "tool_choice": ("auto",),
         "parallel_tool_calls": (True,),
@@ -298,7 +371,8 @@ class Responses(API):
         for place, item in enumerate(items):
             _add_item(messages, item, f"input[{place}]")
         tools = [_tool(each, each, f"tools[{place}]") for place, each in _tools(body)]
-        return Asked(messages, tools, longest=_whole(body, "max_output_tokens"))
+        longest, stream = _whole(body, "max_output_tokens"), body.get("stream") is True
+        return Asked(messages, tools, longest=longest, stream=stream)
 
     def answer(self, answer: Answer) -> Body:
         (said,) = answer.said
@@ -346,6 +420,35 @@ class Responses(API):
                 "output_tokens_details": {"reasoning_tokens": 0},
             },
         }
+
+    def events(self, answer: Answer) -> Iterator[str]:
+        """Each item in one piece."""
+        whole = self.answer(answer)
+        begun = whole | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        pieces: list[Body] = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+        for place, item in enumerate(whole["output"]):
+            at = {"item_id": item["id"], "output_index": place}
+            if item["type"] == "message":
+                (part,) = item["content"]
+                at["content_index"] = 0
+                empty: Body = {"content": []}
+                text = {"text": part["text"], "logprobs": list[Body]()}
+                inside = [
+                    {"type": "response.content_part.added", "part": part | {"text": ""}, **at},
+                    {"type": "response.output_text.delta", "delta": part["text"], "logprobs": [], **at},
+                    {"type": "response.output_text.done", **text, **at},
+                    {"type": "response.content_part.done", "part": part, **at},
+                ]
+            else:
+                empty, kind, arguments = {"arguments": ""}, "response.function_call_arguments", item["arguments"]
+                done = {"arguments": arguments, "name": item["name"]}
+                inside = [{"type": f"{kind}.delta", "delta": arguments, **at}, {"type": f"{kind}.done", **done, **at}]
+            open_item = item | {"status": "in_progress"} | empty
+            pieces.append({"type": "response.output_item.added", "output_index": place, "item": open_item})
+            pieces += [*inside, {"type": "response.output_item.done", "output_index": place, "item": item}]
+        pieces.append({"type": f"response.{whole['status']}", "response": whole})
+        for number, piece in enumerate(pieces):
+            yield json.dumps(piece | {"sequence_number": number})
 
 
 class Messages(API):
@@ -396,7 +499,7 @@ class Messages(API):
         return {"type": "error", "error": {"type": kind, "message": str(refused)}}
 
 
-APIS: dict[str, API] = {api.path: api for api in (Chat(), Responses(), Messages())}
+APIS: dict[str, API] = {api.path: api for api in (Chat(), Completions(), Responses(), Messages())}
 
 
 def _assistant(text: str, calls: Sequence[ToolCall]) -> Message:
@@ -406,6 +509,24 @@ def _assistant(text: str, calls: Sequence[ToolCall]) -> Message:
         for call in calls
     ]
     return message("assistant", text, **({"tool_calls": made} if made else {}))
+
+
+def _branch(body: Body) -> str:
+    metadata = body.get("metadata")
+    name = metadata.get("branch", "") if isinstance(metadata, dict) else ""
+    if not isinstance(name, str):
+        raise Refused(f"`metadata.branch` is {name!r:.60}; give a name", "metadata", code="invalid_value")
+    return name
+
+
+def _wants_usage(body: Body) -> bool:
+    stream = body.get("stream_options")
+    return isinstance(stream, dict) and stream.get("include_usage") is True
+
+
+def _usage(answer: Answer) -> Body:
+    total = answer.read + answer.wrote
+    return {"prompt_tokens": answer.read, "completion_tokens": answer.wrote, "total_tokens": total}
 
 
 def _finish(said: Said) -> Literal["stop", "length", "tool_calls"]:
@@ -528,9 +649,8 @@ def _tool(function: Any, tool: Body, where: str) -> Mapping[str, Any]:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or parameters.get("type") != "object":
         raise Refused(f"`{where}` has the parameters {parameters!r:.60}; give the JSON schema of an object", where)
-    described = str(function.get("description") or "")
-    schema = {"name": function["name"], "description": described, "parameters": parameters}
-    return {"type": "function", "function": schema}
+    described = {"description": str(function["description"])} if function.get("description") else {}
+    return {"type": "function", "function": {"name": function["name"], **described, "parameters": parameters}}
 
 
 def _stop(body: Body, name: str) -> tuple[str, ...]:

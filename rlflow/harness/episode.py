@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlflow.environments.bridge import Bridge, Message
+from rlflow.environments.bridge import Bridge, Message, message
 from rlflow.environments.session import Session, written
 from rlflow.errors import UserError, line_log, one_line, shown
 from rlflow.harness.apis import APIS, Answer, Asked, Refused, Said
@@ -65,7 +65,7 @@ class Choice:
 
     Attributes:
         request: The request.
-        number: Number among the answers to the same tokens in this episode.
+        number: Number among the answers to the same tokens in the same branch of this episode.
         completion: What was sampled; None until then.
         stop: The text before which it ended, of those that the request gives.
         said: The same as a message; None until earlier answers to the same tokens are known.
@@ -81,7 +81,7 @@ class Choice:
     def sampled(self) -> CallTokens:
         """The tokens that were read and written."""
         assert self.completion is not None
-        return CallTokens(self.request.read, self.completion.token_ids, self.number)
+        return CallTokens(self.request.read, self.completion.token_ids, self.number, self.request.asked.branch)
 
 
 @dataclass(eq=False)
@@ -93,10 +93,11 @@ class Request:
         asked: What it asks for.
         bridge: The bridge that writes its turns.
         read: Tokens that the policy reads.
-        place: Digest of these tokens.
+        place: Digest of these tokens, and of the name of the branch if it has one.
         so_far: Digest of its tools and messages.
         first: Tokens of them that the first call of its row read.
         ids: Its id at the door; those of retries follow.
+        rewritten: Whether its messages repeat the policy's turns, and the chat template writes these in other words.
         choices: The answers that it wants.
         sent: What answered it; None until then.
     """
@@ -109,6 +110,7 @@ class Request:
     so_far: str
     first: int
     ids: list[int]
+    rewritten: bool
     choices: list[Choice] = field(default_factory=list)
     sent: Sent | None = None
 
@@ -122,12 +124,14 @@ class EpisodeEnd:
         inherited: Of each row, how many of the first tokens after its prompt are those of an earlier one.
         refused: Number of requests that were refused.
         undelivered: Number of answers for which nobody waited any more; they are in no row.
+        rewritten: Number of requests in which the chat template wrote the policy's earlier turns anew.
     """
 
     rows: list[Conversation]
     inherited: list[int]
     refused: int
     undelivered: int
+    rewritten: int
 
 
 class Episode:
@@ -183,6 +187,9 @@ class Episode:
         return [self._turn(choice) for choice in request.choices]
 
     def _refuse(self, sent: Mapping[str, Any], refused: Refused) -> list[ConversationSteps[None]]:
+        if not self._refused:
+            text = "a request of the agent is refused: %s (the row is %s); more of this episode are only counted"
+            log.warning(text, shown(str(refused)), self._session.row)
         self._refused += 1
         self._answer(sent["request"], Sent(refused.status, APIS[sent["path"]].problem(refused)))
         return []
@@ -206,46 +213,71 @@ class Episode:
             raise Refused(text, status=429, code="rate_limit_exceeded")
         try:
             bridge = terms.bridge(asked.tools)
-            read, first = self._tokens(asked, digests, bridge)
+            read, first, rewritten = self._tokens(asked, digests, bridge)
         except (
             Exception
         ) as error:  # a template may fail in any way on what a client sends, which is no fault of the run
-            text = f"the model's family cannot write the messages ({one_line(error)})"
-            raise Refused(text, "messages", code="invalid_value") from error
+            text = f"the model's family cannot write the {asked.reads} ({one_line(error)})"
+            raise Refused(text, asked.reads, code="invalid_value") from error
         if not terms.ends.issuperset(bridge.ends):
             raise Refused("the model's family ends turns with tools by another token, which is not served", "tools")
-        self._require_room(read, first)
-        place = hashlib.blake2b(array("q", read).tobytes(), digest_size=16).hexdigest()
-        same.append(Request(sent["path"], asked, bridge, read, place, digests[-1], first, [sent["request"]]))
+        self._require_room(asked.reads, len(read), first)
+        place = hashlib.blake2b(array("q", read).tobytes() + asked.branch.encode(), digest_size=16).hexdigest()
+        same.append(Request(sent["path"], asked, bridge, read, place, digests[-1], first, [sent["request"]], rewritten))
         return same[-1]
 
-    def _tokens(self, asked: Asked, digests: Sequence[str], bridge: Bridge) -> tuple[Tokens, int]:
-        """The tokens of a request, and how many of them the first call of its row read."""
-        for place in reversed(range(len(asked.messages))):
-            before, new = self._said.get(digests[place + 1]), asked.messages[place + 1 :]
+    def _tokens(self, asked: Asked, digests: Sequence[str], bridge: Bridge) -> tuple[Tokens, int, bool]:
+        """The tokens of a request; how many of them the first call of its row read; and whether it is `rewritten`."""
+        if asked.prompt is not None:
+            read = self._plain(asked.prompt, bridge)
+            return read, self._first(read), False
+        messages, rewritten = [written(each) for each in asked.messages], False
+        for place in reversed(range(len(messages))):
+            before, new = self._said.get(digests[place + 1]), messages[place + 1 :]
             if before is not None and not any(each["role"] == "assistant" for each in new):
                 known = before.sampled
-                answers = bridge.after([written(each) for each in new], known.wrote, known.read)
-                return (*known.whole, *answers), before.request.first
-        read = tuple(bridge.begin([written(each) for each in asked.messages]))
+                rewritten = bridge.rewrites(messages[: place + 1], known.wrote, new)
+                if rewritten:
+                    break
+                return (*known.whole, *bridge.after(new, known.wrote, known.read)), before.request.first, False
+        read = tuple(bridge.begin(messages))
+        return read, self._first(read), rewritten
+
+    def _plain(self, prompt: str | Tokens, bridge: Bridge) -> Tokens:
+        """The tokens of a prompt without turns; a text goes on from the longest prompt and its answer that begin it."""
+        if not isinstance(prompt, str):
+            return tuple(bridge.plain(prompt))
+        before: Tokens = ()
+        known = ""
+        for choice in self._said.values():
+            asked, (read, wrote) = choice.request.asked.prompt, (choice.sampled.read, choice.sampled.wrote)
+            text = asked + self._terms.decode(wrote) if isinstance(asked, str) else ""
+            if len(text) > len(known) and prompt.startswith(text):
+                ended = wrote[-1:] and wrote[-1] in self._terms.ends  # by a token that no text has
+                before, known = read + (wrote[:-1] if ended else wrote), text
+        rest = prompt[len(known) :]
+        return (*before, *bridge.plain(rest, begins=not known)) if rest else before
+
+    def _first(self, read: Tokens) -> int:
+        """How many of these tokens the first call of their row read."""
         longest = 0, len(read)  # the tokens of the call that these continue, and the first read of its row
         for choice in self._said.values():
             whole = choice.sampled.whole
             if len(whole) > longest[0] and read[: len(whole)] == whole:
                 longest = len(whole), choice.request.first
-        return read, longest[1]
+        return longest[1]
 
-    def _require_room(self, read: Tokens, first: int) -> None:
-        """Refuse tokens that leave the policy no room."""
+    def _require_room(self, field: str, length: int, first: int) -> None:
+        """Refuse so many tokens if they leave the policy no room."""
         code = "context_length_exceeded"
         if first > self._terms.longest_prompt:
             most = self._terms.longest_prompt
-            text = f"the messages have {first} tokens, and `data.max_prompt_length` is {most}"
-            raise Refused(text, "messages", code=code)
-        if len(read) - first >= self._terms.longest:
+            text = f"the request has {first} tokens, and `data.max_prompt_length` is {most}"
+            raise Refused(text, field, code=code)
+        if length - first >= self._terms.longest:
             most = self._terms.longest
-            text = f"the messages have {len(read) - first} tokens after those of the first call, and"
-            raise Refused(f"{text} `max_response_length` is {most}", "messages", code=code)
+            text = f"the request has {length - first} tokens after those of the first call, and"
+            raise Refused(f"{text} `max_response_length` is {most}", field, code=code)
 
     def _turn(self, choice: Choice) -> ConversationSteps[None]:
         request = choice.request
@@ -301,6 +333,8 @@ class Episode:
         parsed = request.bridge.read(completion.token_ids, request.read)
         readable = tools and not any(call.problem for call in parsed.calls)
         text, calls = (parsed.text, parsed.calls) if readable or not parsed.calls else (parsed.whole, ())
+        if request.asked.prompt is not None:
+            text = parsed.whole
         if calls and request.bridge.form is not None:
             text = text.partition(request.bridge.form.mark)[0].rstrip()
         if choice.stop:
@@ -335,7 +369,7 @@ class Episode:
                 f"the harness `{self._terms.harness}` failed: {failed}; mend it, or set `on_failure` to zero or mask"
                 f" (the row is {self._session.row})"
             )
-        end = self._end(played["delivered"], played.get("reward", 0.0))
+        end = self._end(played["delivered"], played.get("reward", 0.0), played.get("branches", {}))
         if failed is not None:
             log.warning("the harness `%s` failed: %s (the row is %s)", self._terms.harness, failed, self._session.row)
             for row in end.rows:
@@ -344,14 +378,16 @@ class Episode:
                     row.written = [False] * len(row.written)
         return end
 
-    def _end(self, delivered: Sequence[int], reward: float) -> EpisodeEnd:
-        """The rows of the answers that were delivered; each has the episode's reward at its last turn."""
+    def _end(self, delivered: Sequence[int], reward: float, branches: Mapping[str, float]) -> EpisodeEnd:
+        """The rows of the answers that were delivered; the last turn has the reward of its branch, or the episode's."""
         there = set(delivered)
         asked = [choice for request in self._requests for choice in request.choices]
         choices = [each for each in asked if each.said is not None and there.intersection(each.request.ids)]
-        end = EpisodeEnd([], [], self._refused, len(asked) - len(choices))
+        rewritten = sum(request.rewritten for request in self._requests)
+        end = EpisodeEnd([], [], self._refused, len(asked) - len(choices), rewritten)
         for row in rows_of([choice.sampled for choice in choices]):
-            end.rows.append(self._row([choices[turn] for turn in row.turns], row.trained, reward))
+            turns = [choices[turn] for turn in row.turns]
+            end.rows.append(self._row(turns, row.trained, branches.get(turns[-1].request.asked.branch, reward)))
             end.inherited.append(row.inherited)
         if not choices:
             bridge, said = self._terms.bridge(()), list(self._prompt)
@@ -369,7 +405,9 @@ class Episode:
         last = turns[-1]
         assert last.said is not None
         prompt = turns[0].sampled.read
-        messages = [_shown(each) for each in (*last.request.asked.messages, last.said.message)]
+        asked = last.request.asked
+        read = asked.messages if asked.prompt is None else [message("user", self._terms.decode(last.request.read))]
+        messages = [_shown(each) for each in (*read, last.said.message)]
         row = Conversation(self._session, last.request.bridge, list(prompt), messages)
         for turn, counts in zip(turns, trained, strict=True):
             if row.segments:
@@ -402,8 +440,8 @@ def _shown(said: Message) -> Message:
 
 
 def _digests(asked: Asked) -> list[str]:
-    """Digests of the tools, and of these with the first message, with the first two, and so on."""
-    digests = [_digest(list(asked.tools))]
+    """Digests of the tools (and the prompt without messages), of these with the first message, and so on."""
+    digests = [_digest([*asked.tools, asked.prompt])]
     for each in asked.messages:
         digests.append(_digest([digests[-1], each]))
     return digests

@@ -29,7 +29,9 @@ class Harness(Environment):
             return float(answer.choices[0].message.content == row["answer"])
 
     It gets a row of the dataset, and returns the reward of the episode: a number, or a mapping with `reward`. What the
-    policy wrote becomes rows, see `rlflow.harness.tree.rows_of`; each has the reward of the episode. A program gets the
+    policy wrote becomes rows, see `rlflow.harness.tree.rows_of`; each has the reward of the episode. In the mapping,
+    `branches` may have others by name: `{"reward": 1.0, "branches": {"search": 0.2}}`. The rows whose last request has
+    `metadata: {"branch": "search"}` get 0.2. A program gets the
     row as JSON on its standard input and prints the reward in its last line, see `rlflow.harness.command.run`.
 
     Args:
@@ -84,10 +86,12 @@ class Harness(Environment):
             function_at(self.run, f"`run` is {self.run!r}")
         elif shutil.which(self.run[0]) is None:
             raise UserError(f"`run` begins with {self.run[0]!r}, and there is no such program; name one, or its path")
-        return {"": Definition({}, str(self), answers_messages=True)}
+        return {"": Definition({}, str(self), answers_messages=True, repeats=True)}
 
-    def reward_of(self, worker: Worker, row: Mapping[str, Any], base_url: str, key: str, seed: int) -> float:
-        """Run the agent on a row; returns the reward. No process that it started is left.
+    def rewards_of(
+        self, worker: Worker, row: Mapping[str, Any], base_url: str, key: str, seed: int
+    ) -> tuple[float, dict[str, float]]:
+        """Run the agent on a row; returns the reward, and those of branches by name. No process of it is left.
 
         Raises:
             WorkerError: It failed, or gave no finite number.
@@ -95,11 +99,11 @@ class Harness(Environment):
         if isinstance(self.run, str):
             worker.begin(seed, [self.run])
             try:
-                return _reward(worker.function(self.run, row, base_url, key), f"`{self}`")
+                return _rewards(worker.function(self.run, row, base_url, key), f"`{self}`")
             finally:
                 worker.close_if_others_run()
         try:
-            return _reward(worker.function(COMMAND, self.run, row, base_url, key, self.model), f"`{self}`")
+            return _rewards(worker.function(COMMAND, self.run, row, base_url, key, self.model), f"`{self}`")
         finally:
             worker.close()
 
@@ -128,7 +132,7 @@ def play(
         arrive: Called with each of its requests, in another thread.
 
     Returns:
-        `reward`, or why it `failed`; and `delivered`, the ids of the requests that were answered.
+        `reward` and `branches`, or why it `failed`; and `delivered`, the ids of the requests that were answered.
     """
     assert isinstance(host, Worker)
     assert door is not None
@@ -136,7 +140,7 @@ def play(
     delivered: list[int] = []
     outcome: dict[str, Any] = {"delivered": delivered}
     try:
-        outcome["reward"] = harness.reward_of(host, row, f"{door.url}/v1", key, seed)
+        outcome["reward"], outcome["branches"] = harness.rewards_of(host, row, f"{door.url}/v1", key, seed)
     except WorkerError as error:
         outcome["failed"] = str(error).replace(key, "(its key)")
     finally:
@@ -148,8 +152,16 @@ def _fields() -> frozenset[str]:
     return frozenset(name for api in APIS.values() for name in (*api.served, *api.neutral)) - {"model", "messages"}
 
 
-def _reward(given: Any, where: str) -> float:
-    found = given.get("reward") if isinstance(given, Mapping) else given
+def _rewards(given: Any, where: str) -> tuple[float, dict[str, float]]:
+    if not isinstance(given, Mapping):
+        return _reward(given, where), {}
+    branches = given.get("branches", {})
+    if not isinstance(branches, Mapping):
+        raise HostError(f"{where} gave `branches` as {branches!r:.60}; give rewards by the name of a branch")
+    return _reward(given.get("reward"), where), {str(name): _reward(each, where) for name, each in branches.items()}
+
+
+def _reward(found: Any, where: str) -> float:
     if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-        raise HostError(f"{where} gave the reward {given!r:.60}; give a finite number, or a mapping with `reward`")
+        raise HostError(f"{where} gave the reward {found!r:.60}; give a finite number, or a mapping with `reward`")
     return float(found)

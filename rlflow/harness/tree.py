@@ -26,11 +26,18 @@ class CallTokens:
         read: Token ids that the policy read.
         wrote: Token ids that it wrote after them.
         number: Number among the calls that read the same; distinguishes two that wrote the same.
+        branch: The name that the agent gives to it; equal calls of other names are other calls.
     """
 
     read: Tokens
     wrote: Tokens
     number: int = 0
+    branch: str = ""
+
+    @property
+    def order(self) -> tuple[Tokens, int, str, int]:
+        """Orders calls: what begins a call comes before it."""
+        return self.whole, len(self.read), self.branch, self.number
 
     @property
     def whole(self) -> Tokens:
@@ -66,7 +73,7 @@ def rows_of(calls: Sequence[CallTokens]) -> list[EpisodeRow]:
     parents = _parents(calls, wholes)
     inner = set(parents.values())
     leaves = [place for place in range(len(calls)) if place not in inner]
-    leaves.sort(key=lambda place: (-len(wholes[place]), wholes[place], len(calls[place].read), calls[place].number))
+    leaves.sort(key=lambda place: (-len(wholes[place]), calls[place].order))
     rows: list[EpisodeRow] = []
     taken: set[int] = set()
     for leaf in leaves:
@@ -86,7 +93,7 @@ def rows_of(calls: Sequence[CallTokens]) -> list[EpisodeRow]:
 
 def _parents(calls: Sequence[CallTokens], wholes: Sequence[Tokens]) -> dict[int, int]:
     """The call that each call continues, by place: the longest whose tokens begin what it reads."""
-    order = sorted(range(len(calls)), key=lambda place: (wholes[place], len(calls[place].read), calls[place].number))
+    order = sorted(range(len(calls)), key=lambda place: calls[place].order)
     parents: dict[int, int] = {}
     before: list[int] = []  # each begins the next; in this order what begins a call comes before it
     for place in order:

@@ -108,6 +108,24 @@ async def branches(row: dict[str, Any], base_url: str, api_key: str) -> dict[str
     return {"reward": RECEIVED[0]}
 
 
+async def credits(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """One call, then the same by two branches, in the row's order; two of the three have rewards of their own."""
+    calls = by_http(base_url, api_key)
+    for name in ("", *row["order"]):
+        await asked(calls, [user(row["question"])], metadata={"branch": name})
+    return {"reward": 1.0, "branches": {"left": 0.25, "right": -0.5, "other": 9}}
+
+
+async def follows(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A turn, then one after each of the row's messages, with the row's tools."""
+    calls, messages = by_http(base_url, api_key), [user(row["question"])]
+    more = {"max_tokens": None, "tools": row["tools"] or None}
+    for new in row["messages"]:
+        messages += [await asked(calls, messages, **more), new]
+    await asked(calls, messages, **more)
+    return 0.0
+
+
 async def calls_a_tool(row: dict[str, Any], base_url: str, api_key: str) -> float:
     calls, messages = client(base_url, api_key).chat.completions, [user(row["question"])]
     answer = await calls.create(model=MODEL, messages=messages, tools=[ADD])
@@ -128,6 +146,51 @@ async def responds(row: dict[str, Any], base_url: str, api_key: str) -> float:
     items += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
     last = await calls.create(model=MODEL, input=items, tools=[tool])
     return float(last.output_text == row["answer"])
+
+
+async def completes_sums(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A text with its answer and more, where the answer ended by itself."""
+    calls, text = client(base_url, api_key).completions, row["question"]
+    for more in ("+1=", ""):
+        answer = await calls.create(model=MODEL, prompt=text)
+        text += answer.choices[0].text + more
+    return float(text == row["answer"])
+
+
+async def responds_in_events(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """The same by events of `responses`."""
+    calls, items = client(base_url, api_key).responses, [user(row["question"])]
+    tool = {"type": "function", **ADD["function"]}
+    async with calls.stream(model=MODEL, input=items, tools=[tool]) as stream:
+        (call,) = (await stream.get_final_response()).output
+    assert (call.name, call.arguments) == ("add", '{"a": 2, "b": 3}'), call
+    items += [call.model_dump(include={"type", "call_id", "name", "arguments"})]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
+    async with calls.stream(model=MODEL, input=items, tools=[tool]) as stream:
+        text = "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
+        assert (await stream.get_final_response()).output_text == text
+    return float(text == row["answer"])
+
+
+async def completes(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A text, the same with its answer and more, token ids, and the first text again, in events.
+
+    The reward is how many tokens it received.
+    """
+    calls, text = client(base_url, api_key).completions, row["question"]
+    first = await calls.create(model=MODEL, prompt=text, max_tokens=6, logprobs=0)
+    (choice,) = first.choices
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert all(logprob < 0 for logprob in choice.logprobs.token_logprobs)
+    more = await calls.create(model=MODEL, prompt=text + choice.text + " so", max_tokens=4)
+    assert more.usage.prompt_tokens == first.usage.total_tokens + len(" so")  # a token each
+    ids = await calls.create(model=MODEL, prompt=[5, 6, 7], max_tokens=1)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = await calls.create(model=MODEL, prompt=text, max_tokens=2, **options)
+    pieces = [piece async for piece in stream]
+    assert pieces[0].choices[0].text
+    assert all(each.choices[0].finish_reason == "length" for each in (first, more, ids, pieces[0]))
+    return float(sum(each.usage.completion_tokens for each in (first, more, ids, pieces[-1])))
 
 
 def claude(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -227,7 +290,11 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {api_key}"}
     assert httpx.post(f"{base_url}/chat/completions", content=b"{", headers=headers).status_code == 400
     assert httpx.get(f"{base_url}/files", headers=headers).status_code == 404
-    unknown = httpx.post(f"{base_url}/completions", json=good, headers=headers)
+    for prompt in ("", [-1], [[1], [2]]):
+        answer = httpx.post(f"{base_url}/completions", json={"model": MODEL, "prompt": prompt}, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), answer.text
+        right += 1
+    unknown = httpx.post(f"{base_url}/embeddings", json=good, headers=headers)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
     assert httpx.get(f"{base_url}/models", headers=headers).json()["data"][0]["id"] == MODEL
     return {"reward": right}
@@ -281,12 +348,16 @@ async def floods(row: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 async def leaves(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Waits for one answer, and leaves another one open."""
+    """Waits for one answer, and leaves two others open, one of them a stream."""
     calls = by_http(base_url, api_key)
     await asked(calls, [user(row["question"])])
-    open_call = asyncio.ensure_future(asked(calls, [user("nobody reads this")], max_tokens=None))
+    open_calls = [
+        asyncio.ensure_future(asked(calls, [user("nobody reads this")], max_tokens=None, stream=stream))
+        for stream in (False, True)
+    ]
     await asyncio.sleep(0.05)
-    open_call.cancel()
+    for call in open_calls:
+        call.cancel()
     return 1.0
 
 

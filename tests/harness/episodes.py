@@ -85,9 +85,9 @@ def sampling_engine(folder: Path) -> RolloutEngine:
     return engine
 
 
-def says(*replies: str) -> Player:
-    """An engine that takes turns with these words."""
-    return Player(iter(replies), tokenizer(), end=3, on_tokens=lambda who, ids: None)
+def says(*replies: str, of: Any = None, end: int = 3) -> Player:
+    """An engine that takes turns with these words, by the tokenizer `of` a family or the tiny one."""
+    return Player(iter(replies), of or tokenizer(), end, on_tokens=lambda who, ids: None)
 
 
 @cache
@@ -101,10 +101,12 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def running() -> Iterator[ConversationRunner]:
-    """A runner of its own, which is closed."""
-    bridge = cache(lambda definition: bridge_of(definition, tokenizer()))
-    runner = ConversationRunner(bridge, messages_of, LONGEST_PROMPT, decode, torch.float32, 0, Transport())
+def running(of: Any = None, longest_prompt: int = LONGEST_PROMPT) -> Iterator[ConversationRunner]:
+    """A runner of its own, which is closed; with the tokenizer `of` a family, or the tiny one."""
+    of = of or tokenizer()
+    bridge = cache(lambda definition: bridge_of(definition, of))
+    read = lambda ids: str(of.decode(list(ids), skip_special_tokens=True))  # noqa: E731
+    runner = ConversationRunner(bridge, messages_of, longest_prompt, read, torch.float32, 0, Transport())
     try:
         yield runner
     finally:
@@ -117,6 +119,7 @@ def played(
     rows: Sequence[dict[str, Any]] = ({"question": "2+3="},),
     n: int = 1,
     runner: ConversationRunner | None = None,
+    longest: int = LONGEST,
     **settings: Any,
 ) -> Played:
     """Episodes of an agent of `agents.py`, or of a program.
@@ -127,16 +130,17 @@ def played(
         rows: Rows of the dataset.
         n: Episodes of each.
         runner: Runs them; None for one of its own.
+        longest: Tokens of a row after its prompt, at most.
         settings: Of the harness.
     """
     if runner is None:
         with running() as own:
-            return played(agent, engine, rows, n, own, **settings)
+            return played(agent, engine, rows, n, own, longest, **settings)
     harness = _harness(tuple({"seconds": 60, "concurrency": 2, **settings}.items()))
     if isinstance(agent, list):
         harness = Harness(agent, seconds=60, concurrency=2)
     rows = [{"agent": agent, **row} for row in rows]
     path = RowPath(torch.arange(len(rows))[:, None], (BATCH,))
-    sampling = Sampling(LONGEST, stop_token_ids=(0,))
+    sampling = Sampling(longest, stop_token_ids=(0,))
     call = ConverseCall(0, "rollout", "actor", {"actor": 0}, Layout((0,), 1))
     return Played(*runner.run({"actor": engine}, harness, rows, path, n, sampling, call))

@@ -56,7 +56,7 @@ def test_a_conversation_of_an_agent_is_one_row_with_the_tokens_that_were_sampled
             written = f"\n<|im_start|>user\nand {number // 2}?<|im_end|>\n<|im_start|>assistant\n"
             assert tokenizer().decode(part).removeprefix("<|im_end|>") == written
         place += length
-    assert made.times.episodes == EpisodeCounts(count=1, refused=0, undelivered=0)
+    assert made.times.episodes == EpisodeCounts(count=1, refused=0, undelivered=0, rewritten=0)
 
 
 def test_each_token_that_an_agent_received_is_trained_once_whoever_called_first(
@@ -76,7 +76,10 @@ def test_each_token_that_an_agent_received_is_trained_once_whoever_called_first(
 
 @pytest.mark.parametrize(
     "agent",
-    ["calls_a_tool", pytest.param("responds", marks=pytest.mark.slow), pytest.param("claude", marks=pytest.mark.slow)],
+    [
+        "calls_a_tool",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("responds", "responds_in_events", "claude")),
+    ],
 )
 def test_a_call_of_a_tool_is_read_and_its_result_goes_on_from_the_tokens(
     agent: str, runner: ConversationRunner
@@ -89,6 +92,35 @@ def test_a_call_of_a_tool_is_read_and_its_result_goes_on_from_the_tokens(
     )
     assert made.trained() == [f"{CALL}<|im_end|>5<|im_end|>"]
     assert made.views[0].calls == 1
+
+
+def test_a_branch_has_the_reward_of_its_name_whichever_calls_first(
+    engine: RolloutEngine, runner: ConversationRunner
+) -> None:
+    orders = (["left", "right"], ["right", "left"])
+    one, other = (played("credits", engine, [{"question": "1+1=", "order": each}], runner=runner) for each in orders)
+    assert sorted(row[5] for row in one.rows) == [[-0.5], [0.25], [1.0]]
+    assert [row[:-1] for row in one.rows] == [row[:-1] for row in other.rows]
+
+
+def test_a_text_goes_on_from_the_tokens_that_were_sampled_and_has_no_turns(
+    engine: RolloutEngine, runner: ConversationRunner
+) -> None:
+    made = played("completes", engine, runner=runner)
+    long, again, ids = made.rows
+    assert tokenizer().decode(long[1]) == tokenizer().decode(again[1]) == "2+3="
+    assert (long[4], len(again[4])) == ([6, len(tokenizer()(" so")["input_ids"]), 4], 1)
+    assert tokenizer().decode(long[2][long[4][0] :][: long[4][1]]) == " so"
+    assert ids[1] == [5, 6, 7]
+    assert [row[5][-1] for row in made.rows] == [13.0] * 3
+    assert sum(sum(row[3]) for row in made.rows) == 13
+
+
+@pytest.mark.slow
+def test_a_text_has_no_token_that_ends_an_answer(runner: ConversationRunner) -> None:
+    made = played("completes_sums", says("5", "6"), [{"question": "2+3=", "answer": "2+3=5+1=6"}], runner=runner)
+    assert [made.text(row) for row in range(2)] == ["2+3=5+1=6<|im_end|>", "2+3=5<|im_end|>"]
+    assert [row[5] for row in made.rows] == [[1.0]] * 2
 
 
 @pytest.mark.slow
@@ -116,9 +148,14 @@ def test_a_retry_gets_the_stored_answer_and_an_equal_call_another_one(
     assert [row[5] for row in made.rows] == [[1.0]] * 3
 
 
-def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(runner: ConversationRunner) -> None:
+def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(
+    runner: ConversationRunner, caplog: pytest.LogCaptureFixture
+) -> None:
     made = played("refused", says(), runner=runner)
-    assert (made.rows[0][5], made.times.episodes.refused) == ([16.0], 16)
+    (told,) = [each.getMessage() for each in caplog.records if "is refused" in each.getMessage()]
+    assert "there is no model 'gpt-4o'" in told
+    assert "(the row is 0, {" in told
+    assert (made.rows[0][5], made.times.episodes.refused) == ([19.0], 19)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +212,7 @@ def test_calls_beyond_the_most_are_refused(engine: RolloutEngine, runner: Conver
 def test_an_answer_that_nobody_waited_for_is_in_no_row(engine: RolloutEngine, runner: ConversationRunner) -> None:
     made = played("leaves", engine, runner=runner)
     assert len(made.rows) == 1
-    assert made.times.episodes.undelivered == 1
+    assert made.times.episodes.undelivered == 2
 
 
 def test_an_episode_without_calls_is_a_row_with_its_reward(runner: ConversationRunner) -> None:
