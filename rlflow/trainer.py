@@ -134,9 +134,9 @@ class Trainer(RunningTrainer):
         """
         data = validation
         if isinstance(data, PromptData) and data.validation is not None:
-            data = copy.copy(data)
-            data.train = data.validation
-            data.prompts_per_step = max(1, min(data.prompts_per_step, len(data.validation)))
+            held_out, data = data.validation, copy.copy(data)
+            data.train = held_out
+            data.prompts_per_step = max(1, min(data.prompts_per_step, len(held_out)))
         return self._measure(test, module, data if isinstance(data, PromptData) else _validated(data))
 
     def predict(self, module: RLModule, prompts: DataLike | PromptData) -> dict[str, Any]:
