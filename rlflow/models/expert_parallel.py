@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rlflow.errors import UserError
+from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import TYPES
 from rlflow.models.packed import PackedModel
@@ -37,8 +38,7 @@ def check_expert_parallel(config: Any, size: int, tensor_parallel_size: int, rol
         handle: The role's model.
 
     Raises:
-        UserError: The model has no experts of a known kind, or `size` does not divide their number; or it trains
-            adapters.
+        UserError: The model is no plain language model with experts of a known kind, or `size` does not divide these.
     """
     found = experts(config.to_dict())
     setting = f"`placement.{role}.expert_parallel_size` is {size}"
@@ -55,11 +55,9 @@ def check_expert_parallel(config: Any, size: int, tensor_parallel_size: int, rol
             f"{setting}, and the model of `{role}` is of the type {config.model_type!r}; experts are divided of"
             f" {', '.join(TYPES)}; set it to 1: FSDP divides its weights"
         )
-    if handle.lora is not None:
-        raise UserError(
-            f"{setting}, and `{role}` trains adapters, beside which experts cannot be divided yet; set it to 1: FSDP"
-            " divides its weights"
-        )
+    if type(handle) is not CausalLM or handle.lora is not None:
+        what = "trains adapters" if handle.lora is not None else f"is of the kind {type(handle).__name__}"
+        raise UserError(f"{setting}, and `{role}` {what}, whose experts cannot be divided yet; set it to 1")
     assert found is not None, config.model_type
     if found[1] % size:
         raise UserError(

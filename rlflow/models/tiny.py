@@ -166,7 +166,6 @@ def write_tiny_moe_model(folder: Path, *, seed: int = 0, max_position: int = 204
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=max_position,
         tie_word_embeddings=True,
         bos_token_id=None,

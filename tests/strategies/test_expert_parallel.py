@@ -17,6 +17,7 @@ from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import LoRA
 from rlflow.models.moe import MoE
 from rlflow.models.optimizer import Optimizer
+from rlflow.models.scalar import ValueModel
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy
 from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
@@ -185,6 +186,7 @@ def test_loading_reads_from_files_the_experts_of_a_rank_and_no_more(
     [
         ({}, 3, 1, CausalLM("m"), "`placement.actor.expert_parallel_size` is 3, which does not divide the 8 experts"),
         ({}, 2, 1, CausalLM("m", lora=LoRA()), "trains adapters"),
+        ({}, 2, 1, ValueModel("m"), "is of the kind ValueModel"),
         ({}, 1, 2, CausalLM("m"), "set `expert_parallel_size` to 2 or more"),
         ({"model_type": "olmoe"}, 2, 1, CausalLM("m"), "of the type 'olmoe'; experts are divided of gpt_oss, mixtral"),
         ({"model_type": "qwen3"}, 2, 1, CausalLM("m"), "of the type 'qwen3'; experts are divided of gpt_oss, mixtral"),
