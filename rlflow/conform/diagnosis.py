@@ -247,7 +247,7 @@ def _views(
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float32 else x
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float64 else x
 
 
 class _Watched:
@@ -467,7 +467,9 @@ class _Watched:
         views = [each.view for each in self.observed if str(each.view) == interface.typical]
 
         def found(given: Given) -> Tensor:
-            fresh = replace(views[0], given={key: _copy(x) for key, x in given.items()})
+            fresh = replace(
+                views[0], given={key: x.clone() if isinstance(x, Tensor) else x for key, x in given.items()}
+            )
             with said_by(function.name, fresh):
                 return interface.compared(fresh, first_tensor(function.output(fresh), function.name)).detach().double()
 
@@ -492,7 +494,7 @@ class _Watched:
                 yield of_groups(found, right, given["rewards"], given["group"])
         if self._interface is WHITENING and given["mask"].all():
             yield of_groups(found, right, given["x"].flatten(), torch.zeros(given["x"].numel()))
-        if view.case is self._interface.cases[0] and view.form == "scalar":
+        if view.case is self._interface.cases[0] and self._interface.differentiates is not None:
             by = given["advantages" if self._interface.differentiates == "logprobs" else "loss"]
             gradient = next(each for each in self.observed if each.gradient and each.view.case is view.case)
             expected, has_kl = self.expected(gradient, choice).view_as(by), self._function.has("ref_logprobs")
@@ -521,10 +523,6 @@ class _Watched:
     def _of_parts(self, observed: Observed, combine: str) -> bool:
         value = self._called(replace(observed.view, cut="micro-batches", combine=combine))[0].detach().double()
         return torch.allclose(value.flatten(), observed.entries, rtol=1e-4, atol=1e-6)
-
-
-def _copy(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _gradient(entries: Tensor, x: Tensor) -> Tensor:
