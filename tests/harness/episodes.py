@@ -101,10 +101,10 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def running() -> Iterator[ConversationRunner]:
+def running(longest_prompt: int = LONGEST_PROMPT) -> Iterator[ConversationRunner]:
     """A runner of its own, which is closed."""
     bridge = cache(lambda definition: bridge_of(definition, tokenizer()))
-    runner = ConversationRunner(bridge, messages_of, LONGEST_PROMPT, decode, torch.float32, 0, Transport())
+    runner = ConversationRunner(bridge, messages_of, longest_prompt, decode, torch.float32, 0, Transport())
     try:
         yield runner
     finally:
@@ -122,7 +122,7 @@ def played(
     """Episodes of an agent of `agents.py`, or of a program.
 
     Args:
-        agent: Its name; or the program.
+        agent: Its name; or the dotted path of another one; or a program.
         engine: Takes the policy's turns.
         rows: Rows of the dataset.
         n: Episodes of each.
@@ -133,8 +133,8 @@ def played(
         with running() as own:
             return played(agent, engine, rows, n, own, **settings)
     harness = _harness(tuple({"seconds": 60, "concurrency": 2, **settings}.items()))
-    if isinstance(agent, list):
-        harness = Harness(agent, seconds=60, concurrency=2)
+    if isinstance(agent, list) or "." in agent:
+        harness = Harness(agent, **{"seconds": 60, "concurrency": 2, **settings})
     rows = [{"agent": agent, **row} for row in rows]
     path = RowPath(torch.arange(len(rows))[:, None], (BATCH,))
     sampling = Sampling(LONGEST, stop_token_ids=(0,))
