@@ -33,6 +33,7 @@ def test_an_agent_calls_its_tool_and_its_episode_is_one_row(agent: str) -> None:
     made = played(run, says(CALL, "5"), ROWS)
     assert [len(row[4]) for row in made.rows] == [3]  # a call, its result, the answer
     assert made.rows[0][5] == [0.0, 1.0]
+    assert "<|im_start|>tool\n5<|im_end|>" in made.text(0)
     assert made.trained() == [f"{CALL}<|im_end|>5<|im_end|>"]
     assert made.times.episodes.refused == 0
 
@@ -47,7 +48,8 @@ def test_each_step_of_smolagents_is_a_row_since_it_writes_earlier_calls_as_text(
     assert made.times.episodes.refused == 0
 
 
-def test_an_environment_of_openenv_rewards_what_the_policy_said() -> None:
-    run = [python_of("openenv"), str(CONFIGS / "openenv_agent.py")]
+@pytest.mark.parametrize("library", ["openenv", "verifiers"])
+def test_the_reward_is_what_the_library_gives_what_the_policy_said(library: str) -> None:
+    run = [python_of(library), str(CONFIGS / f"{library}_agent.py")]
     for said, reward in (("5", 1.0), ("6", 0.0)):
-        assert [row[5] for row in played(run, says(said), ROWS).rows] == [[reward]]
+        assert [row[5] for row in played(run, says(said), ROWS, seconds=300).rows] == [[reward]]
