@@ -23,7 +23,7 @@ COMPILE := $(UV) pip compile --quiet $(UV_FLAGS) --python-version 3.11 --python-
 	--override requirements/overrides.txt --custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart learn test test-all faults check lint docs lock audit cuda-env wheel pythons clean
+.PHONY: help setup quickstart learn test test-all faults check lint docs lock door-envs audit cuda-env wheel pythons clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -62,6 +62,12 @@ docs: setup ## Build the documentation into site/
 lock: ## Resolve requirements/*.in into requirements/*.lock (needs uv)
 	$(COMPILE) $(TORCH_CPU) requirements/cpu.in --override requirements/overrides_cpu.txt -o requirements/cpu.lock
 	$(COMPILE) requirements/cuda.in -o requirements/cuda.lock
+
+door-envs: ## Make an environment in build/door for each requirements/door-*.txt: agents whose libraries are not in ours
+	@for each in $(patsubst requirements/door-%.txt,%,$(wildcard requirements/door-*.txt)); do \
+		$(RUN)/python -m venv build/door/$$each && \
+		build/door/$$each/bin/python -m pip install --quiet -r requirements/door-$$each.txt || exit 1; \
+	done
 
 audit: ## Look up known vulnerabilities of the locked versions (needs pip-audit and the network)
 	@command -v $(firstword $(PIP_AUDIT)) >/dev/null || { echo "there is no $(firstword $(PIP_AUDIT)) here: pipx install pip-audit, or make audit PIP_AUDIT='uvx pip-audit'" >&2; exit 2; }

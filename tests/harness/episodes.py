@@ -125,7 +125,7 @@ def played(
     """Episodes of an agent of `agents.py`, or of a program.
 
     Args:
-        agent: Its name; or the program.
+        agent: Its name; or the dotted path of another one; or a program.
         engine: Takes the policy's turns.
         rows: Rows of the dataset.
         n: Episodes of each.
@@ -137,8 +137,8 @@ def played(
         with running() as own:
             return played(agent, engine, rows, n, own, longest, **settings)
     harness = _harness(tuple({"seconds": 60, "concurrency": 2, **settings}.items()))
-    if isinstance(agent, list):
-        harness = Harness(agent, seconds=60, concurrency=2)
+    if isinstance(agent, list) or "." in agent:
+        harness = Harness(agent, **{"seconds": 60, "concurrency": 2, **settings})
     rows = [{"agent": agent, **row} for row in rows]
     path = RowPath(torch.arange(len(rows))[:, None], (BATCH,))
     sampling = Sampling(longest, stop_token_ids=(0,))
