@@ -17,7 +17,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from io import BytesIO
