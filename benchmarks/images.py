@@ -1,7 +1,7 @@
 """What pictures cost on the edges of a graph: their numbers and the making of tensors, against sent tensors.
 
-    python benchmarks/images.py
-    python benchmarks/images.py --simulate
+    python -m benchmarks.images
+    python -m benchmarks.images --simulate
 
 Each rank holds two prompts with a JPEG of each size, and four samples of each prompt; a size is that of the picture's
 patches as Qwen3-VL's tower reads them, in float32. Two edges: prompts that go to an engine, and samples that go to a
