@@ -91,9 +91,9 @@ def test_a_run_says_nothing_on_the_terminal_but_its_own_lines(ends: Callable[[st
     assert ends("runs").errors == ""
     first_words = [line.split()[0] for line in ends("runs").output.splitlines() if not line.endswith(" ...")]
     memory = ["memory", "actor", "training", "engine"]
-    assert first_words == ["ranks", "per", "actor:", *memory, "before", "step", "step", "steps", "left"], ends(
-        "runs"
-    ).output
+    assert first_words == ["ranks", "per", "actor:", *memory, "the", "before", "a", "step", "step", "steps", "left"], (
+        ends("runs").output
+    )
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_the_folder_of_the_first_reward_trains_and_shows_its_parts(tmp_path: Pat
 
 def test_the_errors_of_the_first_reward_are_those_of_the_page(tmp_path: Path, run: Run) -> None:
     page = "first_reward.md"
-    no_column, no_name, no_module, returns_none = [line for line in lines(page) if line.startswith("rlflow")]
+    no_column, no_name, no_module, returns_none, gold = [line for line in lines(page) if line.startswith("rlflow")]
     write(tmp_path, page, my_rewards="python", sums="json", my="yaml")
     good = (tmp_path / "my_rewards.py").read_text()
     fit = lines(page, "bash")[1]
@@ -85,6 +85,10 @@ def test_the_errors_of_the_first_reward_are_those_of_the_page(tmp_path: Path, ru
     (tmp_path / "my_rewards.py").write_text(good)
     change(tmp_path / "my.yaml", "my_rewards.graded", "my_rewards.grade")
     assert run(fit) == no_name
+    (tmp_path / "my_rewards.py").write_text(good + blocks(page, "python")[-1])
+    called, settings = blocks(page, "yaml")[1].splitlines()[1:]
+    change(tmp_path / "my.yaml", "reward: my_rewards.grade", f"reward:\n    {called}\n    {settings}")
+    assert run(fit) == gold
 
 
 def test_the_folder_of_the_first_environment_plays_and_trains(tmp_path: Path, run: Run) -> None:

@@ -98,7 +98,9 @@ def _cases(name: str, settings: Mapping[str, Any]) -> list[Case]:
 
 
 def _read(configs: Path) -> list[tuple[str, Any]]:
-    paths = sorted(configs.rglob("*.yaml"))
+    paths = sorted(
+        {*configs.rglob("*.yaml")} - {*configs.rglob("tests/*.yaml")}
+    )  # those of `rlflow test` train nothing
     return [
         (str(path.relative_to(configs).with_suffix("")), yaml.safe_load(path.read_text(encoding="utf-8")))
         for path in paths

@@ -56,9 +56,9 @@ GIVEN = st.dictionaries(
 PARTS: dict[str, tuple[Callable[[], Any], st.SearchStrategy[Any]]] = {
     "updates": (UpdateWatch, st.dictionaries(NAMES, NORMS).map(lambda roles: dict(sorted(roles.items())))),
     "gap": (
-        lambda: LogprobGap(None, torch.float32),
-        st.lists(st.lists(FINITE, min_size=2, max_size=2), max_size=16).map(
-            lambda steps: {"of": "torch.float32, ", "steps": steps}
+        lambda: LogprobGap(None, torch.float32, trial=16),
+        st.tuples(st.lists(st.lists(FINITE, min_size=2, max_size=2), max_size=16), st.integers(0, 16)).map(
+            lambda parts: {"of": "torch.float32, ", "steps": parts[0], "trial": parts[1]}
         ),
     ),
     "chosen": (

@@ -126,9 +126,9 @@ def _machines(names: list[str]) -> tuple[int, int]:
     """How many machines are counted where ranks have these names for theirs, and in how many rounds."""
     rounds = []
     with pytest.MonkeyPatch.context() as patched:
-        gather = dist.all_gather_object
+        gather = dist.all_gather
         patched.setattr(socket, "gethostname", lambda: names[dist.get_rank()])
-        patched.setattr(dist, "all_gather_object", lambda *given, **more: rounds.append(gather(*given, **more)))
+        patched.setattr(dist, "all_gather", lambda *given, **more: rounds.append(gather(*given, **more)))
         return machines(dist.new_group([0, 1], backend="gloo")), len(rounds)
 
 

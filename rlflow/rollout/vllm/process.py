@@ -5,6 +5,7 @@ The context managers are around the construction of `vllm.LLM` in `VLLMEngine.se
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import socket
@@ -140,11 +141,12 @@ def machines_counted_at_once() -> Iterator[None]:
 
 def machines(group: dist.ProcessGroup) -> int:
     """How many machines, or containers, the ranks of a group are on; called by all of them."""
-    names: list[Any] = [None] * dist.get_world_size(group)
     started = Path("/proc/sys/kernel/random/boot_id")  # two machines may have one name
     here = f"{socket.gethostname()} {started.read_text() if started.exists() else ''}"
-    dist.all_gather_object(names, here, group=group)
-    return len(set(names))
+    mine = torch.frombuffer(bytearray(hashlib.sha256(here.encode()).digest()), dtype=torch.uint8)
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, mine, group=group)
+    return len(torch.unique(torch.stack(of_ranks), dim=0))
 
 
 TOKEN = 4  # by which vLLM moves the offset to take one token back
