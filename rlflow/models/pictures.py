@@ -174,7 +174,7 @@ class PictureProcessor:
         self.has_grid_positions = config.model_type in QWEN
         self._images = image_processor
         self._held: OrderedDict[Picture, dict[str, Tensor]] = OrderedDict()
-        self._lock = Lock()  # pictures of the next step are read while others are
+        self._lock = Lock()  # `inputs` may be called in several threads
         self._tokenizer = tokenizer
         vision = config.vision_config
         self._patch: int = vision.patch_size

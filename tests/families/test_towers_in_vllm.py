@@ -46,7 +46,7 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., tuple[Any, Any, Any]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOWERS)
-def test_logprobs_with_pictures_are_of_rows_alone_and_a_changed_tensor_is_named(
+def test_after_each_of_five_syncs_logprobs_with_pictures_are_of_rows_alone(
     name: str, engine: Callable[..., tuple[Any, Any, Any]]
 ) -> None:
     vllm, model, rows = engine(name)
@@ -61,26 +61,57 @@ def test_logprobs_with_pictures_are_of_rows_alone_and_a_changed_tensor_is_named(
         change(model, version)
     stepped = dict(vllm.completions(rows.prompts, SEEDS, SAMPLING, version, rows.pictures))
     assert stepped == dict(enumerate(completions))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tensor_not_synced_is_named_also_of_the_tower(
+    name: str, engine: Callable[..., tuple[Any, Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm, model, _ = engine(name)
     load = vllm._load
-    for number, (spoiled, _) in enumerate(weights(model)):
+    for version, (spoiled, _) in enumerate(weights(model)):
 
         def load_other(sent: Iterator[tuple[str, Tensor]], spoiled: str = spoiled) -> None:
             load((name, last_changed(tensor) if name == spoiled else tensor) for name, tensor in sent)
 
-        vllm._load = load_other
+        monkeypatch.setattr(vllm, "_load", load_other)
         with pytest.raises(WeightSyncError, match=rf"held otherwise: {spoiled} \(in "):
-            vllm.update_weights([weights(model)], 5 + number)
+            vllm.update_weights([weights(model)], version)
+
+
+@pytest.mark.slow
+def test_a_sync_resets_the_encoder_cache_of_pictures_seen_before(
+    engine: Callable[..., tuple[Any, Any, Any]],
+) -> None:
+    vllm, model, rows = engine("qwen3_vl")
+    for version in range(2):
+        vllm.update_weights([weights(model)], version)
+        completions = vllm.generate(rows.prompts, SEEDS, SAMPLING, version, rows.pictures)
+        assert max(gaps(model, rows, completions)) < LIMIT
+        change_tower(model, version)
 
 
 @pytest.mark.slow
 def test_pictures_that_an_engine_cannot_take_are_refused_and_it_goes_on(
-    engine: Callable[..., tuple[Any, Any, Any]], monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., tuple[Any, Any, Any]],
 ) -> None:
     vllm, model, rows = engine("qwen3_vl")
     vllm.update_weights([weights(model)], 0)
     asked = rows.prompts, SEEDS, SAMPLING, 0
     with pytest.raises(UserError, match=r"^`max_pictures` is 2, and a prompt has 3; raise it"):
         vllm.generate(*asked, [*rows.pictures[:5], [*rows.pictures[2], rows.pictures[0][0]]])
+    completions = vllm.generate(*asked, rows.pictures)
+    assert max(gaps(model, rows, completions)) < LIMIT
+
+
+@pytest.mark.slow
+def test_ids_expanded_twice_are_refused(
+    engine: Callable[..., tuple[Any, Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm, model, rows = engine("qwen3_vl")
+    vllm.update_weights([weights(model)], 0)
+    asked = rows.prompts, SEEDS, SAMPLING, 0
     with monkeypatch.context() as expanded_twice:
         expanded_twice.setattr(vllm._processor, "collapse", lambda ids, pictures: ids)
         with pytest.raises(
