@@ -46,9 +46,8 @@ class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if unknown := _UNKNOWN.search(message):
             nearest = did_you_mean(unknown[1], COMMANDS)
-            raise UserError(
-                f"rlflow has no command {unknown[1]!r}.{nearest} Write `rlflow COMMAND --config FILE`, see `rlflow --help`"
-            )
+            message = f"rlflow has no command {unknown[1]!r}.{nearest}"
+            raise UserError(f"{message} Write `rlflow COMMAND --config FILE`, see `rlflow --help`")
         raise UserError(f"{message}; write `rlflow COMMAND --config FILE`, see `rlflow --help`")
 
 

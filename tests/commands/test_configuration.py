@@ -219,6 +219,12 @@ def test_one_logger_needs_no_list_and_others_are_added_to_it(folder: Path) -> No
     assert [type(each).__name__ for each in found.trainer.loggers] == ["CSVLogger", "JSONLLogger"]
 
 
+def test_a_config_takes_a_logger_of_true_or_false(folder: Path) -> None:
+    for value, names in (("true", ["TensorBoardLogger"]), ("false", [])):
+        found = read_fit(["--config", "my.yaml", "--logger", value])
+        assert [type(each).__name__ for each in found.trainer.loggers] == names
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
