@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import NoReturn
 
-from rlflow.errors import Preempted, UserError, one_line, readable, shown
+from rlflow.errors import Preempted, UserError, did_you_mean, one_line, readable, shown
 from rlflow.process import environment, preemption, startup, status, terminal
 from rlflow.process.supervisor import leave, supervise
 
@@ -38,11 +38,16 @@ COMMANDS = {
 RUNS = ("fit", "validate", "test", "predict")
 INTERRUPTED_CODE = 130  # as a shell has it of programs that SIGINT ended
 PIPE_CODE = 141  # as a shell has it of programs that SIGPIPE ended
+_UNKNOWN = re.compile(r"invalid choice: '(.*)' \(choose from")  # of argparse, for a command
 _FORGED = re.compile(r"^(?=rlflow\b)")  # of a line in an error's text that looks like one of ours
 
 
 class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if unknown := _UNKNOWN.search(message):
+            nearest = did_you_mean(unknown[1], COMMANDS)
+            message = f"rlflow has no command {unknown[1]!r}.{nearest}"
+            raise UserError(f"{message} Write `rlflow COMMAND --config FILE`, see `rlflow --help`")
         raise UserError(f"{message}; write `rlflow COMMAND --config FILE`, see `rlflow --help`")
 
 

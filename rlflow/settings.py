@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
@@ -147,6 +148,8 @@ class Settings:
             "max_skipped",
         ):
             value = getattr(self, name)
+            if not isinstance(value, Integral | None):
+                raise UserError(f"`trainer.{name}` is {value!r:.60}; give a whole number, 1 or more")
             if value is not None and value < 1:
                 raise UserError(f"`trainer.{name}` is {value}; give 1 or more")
         for name, most in (("devices", MOST_DEVICES), ("num_nodes", MOST_NODES)):

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -60,13 +61,14 @@ class Trainer(RunningTrainer):
         rollout: The engine that generates; None for transformers' own.
         engines: Engines by policy: an engine other than `rollout`, or a `Share` of another policy's.
         logger: Where metrics are logged in addition to the run's own files; one or several of ours or of Lightning's.
+            As in Lightning, True is TensorBoard where it is installed and else CSV, which a run writes in any case.
         callbacks: Callbacks for steps, nodes and validations.
     """
 
     strategy: TrainingStrategy | str | None = None
     rollout: RolloutEngine | str | None = None
     engines: Mapping[str, Share | RolloutEngine | str] | None = None
-    logger: LoggerLike | str | Sequence[LoggerLike | str] | None = None  # type: ignore[assignment]  # afterwards the first
+    logger: LoggerLike | str | bool | Sequence[LoggerLike | str] | None = None  # type: ignore[assignment]  # afterwards the first
     callbacks: Callback | str | Sequence[Callback | str] = ()
 
     def __post_init__(self) -> None:
@@ -78,6 +80,8 @@ class Trainer(RunningTrainer):
         engines = (self.engines or {}).items()
         others = {name: made(each, f"engines.{name}", RolloutEngine, Share) for name, each in engines}
         self.rollout, self.engines, self.engine_settings = engine, others, EngineSettings(engine, others)
+        if self.logger is True:
+            self.logger = "tensorboard" if find_spec("tensorboard") else None
         given = [self.logger] if isinstance(self.logger, str | LoggerLike) else self.logger or ()
         self.loggers = [made(each, "logger", *get_args(LoggerLike)) for each in given]
         self.logger = self.loggers[0] if self.loggers else None

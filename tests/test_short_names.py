@@ -12,7 +12,7 @@ import pytest
 from rlflow import Callback, Environment, Reward, RLModule, Trainer, UserError
 from rlflow.data import Source
 from rlflow.dotted_path import object_at
-from rlflow.loggers import CSVLogger, JSONLLogger, Logger, WandbLogger
+from rlflow.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger, WandbLogger
 from rlflow.loggers.lightning import LoggerLike
 from rlflow.models.handle import ModelHandle
 from rlflow.rewards import Rubric
@@ -68,6 +68,17 @@ def test_a_trainer_takes_short_names() -> None:
     assert isinstance(trainer.engines["critic"], TransformersEngine)
     assert [type(each) for each in trainer.loggers] == [WandbLogger, CSVLogger]
     assert trainer.logger is trainer.loggers[0]
+
+
+def test_logger_true_is_tensorboard_and_false_is_none_as_in_lightning() -> None:
+    assert [type(each) for each in Trainer(logger=True).loggers] == [TensorBoardLogger]
+    assert Trainer(logger=False).loggers == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("devices", "auto"), ("val_check_interval", 0.25)])
+def test_a_number_of_lightnings_that_has_no_meaning_here_is_refused(name: str, value: str | float) -> None:
+    with pytest.raises(UserError, match=f"`trainer.{name}` is '?{value}'?; give a whole number, 1 or more"):
+        Trainer(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, chdir
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 import yaml
@@ -31,6 +34,27 @@ if TYPE_CHECKING:  # the simulator is imported where it is asked for
     from rlflow.simulate.simulation import Simulation
 
 MODELS, NODES = "models", "nodes"
+HELP_ALL = "--help-all"
+# Options that `--help` lists, with the command's own; `--help-all` lists all.
+OFTEN = (
+    "config",
+    "print_config",
+    "module",
+    "data.train",
+    "data.validation",
+    "data.prompts_per_step",
+    "seed",
+    "strategy",
+    "rollout",
+    "logger",
+    "trainer.run_dir",
+    "trainer.max_steps",
+    "trainer.devices",
+    "trainer.val_check_interval",
+    "trainer.save_every_n_steps",
+    "trainer.ckpt_path",
+    "trainer.fast_dev_run",
+)
 # Arguments of Trainer that are top-level keys in a config.
 TOP_LEVEL = ("seed", "strategy", "rollout", "engines", "placement", "logger", "callbacks")
 
@@ -134,6 +158,9 @@ def configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configu
     Raises:
         UserError: Something is wrong with them.
     """
+    if asked_for := {"-h", "--help", HELP_ALL} & set(arguments):
+        print(parser.format_help() if HELP_ALL in asked_for else _short_help(parser))
+        parser.exit()
     with chdir("."):  # back at the end, wherever a module of the user's went when it was imported
         asked = [argument for argument in arguments if _asks(argument)]
         if not all(argument.startswith("--print_config") for argument in asked):
@@ -205,6 +232,33 @@ def _shape(parser: OneLineParser) -> Group:
 
 
 def _asks(argument: str) -> bool:
-    """Whether an argument asks for help or for the config, and is not of the config."""
+    """Whether an argument asks for help of a class or for the config, and is not of the config."""
     option = argument.partition("=")[0]
-    return option in ("-h", "--help", "--print_config") or (option.startswith("--") and option.endswith(".help"))
+    return option == "--print_config" or (option.startswith("--") and option.endswith(".help"))
+
+
+def _short_help(parser: OneLineParser) -> str:
+    """Help that fits a screen: an example, and the first sentence of the options that most runs need."""
+    of_config = {MODELS, NODES, *TOP_LEVEL}
+    shown = [
+        each
+        for each in parser._actions
+        if each.dest in OFTEN or not ("." in each.dest or each.dest in of_config or each.dest == "help")
+    ]
+    places = "".join(f" {each.dest.upper()}" for each in shown if not each.option_strings)
+    short = argparse.ArgumentParser(
+        prog=parser.prog,
+        usage=f"{parser.prog}{places} --config FILE [--KEY VALUE ...]",
+        description=parser.description,
+        epilog=f"example:\n  {parser.prog}{places} --config my.yaml --trainer.run_dir runs/mine\n\n"
+        f"`{parser.prog} {HELP_ALL}` lists every key, `{parser.prog} --module.help GRPO` those of an algorithm.",
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=34),
+        add_help=False,
+    )
+    for each in shown:
+        sentence = re.split(r"[.;:] ", each.help or "")[0].rstrip(".").replace("%", "%%")
+        if each.option_strings:
+            short.add_argument(each.option_strings[0], metavar="", help=sentence)
+        else:
+            short.add_argument(each.dest, help=sentence)
+    return short.format_help()

@@ -72,9 +72,18 @@ class ReportedRun:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Its summary; empty until it has ended."""
+        """Its summary; empty until it has ended.
+
+        Raises:
+            UserError: The file is damaged.
+        """
         file = self.folder / "summary.json"
-        found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except ValueError as error:
+            raise UserError(f"`{file}` is damaged ({error}); move it away, and report the run without it") from error
+        if not isinstance(found, dict):
+            raise UserError(f"`{file}` is damaged (no object); move it away, and report the run without it")
         return found
 
     def points(self, metric: str) -> list[tuple[float, float]]:

@@ -214,8 +214,8 @@ def test_an_option_is_named_where_a_file_has_the_same_key(folder: Path, capfd: p
     ("arguments", "line"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["fti", "--config", "my.yaml"], "invalid choice: 'fti'"),
-        (["--config", "my.yaml", "fit"], "write `rlflow COMMAND --config FILE`"),
+        (["fti", "--config", "my.yaml"], "rlflow has no command 'fti'. Did you mean \"fit\"? Write"),
+        (["--config", "my.yaml", "fit"], "Write `rlflow COMMAND --config FILE`"),
     ],
 )
 def test_a_wrong_command_is_refused_in_one_line(

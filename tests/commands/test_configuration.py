@@ -9,9 +9,12 @@ import pytest
 import yaml
 
 from rlflow.cli import COMMANDS, main
+from rlflow.commands.configuration import TOP_LEVEL
 from rlflow.commands.fit import read_fit
+from rlflow.config.arguments import arguments_of
 from rlflow.errors import UserError
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
+from rlflow.trainer import Trainer
 from tests.own_folder import make, write
 
 
@@ -216,9 +219,31 @@ def test_one_logger_needs_no_list_and_others_are_added_to_it(folder: Path) -> No
     assert [type(each).__name__ for each in found.trainer.loggers] == ["CSVLogger", "JSONLLogger"]
 
 
+def test_a_config_takes_a_logger_of_true_or_false(folder: Path) -> None:
+    for value, names in (("true", ["TensorBoardLogger"]), ("false", [])):
+        found = read_fit(["--config", "my.yaml", "--logger", value])
+        assert [type(each).__name__ for each in found.trainer.loggers] == names
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert not ended.value.code
     assert capsys.readouterr().out.startswith(f"usage: rlflow {command} ")
+
+
+def test_help_fits_a_screen_and_help_all_has_every_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {}
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main(["fit", option])
+        shown[option] = capsys.readouterr().out
+    assert len(shown["--help"].splitlines()) <= 40
+    assert "\n  rlflow fit --config my.yaml" in shown["--help"]
+    assert {"--trainer.max_steps", "--predict"} <= set(shown["--help"].split())  # a key of OFTEN, and fit's own
+    keys = {f"--trainer.{name}" for name in arguments_of(Trainer)} - {f"--trainer.{name}" for name in TOP_LEVEL}
+    assert keys <= set(shown["--help-all"].split())

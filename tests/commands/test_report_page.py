@@ -218,6 +218,14 @@ def test_secrets_of_the_config_are_not_in_the_page(tmp_path: Path) -> None:
     assert "No graph: " in page  # since this config is not whole
 
 
+@pytest.mark.parametrize("text", ["", '{"steps": 3', "[]"])
+def test_a_damaged_summary_is_one_line_that_names_the_file(tmp_path: Path, text: str) -> None:
+    folder = written(tmp_path / "run")
+    (folder / "summary.json").write_text(text)
+    with pytest.raises(UserError, match=r"run/summary.json` is damaged .*; move it away"):
+        call(report, [str(folder), "--html"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
