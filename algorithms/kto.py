@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from rlflow import Batch, CausalLM, PerSample, RLModule, UserError, node
+from rlflow import Batch, CausalLM, PerSample, PerToken, RLModule, UserError, node
 from rlflow.functional import kto_loss
 from rlflow.types import Ragged, Scalar, Sourced
 
@@ -61,19 +61,21 @@ class KTO(RLModule):
 
     @node(role="reference")
     def ref_logprobs(self, batch: Batch) -> PerSample:
-        return self.reference.logprobs(batch).sum(dim=1)
+        return whole(self.reference.logprobs(batch), batch)
 
     @node(role="reference")
     def ref_swapped(self, batch: Batch) -> PerSample:
-        return self.reference.logprobs(self.swapped(batch)).sum(dim=1)
+        swapped = self.swapped(batch)
+        return whole(self.reference.logprobs(swapped), swapped)
 
     @node(role="actor")
     def divergence(self, batch: Batch, ref_swapped: PerSample) -> Scalar:
-        return self.mean(self.actor.logprobs(self.swapped(batch)).sum(dim=1) - ref_swapped).clamp(min=0.0)
+        swapped = self.swapped(batch)
+        return self.mean(whole(self.actor.logprobs(swapped), swapped) - ref_swapped).clamp(min=0.0)
 
     @node(role="actor", type="train")
     def actor_loss(self, batch: Batch, labels: PerSample, ref_logprobs: PerSample, divergence: Scalar) -> PerSample:
-        ratios = self.actor.logprobs(batch).sum(dim=1) - ref_logprobs
+        ratios = whole(self.actor.logprobs(batch), batch) - ref_logprobs
         good = labels.bool()
         self.log("actor/good_reward", self.beta * ratios.detach(), good)
         self.log("actor/bad_reward", self.beta * ratios.detach(), ~good)
@@ -81,10 +83,16 @@ class KTO(RLModule):
 
     def swapped(self, batch: Batch) -> Batch:
         """Each row's prompt with the response of the next row of the step, of the last with that of the first."""
-        ids = self.all_rows(batch.index)  # [N], ascending
-        following = (torch.searchsorted(ids, batch.index) + 1) % len(ids)
+        index = self.all_rows(batch.index)  # [N], ascending
+        following = (torch.searchsorted(index, batch.index) + 1) % len(index)
         within = torch.arange(batch.response_ids.shape[1], device=batch.lengths.device) < batch.lengths[:, None]
-        responses = self.all_rows(Ragged(batch.response_ids[within], batch.lengths)).take(following)
-        padded = responses.padded()
-        mask = torch.arange(padded.shape[1], device=padded.device) < responses.lengths[:, None]
-        return replace(batch, response_ids=padded, lengths=responses.lengths, loss_mask=mask)
+        ids, mask = (
+            self.all_rows(Ragged(of_rows[within], batch.lengths)).take(following)
+            for of_rows in (batch.response_ids, batch.loss_mask)
+        )
+        return replace(batch, response_ids=ids.padded(), lengths=ids.lengths, loss_mask=mask.padded())
+
+
+def whole(logprobs: PerToken, batch: Batch) -> PerSample:
+    """The logprob of each response; of a conversation, of what the assistant says."""
+    return (logprobs * batch.loss_mask).sum(dim=1)

@@ -104,8 +104,10 @@ class Trainer(RunningTrainer):
         Raises:
             UserError: Something that the user can mend; before processes start where it can be known then.
         """
+        data = _data(train, validation)
+        check_monitors(self.settings, self._callbacks, data)
         run = partial(fit, loggers=self.loggers, state=self, resolved_config=self.resolved_config)
-        return self._launch(module, _data(train, validation), self.settings, run)
+        return self._launch(module, data, self.settings, run)
 
     def validate(self, module: RLModule, validation: DataLike | PromptData) -> dict[str, Any]:
         """Validate the module's model; the metrics, and the number of problems.
@@ -155,6 +157,7 @@ class Trainer(RunningTrainer):
         Raises:
             UserError: As `fit`; and if the module has an environment, or generates nothing.
         """
+        self._require_no_checkpoint("`rlflow predict`")
         data = copy.copy(prompts) if isinstance(prompts, PromptData) else _validated(prompts)
         data.validation = None
         data.prompts_per_step = max(1, min(data.prompts_per_step, len(data.train)))
@@ -169,13 +172,16 @@ class Trainer(RunningTrainer):
         """Run `validate` or `test` in the folder of its name."""
         if data.validation is None:
             raise UserError("`data.validation` is not set, so there is nothing to validate on; name a dataset")
-        if self.ckpt_path is not None:
-            raise UserError(
-                f"`trainer.ckpt_path` is {self.ckpt_path!r}, and validation reads a model; leave it out, and"
-                " set the module's `model` to the folder of the run"
-            )
+        self._require_no_checkpoint("validation")
         run = partial(command, state=self, resolved_config=self.resolved_config)
         return self._launch(module, data, self.settings.beside(command.__name__), run)
+
+    def _require_no_checkpoint(self, reader: str) -> None:
+        if self.ckpt_path is not None:
+            raise UserError(
+                f"`trainer.ckpt_path` is {self.ckpt_path!r}, and {reader} reads a model; leave it out, and"
+                " set the module's `model` to the folder of the run"
+            )
 
     def replay(
         self,
@@ -217,7 +223,6 @@ class Trainer(RunningTrainer):
         startup.begin()
         self.should_stop, self.global_step, self.current_epoch, self.callback_metrics = False, 0, 0, {}
         require_accelerator(settings.accelerator)
-        check_monitors(settings, self._callbacks, data)
         require_folder(settings.folder)
         by_default = "single" if self.world_size == 1 else "deepspeed"
         strategy = self.strategy or made(by_default, "strategy", TrainingStrategy)

@@ -97,20 +97,31 @@ def of_checkpoint(checkpoint: Path, role: str, dtype: torch.dtype | None, to: Pa
             f"{run} has no `model`, of which config and tokenizer are needed; let the run save its model once"
         )
     index = RoleIndex.read(checkpoint / index_name(role))
-    stored, left = StoredRole(checkpoint, role, index), set(index.shapes)
+    stored = StoredRole(checkpoint, role, index)
+    if missing := index.shapes.keys() - {name.removeprefix(OF_ADAPTER) for name in weight_names(like)}:
+        raise UserError(
+            f"{checkpoint} has `{min(missing)}` of `{role}`, which transformers' files name otherwise; resume from the"
+            " checkpoint, which saves the model at its end"
+        )
 
     def trained(name: str, tensor: Tensor) -> Tensor:
         name = name.removeprefix(OF_ADAPTER)
         if name not in index.shapes:
             return tensor
-        left.discard(name)
         shape = index.shapes[name]
         return stored.read(name, "weight", 0, tensor.numel()).view(shape).to(dtype or tensor.dtype)
 
     rewrite(like, to, trained)
-    if left:
-        raise UserError(f"{checkpoint} has `{min(left)}` of `{role}`, which {like} has not; export that instead")
     return to
+
+
+def weight_names(folder: Path) -> set[str]:
+    """The names of the weights in a model's folder."""
+    names = set[str]()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    return names
 
 
 def rewrite(source: Path, to: Path, change: Callable[[str, Tensor], Tensor]) -> None:

@@ -183,6 +183,7 @@ class LogprobGap:
                     f"differ by {gap:.3g} for an uncertain token, which is more than {most:.3g}, where they differed by"
                     f" {usual:.3g} in the steps before"
                 )
+                return  # what was found on trial is no measure of later steps
         self._healthy.append((gap, uncertain))
 
     def _report(self, what: str, is_far: bool = False) -> None:

@@ -215,7 +215,8 @@ class Loader:
             assert self._reward is not None
             rows = kept[torch.linspace(0, len(kept) - 1, min(len(kept), GOLD_ROWS)).long()].tolist()
             read = [self.encode.sent(row) for row in self._source.read(rows)]
-            check_gold(self._reward, read, [self._source.where(row) for row in rows], self._data.prompt)
+            places = [self._source.where(row) for row in rows]
+            check_gold(self._reward, read, places, self._data.prompt, self.encode.tokens)
 
     def _rows(self, draw: int) -> Tensor:
         """`[prompts_per_step]`: what a draw takes, over all ranks."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.data.played import Played
 from rlflow.data.sources import DataLike, Source, as_source
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
@@ -73,6 +74,11 @@ class Mixture(Source):
         self.name = f"mixture of {', '.join(datasets)}"
         self.names = tuple(datasets)
         self._sources = [as_source(each.data, f"datasets.{name}") for name, each in self.datasets.items()]
+        if played := [name for name, source in zip(datasets, self._sources, strict=True) if isinstance(source, Played)]:
+            raise UserError(
+                f"`datasets.{played[0]}` has conversations that were played, whose form of calls is checked only where"
+                " they are all that is trained on; train on them alone"
+            )
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -106,7 +112,9 @@ class Mixture(Source):
 
     def masks(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """For each dataset by name, which of these rows are of it: `[N]` bool."""
-        return {name: torch.tensor([row[self.column] == name for row in rows], dtype=torch.bool) for name in self.names}
+        return {
+            name: torch.tensor([row.get(self.column) == name for row in rows], dtype=torch.bool) for name in self.names
+        }
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """These rows `[N]` int64, ascending, by dataset."""

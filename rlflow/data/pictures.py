@@ -194,8 +194,9 @@ def without_pictures(row: dict[str, Any], prompt: str, images: str | None) -> di
         images: Column of the images; None without.
     """
     found = dict(row)
-    for column in {prompt.split(".")[0], (images or prompt).split(".")[0]} & found.keys():
-        found[column] = _shortened(found[column])
+    shown = {prompt.split(".")[0], (images or prompt).split(".")[0]} & found.keys()
+    for column in [name for name, value in row.items() if any(value is row[each] for each in shown)]:
+        found[column] = _shortened(found[column])  # a mixture has a prompt in two columns
     return found
 
 

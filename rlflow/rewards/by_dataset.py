@@ -59,29 +59,31 @@ class ByDataset(Reward):
         return self.rewards[name]
 
     def score(self, responses: RewardInput) -> Scores:
-        whole = Scores([0.0] * len(responses))
+        whole, absent = Scores([0.0] * len(responses)), set[int]()
         for reward in dict.fromkeys(self.rewards.values()):  # one may be that of several datasets
             places = [i for i, row in enumerate(responses.rows) if self.of(row) is reward]
             of_it = taken(responses, places)
-            found = reward.settled(scored(reward, of_it), of_it)
+            found = scored(reward, of_it)
             for i, score in zip(places, found.total, strict=True):
                 whole.total[i] = score
             whole.failed.update({places[i]: how for i, how in found.failed.items()})
+            absent |= {places[i] for i in found.absent}
             for each, values in found.metrics.items():
                 whole.metrics.setdefault(each, []).extend(values)
             for each, of_samples in found.columns.items():
                 column = whole.columns.setdefault(each, [None] * len(responses))
                 for i, value in zip(places, of_samples, strict=True):
                     column[i] = value
-        return whole
+        return replace(whole, absent=frozenset(absent))
 
 
 def taken(responses: RewardInput, places: list[int]) -> RewardInput:
     """Some of the samples."""
+    wanted = set(places)
     return replace(
         responses,
         texts=[responses.texts[i] for i in places],
         rows=[responses.rows[i] for i in places],
         conversations=[responses.conversations[i] for i in places] if responses.conversations else (),
-        token_ids=lambda: [ids for i, ids in enumerate(responses.token_ids()) if i in places],
+        token_ids=lambda: [ids for i, ids in enumerate(responses.token_ids()) if i in wanted],
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from rlflow.errors import UserError, readable_line
@@ -14,7 +15,13 @@ TOLERANCE = 1e-6  # of a score that a task's own scorer computes
 LETTERS = 120  # shown of a gold answer
 
 
-def check_gold(reward: Reward, rows: Sequence[dict[str, Any]], places: Sequence[str], prompt_column: str | None) -> int:
+def check_gold(
+    reward: Reward,
+    rows: Sequence[dict[str, Any]],
+    places: Sequence[str],
+    prompt_column: str | None,
+    tokens: Callable[[str], list[int]],
+) -> int:
     """Score the gold answers of rows; returns how many there are.
 
     Each part of a sum that knows gold answers is asked by itself. A policy that answers like the dataset could not be
@@ -25,6 +32,7 @@ def check_gold(reward: Reward, rows: Sequence[dict[str, Any]], places: Sequence[
         rows: Some rows of the dataset.
         places: The place of each, for the error.
         prompt_column: Column of the prompt, see `RewardInput`.
+        tokens: Converts a text to token ids.
 
     Raises:
         UserError: A gold answer gets less than `BEST_REWARD`; the first such answer is shown.
@@ -37,7 +45,9 @@ def check_gold(reward: Reward, rows: Sequence[dict[str, Any]], places: Sequence[
                 found.setdefault(part, []).append((row, place, text))
     for part, known in found.items():
         texts = [text for _, _, text in known]
-        scores = scored(part, RewardInput(texts, [row for row, _, _ in known], prompt_column)).total
+        ids = [tokens(text) for text in texts]
+        read = RewardInput(texts, [row for row, _, _ in known], prompt_column, token_ids=partial(list, ids))
+        scores = scored(part, read).total
         wrong = [place for place, score in enumerate(scores) if score < BEST_REWARD - TOLERANCE]
         if wrong:
             first = wrong[0]

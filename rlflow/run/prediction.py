@@ -105,7 +105,12 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
     n, how = run.settings.val_samples, Sampling(module.max_response_length, policy.temperature, run.stop_token_ids)
     files = PredictionFiles(run.settings.folder)
     facts = hashlib.sha256(
-        json.dumps([loader.scan.digest, model_files(run.paths[run.lead]), n, asdict(how), run.settings.seed]).encode()
+        json.dumps(
+            [
+                *(loader.scan.digest, model_files(run.paths[run.lead]), n, asdict(how), run.settings.seed),
+                *(str(run.strategy.dtype), run.strategy.float32_head, type(run.engines[run.lead]).__name__),
+            ]
+        ).encode()
     ).hexdigest()
     same = run.is_first and files.facts.exists() and files.facts.read_text() == facts
     resumes: bool = transport.broadcast_json(same, 0, tuple(range(transport.world_size)))

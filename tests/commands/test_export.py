@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlflow import CausalLM, LoRA, Trainer, ValueModel
@@ -15,7 +15,7 @@ from rlflow.algorithms import SFT
 from rlflow.cli import main
 from rlflow.data import PromptData
 from rlflow.models.optimizer import Optimizer
-from rlflow.models.tiny import write_tiny_model
+from rlflow.models.tiny import write_tiny_model, write_tiny_moe_model
 
 CPU = torch.device("cpu")
 
@@ -120,6 +120,38 @@ def test_a_checkpoint_is_exported_as_the_model_that_it_was(tmp_path: Path, capfd
     AutoTokenizer.from_pretrained(tmp_path / "out")
     told = refusal(capfd, "export", "--model", str(first), "--to", str(tmp_path / "other"), "--role", "critic")
     assert "has actor; name one of these" in told
+
+
+def write_experts(folder: Path) -> Path:
+    """`tiny_moe` with a matrix for each expert, as checkpoints of the hub have it."""
+    write_tiny_moe_model(folder)
+    file = folder / "model.safetensors"
+    stacked, apart = load_file(file), dict[str, torch.Tensor]()
+    for name, tensor in stacked.items():
+        layer, _, kind = name.partition(".experts.")
+        for number, of_expert in enumerate(tensor if kind else ()):
+            parts = {"down_proj": of_expert} if kind == "down_proj" else {}
+            if kind == "gate_up_proj":
+                parts["gate_proj"], parts["up_proj"] = of_expert.chunk(2)
+            apart |= {f"{layer}.experts.{number}.{each}.weight": part.contiguous() for each, part in parts.items()}
+        apart |= {} if kind else {name: tensor}
+    save_file(apart, file, {"format": "pt"})
+    return folder
+
+
+def test_a_checkpoint_of_experts_apart_is_refused_before_anything_is_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(4)]
+    trainer = Trainer(tmp_path / "run", accelerator="cpu", max_steps=1, save_every_n_steps=1)
+    trainer.fit(
+        SFT(CausalLM(str(write_experts(tmp_path / "base")), optimizer=Optimizer(lr=0.01))),
+        PromptData(rows, prompts_per_step=4),
+    )
+    stored, to = tmp_path / "run/checkpoint/step-00000001", tmp_path / "out"
+    told = refusal(capfd, "export", "--model", str(stored), "--to", str(to))
+    assert "which transformers' files name otherwise; resume from the checkpoint" in told
+    assert not to.exists() or not any(to.iterdir())
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,8 @@ def test_a_rank_that_waits_for_another_is_seen_to_wait(folder: Path) -> None:
     timeline = timeline_of(folder)
     # Rank 0 first waits for rank 1 where all agree on what was scored.
     waited = timeline.seconds([2], lambda span: span.category == "Wait")["gather_bytes"]
-    assert SLOW_S - 0.1 < waited[0] - waited[1] < 2 * SLOW_S
+    start, end = timeline.window([2])
+    assert SLOW_S - 0.1 < waited[0] - waited[1] < end - start  # others may use the cores as well
 
 
 def test_an_exchange_is_under_way_from_its_issue_to_its_reader(folder: Path) -> None:

@@ -16,8 +16,9 @@ from rlflow.algorithms import GRPO, SFT
 from rlflow.data import MixedDataset, Mixture, PromptData
 from rlflow.data.loader import Loader
 from rlflow.data.mixture import apportioned
+from rlflow.data.pictures import without_pictures
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rewards import ByDataset, CallableReward, ExactMatch, RewardInput
+from rlflow.rewards import ByDataset, CallableReward, ExactMatch, RewardInput, WeightedSum
 
 
 def rows(name: str, count: int) -> list[dict[str, Any]]:
@@ -125,6 +126,25 @@ def test_a_response_gets_the_score_of_its_datasets_reward() -> None:
     assert reward.score(RewardInput(["1", "1", "1"], given)).total == [0.1, 1.0, 0.0]
     with pytest.raises(UserError, match="of the dataset `c`, and `rewards` has one for a, b"):
         reward.check({"dataset": "c"})
+
+
+def undecided(completions: list[str], **_: object) -> list[float | None]:
+    return [None] * len(completions)
+
+
+def test_a_sample_that_its_datasets_reward_leaves_out_does_not_count_in_a_sum() -> None:
+    by_dataset = ByDataset({"a": ExactMatch(), "b": CallableReward(undecided)})
+    both = WeightedSum({"mine": by_dataset, "tenth": CallableReward(tenth)})
+    given = RewardInput(["1", "1"], [{"dataset": "b", "answer": "1"}, {"dataset": "a", "answer": "1"}])
+    assert by_dataset.score(given).absent == {0}
+    assert both.score(given).total == pytest.approx([0.1, 1.1])
+
+
+def test_a_picture_of_a_dataset_whose_prompt_is_another_column_is_not_sent() -> None:
+    url = "data:image/png;base64," + "A" * 100
+    messages = [{"role": "user", "content": [{"type": "image", "image": url}]}]
+    (row,) = Mixture({"a": MixedDataset([{"chat": messages}], prompt="chat")}).read([0])
+    assert url not in str(without_pictures(row, "prompt", None))
 
 
 def starts_with_a_digit(response: str) -> float:

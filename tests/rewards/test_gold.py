@@ -19,21 +19,38 @@ def whole_number(response: str) -> float:
     return float(response.isdigit())
 
 
+def tokens(text: str) -> list[int]:
+    return [*text.encode()]
+
+
+def as_bytes(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+    """In TRL's form."""
+    return [float(bytes(ids).decode() == text) for text, ids in zip(completions, completion_ids, strict=True)]
+
+
 def half(response: str) -> float:
     return 0.5
 
 
 def test_a_gold_answer_below_the_best_reward_is_refused_with_its_place() -> None:
     with pytest.raises(UserError, match=r"`whole_number` gives 1 of 2 .*: 0 for '5 apples' \(sums, row 1\)"):
-        check_gold(CallableReward(whole_number, gold="answer"), ROWS, PLACES, None)
+        check_gold(CallableReward(whole_number, gold="answer"), ROWS, PLACES, None, tokens)
+
+
+def test_a_function_of_trl_s_form_reads_the_tokens_of_a_gold_answer() -> None:
+    assert check_gold(CallableReward(as_bytes, gold="answer"), ROWS, PLACES, None, tokens) == 2
 
 
 def test_each_part_of_a_sum_is_asked_for_its_own_gold_answers() -> None:
     brevity = CallableReward(half)  # knows none, so its half of the best reward is no fault
-    assert check_gold(WeightedSum({"right": ExactMatch(), "brevity": brevity}), ROWS, PLACES, None) == 2
+    assert check_gold(WeightedSum({"right": ExactMatch(), "brevity": brevity}), ROWS, PLACES, None, tokens) == 2
     with pytest.raises(UserError, match="`half` gives 2 of 2"):
         check_gold(
-            WeightedSum({"right": ExactMatch(), "half": CallableReward(half, gold="answer")}), ROWS, PLACES, None
+            WeightedSum({"right": ExactMatch(), "half": CallableReward(half, gold="answer")}),
+            ROWS,
+            PLACES,
+            None,
+            tokens,
         )
 
 
@@ -46,7 +63,7 @@ def test_each_part_of_a_sum_is_asked_for_its_own_gold_answers() -> None:
     ],
 )
 def test_answers_in_the_forms_of_datasets_get_the_best_reward(reward: Reward, row: dict[str, object]) -> None:
-    assert check_gold(reward, [row], ["a row"], None) == 1
+    assert check_gold(reward, [row], ["a row"], None, tokens) == 1
 
 
 def test_a_run_whose_gold_answers_are_wrong_ends_before_its_first_step(tmp_path: Path) -> None:

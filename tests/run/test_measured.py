@@ -103,6 +103,13 @@ def test_the_folder_of_a_run_stands_for_its_model(model: Path, tmp_path: Path) -
     assert Path(of_run).read_text() == Path(trainer(tmp_path / "2").predict(grpo(model), ROWS)["path"]).read_text()
 
 
+def test_predictions_of_a_checkpoint_are_refused_and_a_monitor_is_no_matter(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="and `rlflow predict` reads a model; leave it out"):
+        trainer(tmp_path, ckpt_path="runs/x/checkpoint").predict(grpo(model), ROWS)
+    monitored = trainer(tmp_path, monitor="val/accuracy", save_top_k=1, save_every_n_steps=1)
+    assert monitored.predict(grpo(model), ROWS)["found"] == 0
+
+
 def test_what_generates_nothing_predicts_nothing(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="SFT generates nothing"):
         trainer(tmp_path).predict(SFT(str(model)), PromptData(ROWS, response="answer"))
