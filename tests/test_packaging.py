@@ -48,7 +48,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_the_wheel_holds_every_module_algorithm_config_and_known_answer(wheel: zipfile.ZipFile) -> None:
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlflow").rglob("*.py")}
     algorithms = {f"rlflow/algorithms/{path.name}" for path in (ROOT / "algorithms").glob("*.py")}
-    configs = {f"rlflow/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
+    folder = ROOT / "configs"
+    configs = {
+        f"rlflow/configs/{path.relative_to(folder)}"
+        for kind in ("*.yaml", "tests/*.yaml")
+        for path in folder.glob(kind)
+    }
     answers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlflow").rglob("*.json")}
     assert modules | algorithms | configs | answers | {"rlflow/__init__.pyi", "rlflow/py.typed"} <= set(
         wheel.namelist()
