@@ -128,9 +128,7 @@ def write_tiny_model(
         num_key_value_heads=kv_heads,
         max_position_embeddings=max_position,
         tie_word_embeddings=tie,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **_ends(tokenizer),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -168,9 +166,7 @@ def write_tiny_moe_model(folder: Path, *, seed: int = 0, max_position: int = 204
         num_key_value_heads=2,
         max_position_embeddings=max_position,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **_ends(tokenizer),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -194,7 +190,7 @@ def write_tiny_vision_model(folder: Path, *, seed: int = 0, max_position: int = 
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     tokenizer = tiny_tokenizer(max_position, VISION_TOKENS, VISION_CHAT_TEMPLATE)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    ends = _ends(tokenizer)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     decoder = {"vocab_size": len(tokenizer), "intermediate_size": 192, "num_key_value_heads": 2}
     decoder |= {"max_position_embeddings": max_position, "tie_word_embeddings": False}
@@ -218,6 +214,11 @@ def write_tiny_vision_model(folder: Path, *, seed: int = 0, max_position: int = 
     images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
     processor: Any = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=VISION_CHAT_TEMPLATE)
     return write_model(folder, model, processor)
+
+
+def _ends(tokenizer: Any) -> dict[str, Any]:
+    """A configuration's ids of the tokens that begin, end and fill a row."""
+    return {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
 
 
 def write_model(folder: Path, model: Any, processor: Any, dtype: torch.dtype = torch.float32) -> Path:

@@ -140,11 +140,12 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
                         pictures=pictures_of(batch, run.album),
                     )
                     if layout.publishes(transport.rank):
+                        read = run.context.reward_input(rollout, 0)
                         for i, text in enumerate(rollout.texts):
                             line = {
                                 "row": int(ids[i // n]),
                                 "sample": i % n,
-                                "prompt": run.context.reward_input(rollout, 0).prompt(i),
+                                "prompt": read.prompt(i),
                                 "response": text,
                                 "finished": bool(rollout.finished[i]),
                                 "tokens": int(rollout.lengths[i]),
