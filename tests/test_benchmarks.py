@@ -21,6 +21,7 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import TransformersEngine
 from tests.controller.runs import Fit, OddCharacters, fit, sums
 from tests.leftovers import workers
+from tests.ranks import RankPool
 from tests.rollout.trained import setup
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -65,9 +66,9 @@ def built(folder: Path) -> set[str]:
     return found
 
 
-def test_benchmarks_put_other_parts_in_the_place_of_a_runs_own(tmp_path: Path) -> None:
+def test_benchmarks_put_other_parts_in_the_place_of_a_runs_own(tmp_path: Path, ranks1: RankPool) -> None:
     write_tiny_model(tmp_path / "policy", hidden_size=32, layers=1, max_position=256)
-    assert small_run.on_ranks(1, built, tmp_path) == [{"Transport", "DataBuffer", "Prefetch"}]
+    assert ranks1.run(built, tmp_path) == [{"Transport", "DataBuffer", "Prefetch"}]
 
 
 def look() -> str:

@@ -8,9 +8,9 @@ import os
 import pty
 import re
 import select
-import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from rlflow.cli import main
 from rlflow.models.tiny import write_tiny_model
 from tests.own_folder import CONFIG
 
-ROOT = Path(__file__).parent.parent.parent
 WORD, COUNT = "tests.environments.games.WordGame", "tests.environments.games.CountDown"
 ROWS = [
     {"question": "Play.", "word": "house", "start": 1, "stones": 3},
@@ -54,13 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def process(*arguments: str, **how: Any) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "rlflow.cli", "play", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, text=True, **{"stdout": pipe, "stderr": pipe, **how})
-
-
 def test_an_environment_of_tools_is_played_by_a_pipe(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,22 +71,30 @@ def test_an_environment_of_tools_is_played_by_a_pipe(
     assert ended == "ended: done, the policy called no tool"
 
 
-def test_an_environment_of_messages_is_played_by_a_person_who_leaves(folder: Path) -> None:
+def test_an_environment_of_messages_is_played_by_a_person_who_leaves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """At a terminal, by its keys: a line, and then the end of the input."""
     ours, theirs = pty.openpty()
-    arguments = ["--config", config(folder, "count", {"environment": COUNT}), "--row", "1"]
-    with process(*arguments, stdin=theirs, stdout=theirs) as played:
-        os.close(theirs)
-        seen = read_until(ours, "> ")
-        os.write(ours, b"2\n")
-        seen += read_until(ours, "> ")
-        os.write(ours, b"\x04")
-        seen += read_until(ours, "left before the end")
-        assert played.stderr is not None
-        assert (played.stderr.read(), played.wait(60)) == ("", 0)
+    with ThreadPoolExecutor(1) as person, open(theirs) as keys, open(theirs, "w", closefd=False) as screen:
+        seen = person.submit(types_two_and_leaves, ours)
+        monkeypatch.setattr(sys, "stdin", keys)
+        monkeypatch.setattr(sys, "stdout", screen)
+        main(["play", "--config", config(folder, "count", {"environment": COUNT}), "--row", "1"])
+        screen.flush()
+        assert "count down from 2" in seen.result()
+        assert "next<|im_end|>" in seen.result()
     os.close(ours)
-    assert "count down from 2" in seen
-    assert "next<|im_end|>" in seen
+    assert capsys.readouterr().err == ""
+
+
+def types_two_and_leaves(terminal: int) -> str:
+    """What a person sees."""
+    seen = read_until(terminal, "> ")
+    os.write(terminal, b"2\n")
+    seen += read_until(terminal, "> ")
+    os.write(terminal, b"\x04")
+    return seen + read_until(terminal, "left before the end")
 
 
 def read_until(terminal: int, text: str) -> str:

@@ -29,7 +29,7 @@ from tests.rollout.trained import buckets, load, logprob_gap, perturb, setup
 LENGTHS = [1, 2, 31, 32, 33, 100, 255, 256, 257, 400, 777, 1500] * 2
 SEEDS = list(range(100, 100 + len(LENGTHS)))
 SAMPLING = Sampling(24, 1.0, (0,))
-AT_ONCE = 32768  # tokens of a step, more than there are
+AT_ONCE = 8192  # tokens of a step, more than there are
 IN_PARTS = 256
 
 
