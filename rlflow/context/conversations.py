@@ -250,7 +250,8 @@ class ConversationRunner:
         times = ConversationTimes(loop.waits, len(open_rows), seconds, calls.waited, whole)
         version, cut_off = call.versions[call.policy], call.part is not None
         rollout = to_rollout(conversations, children.path, of_all, version, self.decode, self.dtype, cut_off, of_each)
-        return rollout, conversations, times
+        view = torch.arange(len(conversations)) % max(1, len(seats))  # number of each row among those of its game
+        return replace(rollout, branch=view), conversations, times
 
     def close(self) -> None:
         """End the processes of environments, and the server of harnesses; at the end of the run."""

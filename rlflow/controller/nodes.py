@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from rlflow.values.cuts import Cut
 from rlflow.values.each import Each, Trained
 from rlflow.values.host_copy import bring_over, on_device, on_host
 from rlflow.values.layout import Layout
-from rlflow.values.path import RowPath
+from rlflow.values.path import RowPath, lexicographic
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
@@ -213,12 +214,12 @@ def each_without(each: Each[Any], annotation: Any, dropped: Tensor) -> Each[Any]
 
 def new_rows(
     node: Node, value: Any, above: RowSpace, layout: Layout, rank: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Paths, lengths and versions of the rows that a node made on this rank, for the row space on all ranks.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Paths, lengths, versions and episodes of the rows that a node made on this rank, for the row space on all ranks.
 
     A node that saw the prompts 4 and 7 returned the responses 4 0, 4 2 and 7 1, of 3, 2 and 7 tokens to prompts of 2:
 
-        path [[4, 0], [4, 1], [7, 0]], lengths [3, 2, 7], tokens [5, 4, 9], versions [12, 12, 12]
+        path [[4, 0], [4, 1], [7, 0]], lengths [3, 2, 7], tokens [5, 4, 9], versions [12, 12, 12], begins [1, 1, 1]
 
     Args:
         node: The node that made the rows.
@@ -228,9 +229,9 @@ def new_rows(
         rank: This rank.
 
     Returns:
-        Four tensors on the CPU: the paths of the rows `[B, depth]`, whose last number is the row's number among its
-        siblings; and `[B]` each, the response tokens, the tokens that a model reads, and the version of the policy that
-        generated the row, -1 where none did.
+        Five tensors on the CPU: the paths of the rows `[B, depth]`, whose last number is the row's number among its
+        siblings; and `[B]` each, the response tokens, the tokens that a model reads, the version of the policy that
+        generated the row, -1 where none did, and 1 where the row begins an episode, else 0.
 
     Raises:
         UserError: The value has no paths, or a row has no parent that the node saw on this rank.
@@ -257,7 +258,32 @@ def new_rows(
     own = RowPath(numbers, path.levels).below(depth, node.id).numbers
     lengths = on_cpu.get("lengths", torch.zeros_like(none))
     tokens = on_cpu.get("tokens", lengths + on_cpu.get("prompts", 0))
-    return own, lengths, tokens, on_cpu.get("versions", none)
+    return own, lengths, tokens, on_cpu.get("versions", none), _begins(own, numbers, on_cpu, above)
+
+
+def _begins(own: Tensor, made: Tensor, on_cpu: Mapping[str, Tensor], above: RowSpace) -> Tensor:
+    """`[B]` int64, 1 where a row begins an episode; 0 where the row before it, by path, is of the same episode.
+
+    Rows that continue a row are of that row's episode: the leaves of a tree. Else `branch` numbers an episode's rows.
+
+    Args:
+        own: `[B, depth + 1]`, the paths of the rows.
+        made: `[B, any]`, their paths before they were numbered anew.
+        on_cpu: Their `inherited` and `branch`, `[B]` each, where they have such columns.
+        above: The rows that the node saw.
+    """
+    if "branch" not in on_cpu:
+        return torch.ones(len(own), dtype=torch.int64)
+    parents = ancestors(above.path, own)
+    branch, continues = on_cpu["branch"], torch.zeros(len(above), dtype=torch.bool)
+    continues[parents[(on_cpu["inherited"] > 0) & (branch == 0)]] = True
+    first = torch.cat([made[:, :-1], made[:, -1:] - branch[:, None]], dim=1)  # path of the first row of the episode
+    of_parent = torch.cat([above.episodes[parents][:, None], torch.full_like(first[:, 1:], -1)], dim=1)
+    episode = torch.where(continues[parents][:, None], of_parent, first)
+    in_order = lexicographic(own)
+    begins = torch.ones(len(own), dtype=torch.int64)
+    begins[in_order[1:]] = (episode[in_order[1:]] != episode[in_order[:-1]]).any(dim=1).long()
+    return begins.where((branch > 0) | continues[parents], 1)
 
 
 def _counts(value: Any) -> dict[str, Tensor]:
@@ -272,6 +298,8 @@ def _counts(value: Any) -> dict[str, Tensor]:
         found["prompts"] = prompts.lengths
     if isinstance(getattr(value, "version", None), Tensor):
         found["versions"] = value.version
+    if isinstance(value, Rollout):
+        found |= {"branch": value.branch, "inherited": value.inherited}
     return found
 
 

@@ -77,6 +77,10 @@ class Grouped(Protocol):
     def episode(self) -> PerSample:
         """`[B]` int64, equal for samples of a group that are of one episode, which counts once in the group."""
 
+    @property
+    def first(self) -> PerSample:
+        """`[B]` bool, whether a sample is the first of its episode."""
+
     def group_of(self, level: str) -> PerSample:
         """`[B]` int64, equal for all rows below one row of `level`, such as `batch`."""
 

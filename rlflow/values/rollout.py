@@ -93,8 +93,8 @@ class Rollout(Placed):
             has `DONE` where it is finished, and `TOKENS` where it was cut.
         seat: `[B]` int64, the seat from which a row sees its conversation, as a number among the environment's `seats`;
             0 where there are no seats.
-        branch: `[B]` int64, number of each row among the rows of its episode, which follow one another, where an agent
-            owns its loop and made several, see `rlflow.Harness`; else 0.
+        branch: `[B]` int64, number of each row among the rows of its episode, which follow one another, where there are
+            several: an agent owns its loop, see `rlflow.Harness`, or the policy plays several seats; else 0.
         texts: Decoded responses without special tokens; for a conversation, what the policy wrote last.
         messages: All messages of a conversation, those of the prompt included. Each has `role` and `content`. A turn of
             the policy also has `reward` and `tool_calls`, a message after the last turn has `unread`, and the last
@@ -143,10 +143,19 @@ class Rollout(Placed):
         return mask
 
     @property
-    @computed_from("path", "branch")
+    @computed_from("path", "branch", "seat")
     def episode(self) -> PerSample:
-        """`[B]` int64, equal for the rows of a group that are of one episode: the number of its first row, `index`."""
-        return self.index - self.branch
+        """`[B]` int64, equal for rows of a group that count once in it, those of an agent: the `index` of the first.
+
+        The seats of a game count each by itself: over both, the mean of what one wins and another loses is always 0.
+        """
+        return self.index - self.branch.where(self.seat == 0, 0)
+
+    @property
+    @computed_from("path", "branch", "seat")
+    def first(self) -> PerSample:
+        """`[B]` bool, whether a row is the first of its `episode`, for what counts an episode once."""
+        return self.episode == self.index
 
     @property
     @computed_from("segments")

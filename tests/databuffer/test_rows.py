@@ -19,7 +19,7 @@ HOME = Layout((0, 1), 2)
 def _space(tokens: list[int], group_size: int = 1, step: int = 0, balance: Balance = AUTO) -> RowSpace:
     """Rows 0, 1, ... of these tokens, made in two halves."""
     ids = torch.arange(len(tokens))
-    rows = torch.stack([ids // group_size, ids, torch.tensor(tokens), torch.tensor(tokens), ids * 0])
+    rows = torch.stack([ids // group_size, ids, torch.tensor(tokens), torch.tensor(tokens), ids * 0, ids * 0 + 1])
     half = len(tokens) // 2
     return RowSpace.of_shards("rollout", HOME, [rows[:, :half], rows[:, half:]]).at(seed=1, step=step, balance=balance)
 
@@ -61,7 +61,7 @@ def test_rows_of_whole_groups_stay_where_they_were_made_for_as_many_shards() -> 
 
 def test_the_ranks_of_an_engine_share_out_its_own_groups() -> None:
     ids = torch.arange(8)
-    rows = torch.stack([ids] * 5)  # groups of one; 2, 5 and 1 of them made by engines of two ranks
+    rows = torch.stack([ids] * 6)  # groups of one; 2, 5 and 1 of them made by engines of two ranks
     engines = Layout((0, 1, 2, 3, 4, 5), 3)
     space = RowSpace.of_shards("rollout", engines, [rows[:, :2], rows[:, 2:7], rows[:, 7:]])
     shards = [held.tolist() for held in space.partition(Layout(engines.ranks, 6)).shards]
@@ -103,7 +103,7 @@ def test_a_long_row_is_balanced_by_its_quadratic_cost() -> None:
 def test_rows_from_one_shard_follow_one_another_in_the_order_of_that_shard() -> None:
     home = Layout((0, 1), 2)
     ids = torch.tensor([[3, 1], [2, 0]])
-    shards = [torch.stack([held, held, *[10 ** (3 - held)] * 3]) for held in ids]
+    shards = [torch.stack([held, held, *[10 ** (3 - held)] * 4]) for held in ids]
     space = RowSpace.of_shards("rollout", home, shards)
     # tokens by id: 1000 100 10 1; one shard reads all: those of shard 0 as it holds them, then those of shard 1
     assert space.partition(Layout((0, 1), 1, "balanced")).shards[0].tolist() == [3, 1, 2, 0]
@@ -158,7 +158,7 @@ def test_mini_batches_hold_each_row_once_and_the_last_what_is_left() -> None:
 
 def test_mini_batches_are_cut_from_shuffled_groups() -> None:
     path = torch.tensor([[group, sample] for group in range(16) for sample in range(4)])
-    rows = torch.cat([path.T, torch.ones(3, 64, dtype=torch.int64)])
+    rows = torch.cat([path.T, torch.ones(4, 64, dtype=torch.int64)])
     space = RowSpace.of_shards("rollout", Layout((0,), 1), [rows])
     of_8 = [[int(root) for root in space.roots[part]] for part in space.mini_batches(8)]
     assert [len(set(roots)) for roots in of_8] == [2] * 8
@@ -185,7 +185,7 @@ QUESTIONS = [[[7, 0], [7, 1]], [[4, 0], [9, 0]]]
 def _below(name: str, shards: list[list[list[int]]], above: tuple[str, ...]) -> RowSpace:
     """Rows of these paths, each of one token."""
     paths = [torch.tensor(paths).T for paths in shards]
-    numbers = [torch.ones(3, path.shape[1], dtype=torch.int64) for path in paths]
+    numbers = [torch.ones(4, path.shape[1], dtype=torch.int64) for path in paths]
     both = [torch.cat(each) for each in zip(paths, numbers, strict=True)]
     return RowSpace.of_shards(name, HOME, both, above=above)
 
