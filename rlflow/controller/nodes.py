@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class Nodes:
             if node.makes_rows:
                 if node.generates:
                     result = calls.returned(result, space.path.shape[1])
-                rows = new_rows(node, result, space, layout, self._transport.rank)
+                rows = new_rows(node, result, space, layout, self._transport.rank, calls)
                 space = step.gather(node.id, layout, *rows)
                 if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
                     measure(node.id, result, step.metrics, calls.tokens)
@@ -213,7 +212,7 @@ def each_without(each: Each[Any], annotation: Any, dropped: Tensor) -> Each[Any]
 
 
 def new_rows(
-    node: Node, value: Any, above: RowSpace, layout: Layout, rank: int
+    node: Node, value: Any, above: RowSpace, layout: Layout, rank: int, calls: Calls
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Paths, lengths, versions and episodes of the rows that a node made on this rank, for the row space on all ranks.
 
@@ -227,6 +226,7 @@ def new_rows(
         above: The rows that the node saw.
         layout: Layout of the node.
         rank: This rank.
+        calls: The calls of `generate` that the node has made.
 
     Returns:
         Five tensors on the CPU: the paths of the rows `[B, depth]`, whose last number is the row's number among its
@@ -258,32 +258,33 @@ def new_rows(
     own = RowPath(numbers, path.levels).below(depth, node.id).numbers
     lengths = on_cpu.get("lengths", torch.zeros_like(none))
     tokens = on_cpu.get("tokens", lengths + on_cpu.get("prompts", 0))
-    return own, lengths, tokens, on_cpu.get("versions", none), _begins(own, numbers, on_cpu, above)
+    begins = _begins(value, own, numbers, above, calls) if isinstance(value, Rollout) else torch.ones_like(none)
+    return own, lengths, tokens, on_cpu.get("versions", none), begins
 
 
-def _begins(own: Tensor, made: Tensor, on_cpu: Mapping[str, Tensor], above: RowSpace) -> Tensor:
+def _begins(value: Rollout, own: Tensor, made: Tensor, above: RowSpace, calls: Calls) -> Tensor:
     """`[B]` int64, 1 where a row begins an episode; 0 where the row before it, by path, is of the same episode.
 
-    Rows that continue a row are of that row's episode: the leaves of a tree. Else `branch` numbers an episode's rows.
+    Rows that continue one row are of its episode, as the leaves of a tree. Else `branch` numbers an episode's rows.
 
     Args:
-        own: `[B, depth + 1]`, the paths of the rows.
-        made: `[B, any]`, their paths before they were numbered anew.
-        on_cpu: Their `inherited` and `branch`, `[B]` each, where they have such columns.
+        value: The rows.
+        own: `[B, depth + 1]`, their paths.
+        made: `[B, any]`, their paths as the node returned them.
         above: The rows that the node saw.
+        calls: The calls of `generate` that the node has made.
     """
-    if "branch" not in on_cpu:
-        return torch.ones(len(own), dtype=torch.int64)
-    parents = ancestors(above.path, own)
-    branch, continues = on_cpu["branch"], torch.zeros(len(above), dtype=torch.bool)
-    continues[parents[(on_cpu["inherited"] > 0) & (branch == 0)]] = True
-    first = torch.cat([made[:, :-1], made[:, -1:] - branch[:, None]], dim=1)  # path of the first row of the episode
-    of_parent = torch.cat([above.episodes[parents][:, None], torch.full_like(first[:, 1:], -1)], dim=1)
-    episode = torch.where(continues[parents][:, None], of_parent, first)
-    in_order = lexicographic(own)
-    begins = torch.ones(len(own), dtype=torch.int64)
-    begins[in_order[1:]] = (episode[in_order[1:]] != episode[in_order[:-1]]).any(dim=1).long()
-    return begins.where((branch > 0) | continues[parents], 1)
+    begins, before = torch.ones(len(own), dtype=torch.int64), None
+    branch, parent = on_host(value.branch), above.episodes[ancestors(above.path, own)]
+    continued = {*parent[(on_host(value.inherited) > 0) & (branch == 0)].tolist()}  # episodes of the rows above
+    for row in lexicographic(own).tolist() if continued or made.shape[1] > own.shape[1] or branch.any() else ():
+        path, number, of = tuple(made[row].tolist()), int(branch[row]), int(parent[row])
+        root = calls.root_of(path)
+        episode = (of,) if of in continued else (*root[:-1], root[-1] - number)
+        if of in continued or number > 0 or root != path:
+            begins[row] = int(episode != before)
+        before = episode
+    return begins
 
 
 def _counts(value: Any) -> dict[str, Tensor]:
@@ -299,7 +300,7 @@ def _counts(value: Any) -> dict[str, Tensor]:
     if isinstance(getattr(value, "version", None), Tensor):
         found["versions"] = value.version
     if isinstance(value, Rollout):
-        found |= {"branch": value.branch, "inherited": value.inherited}
+        found |= {"branch": value.branch, "inherited": value.inherited}  # for `_begins`
     return found
 
 

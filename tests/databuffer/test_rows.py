@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlflow.databuffer.balance import AUTO, Balance, Predicted
-from rlflow.databuffer.rows import RowSpace, space_from_message, space_to_message
+from rlflow.databuffer.rows import NUMBERS, RowSpace, space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
@@ -154,6 +154,40 @@ def test_mini_batches_hold_each_row_once_and_the_last_what_is_left() -> None:
     parts = _space([1] * 10).mini_batches(4)
     assert [len(rows) for rows in parts] == [4, 4, 2]
     assert sorted(torch.cat(parts).tolist()) == list(range(10))
+
+
+# Two prompts: episodes of 1, 3 and 1 rows of the first, and of 2, 1 and 1 of the second.
+OF_AGENTS = [1, 1, 0, 0, 1, 1, 0, 1, 1]
+
+
+def _of_agents() -> RowSpace:
+    path = torch.tensor([[4, row] for row in range(5)] + [[7, row] for row in range(4)])
+    numbers = torch.ones(4, 9, dtype=torch.int64)
+    numbers[NUMBERS.index("begins")] = torch.tensor(OF_AGENTS)
+    rows = torch.cat([path.T, numbers])
+    return RowSpace.of_shards("rollout", HOME, [rows[:, :5], rows[:, 5:]])
+
+
+def test_rows_know_their_episode() -> None:
+    space = _of_agents()
+    assert space.episodes.tolist() == [0, 1, 1, 1, 2, 3, 3, 4, 5]
+    assert space_from_message(space_to_message(space)).begins.tolist() == OF_AGENTS
+    assert space.of_roots(torch.tensor([7]), [HOME]).episodes.tolist() == [0, 0, 1, 2]
+    parts = [space.of_roots(torch.tensor([root]), [HOME]) for root in (7, 4)]
+    assert RowSpace.joined(parts, [HOME]).begins.tolist() == OF_AGENTS
+
+
+def test_a_mini_batch_of_episodes_has_all_of_their_rows() -> None:
+    space = _of_agents()
+    of_episodes = [space.episodes[rows] for rows in space.mini_batches(2, whole_episodes=True)]
+    assert [len(set(numbers.tolist())) for numbers in of_episodes] == [2, 2, 2]
+    assert torch.cat(of_episodes).sort().values.tolist() == space.episodes.tolist()
+    assert [len(rows) for rows in space.mini_batches(2)] == [2, 2, 2, 2, 1]
+    layout = Layout((0, 1), 2, "balanced", 2, whole_episodes=True)
+    held = [space.held_mini_batches(layout, rank) for rank in (0, 1)]
+    for number, numbers in enumerate(of_episodes):
+        here = torch.cat([space.held(layout, rank)[held[rank][number]] for rank in (0, 1)])
+        assert space.episodes[here.sort().values].tolist() == numbers.tolist()
 
 
 def test_mini_batches_are_cut_from_shuffled_groups() -> None:
