@@ -81,6 +81,7 @@ class Told(RLModule):
 
     def __init__(self, model: Path, division: str, samples_per_update: int | None = None) -> None:
         self.model, self.division, self.samples_per_update = str(model), division, samples_per_update
+        self.record: list[int] = []  # the episode of each row that this rank trains
 
     def configure_models(self) -> None:
         self.actor = CausalLM(self.model, optimizer=SGD, samples_per_update=self.samples_per_update)
@@ -123,10 +124,11 @@ class Told(RLModule):
 
     @node(role="actor", type="train")
     def actor_loss(self, told: Rollout) -> PerToken:
+        self.record += told.version.tolist()
         return -(1 - 2 * (told.version % 2))[:, None] * self.actor.logprobs(told)
 
 
-EPISODES = ([1, 2], [3, 4, 5], [6])  # of three prompts
+EPISODES = ([1, 2, 3, 4, 5, 6], [7], [8])  # of three prompts
 
 
 def told_run(model: Path, folder: Path, division: str, strategy: Any, samples_per_update: int | None = None) -> Fit:
@@ -188,13 +190,15 @@ def test_ranks_that_divide_the_rows_of_an_episode_come_to_the_same(
     loss, after = gradient_of(policy)
     strategy = partial(FSDPStrategy, token_budget=50, share_prefixes=shares)
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
-    for found in pool.run(fit, told_run(policy, tmp_path / "run", "as_a_row_for_each_turn", strategy)):
+    results = pool.run(fit, told_run(policy, tmp_path / "run", "as_a_row_for_each_turn", strategy))
+    assert {*results[0].record} & {*results[1].record}, "rows of an episode are on two ranks"
+    for found in results:
         assert found.steps[0]["actor/loss"] == pytest.approx(loss, rel=1e-5)
         assert difference(found.weights, after) < FLOAT32
 
 
 def test_an_update_is_of_whole_episodes(policy: Path, tmp_path: Path) -> None:
-    """Six episodes, two to an update: three updates of the same weights, in whatever rows."""
+    """Eight episodes, two to an update: the same four updates, in whatever rows."""
     strategy = partial(SingleProcess, "fp64")
     with wide_casts():
         one, more = (
