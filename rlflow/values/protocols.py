@@ -125,6 +125,10 @@ class Written(Sourced, Protocol):
         """`[B, K]`, the reward of each turn of a conversation; K is 0 where there are none."""
 
     @property
+    def shared_turns(self) -> Tensor:
+        """`[B, K]` int64, a number of each turn, equal where rows of an agent's episode share it; see `Rollout`."""
+
+    @property
     def messages(self) -> list[list[dict[str, Any]]]:
         """All messages of `B` conversations, see `Rollout`; empty where a response is one turn."""
 

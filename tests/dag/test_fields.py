@@ -86,6 +86,7 @@ def fields_of(annotation: Any) -> set[str]:
                 "ended",
                 "branch",
                 "seat",
+                "calls",
             },
         ),
         (Short, {"prompt_ids", "version"}),

@@ -65,6 +65,26 @@ def test_the_loss_is_of_what_an_agent_received_and_validation_counts_episodes(
     assert not workers()
 
 
+@pytest.mark.slow
+def test_turns_have_the_advantage_of_their_subtree(policy: Path, tmp_path: Path) -> None:
+    """TreeRL's, by hand; without importance weights and with one update a step the loss is that of the advantages."""
+    given = {"advantages_at": "subtree", "normalize_std": False, "importance": None}
+    result = fit(run(policy, tmp_path / "run", "forks_twice", given=given))
+    rows = result.record[0]
+    leaves = {path: row["reward"] for path, row in rows.items()}
+    groups = {path[0]: [leaves[of] for of in leaves if of[0] == path[0]] for path in leaves}
+    loss = []
+    for (prompt, number), row in rows.items():
+        root, first = sum(groups[prompt]) / 6, number // 3 * 3
+        left, right, alone = (leaves[prompt, first + i] for i in range(3))
+        values = ([(left + right) / 2, left, left], [(left + right) / 2, right], [alone])[number % 3]
+        before = [root, *values]
+        trained = [turn for turn, counts in zip(row["turn"], row["mask"], strict=True) if counts]
+        loss += [-((values[turn] - root) + (values[turn] - before[turn])) for turn in trained]
+    assert len({*loss}) > 4
+    assert result.steps[0]["actor/loss"] == pytest.approx(sum(loss) / len(loss), rel=1e-5)
+
+
 def test_an_agent_is_not_cut_off(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"`module.environment` is a harness and `trainer.partial_rollout` is set"):
         fit(run(policy, tmp_path / "run", "talks", partial_rollout=8))
