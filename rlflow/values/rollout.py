@@ -96,8 +96,8 @@ class Rollout(Placed):
             0 where there are no seats.
         branch: `[B]` int64, number of each row among the rows of its episode, which follow one another, where there are
             several: an agent owns its loop, see `rlflow.Harness`, or the policy plays several seats; else 0.
-        calls: `[sum]` int64, number of the call that made each turn in the episode of an agent that owns its loop; rows of
-            an episode share turns with the same number. No entries elsewhere.
+        calls: `[sum]` int64, number of the call that made each turn in the episode of an agent that owns its loop; rows
+            of an episode share turns with the same number. No entries elsewhere.
         texts: Decoded responses without special tokens; for a conversation, what the policy wrote last.
         messages: All messages of a conversation, those of the prompt included. Each has `role` and `content`. A turn of
             the policy also has `reward` and `tool_calls`, a message after the last turn has `unread`, and the last
