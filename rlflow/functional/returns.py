@@ -144,9 +144,9 @@ def rewards_to_go(rewards: Tensor, returns: Tensor, turns: Tensor, most: int) ->
 def subtree_rewards(rewards: Tensor, calls: Tensor, most: int) -> Tensor:
     """`N_k = 2 V_k - V_k-1`, where rows share turns: V_k is the mean reward of the rows that have turn k. Detached.
 
-    `N_0` is `2 V_0`, and after a row's last turn V is its reward. Over a group, the mean of `N_k` is the mean reward, V of
-    the root, and that of `N_0` is twice as much. So compared in groups, without a division, they are the advantages of
-    TreeRL, arXiv 2506.11902, section 3.2:
+    `N_0` is `2 V_0`, and after a row's last turn V is its reward. Over a group, the mean of `N_k` is the mean reward,
+    which is V(root), and that of `N_0` is twice as much. So compared in groups, without a division, they are the
+    advantages of TreeRL, arXiv 2506.11902, section 3.2:
 
         N_k - mean N_k = [V_k - V(root)] + [V_k - V_k-1]        where V_-1 is V(root)
 
