@@ -258,16 +258,17 @@ def new_rows(
     own = RowPath(numbers, path.levels).below(depth, node.id).numbers
     lengths = on_cpu.get("lengths", torch.zeros_like(none))
     tokens = on_cpu.get("tokens", lengths + on_cpu.get("prompts", 0))
-    begins = _begins(value, own, numbers, above, calls) if isinstance(value, Rollout) else torch.ones_like(none)
+    begins = _begins(node, value, own, numbers, above, calls) if isinstance(value, Rollout) else torch.ones_like(none)
     return own, lengths, tokens, on_cpu.get("versions", none), begins
 
 
-def _begins(value: Rollout, own: Tensor, made: Tensor, above: RowSpace, calls: Calls) -> Tensor:
+def _begins(node: Node, value: Rollout, own: Tensor, made: Tensor, above: RowSpace, calls: Calls) -> Tensor:
     """`[B]` int64, 1 where a row begins an episode; 0 where the row before it, by path, is of the same episode.
 
     Rows that continue one row are of its episode, as the leaves of a tree. Else `branch` numbers an episode's rows.
 
     Args:
+        node: The node that made the rows.
         value: The rows.
         own: `[B, depth + 1]`, their paths.
         made: `[B, any]`, their paths as the node returned them.
@@ -276,7 +277,8 @@ def _begins(value: Rollout, own: Tensor, made: Tensor, above: RowSpace, calls: C
     """
     begins, before = torch.ones(len(own), dtype=torch.int64), None
     branch, parent = on_host(value.branch), above.episodes[ancestors(above.path, own)]
-    continued = {*parent[(on_host(value.inherited) > 0) & (branch == 0)].tolist()}  # episodes of the rows above
+    continues = (on_host(value.inherited) > 0) & (branch == 0) & bool(node.generates)
+    continued = {*parent[continues].tolist()}  # episodes of the rows above
     for row in lexicographic(own).tolist() if continued or made.shape[1] > own.shape[1] or branch.any() else ():
         path, number, of = tuple(made[row].tolist()), int(branch[row]), int(parent[row])
         root = calls.root_of(path)

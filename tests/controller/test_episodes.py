@@ -5,6 +5,7 @@ The references read no masks, spaces or paths of the run: they know which tokens
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,10 +17,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlflow import CausalLM, PerSample, PerToken, RLModule, Rollout, node
 from rlflow.algorithms import DPO
+from rlflow.context.generation import Calls
+from rlflow.controller.nodes import new_rows
+from rlflow.dag.node import Node
 from rlflow.data.prompts import PromptData
+from rlflow.databuffer.rows import RowSpace
 from rlflow.strategies import FSDPStrategy, SingleProcess
 from rlflow.testing.derivative import wide_casts
 from rlflow.types import Grown, Ragged, RowPath, Sourced
+from rlflow.values.layout import Layout
+from tests.algorithms.test_advantages import rows_of_agents
 from tests.controller.runs import SGD, Fit, answers, failing_fit, fit
 from tests.controller.test_continued import PROMPTS, TRUNKS, Branching, WithinOneNode, loss_of, run, worth
 from tests.controller.test_ranks import FLOAT32, difference
@@ -224,6 +231,18 @@ def test_a_tree_is_an_episode(tree: type[Branching], policy: Path, tmp_path: Pat
     else:
         expected = [loss_of(policy, of) for of in rows.values()]
     assert found.steps[0]["actor/loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "begins"), [([0, 1, 2, 3, 4], [1, 0, 1, 0, 1]), ([1, 2], [1, 1]), ([1, 3, 5], [1, 1, 1])]
+)
+def test_rows_that_a_node_chooses_keep_their_episodes(chosen: list[int], begins: list[int]) -> None:
+    """Of two agents with two rows each, below one prompt, and of two with one row, below another."""
+    rows, here = replace(rows_of_agents(), branch=torch.tensor([0, 1, 0, 1, 0, 0])), Layout((0,), 1)
+    prompts = RowSpace.of_shards("batch", here, [torch.tensor([[4, 7]] + [[1, 1]] * 4)])
+    node = Node("chosen", (), None, "compute", Rollout, __file__, 1, grows=True)
+    found = new_rows(node, rows.take(torch.tensor(chosen)), prompts, here, 0, Calls())
+    assert found[-1].tolist() == begins
 
 
 def test_pairs_are_of_no_episode(policy: Path, tmp_path: Path) -> None:
