@@ -61,11 +61,11 @@ class CPGD(GroupBaseline, Ratio, TurnCredit):
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         has_signal = group_has_signal(rewards, rollout.group)
-        self.log("actor/useful_share", has_signal)
+        self.log("actor/useful_share", has_signal, rollout.first)
         advantages = group_normalized_advantages(rewards, rollout.group, self.weight == "std", episode=rollout.episode)
         if self.weight != "filter":
             return advantages
-        weight = (1 / self.mean(has_signal).clamp(min=1e-12)).clamp(max=self.weight_cap)
+        weight = (1 / self.mean(has_signal, rollout.first).clamp(min=1e-12)).clamp(max=self.weight_cap)
         return advantages * weight.to(advantages.dtype)
 
     def surrogate(self, logprobs: PerToken, old_logprobs: PerToken, advantages: PerSample, mask: PerToken) -> PerToken:

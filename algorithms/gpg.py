@@ -24,8 +24,8 @@ class GPG(GroupBaseline, PolicyGradient, Scored):
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         has_signal = group_has_signal(rewards, rollout.group)
-        self.log("actor/useful_share", has_signal)
-        useful = self.mean(has_signal)
+        self.log("actor/useful_share", has_signal, rollout.first)
+        useful = self.mean(has_signal, rollout.first)
         alpha = 1 / useful.clamp(min=1e-12)  # where no group is useful, all advantages are 0
         centred = group_normalized_advantages(rewards, rollout.group, False, episode=rollout.episode)
         return centred * alpha.to(rewards.dtype)

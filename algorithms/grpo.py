@@ -26,7 +26,7 @@ class GroupRelative(GroupBaseline, Ratio, TurnCredit):
 
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
-        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group), rollout.first)
         return group_normalized_advantages(rewards, rollout.group, self.normalize_std, episode=rollout.episode)
 
 

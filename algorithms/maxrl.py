@@ -29,7 +29,7 @@ class MaxRL(GroupBaseline, Clipped, Scored):
             raise UserError(
                 f"a reward is {least:g}, and MaxRL divides by a group's mean; give 0 or more, 1 where right"
             )
-        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group), rollout.first)
         centred = group_normalized_advantages(rewards, rollout.group, False, episode=rollout.episode)
         mean = rewards - centred
         return torch.where(mean > 0, centred / mean, 0.0).to(rewards.dtype)

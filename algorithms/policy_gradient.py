@@ -33,6 +33,7 @@ from rlflow import (
     Batch,
     CausalLM,
     Environment,
+    Harness,
     PerSample,
     PerToken,
     RewardModel,
@@ -55,13 +56,14 @@ from rlflow.functional import (
     ppo_clip_loss,
     ppo_is_clipped,
     rewards_to_go,
+    subtree_rewards,
 )
 from rlflow.rewards import RewardLike
 from rlflow.state import AdaptiveCoefficient
 from rlflow.types import Masked, Sampled, Tokens, Written
 
 Anchor = Literal["old", "rollout"]
-AdvantagesAt = Literal["conversation", "turn"]
+AdvantagesAt = Literal["conversation", "turn", "subtree"]
 
 
 @dataclass(eq=False)
@@ -220,6 +222,10 @@ class Earned(Protocol):
     def returns(self) -> Tensor:
         """`[B, K]`, the environment's reward of each turn, 0 beyond a row's own."""
 
+    @property
+    def shared_turns(self) -> Tensor:
+        """`[B, K]`, a number of each turn, equal where rows of an episode share it."""
+
 
 class TokenTurns(Protocol):
     """The field of a rollout that says which turn each token belongs to."""
@@ -240,6 +246,8 @@ class TurnCredit(Scored):
 
     Args:
         advantages_at: `conversation`: one advantage for all turns. `turn`: one for each turn, from its own G_k.
+            `subtree`: one for each turn of an agent that owns its loop, from the rows that share the turn, as `TreeRL`
+            has it; see `rlflow.functional.subtree_rewards`.
     """
 
     advantages_at: AdvantagesAt = field(default="conversation", kw_only=True)
@@ -250,8 +258,13 @@ class TurnCredit(Scored):
             self.turn = None
         elif self.environment is None:
             raise UserError(
-                "`advantages_at` is 'turn' without an `environment`, and a response to a prompt is one turn; set"
-                " `environment`, or leave `advantages_at` out"
+                f"`advantages_at` is {self.advantages_at!r} without an `environment`, and a response to a prompt is one"
+                " turn; set `environment`, or leave `advantages_at` out"
+            )
+        elif self.advantages_at == "subtree" and not isinstance(self.environment, Harness):
+            raise UserError(
+                "`advantages_at` is 'subtree', and conversations with this `environment` share no turns; set it to"
+                " 'turn', or take a rlflow.Harness"
             )
 
     @node
@@ -267,6 +280,8 @@ class TurnCredit(Scored):
         """The numbers that are compared in groups: the rewards `[B]`, or the G_k of all turns, `[B, max_turns]`."""
         if self.advantages_at == "conversation":
             return rewards
+        if self.advantages_at == "subtree":
+            return subtree_rewards(rewards, rollout.shared_turns, self.environment.max_turns)
         return rewards_to_go(rewards, rollout.returns, rollout.turns, self.environment.max_turns)
 
 

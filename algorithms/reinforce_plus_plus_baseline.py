@@ -25,6 +25,6 @@ class REINFORCEPlusPlusBaseline(GroupBaseline, Clipped, Scored):
 
     @node
     def advantages(self, rollout: MaskedGroups, rewards: PerSample) -> PerToken:
-        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group), rollout.first)
         centred = group_normalized_advantages(rewards, rollout.group, False, episode=rollout.episode)
         return self.whiten(centred[:, None].expand(rollout.loss_mask.shape), rollout.loss_mask)

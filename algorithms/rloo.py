@@ -22,5 +22,5 @@ class RLOO(GroupBaseline, Clipped, TurnCredit):
 
     @node
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
-        self.log("actor/useful_share", group_has_signal(rewards, rollout.group))
+        self.log("actor/useful_share", group_has_signal(rewards, rollout.group), rollout.first)
         return rloo_advantages(rewards, rollout.group, rollout.episode)

@@ -433,6 +433,11 @@ def chooses_prompts(module: RLModule) -> bool:
     return type(module).choose_prompts is not RLModule.choose_prompts
 
 
+def aggregation_of(module: RLModule, handle: ModelHandle) -> Aggregation:
+    """How the losses per token of a handle of the module become one number."""
+    return handle.loss_aggregation or module.loss_aggregation
+
+
 def handles(module: RLModule) -> dict[str, ModelHandle]:
     """The module's model handles by role, in the order of assignment."""
     return {name: value for name, value in vars(module).items() if isinstance(value, ModelHandle)}

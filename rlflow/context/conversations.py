@@ -250,7 +250,8 @@ class ConversationRunner:
         times = ConversationTimes(loop.waits, len(open_rows), seconds, calls.waited, whole)
         version, cut_off = call.versions[call.policy], call.part is not None
         rollout = to_rollout(conversations, children.path, of_all, version, self.decode, self.dtype, cut_off, of_each)
-        return rollout, conversations, times
+        view = torch.arange(len(conversations)) % max(1, len(seats))  # number of each row among those of its game
+        return replace(rollout, branch=view), conversations, times
 
     def close(self) -> None:
         """End the processes of environments, and the server of harnesses; at the end of the run."""
@@ -320,7 +321,8 @@ class ConversationRunner:
         rollout = to_rollout(views, path, of_rows, call.versions[call.policy], self.decode, self.dtype)
         inherited = torch.tensor([each for end in ends for each in end.inherited], dtype=torch.int64)
         branch = torch.tensor([number for end in ends for number in range(len(end.rows))], dtype=torch.int64)
-        return replace(rollout, inherited=inherited, branch=branch), views, times
+        made_by = Ragged.from_lists([each for end in ends for each in end.calls])
+        return replace(rollout, inherited=inherited, branch=branch, calls=made_by), views, times
 
     def _bridge_of(self, tools: Sequence[Mapping[str, Any]]) -> Bridge:
         """The bridge that writes the turns of requests with these tools."""

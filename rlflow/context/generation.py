@@ -225,6 +225,12 @@ class Calls:
         inherited = torch.tensor([self._inherited[path[: depth + 1]] for path in paths], dtype=torch.int64)
         return replace(rollout, inherited=on_device(inherited, rollout.inherited.device))
 
+    def root_of(self, path: Path) -> Path:
+        """The path of the row from which a row was continued in this node, over any number of calls; or its own."""
+        while self._inherited.get(path, 0) and path[:-1] in self._inherited:
+            path = path[:-1]
+        return path
+
     def _trained_once(self, loss_mask: Tensor, paths: Sequence[Path]) -> Tensor:
         """The loss mask `[B, T]` without the inherited tokens that a row before has in it, in the order of paths."""
         once, taken = loss_mask.clone(), dict[Path, Tensor]()  # by the row that a token came from, `[T]`

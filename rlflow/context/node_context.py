@@ -450,14 +450,14 @@ class NodeContext:
 
             rank 0 logs [1.0, 3.0] and rank 1 logs [8.0]: (1 + 3 + 8) / 3 = 4.0
 
-        `x` is `[B]`, `[B, T]` or 0-dim. `mask`, shaped as `x`, is nonzero on entries that count; without one all count,
-        but for dropped rows of a `[B]`.
+        `x` is `[B]`, `[B, T]` or 0-dim. `mask`, shaped as `x`, is nonzero on entries that count; without one all do. Of
+        a `[B]` dropped rows never count.
         """
         now = self._now()
         if not self._speaks(now):
             return
-        if mask is None and x.dim() == 1:
-            mask = self.kept(x)
+        if x.dim() == 1 and (kept := self.kept(x)) is not None:
+            mask = kept if mask is None else mask.bool() & kept
         if mask is None:
             now.metrics.mean(name, x.detach().double().sum(), float(x.numel()))
         else:

@@ -31,7 +31,7 @@ from rlflow.values.cuts import Cut
 from rlflow.values.each import Each, Trained
 from rlflow.values.host_copy import bring_over, on_device, on_host
 from rlflow.values.layout import Layout
-from rlflow.values.path import RowPath
+from rlflow.values.path import RowPath, lexicographic
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
@@ -87,7 +87,7 @@ class Nodes:
             if node.makes_rows:
                 if node.generates:
                     result = calls.returned(result, space.path.shape[1])
-                rows = new_rows(node, result, space, layout, self._transport.rank)
+                rows = new_rows(node, result, space, layout, self._transport.rank, calls)
                 space = step.gather(node.id, layout, *rows)
                 if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
                     measure(node.id, result, step.metrics, calls.tokens)
@@ -212,13 +212,13 @@ def each_without(each: Each[Any], annotation: Any, dropped: Tensor) -> Each[Any]
 
 
 def new_rows(
-    node: Node, value: Any, above: RowSpace, layout: Layout, rank: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Paths, lengths and versions of the rows that a node made on this rank, for the row space on all ranks.
+    node: Node, value: Any, above: RowSpace, layout: Layout, rank: int, calls: Calls
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Paths, lengths, versions and episodes of the rows that a node made on this rank, for the row space on all ranks.
 
     A node that saw the prompts 4 and 7 returned the responses 4 0, 4 2 and 7 1, of 3, 2 and 7 tokens to prompts of 2:
 
-        path [[4, 0], [4, 1], [7, 0]], lengths [3, 2, 7], tokens [5, 4, 9], versions [12, 12, 12]
+        path [[4, 0], [4, 1], [7, 0]], lengths [3, 2, 7], tokens [5, 4, 9], versions [12, 12, 12], begins [1, 1, 1]
 
     Args:
         node: The node that made the rows.
@@ -226,11 +226,12 @@ def new_rows(
         above: The rows that the node saw.
         layout: Layout of the node.
         rank: This rank.
+        calls: The calls of `generate` that the node has made.
 
     Returns:
-        Four tensors on the CPU: the paths of the rows `[B, depth]`, whose last number is the row's number among its
-        siblings; and `[B]` each, the response tokens, the tokens that a model reads, and the version of the policy that
-        generated the row, -1 where none did.
+        Five tensors on the CPU: the paths of the rows `[B, depth]`, whose last number is the row's number among its
+        siblings; and `[B]` each, the response tokens, the tokens that a model reads, the version of the policy that
+        generated the row, -1 where none did, and 1 where the row begins an episode, else 0.
 
     Raises:
         UserError: The value has no paths, or a row has no parent that the node saw on this rank.
@@ -257,7 +258,35 @@ def new_rows(
     own = RowPath(numbers, path.levels).below(depth, node.id).numbers
     lengths = on_cpu.get("lengths", torch.zeros_like(none))
     tokens = on_cpu.get("tokens", lengths + on_cpu.get("prompts", 0))
-    return own, lengths, tokens, on_cpu.get("versions", none)
+    begins = _begins(node, value, own, numbers, above, calls) if isinstance(value, Rollout) else torch.ones_like(none)
+    return own, lengths, tokens, on_cpu.get("versions", none), begins
+
+
+def _begins(node: Node, value: Rollout, own: Tensor, made: Tensor, above: RowSpace, calls: Calls) -> Tensor:
+    """`[B]` int64, 1 where a row begins an episode; 0 where the row before it, by path, is of the same episode.
+
+    Rows that continue one row are of its episode, as the leaves of a tree. Else `branch` numbers an episode's rows.
+
+    Args:
+        node: The node that made the rows.
+        value: The rows.
+        own: `[B, depth + 1]`, their paths.
+        made: `[B, any]`, their paths as the node returned them.
+        above: The rows that the node saw.
+        calls: The calls of `generate` that the node has made.
+    """
+    begins, before = torch.ones(len(own), dtype=torch.int64), None
+    branch, parent = on_host(value.branch), above.episodes[ancestors(above.path, own)]
+    continues = (on_host(value.inherited) > 0) & (branch == 0) & bool(node.generates)
+    continued = {*parent[continues].tolist()}  # episodes of the rows above
+    for row in lexicographic(own).tolist() if continued or made.shape[1] > own.shape[1] or branch.any() else ():
+        path, number, of = tuple(made[row].tolist()), int(branch[row]), int(parent[row])
+        root = calls.root_of(path)
+        episode = (of,) if of in continued else (*root[:-1], root[-1] - number)
+        if of in continued or number > 0 or root != path:
+            begins[row] = int(episode != before)
+        before = episode
+    return begins
 
 
 def _counts(value: Any) -> dict[str, Tensor]:
@@ -272,6 +301,8 @@ def _counts(value: Any) -> dict[str, Tensor]:
         found["prompts"] = prompts.lengths
     if isinstance(getattr(value, "version", None), Tensor):
         found["versions"] = value.version
+    if isinstance(value, Rollout):
+        found |= {"branch": value.branch, "inherited": value.inherited}  # for `_begins`
     return found
 
 

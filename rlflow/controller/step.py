@@ -59,6 +59,7 @@ class Step:
         lengths: Tensor,
         tokens: Tensor,
         versions: Tensor | None = None,
+        begins: Tensor | None = None,
     ) -> RowSpace:
         """Make a row space of the rows that the ranks of `layout` have just made; a collective of these ranks.
 
@@ -69,6 +70,7 @@ class Step:
             lengths: `[B]`, response tokens of each row.
             tokens: `[B]`, tokens that a model reads of each row.
             versions: `[B]`, version of the policy that generated each row; None if they were not generated.
+            begins: `[B]`, 1 where a row begins an episode; None if each row is one.
         """
         run = self._run
         space = RowSpace.gather(
@@ -79,6 +81,7 @@ class Step:
             lengths=lengths,
             tokens=tokens,
             versions=versions,
+            begins=begins,
             above=run.graph.levels(name)[:-1],
         )
         self.spaces[name] = run.in_step(space, self.number)

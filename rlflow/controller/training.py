@@ -19,9 +19,10 @@ from rlflow.controller.step import Step
 from rlflow.dag.node import Node
 from rlflow.dag.tasks import TrainNode
 from rlflow.errors import UserError
-from rlflow.functional import loss_count, loss_sum, loss_weights
+from rlflow.functional import Episodes, loss_count, loss_sum, loss_weights, tokens_of
 from rlflow.metrics import StepMetrics
 from rlflow.models.handle import ModelHandle
+from rlflow.module import aggregation_of
 from rlflow.process import preemption
 from rlflow.rollout.sampling import sampling_seed
 from rlflow.strategies.role import LossScale
@@ -129,11 +130,18 @@ class Training:
             torch.manual_seed(sampling_seed(seed, step.number, node.id, (0,), rank))
         self._strategy.roles[node.role].step = step.number - handle.start_step
         bring_over(each for name, value in values.items() for each in countable(value, self._graph.type_of(name)))
-        mini_batches = step.spaces[node.inside].held_mini_batches(layout, rank)
+        space = step.spaces[node.inside]
+        mini_batches = space.held_mini_batches(layout, rank)
+        episodes: Episodes | None = None
+        if aggregation_of(self._module, handle) == "episode-mean":  # whose rows may be on several ranks
+            tokens = tokens_of(on_host(_mask(_scored(values), dropped, per_sample=node.returns == PerSample)))
+            of_all = space.gathered(layout, tokens, self._transport, layout.ranks)
+            episodes = Episodes.of(of_all, space.episodes).take(space.held(layout, rank))
         self.tried[node.role] += handle.epochs * len(mini_batches)
         for epoch in range(handle.epochs):
             for number in self._order(len(mini_batches), step.number, epoch):
-                self._update(node, handle, values, mini_batches[number], dropped, layout, step.metrics, epoch > 0)
+                rows = mini_batches[number]
+                self._update(node, handle, values, rows, dropped, episodes, layout, step.metrics, epoch > 0)
         for average in self._graph.changed_by(node)[1:]:
             self._before_update(average)
             self._strategy.move_average(average)
@@ -152,19 +160,21 @@ class Training:
         values: Mapping[str, Any],
         rows: Tensor,
         dropped: Tensor | None,
+        episodes: Episodes | None,
         layout: Layout,
         metrics: StepMetrics,
         again: bool,
     ) -> None:
         assert node.role is not None
         role, longest = node.role, self._module.max_response_length
-        mode = handle.loss_aggregation or self._module.loss_aggregation
+        mode = aggregation_of(self._module, handle)
         mini = self._take(values, rows)
         scored = _scored(mini)
         out = None if dropped is None else dropped[rows]
         mask = _mask(scored, out, per_sample=node.returns == PerSample)
+        of_episodes = None if episodes is None else episodes.take(rows)
         here = (
-            int(loss_count(on_host(mask), mode)),
+            int(loss_count(on_host(mask), mode, of_episodes)),
             int(on_host(mask).sum()),
             0 if out is None else int(out.sum()),
             _sequences(scored),
@@ -191,7 +201,8 @@ class Training:
                 loss = method(**self._take(mini, micro), **dict.fromkeys(node.after, Trained()))
             counts = rows_at(mask, micro)
             _check_shape(node, loss, counts)
-            share = loss_sum(loss, loss_weights(counts, mode, longest)) / total
+            of_micro = None if of_episodes is None else of_episodes.take(micro)
+            share = loss_sum(loss, loss_weights(counts, mode, longest, of_micro)) / total
             loss_here = loss_here + share.detach().double()
             uneven, otherwise, replayed = handle.take_routed()
             if uneven is not None:

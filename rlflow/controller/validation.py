@@ -19,7 +19,7 @@ from rlflow.functional import loss_count, loss_sum, loss_weights, pass_at_k
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_score
 from rlflow.metrics import Metrics, StepMetrics
 from rlflow.models.causal_lm import CausalLM
-from rlflow.module import RLModule, environments, handles, has_validation_step
+from rlflow.module import RLModule, aggregation_of, environments, handles, has_validation_step
 from rlflow.process.status import report
 from rlflow.rewards.reward import BEST_REWARD, RewardInput
 from rlflow.rollout.conversation import Conversation
@@ -196,7 +196,7 @@ def measure_loss(
     """
     assert node.role is not None
     handle = handles(module)[node.role]
-    mode = handle.loss_aggregation or module.loss_aggregation
+    mode = aggregation_of(module, handle)
     loss: Tensor = getattr(module, node.id)(batch=batch)
     likeliest = handle.topk(batch, 1)[1][..., 0] if isinstance(handle, CausalLM) else None  # [B, T]
     if not counts:

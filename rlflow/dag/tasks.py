@@ -247,7 +247,8 @@ def describe(layout: Layout) -> str:
     layers = f", {layout.tensor_parallel_size} to a layer" if layout.tensor_parallel_size > 1 else ""
     copies = f" x {layout.copies} copies{layers}" if layout.copies > 1 else ""
     experts = f", {layout.expert_parallel_size} to a layer's experts" if layout.expert_parallel_size > 1 else ""
-    updates = f" in updates of {layout.samples_per_update} rows" if layout.samples_per_update is not None else ""
+    counted = f"{layout.samples_per_update} {'episodes' if layout.whole_episodes else 'rows'}"
+    updates = f" in updates of {counted}" if layout.samples_per_update is not None else ""
     shards = f"{layout.shards} shard{'s' if layout.shards > 1 else ''}"
     return f"{rank_ranges(layout.ranks)}, {shards}{copies}{experts}, {layout.dealing}{updates}"
 

@@ -18,7 +18,7 @@ from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath, hashed, lexicographic
 
 ROOT = ("batch",)  # the level of prompts, above which there is none
-NUMBERS = ("lengths", "tokens", "versions")  # numbers of each row, gathered in this order after its path
+NUMBERS = ("lengths", "tokens", "versions", "begins")  # numbers of each row, gathered in this order after its path
 _SIZE = torch.int64.itemsize
 
 
@@ -34,6 +34,7 @@ class RowSpace:
         lengths    3         2         7         7
         tokens     5         4         10        10
         versions   3         3         3         3
+        begins     1         1         1         1
         home       (Layout((0, 1), 2), rows 0 1 on rank 0 and rows 2 3 on rank 1)
 
         partition(Layout((0, 1), 2, "balanced")) may be rows 0 2 and rows 1 3: 15 and 14 tokens in place of 9 and 20
@@ -44,6 +45,8 @@ class RowSpace:
         lengths: `[N]`, response tokens: where `PerToken` columns are cut.
         tokens: `[N]`, prompt and response tokens: what a row costs in a forward pass.
         versions: `[N]`, version of the policy that generated the row; -1 where none did.
+        begins: `[N]`, 1 where a row begins an episode, 0 where it is a further row of the episode before it. The rows
+            of an episode follow one another, below one prompt.
         dropped: `[N]` bool, whether a reward whose `on_error` is `drop` failed on the row; set when rows are scored.
         lies: Partitions by layout: first that of the layout in which the rows were made, then those that cannot be
             computed from the rows, such as after a filter has removed some.
@@ -58,6 +61,7 @@ class RowSpace:
     lengths: Tensor
     tokens: Tensor
     versions: Tensor
+    begins: Tensor
     dropped: Tensor
     lies: Mapping[Layout, Partition]
     above: tuple[str, ...] = ROOT
@@ -78,6 +82,7 @@ class RowSpace:
         lengths: Tensor,
         tokens: Tensor,
         versions: Tensor | None = None,
+        begins: Tensor | None = None,
         above: tuple[str, ...] = ROOT,
     ) -> RowSpace:
         """Share the rows of the shards of `layout` with all of its ranks. A collective of these ranks.
@@ -86,7 +91,8 @@ class RowSpace:
         hold the same rows, only the arrays of the first peer count.
         """
         versions = torch.full_like(lengths, -1) if versions is None else versions
-        every = (*path.unbind(dim=1), lengths, tokens, versions)
+        begins = torch.ones_like(lengths) if begins is None else begins
+        every = (*path.unbind(dim=1), lengths, tokens, versions, begins)
         arrays = torch.stack([array.to("cpu", torch.int64) for array in every])
         gathered = transport.all_gather_ragged(arrays.flatten(), layout.ranks)
         shards = [of_rank.view(len(arrays), -1) for of_rank in gathered[:: layout.copies]]
@@ -99,20 +105,19 @@ class RowSpace:
         Args:
             name: Name of the rows.
             layout: Layout in which they were made.
-            shards: For each shard of `layout` `[depth + 3, n]` int64: the paths of its rows, then their lengths, tokens
-                and versions.
+            shards: For each shard of `layout` `[depth + 4, n]` int64: the paths of its rows, then their `NUMBERS`.
             above: Names of the levels above, prompts first.
         """
-        rows = torch.cat(list(shards), dim=1)  # [depth + 3, N]
+        rows = torch.cat(list(shards), dim=1)  # [depth + 4, N]
         path = rows[: -len(NUMBERS)].T  # [N, depth]
         in_order = lexicographic(path)
         path = _distinct(path[in_order].contiguous(), name)
-        lengths, tokens, versions = rows[-len(NUMBERS) :, in_order]
+        lengths, tokens, versions, begins = rows[-len(NUMBERS) :, in_order]
         position = torch.empty_like(in_order)
         position[in_order] = torch.arange(len(in_order))
         made = Partition(position.split([shard.shape[1] for shard in shards]))
         dropped = torch.zeros(len(path), dtype=torch.bool)
-        return cls(name, path, lengths, tokens, versions, dropped, {layout: made}, above)
+        return cls(name, path, lengths, tokens, versions, begins, dropped, {layout: made}, above)
 
     def at(self, *, seed: int = 0, step: int = 0, balance: Balance = AUTO) -> RowSpace:
         """The same rows and partitions as rows of `step`, where an earlier step or an earlier run made them."""
@@ -135,6 +140,11 @@ class RowSpace:
     def roots(self) -> Tensor:
         """`[N]`, the id of the prompt that each row descends from."""
         return self.path[:, 0]
+
+    @property
+    def episodes(self) -> Tensor:
+        """`[N]`, the number of the episode that each row is of, from 0."""
+        return self.begins.cumsum(0) - 1
 
     def paths(self, rows: Tensor | None = None) -> RowPath:
         """Paths of the rows at these positions, or of all rows."""
@@ -279,21 +289,22 @@ class RowSpace:
         """The predicted effect of moving rows, over all layouts dealt so far in which rows could have stayed."""
         return sum((predicted for _, predicted in self._dealt.values()), Predicted())
 
-    def mini_batches(self, samples_per_update: int | None) -> list[Tensor]:
+    def mini_batches(self, samples_per_update: int | None, whole_episodes: bool = False) -> list[Tensor]:
         """Positions of the rows of each mini-batch, ascending: a function of seed, step and paths, never of ranks.
 
         Args:
             samples_per_update: Rows of a mini-batch; the last has what is left. None for one mini-batch of all.
+            whole_episodes: Whether `samples_per_update` counts episodes, which are then whole in a mini-batch.
         """
-        update, count = self._updates(samples_per_update)
+        update, count = self._updates(samples_per_update, whole_episodes)
         return list(grouped(update, count))
 
     def held_mini_batches(self, layout: Layout, rank: int) -> list[Tensor]:
         """For each mini-batch of `layout`, which of the rows that `rank` holds belong to it: indices into its rows."""
-        update, count = self._updates(layout.samples_per_update)
+        update, count = self._updates(layout.samples_per_update, layout.whole_episodes)
         return list(grouped(update[self.held(layout, rank)], count))
 
-    def _updates(self, samples_per_update: int | None) -> tuple[Tensor, int]:
+    def _updates(self, samples_per_update: int | None, whole_episodes: bool) -> tuple[Tensor, int]:
         """For each row `[N]` the number of its mini-batch, and how many there are."""
         update = torch.zeros_like(self.lengths)
         if samples_per_update is None:
@@ -302,8 +313,9 @@ class RowSpace:
         roots, group = self.roots.unique(return_inverse=True)
         shuffled = torch.randperm(len(roots), generator=generator)
         in_order = shuffled.argsort()[group].argsort(stable=True)  # the rows of a group follow one another
-        update[in_order] = torch.arange(len(self)) // samples_per_update
-        return update, max(1, -(-len(self) // samples_per_update))
+        counted = self.begins[in_order] if whole_episodes else torch.ones_like(in_order)
+        update[in_order] = (counted.cumsum(0) - 1) // samples_per_update
+        return update, max(1, -(-int(counted.sum()) // samples_per_update))
 
     def _ancestors_of(self, reader: RowSpace) -> Tensor:
         """For each row of `reader` the position here of the row that it descends from."""
@@ -326,7 +338,7 @@ class RowSpace:
         can_stay, predicted = layout.shards == made_in.shards, Predicted()
         if can_stay and self.balance.mode == "off":
             return at_home, predicted
-        update, updates = self._updates(layout.samples_per_update)
+        update, updates = self._updates(layout.samples_per_update, layout.whole_episodes)
         costs = self.balance.costs(self.tokens, self.lengths, self.path[:, : max(1, self.path.shape[1] - 1)])
         shard = torch.empty_like(self.lengths)
         for rows in grouped(update, updates):
@@ -410,11 +422,11 @@ def space_from_message(message: Tensor) -> RowSpace:
     body = message[_SIZE + size :].clone().view(torch.int64)
     rows, levels = header["rows"], tuple(header["levels"])
     of_rows = [len(levels) * rows, *[rows] * len(NUMBERS), rows]
-    path, lengths, tokens, versions, dropped, positions = body.split([*of_rows, len(body) - sum(of_rows)])
+    path, lengths, tokens, versions, begins, dropped, positions = body.split([*of_rows, len(body) - sum(of_rows)])
     lies: dict[Layout, Partition] = {}
     for written, sizes in header["layouts"]:
         layout = Layout(**{**written, "ranks": tuple(written["ranks"])})
         lies[layout] = Partition(tuple(positions[: sum(sizes)].split(sizes)))
         positions = positions[sum(sizes) :]
     path = path.view(rows, len(levels))
-    return RowSpace(levels[-1], path, lengths, tokens, versions, dropped.bool(), lies, levels[:-1])
+    return RowSpace(levels[-1], path, lengths, tokens, versions, begins, dropped.bool(), lies, levels[:-1])

@@ -13,6 +13,7 @@ from rlflow.functional.policy_gradient import KL as KL
 from rlflow.functional.policy_gradient import Aggregation as Aggregation
 from rlflow.functional.policy_gradient import Bounds as Bounds
 from rlflow.functional.policy_gradient import Clip as Clip
+from rlflow.functional.policy_gradient import Episodes as Episodes
 from rlflow.functional.policy_gradient import Importance as Importance
 from rlflow.functional.policy_gradient import ImportanceLevel as ImportanceLevel
 from rlflow.functional.policy_gradient import ImportanceMode as ImportanceMode
@@ -28,6 +29,7 @@ from rlflow.functional.policy_gradient import loss_weights as loss_weights
 from rlflow.functional.policy_gradient import policy_objective as policy_objective
 from rlflow.functional.policy_gradient import ppo_clip_loss as ppo_clip_loss
 from rlflow.functional.policy_gradient import ppo_is_clipped as ppo_is_clipped
+from rlflow.functional.policy_gradient import tokens_of as tokens_of
 from rlflow.functional.preference import bradley_terry_loss as bradley_terry_loss
 from rlflow.functional.preference import dpo_loss as dpo_loss
 from rlflow.functional.preference import kto_loss as kto_loss
@@ -41,6 +43,7 @@ from rlflow.functional.returns import overlong_penalty as overlong_penalty
 from rlflow.functional.returns import overlong_tokens as overlong_tokens
 from rlflow.functional.returns import reinforce_returns as reinforce_returns
 from rlflow.functional.returns import rewards_to_go as rewards_to_go
+from rlflow.functional.returns import subtree_rewards as subtree_rewards
 from rlflow.functional.returns import value_loss as value_loss
 from rlflow.functional.shapes import beside_tokens as beside_tokens
 from rlflow.functional.surrogates import cispo_loss as cispo_loss

@@ -6,7 +6,8 @@ rewards of a group are equal, its advantages are exactly 0, whatever the roundin
 infinite or NaN is refused by name: of its whole group nothing could be learned.
 
 An agent may make several rows of one episode. `episode` says which belong together, and an episode counts once in the
-mean and deviation of its group, however the agent divides its work.
+mean and deviation of its group, however the agent divides its work: each of its rows weighs 1 over their number. So
+where rows of one episode have other rewards, as branches may, the deviation is that of these too.
 
 Samples on which a reward failed have the group `NO_GROUP` and are in no mean and no deviation: the others are compared
 as if they were not there, and their own advantages are 0, as is that of one that is left alone.
@@ -45,7 +46,7 @@ def group_normalized_advantages(
     samples = _GroupedSamples(rewards, group, episode)
     advantages = samples.rewards - samples.mean(samples.rewards)
     if normalize_std:
-        variance = samples.sum(samples.of_episode(advantages).square()) / samples.others
+        variance = samples.sum(advantages.square()) / samples.others
         std = variance.sqrt()
         advantages = torch.where(std > 0, advantages / (std + eps), 0.0)
     return samples.returned(advantages)
@@ -130,14 +131,14 @@ class _GroupedSamples:
         self._groups = len(ids)
         dropped = group == NO_GROUP
         self._share: Tensor | None = None  # of each row, 1 over the rows of its episode
-        self._episode: Tensor | None = None  # number of each row's episode
         if episode is not None:
             # Sorted, and not `unique`, whose number of results a device would be waited for.
             key, order = ((self._index << 32) + episode).sort()
             first = torch.ones_like(key)
             first[1:] = key[1:] != key[:-1]
-            self._episode = torch.empty_like(key).scatter(0, order, first.cumsum(0) - 1)
-            self._share = 1 / self._of_episodes(torch.ones_like(key, dtype=torch.float64))
+            number = torch.empty_like(key).scatter(0, order, first.cumsum(0) - 1)  # of each row's episode
+            one = torch.ones_like(key, dtype=torch.float64)
+            self._share = 1 / torch.zeros_like(one).index_add(0, number, one)[number]
             sizes = torch.zeros_like(sizes).index_add(0, self._index[order], first)
         alone = (sizes == 1) & ~dropped.any()  # others of its group may have been dropped
         self._dropped = dropped.view(-1, *[1] * (rewards.dim() - 1))
@@ -166,18 +167,6 @@ class _GroupedSamples:
         none = x.new_zeros(self._groups, *x.shape[1:])
         of_group: Tensor = none.index_add(0, self._index, self._of_counted(x))[self._index]
         return of_group
-
-    def of_episode(self, x: Tensor) -> Tensor:
-        """The mean over the rows of each sample's episode, of the shape of `x`."""
-        if self._share is None:
-            return x
-        return self._of_episodes(x * self._share.view(-1, *[1] * (x.dim() - 1)))
-
-    def _of_episodes(self, x: Tensor) -> Tensor:
-        """The sum over the rows of each sample's episode, of the shape of `x`."""
-        assert self._episode is not None
-        found: Tensor = torch.zeros_like(x).index_add(0, self._episode, x)[self._episode]
-        return found
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean over the episodes of each sample's group that count, of the shape of `x`."""

@@ -20,15 +20,21 @@ The modes of `aggregate` for a loss `l` per token with mask `m`; `N` counts samp
     sequence-mean-token-mean    sum_i (sum_t m l / sum_t m) / N     GRPO, arXiv 2402.03300
     sequence-mean-token-sum     sum_i sum_t m l / N
     constant                    sum_it m l / (max_length S)         Dr. GRPO, arXiv 2503.20783
+    episode-mean                sum_e (sum_it m l / sum_it m) / E   i: the rows of episode e; E: episodes with a token
 
 Every mode is a sum of weighted losses over a count, and neither looks beyond its own rows. So a batch may be cut by
 rows over micro-batches and ranks in any way, and its gradient is that of the whole:
 
     aggregate(whole) = sum over parts of loss_sum(loss, loss_weights(mask, ...)) / sum over parts of loss_count(mask)
 
+An agent, a game or a tree makes several rows in one episode. By `episode-mean` the loss does not depend on how the
+tokens of an episode are divided into rows. For this each row must know what its whole episode has (`Episodes`). Where
+each row is an episode, the mode is `sequence-mean-token-mean`.
+
 Rows without a token, such as responses that `mask_truncated` leaves out, count in `constant` alone: its divisor does
 not depend on what was sampled. A loss per sample `[B]`, with the mask of the samples that count `[B]`
-(`loss_mask.any(dim=1)`), is averaged over those samples in every mode.
+(`loss_mask.any(dim=1)`), is averaged over those samples in every mode but `episode-mean`, which averages it over the
+samples of each episode first.
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ from torch import Tensor
 from rlflow.errors import UserError
 from rlflow.functional.shapes import beside_tokens, token_mean, token_sum
 
-Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"]
+Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant", "episode-mean"]
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 ImportanceMode = Literal["truncate", "mask"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k3+", "k3-ratio"]
@@ -423,7 +429,46 @@ def _k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (-d).expm1() + d  # exp(-d) - 1 would lose all digits of a small d
 
 
-def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation, max_length: int | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Episodes:
+    """What the rows of a batch know of their episodes, for `episode-mean`.
+
+    Rows 0 and 1 are of one episode, with 3 and 1 tokens that count; row 2 is another, with 2:
+
+        tokens    4       4        2
+        first     True    False    True
+
+    Attributes:
+        tokens: `[B]` int64, the tokens that count in all rows of the row's episode.
+        first: `[B]` bool, whether the row is the first of its episode that has such a token, and so counts the episode.
+    """
+
+    tokens: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, episode: Tensor) -> Episodes:
+        """The episodes of a whole batch.
+
+        Args:
+            tokens: `[B]` int64, the tokens that count in each row.
+            episode: `[B]` int64, the number of each row's episode, from 0.
+        """
+        numbers = int(episode.max()) + 1 if len(episode) else 0
+        whole = tokens.new_zeros(numbers).index_add(0, episode, tokens)
+        rows = torch.arange(len(tokens), device=tokens.device)
+        counted = rows.where(tokens > 0, len(tokens))
+        first = rows.new_full((numbers,), len(tokens)).scatter_reduce(0, episode, counted, "amin")
+        return cls(whole[episode], first[episode] == rows)
+
+    def take(self, rows: Tensor) -> Episodes:
+        """What the rows at `rows` `[K]` know."""
+        return Episodes(self.tokens[rows], self.first[rows])
+
+
+def aggregate(
+    loss: Tensor, mask: Tensor, mode: Aggregation, max_length: int | None = None, episode: Tensor | None = None
+) -> Tensor:
     """The loss of a whole batch as one number, differentiable in `loss`.
 
     Args:
@@ -431,6 +476,8 @@ def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation, max_length: int | N
         mask: `[B, T]`, nonzero on tokens that count; `[B]` will do for a loss per sample.
         mode: One of the module's equations.
         max_length: The divisor of `constant`, a setting and not the padded width; no other mode reads it.
+        episode: `[B]` int64 from 0, equal for the rows of one episode, which `episode-mean` reads; None where each row
+            is one.
 
     Returns:
         0-dim, in the dtype of `loss`; 0 if nothing counts.
@@ -440,16 +487,26 @@ def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation, max_length: int | N
     """
     if loss.dim() == 1 and mask.dim() == 2:
         mask = mask.any(dim=1)
-    return loss_sum(loss, loss_weights(mask, mode, max_length)) / loss_count(mask, mode).clamp(min=1)
+    episodes = None if episode is None else Episodes.of(tokens_of(mask), episode)
+    weights = loss_weights(mask, mode, max_length, episodes)
+    return loss_sum(loss, weights) / loss_count(mask, mode, episodes).clamp(min=1)
 
 
-def loss_weights(mask: Tensor, mode: Aggregation, max_length: int | None = None) -> Tensor:
-    """What each entry of a loss is multiplied by before the sum; it depends on the entry's own row alone.
+def tokens_of(mask: Tensor) -> Tensor:
+    """`[B]` int64, the entries of each row that count, of a mask `[B, T]` or `[B]`."""
+    return mask.bool().sum(dim=1) if mask.dim() == 2 else mask.bool().long()
+
+
+def loss_weights(
+    mask: Tensor, mode: Aggregation, max_length: int | None = None, episodes: Episodes | None = None
+) -> Tensor:
+    """What each entry of a loss is multiplied by before the sum; it depends on the entry's own row, and its episode.
 
     Args:
         mask: `[B, T]` of a loss per token, or `[B]` of a loss per sample; nonzero on what counts.
         mode: See `aggregate`.
         max_length: See `aggregate`.
+        episodes: What these rows know of their episodes; None where each row is one.
 
     Returns:
         Weights in the shape of `mask`, float64, so that a float64 loss loses no precision; 0 where the mask is 0.
@@ -464,9 +521,12 @@ def loss_weights(mask: Tensor, mode: Aggregation, max_length: int | None = None)
             "Set it to the longest response that is allowed"
         )
     weights = mask.bool().double()
+    if mode == "episode-mean" and episodes is not None:
+        tokens = episodes.tokens.clamp(min=1).to(weights.device, non_blocking=True)
+        return weights / (tokens[:, None] if weights.dim() == 2 else tokens)
     if weights.dim() == 1:
         return weights
-    if mode == "sequence-mean-token-mean":
+    if mode in ("sequence-mean-token-mean", "episode-mean"):
         return weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
     if mode == "constant":
         assert max_length is not None
@@ -485,13 +545,14 @@ def loss_sum(loss: Tensor, weights: Tensor) -> Tensor:
     return (loss.where(weights > 0, 0.0) * weights).sum().to(loss.dtype)
 
 
-def loss_count(mask: Tensor, mode: Aggregation) -> Tensor:
+def loss_count(mask: Tensor, mode: Aggregation, episodes: Episodes | None = None) -> Tensor:
     """What the sum of weighted losses is divided by: tokens for `token-mean`, all samples for `constant`, else those
-    with a token.
+    with a token; for `episode-mean` episodes with a token.
 
     Args:
         mask: `[B, T]` of a loss per token, or `[B]` of a loss per sample; nonzero on what counts.
         mode: See `aggregate`.
+        episodes: What these rows know of their episodes; None where each row is one.
 
     Returns:
         0-dim int64; add up the counts of all parts before dividing.
@@ -500,6 +561,8 @@ def loss_count(mask: Tensor, mode: Aggregation) -> Tensor:
         UserError: The mode does not exist.
     """
     _check_mode(mode)
+    if mode == "episode-mean" and episodes is not None:
+        return episodes.first.sum()
     counts = mask.bool()
     if counts.dim() == 2 and mode == "constant":
         return counts.new_tensor(len(counts), dtype=torch.int64)

@@ -141,6 +141,34 @@ def rewards_to_go(rewards: Tensor, returns: Tensor, turns: Tensor, most: int) ->
     return (rewards.detach().double()[:, None] - before.gather(1, own)).to(float_dtype(rewards))
 
 
+def subtree_rewards(rewards: Tensor, calls: Tensor, most: int) -> Tensor:
+    """`N_k = 2 V_k - V_k-1`, where rows share turns: V_k is the mean reward of the rows that have turn k. Detached.
+
+    `N_0` is `2 V_0`, and after a row's last turn V is its reward. Over a group, the mean of `N_k` is the mean reward,
+    which is V(root), and that of `N_0` is twice as much. So compared in groups, without a division, they are the
+    advantages of TreeRL, arXiv 2506.11902, section 3.2:
+
+        N_k - mean N_k = [V_k - V(root)] + [V_k - V_k-1]        where V_-1 is V(root)
+
+    Args:
+        rewards: `[B]`, of whole rows.
+        calls: `[B, K]` int64, a number of each turn, equal where rows share it; below 0 beyond a row's own turns.
+        most: Turns that a row may have, `K` or more.
+
+    Returns:
+        `[B, most]`, in the dtype of the rewards.
+    """
+    raw = rewards.detach().double()[:, None]
+    own = calls >= 0
+    which, place = calls.unique(return_inverse=True)
+    of_rows = raw.expand(len(raw), most)
+    total = raw.new_zeros(len(which)).index_add(0, place.flatten(), of_rows[:, : own.shape[1]].flatten())
+    mean = total / place.flatten().bincount(minlength=len(which))
+    values = torch.cat([mean[place].where(own, raw), of_rows[:, own.shape[1] :]], dim=1)
+    before = torch.cat([torch.zeros_like(raw), values[:, :-1]], dim=1)
+    return (2 * values - before).to(float_dtype(rewards))
+
+
 def at_turns(x: Tensor, turn: Tensor) -> Tensor:
     """What each token's turn has, of `x` `[B, K]`; tokens of no turn get the first one's.
 

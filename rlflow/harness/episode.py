@@ -122,6 +122,7 @@ class EpisodeEnd:
     Attributes:
         rows: Its rows, one or more.
         inherited: Of each row, how many of the first tokens after its prompt are those of an earlier one.
+        calls: Of each row, the number in the episode of the call that made each turn; rows share some of them.
         refused: Number of requests that were refused.
         undelivered: Number of answers for which nobody waited any more; they are in no row.
         rewritten: Number of requests in which the chat template wrote the policy's earlier turns anew.
@@ -129,6 +130,7 @@ class EpisodeEnd:
 
     rows: list[Conversation]
     inherited: list[int]
+    calls: list[list[int]]
     refused: int
     undelivered: int
     rewritten: int
@@ -384,17 +386,20 @@ class Episode:
         asked = [choice for request in self._requests for choice in request.choices]
         choices = [each for each in asked if each.said is not None and there.intersection(each.request.ids)]
         rewritten = sum(request.rewritten for request in self._requests)
-        end = EpisodeEnd([], [], self._refused, len(asked) - len(choices), rewritten)
+        end = EpisodeEnd([], [], [], self._refused, len(asked) - len(choices), rewritten)
+        numbers: dict[int, int] = {}  # in the order of rows, which does not depend on when calls came
         for row in rows_of([choice.sampled for choice in choices]):
             turns = [choices[turn] for turn in row.turns]
             end.rows.append(self._row(turns, row.trained, branches.get(turns[-1].request.asked.branch, reward)))
             end.inherited.append(row.inherited)
+            end.calls.append([numbers.setdefault(turn, len(numbers)) for turn in row.turns])
         if not choices:
             bridge, said = self._terms.bridge(()), list(self._prompt)
             silent = Conversation(self._session, bridge, bridge.begin(said), said, segments=[0], rewards=[reward])
             silent.end(Ending.DONE, "the agent called for nothing")
             end.rows.append(silent)
             end.inherited.append(0)
+            end.calls.append([])
         for number, (view, inherited) in enumerate(zip(end.rows, end.inherited, strict=True), 1):
             if len(end.rows) > 1:
                 begins = f", which begins with {inherited} tokens of an earlier one" if inherited else ""

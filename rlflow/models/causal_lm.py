@@ -43,7 +43,8 @@ class CausalLM(ModelHandle):
         optimizer: How it is trained; `Optimizer()` where a trainable model is given none.
         temperature: Temperature of sampling, in validation too; the logits of every score are divided by it.
         epochs: How often each step goes over its rows.
-        samples_per_update: Rows of one optimizer update over all ranks; all rows of the step where None.
+        samples_per_update: Rows of one optimizer update over all ranks, or its episodes where `loss_aggregation` is
+            `episode-mean`; all rows of the step where None.
         start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings instead of all weights.

@@ -134,7 +134,8 @@ class ModelHandle(ABC):
         trainable: Whether it is trained; a frozen model has no optimizer and no gradients.
         optimizer: How it is trained; `default_optimizer` where a trainable model is given none.
         epochs: How often each step goes over its rows.
-        samples_per_update: Rows of one optimizer update over all ranks; all rows of the step where None.
+        samples_per_update: Rows of one optimizer update over all ranks, or its episodes where `loss_aggregation` is
+            `episode-mean`; all rows of the step where None.
         start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
         gradient_checkpointing: Trade time for memory in the backward pass.
         lora: Train adapters of these settings, and an output layer of one label, instead of all weights.

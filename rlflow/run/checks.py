@@ -22,7 +22,7 @@ from rlflow.models.architecture import cached_bytes, check_positions, positions
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import check_moe
-from rlflow.module import RLModule, environments, handles
+from rlflow.module import RLModule, aggregation_of, environments, handles
 from rlflow.settings import Settings
 from rlflow.values.batch import Pairs
 from rlflow.values.layout import Layout
@@ -56,6 +56,23 @@ def learns_from_batch(graph: Graph) -> list[Node]:
     """The train nodes with `batch`, responses of the dataset, as their only input."""
     trained = [node for node in graph.order if node.kind == "train" and [each.name for each in node.inputs] == [BATCH]]
     return [] if graph.type_of(BATCH) is Pairs else trained
+
+
+def check_aggregations(module: RLModule, graph: Graph) -> None:
+    """Refuse `episode-mean` of a loss of pairs.
+
+    Raises:
+        UserError: A train node that has it reads `Pairs`.
+    """
+    for node in graph.order:
+        if node.kind != "train" or not any(graph.type_of(name) is Pairs for name in node.reads):
+            continue
+        handle = handles(module)[str(node.role)]
+        if aggregation_of(module, handle) == "episode-mean":
+            raise UserError(
+                f"`loss_aggregation` is 'episode-mean', and `{node.id}` trains on pairs, which are of two responses and"
+                " no episode; take another, such as 'token-mean': all of them average the loss over pairs"
+            )
 
 
 def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: PromptData) -> None:

@@ -11,7 +11,7 @@ from rlflow.dag.tasks import rank_ranges
 from rlflow.errors import UserError, did_you_mean
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
-from rlflow.module import RLModule, handles
+from rlflow.module import RLModule, aggregation_of, handles
 from rlflow.settings import Place, Placed
 from rlflow.values.layout import Layout
 
@@ -86,13 +86,13 @@ def layouts(
                 f"`placement.{role}` cannot be: `{role}` is {what} and lives where the model does; place that one"
             )
     trained = graph.trained_roles()
-    first = found[trained[0]].samples_per_update if trained else None
     result = {}
     for policy, name in engines.items():
         written = name if name in places else ROLLOUT
         result[name] = _of_engine(written, places.get(written, Place()), world_size, tensor_parallel_sizes[policy])
     for role, handle in found.items():
-        samples_per_update = handle.samples_per_update if role in trained else first
+        updated = handle if role in trained or not trained else found[trained[0]]
+        whole_episodes = updated.samples_per_update is not None and aggregation_of(module, updated) == "episode-mean"
         of = owner_of(role, found)
         if of not in places and of == role:
             of = next((node.role for node in graph.order if role in node.uses and node.role in found), of)
@@ -100,7 +100,7 @@ def layouts(
         ranks = _ranks(of, place, world_size)
         shards = _shards(of, place, ranks)
         sizes = place.tensor_parallel_size, place.expert_parallel_size
-        result[role] = Layout(ranks, shards, "balanced", samples_per_update, *sizes)
+        result[role] = Layout(ranks, shards, "balanced", updated.samples_per_update, whole_episodes, *sizes)
     _bring_together(result, graph)
     for name in engines.values():
         _refuse_torn_engines(name, result, graph)

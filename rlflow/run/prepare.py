@@ -243,6 +243,7 @@ def prepare(
         whole = strategy.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
+    checks.check_aggregations(module, graph)
     check_schedules(module, graph, data.prompts_per_step)
     tokenizer = _same_tokenizer(module, policies | paths, lead)
     processor = _processor(module, configs, (policies | paths)[lead], lead, tokenizer)

@@ -10,7 +10,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.errors import UserError, setting
 from rlflow.harness.harness import Harness
-from rlflow.module import RLModule, environments, handles
+from rlflow.module import RLModule, aggregation_of, environments, handles
 
 if TYPE_CHECKING:
     from rlflow.controller.run import Run
@@ -112,11 +112,13 @@ def _rows(module: RLModule, graph: Graph, node: Node, prompts: int, group_size: 
     """Rows that a train node sees in a step; None unless they are prompts, or samples of the only node that generates.
 
     If several nodes generate, each of them may sample another number of responses than `group_size`. An agent that owns
-    its loop decides how many rows an episode has.
+    its loop decides how many rows an episode has; by `episode-mean` episodes count in place of rows.
     """
     if node.inside == BATCH:
         return prompts
-    if any(isinstance(environment, Harness) for environment in environments(module).values()):
+    if aggregation_of(module, handles(module)[str(node.role)]) != "episode-mean" and any(
+        isinstance(environment, Harness) for environment in environments(module).values()
+    ):
         return None
     generating = [other.id for other in graph.order if other.generates]
     made_by = graph.nodes[node.inside]

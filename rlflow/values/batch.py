@@ -71,6 +71,12 @@ class Placed:
         """`[B]` int64, equal for the rows of a group that are of one episode; here each row is one."""
         return self.index
 
+    @property
+    @computed_from("path")
+    def first(self) -> PerSample:
+        """`[B]` bool, whether a row is the first of its episode."""
+        return self.episode == self.index
+
     @computed_from("path")
     def group_of(self, level: str) -> Tensor:
         """`[B]` int64, equal for rows below one row of `level`: `batch`, or the name of the node that made that row.

@@ -26,6 +26,7 @@ class Layout:
         shards: The data-parallel size; divides the number of ranks.
         dealing: `groups` keeps the samples of a prompt together, `balanced` evens out tokens.
         samples_per_update: Rows of one mini-batch. Each mini-batch is balanced by itself. None for one of all rows.
+        whole_episodes: Whether `samples_per_update` counts episodes, which are then whole in a mini-batch.
         tensor_parallel_size: Number of consecutive ranks of a role that divide each layer of its model.
         expert_parallel_size: Number of consecutive ranks of a role that divide the experts of each layer; they may have
             different rows.
@@ -35,6 +36,7 @@ class Layout:
     shards: int
     dealing: Dealing = "groups"
     samples_per_update: int | None = None
+    whole_episodes: bool = False
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
 

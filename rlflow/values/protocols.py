@@ -77,6 +77,10 @@ class Grouped(Protocol):
     def episode(self) -> PerSample:
         """`[B]` int64, equal for samples of a group that are of one episode, which counts once in the group."""
 
+    @property
+    def first(self) -> PerSample:
+        """`[B]` bool, whether a sample is the first of its episode."""
+
     def group_of(self, level: str) -> PerSample:
         """`[B]` int64, equal for all rows below one row of `level`, such as `batch`."""
 
@@ -119,6 +123,10 @@ class Written(Sourced, Protocol):
     @property
     def returns(self) -> Tensor:
         """`[B, K]`, the reward of each turn of a conversation; K is 0 where there are none."""
+
+    @property
+    def shared_turns(self) -> Tensor:
+        """`[B, K]` int64, a number of each turn, equal where rows of an agent's episode share it; see `Rollout`."""
 
     @property
     def messages(self) -> list[list[dict[str, Any]]]:

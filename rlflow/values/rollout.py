@@ -57,6 +57,7 @@ class Rollout(Placed):
         ended          DONE          DONE          TOKENS                 DONE
         seat           0             0             0                      0
         branch         0             0             0                      0
+        calls          none          none          none                   none
         texts          "5"           "no"          "let me see, I"        "it is 5"
         messages       all messages, a list of dicts for each row
         rows           {"question": "2+3=", ...} of the dataset, for rows 0 and 1 alike
@@ -93,8 +94,10 @@ class Rollout(Placed):
             has `DONE` where it is finished, and `TOKENS` where it was cut.
         seat: `[B]` int64, the seat from which a row sees its conversation, as a number among the environment's `seats`;
             0 where there are no seats.
-        branch: `[B]` int64, number of each row among the rows of its episode, which follow one another, where an agent
-            owns its loop and made several, see `rlflow.Harness`; else 0.
+        branch: `[B]` int64, number of each row among the rows of its episode, which follow one another, where there are
+            several: an agent owns its loop, see `rlflow.Harness`, or the policy plays several seats; else 0.
+        calls: `[sum]` int64, number of the call that made each turn in the episode of an agent that owns its loop; rows
+            of an episode share turns with the same number. No entries elsewhere.
         texts: Decoded responses without special tokens; for a conversation, what the policy wrote last.
         messages: All messages of a conversation, those of the prompt included. Each has `role` and `content`. A turn of
             the policy also has `reward` and `tool_calls`, a message after the last turn has `unread`, and the last
@@ -121,6 +124,7 @@ class Rollout(Placed):
     ended: PerSample
     seat: PerSample = optional(torch.int64)
     branch: PerSample = optional(torch.int64)
+    calls: Ragged = optional(torch.int64)
     texts: Annotated[list[str], Cut.JSON, Home]
     messages: Annotated[list[list[dict[str, Any]]], Cut.JSON, Home] = optional(list)
     rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
@@ -143,10 +147,34 @@ class Rollout(Placed):
         return mask
 
     @property
-    @computed_from("path", "branch")
+    @computed_from("path", "branch", "seat")
     def episode(self) -> PerSample:
-        """`[B]` int64, equal for the rows of a group that are of one episode: the number of its first row, `index`."""
-        return self.index - self.branch
+        """`[B]` int64, equal for rows of a group that count once in it, those of an agent: the `index` of the first.
+
+        The seats of a game count each by itself: over both, the mean of what one wins and another loses is always 0.
+        """
+        return self.index - self.branch.where(self.seat == 0, 0)
+
+    @property
+    @computed_from("path", "branch", "seat")
+    def first(self) -> PerSample:
+        """`[B]` bool, whether a row is the first of its `episode`, for what counts an episode once."""
+        return self.episode == self.index
+
+    @property
+    @computed_from("path", "branch", "seat", "calls")
+    def shared_turns(self) -> Tensor:
+        """`[B, K]` int64, a number of each turn, equal where rows of an episode share it; -1 after a row's last turn.
+
+        K is 0 where no agent owns its loop.
+        """
+        calls = self.calls.on_host()
+        padded = calls.padded()
+        episodes = torch.stack([on_host(self.group), on_host(self.episode)], dim=1)
+        episode = torch.unique(episodes, dim=0, return_inverse=True)[1]
+        numbers = episode[:, None] * (padded.shape[1] * len(padded)) + padded  # an episode has no more turns
+        own = torch.arange(padded.shape[1]) < calls.lengths[:, None]
+        return on_device(numbers.masked_fill(~own, -1), self.lengths.device)
 
     @property
     @computed_from("segments")

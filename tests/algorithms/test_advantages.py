@@ -9,11 +9,18 @@ import pytest
 import torch
 
 from rlflow import CausalLM, LoRA, PerSample, PerToken, Rollout
-from rlflow.algorithms import GPG, PPO
+from rlflow.algorithms import CPGD, GPG, GRPO, OPO, PPO
+from rlflow.context.node_context import Running
+from rlflow.databuffer.rows import RowSpace
+from rlflow.databuffer.transport import Transport
+from rlflow.metrics import StepMetrics
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import SampleReward
 from rlflow.run.prepare import read_graph
+from rlflow.types import Ragged, RowPath
+from rlflow.values.layout import Layout
 from tests.controller.runs import SGD, Fit, fit, grpo, sums
+from tests.node_context import node_context
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +97,54 @@ def test_dropout_of_adapters_is_no_part_of_the_policy_that_sampled(policy: Path,
     assert "old_logprobs" in read_graph(module).nodes
     for step in fit(Fit(module, sums(9, 3), tmp_path / "run", settings={"max_steps": 3})).steps:
         assert step["sync/logprob_gap_max"] < 1e-4
+
+
+def rows_of_agents() -> Rollout:
+    """Two prompts with two episodes each; the first of prompt 4 has three rows, all others have one.
+
+    Of the 6, 6 and 5 tokens of the three rows, 0, 4 and 2 are those of an earlier row.
+    """
+    lengths = torch.tensor([6, 6, 5, 4, 3, 3])
+    own = torch.arange(6) < lengths[:, None]
+    inherited = torch.tensor([0, 4, 2, 0, 0, 0])
+    path = torch.tensor([[4, 0], [4, 1], [4, 2], [4, 3], [7, 0], [7, 1]])
+    return Rollout(
+        prompt_ids=Ragged.from_lists([[1]] * 6),
+        response_ids=own.long(),
+        loss_mask=own & (torch.arange(6) >= inherited[:, None]),
+        lengths=lengths,
+        logprobs=own.float(),
+        finished=lengths > 0,
+        path=RowPath(path, ("batch", "rollout")),
+        version=lengths * 0,
+        versions=own.int(),
+        inherited=inherited,
+        branch=torch.tensor([0, 1, 2, 0, 0, 0]),
+        ended=lengths * 0,
+        texts=[""] * 6,
+        rows=[{}] * 6,
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "expected"),
+    [
+        # Of four episodes those of prompt 4 are useful, so alpha and w are 2; the mean of 1 and 0 is 0.5.
+        (GPG, {}, [1.0, 1.0, 1.0, -1.0]),
+        (CPGD, {"weight": "filter"}, [1.0, 1.0, 1.0, -1.0]),
+        (GRPO, {"normalize_std": False}, [0.5, 0.5, 0.5, -0.5]),
+        (OPO, {}, [4 / 15, 4 / 15, 4 / 15, -11 / 15]),  # 6 + 2 + 3 tokens have the reward 1, and 4 have 0
+    ],
+)
+def test_an_episode_of_several_rows_counts_once(algorithm: Any, settings: Any, expected: list[float]) -> None:
+    module = algorithm(CausalLM("tiny"), OneUseful(), group_size=2, **settings)
+    context, layout = node_context(), Layout((0,), 1)
+    module.attach(context)
+    rollout, metrics = rows_of_agents(), StepMetrics(0)
+    ids = torch.arange(6)
+    space = RowSpace.gather("rollout", Transport(), layout, path=rollout.path.numbers, lengths=ids, tokens=ids)
+    node = read_graph(module).nodes["advantages"]
+    context.running = Running(node, space, layout, draw=0, versions={}, metrics=metrics)
+    found = module.advantages(rollout, torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0]))
+    assert found.tolist() == pytest.approx([*expected, 0.0, 0.0], abs=1e-6)
+    assert metrics.of_kind("mean")["actor/useful_share"] == [2.0, 4.0]  # episodes

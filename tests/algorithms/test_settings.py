@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlflow import CausalLM, UserError, algorithms
+from rlflow import CausalLM, Environment, UserError, algorithms
 from rlflow.algorithms.self_play import _with
 from rlflow.functional import KL, Bounds, Clip
 from tests.controller.runs import OddCharacters
@@ -41,7 +41,12 @@ from tests.making import made
         ("TreeRL", {"branches": 3}, "`group_size` is 8 and `branches` is 3; .* so make `group_size` a multiple"),
         ("RAFT", {"group_size": 1}, "`group_size` is 1; the best is chosen of at least 2"),
         ("GRPO", {"advantages_at": "turn"}, "`advantages_at` is 'turn' without an `environment`, .* set `environment`"),
-        ("GRPO", {"advantages_at": "turns"}, "`advantages_at` is 'turns'; give one of conversation, turn"),
+        ("GRPO", {"advantages_at": "turns"}, "`advantages_at` is 'turns'; give one of conversation, turn, subtree"),
+        (
+            "GRPO",
+            {"advantages_at": "subtree", "environment": Environment("tests.controller.answering.Counting")},
+            "`advantages_at` is 'subtree', and conversations with this `environment` share no turns; .* rlflow.Harness",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(name: str, settings: dict[str, Any], message: str) -> None:

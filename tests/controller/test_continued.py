@@ -106,7 +106,16 @@ def distinct(rows: Rows) -> dict[tuple[Any, ...], tuple[Rows, int, bool]]:
     return found
 
 
-def loss_of(policy: Path, rows: Rows, count: Any = lambda row, inherited: True) -> float:
+def worth(row: Rows) -> int:
+    return 1 + sum(ord(character) % 2 for character in row["text"])
+
+
+def loss_of(
+    policy: Path,
+    rows: Rows,
+    count: Any = lambda row, inherited: True,
+    weighs: Any = lambda row, inherited: 2.0 if inherited else worth(row),
+) -> float:
     """The mean over the tokens that count, in float64, of one sequence at a time."""
     model, terms = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64), []
     for row, place, inherited in distinct(rows).values():
@@ -115,8 +124,7 @@ def loss_of(policy: Path, rows: Rows, count: Any = lambda row, inherited: True) 
         ids = torch.tensor([[*row["prompt"], *row["response"][:place]]])
         with torch.no_grad():
             logprob = model(ids).logits[0, -1].log_softmax(-1)[row["response"][place]]
-        weight = 2.0 if inherited else 1 + sum(ord(character) % 2 for character in row["text"])
-        terms.append(-logprob * weight)
+        terms.append(-logprob * weighs(row, inherited))
     return float(torch.stack(terms).mean())
 
 

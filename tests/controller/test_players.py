@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlflow import Batch, CausalLM, Environment, Rollout, node
 from rlflow.algorithms import GRPO
@@ -109,6 +110,19 @@ def test_self_play_has_a_row_for_each_seat_of_each_game(alone: Result) -> None:
 
 def spoken(row: dict[str, Any]) -> list[str]:
     return [each["content"] for each in row["messages"] if each["role"] == "assistant"]
+
+
+def test_a_game_of_two_seats_is_an_episode_in_the_loss_and_two_rows_in_its_group(policy: Path, tmp_path: Path) -> None:
+    module = playing(policy, importance=None, loss_aggregation="episode-mean")  # the ratio is 1
+    found = fit(run(module, tmp_path / "run", max_steps=1))
+    games: dict[tuple[int, int], list[tuple[float, int]]] = {}  # of each row its advantage, and its tokens
+    for path, row in found.record[0].items():
+        group = torch.tensor([other["reward"] for of, other in found.record[0].items() if of[0] == path[0]]).double()
+        advantage = (row["reward"] - group.mean()) / (group.std() + 1e-6)
+        games.setdefault((path[0], path[1] // 2), []).append((float(advantage), sum(row["mask"])))
+    assert len(games) == PROMPTS * GROUP
+    means = [sum(a * n for a, n in rows) / sum(n for _, n in rows) for rows in games.values()]
+    assert found.steps[0]["actor/loss"] == pytest.approx(-sum(means) / len(means), rel=1e-5)
 
 
 def test_time_in_environments_is_of_games_and_not_of_their_seats(policy: Path, tmp_path: Path) -> None:

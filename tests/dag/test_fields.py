@@ -85,6 +85,8 @@ def fields_of(annotation: Any) -> set[str]:
                 "turn_rewards",
                 "ended",
                 "branch",
+                "seat",
+                "calls",
             },
         ),
         (Short, {"prompt_ids", "version"}),

@@ -27,7 +27,8 @@ def _space(layout: Layout, shards: list[list[int]], lengths: list[int], balance:
     """Rows by id, each a group of its own; `lengths` by id."""
     arrays = [
         torch.tensor(
-            [ids, ids, [lengths[i] for i in ids], [lengths[i] for i in ids], [0] * len(ids)], dtype=torch.int64
+            [ids, ids, [lengths[i] for i in ids], [lengths[i] for i in ids], [0] * len(ids), [1] * len(ids)],
+            dtype=torch.int64,
         )
         for ids in shards
     ]

@@ -91,7 +91,7 @@ def _exchanged() -> tuple[float, float, dict[str, float], int]:
     stream = Stream()
     transport, noted = OverAStream(stream), Noted()
     made, read = Layout((0,), 1), Layout((1,), 1, "balanced")
-    rows = torch.tensor([[0, 1], [0, 1], [3, 4], [3, 4], [0, 0]])
+    rows = torch.tensor([[0, 1], [0, 1], [3, 4], [3, 4], [0, 0], [1, 1]])
     buffer = DataBuffer(transport)
     space = RowSpace.of_shards("rollout", made, [rows]).at(balance=Balance("off"))
     transport.form_groups([(0, 1)])

@@ -161,7 +161,8 @@ def _space(layout: Layout, shards: list[list[int]], lengths: list[int]) -> RowSp
     """Rows by id, each a group of its own; `lengths` by id."""
     arrays = [
         torch.tensor(
-            [ids, ids, [lengths[i] for i in ids], [lengths[i] for i in ids], [-1] * len(ids)], dtype=torch.int64
+            [ids, ids, [lengths[i] for i in ids], [lengths[i] for i in ids], [-1] * len(ids), [1] * len(ids)],
+            dtype=torch.int64,
         )
         for ids in shards
     ]
@@ -249,7 +250,7 @@ def test_the_sizes_of_ragged_rows_are_sent_before_them_and_are_no_payload(ranks2
 
 def _prompts_beside_samples() -> tuple[list[int], int]:
     """Prompts 0, 1 on rank 0 and 2, 3 on rank 1, three samples of each: 9 tokens in those of the first two prompts."""
-    none = torch.tensor([[0, 0], [0, 0], [-1, -1]])
+    none = torch.tensor([[0, 0], [0, 0], [-1, -1], [1, 1]])
     prompts = RowSpace.of_shards("batch", TWO, [torch.cat([torch.tensor([ids]), none]) for ids in ([0, 1], [2, 3])])
     samples = RowSpace.of_shards("rollout", TWO, [_samples([0, 1], [9, 9]), _samples([2, 3], [1, 1])])
     read_at = Layout((0, 1), 2, "balanced")
@@ -264,7 +265,7 @@ def _samples(prompts: list[int], tokens: list[int]) -> torch.Tensor:
     ids = [prompt * 3 + i for prompt in prompts for i in range(3)]
     groups = [prompt for prompt in prompts for _ in range(3)]
     lengths = [count for count in tokens for _ in range(3)]
-    return torch.tensor([groups, ids, lengths, lengths, [0] * len(ids)], dtype=torch.int64)
+    return torch.tensor([groups, ids, lengths, lengths, [0] * len(ids), [1] * len(ids)], dtype=torch.int64)
 
 
 def test_each_sample_sees_its_prompts_value_which_comes_once(ranks2: RankPool) -> None:

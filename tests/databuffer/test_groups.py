@@ -60,7 +60,7 @@ def drawn(rank: int, number: int, prompts: int) -> Groups:
     for start, end in pairwise(cuts):
         own = ids[start:end]
         lengths = torch.tensor([length(row) for row in own.tolist()], dtype=torch.int64)
-        shards.append(torch.stack([own // GROUP, own, lengths, lengths + 1, own * 0 + number]))
+        shards.append(torch.stack([own // GROUP, own, lengths, lengths + 1, own * 0 + number, own * 0 + 1]))
     space = RowSpace.of_shards("rollout", HOME, shards).at(step=number)
     values = {
         name: GroupValue(Value, "rollout", layout, value(space.path[space.held(layout, rank), -1].tolist()))
@@ -116,7 +116,7 @@ def test_a_layout_that_made_nothing_is_dealt_anew() -> None:
 
 def test_prompts_and_samples_are_chosen_alike() -> None:
     one = drawn(0, 0, 3)
-    shards = [torch.tensor([[group], [0], [1], [-1]]) for group in range(3)]
+    shards = [torch.tensor([[group], [0], [1], [-1], [1]]) for group in range(3)]
     both = Groups(0, {"batch": RowSpace.of_shards("batch", HOME, shards), **one.spaces}, one.values)
     kept = both.only(torch.tensor([0, 2]))
     assert kept.spaces["batch"].roots.tolist() == [0, 2]

@@ -142,7 +142,9 @@ def space_of(source: Layout) -> RowSpace:
     """Rows made in the ranks and shards of `source`."""
     held = [torch.tensor(ids, dtype=torch.int64) for ids in home_of(source)]
     lengths = torch.tensor(LENGTHS)
-    shards = [torch.stack([ids // GROUP_SIZE, ids, lengths[ids], lengths[ids] + 1, ids * 0]) for ids in held]
+    shards = [
+        torch.stack([ids // GROUP_SIZE, ids, lengths[ids], lengths[ids] + 1, ids * 0, ids * 0 + 1]) for ids in held
+    ]
     return RowSpace.of_shards("rollout", Layout(source.ranks, source.shards), shards).at(balance=FREE)
 
 

@@ -28,7 +28,7 @@ def _space(name: str, shards: list[list[tuple[int, ...]]], tokens: dict[int, int
     def of(rows: list[tuple[int, ...]]) -> torch.Tensor:
         path, zeros = torch.tensor(rows, dtype=torch.int64).view(len(rows), -1), torch.zeros(1, len(rows))
         lengths = torch.tensor([[tokens[row[0]] for row in rows]])
-        return torch.cat([path.T, lengths, lengths, zeros.long()])
+        return torch.cat([path.T, lengths, lengths, zeros.long(), zeros.long() + 1])
 
     return RowSpace.of_shards(name, MADE, [of(rows) for rows in shards]).at(balance=Balance(bytes_per_s=1e30))
 

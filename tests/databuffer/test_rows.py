@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlflow.databuffer.balance import AUTO, Balance, Predicted
-from rlflow.databuffer.rows import RowSpace, space_from_message, space_to_message
+from rlflow.databuffer.rows import NUMBERS, RowSpace, space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
@@ -19,7 +19,7 @@ HOME = Layout((0, 1), 2)
 def _space(tokens: list[int], group_size: int = 1, step: int = 0, balance: Balance = AUTO) -> RowSpace:
     """Rows 0, 1, ... of these tokens, made in two halves."""
     ids = torch.arange(len(tokens))
-    rows = torch.stack([ids // group_size, ids, torch.tensor(tokens), torch.tensor(tokens), ids * 0])
+    rows = torch.stack([ids // group_size, ids, torch.tensor(tokens), torch.tensor(tokens), ids * 0, ids * 0 + 1])
     half = len(tokens) // 2
     return RowSpace.of_shards("rollout", HOME, [rows[:, :half], rows[:, half:]]).at(seed=1, step=step, balance=balance)
 
@@ -61,7 +61,7 @@ def test_rows_of_whole_groups_stay_where_they_were_made_for_as_many_shards() -> 
 
 def test_the_ranks_of_an_engine_share_out_its_own_groups() -> None:
     ids = torch.arange(8)
-    rows = torch.stack([ids] * 5)  # groups of one; 2, 5 and 1 of them made by engines of two ranks
+    rows = torch.stack([ids] * 6)  # groups of one; 2, 5 and 1 of them made by engines of two ranks
     engines = Layout((0, 1, 2, 3, 4, 5), 3)
     space = RowSpace.of_shards("rollout", engines, [rows[:, :2], rows[:, 2:7], rows[:, 7:]])
     shards = [held.tolist() for held in space.partition(Layout(engines.ranks, 6)).shards]
@@ -103,7 +103,7 @@ def test_a_long_row_is_balanced_by_its_quadratic_cost() -> None:
 def test_rows_from_one_shard_follow_one_another_in_the_order_of_that_shard() -> None:
     home = Layout((0, 1), 2)
     ids = torch.tensor([[3, 1], [2, 0]])
-    shards = [torch.stack([held, held, *[10 ** (3 - held)] * 3]) for held in ids]
+    shards = [torch.stack([held, held, *[10 ** (3 - held)] * 4]) for held in ids]
     space = RowSpace.of_shards("rollout", home, shards)
     # tokens by id: 1000 100 10 1; one shard reads all: those of shard 0 as it holds them, then those of shard 1
     assert space.partition(Layout((0, 1), 1, "balanced")).shards[0].tolist() == [3, 1, 2, 0]
@@ -156,9 +156,43 @@ def test_mini_batches_hold_each_row_once_and_the_last_what_is_left() -> None:
     assert sorted(torch.cat(parts).tolist()) == list(range(10))
 
 
+# Two prompts: episodes of 1, 3 and 1 rows of the first, and of 2, 1 and 1 of the second.
+OF_AGENTS = [1, 1, 0, 0, 1, 1, 0, 1, 1]
+
+
+def _of_agents() -> RowSpace:
+    path = torch.tensor([[4, row] for row in range(5)] + [[7, row] for row in range(4)])
+    numbers = torch.ones(4, 9, dtype=torch.int64)
+    numbers[NUMBERS.index("begins")] = torch.tensor(OF_AGENTS)
+    rows = torch.cat([path.T, numbers])
+    return RowSpace.of_shards("rollout", HOME, [rows[:, :5], rows[:, 5:]])
+
+
+def test_rows_know_their_episode() -> None:
+    space = _of_agents()
+    assert space.episodes.tolist() == [0, 1, 1, 1, 2, 3, 3, 4, 5]
+    assert space_from_message(space_to_message(space)).begins.tolist() == OF_AGENTS
+    assert space.of_roots(torch.tensor([7]), [HOME]).episodes.tolist() == [0, 0, 1, 2]
+    parts = [space.of_roots(torch.tensor([root]), [HOME]) for root in (7, 4)]
+    assert RowSpace.joined(parts, [HOME]).begins.tolist() == OF_AGENTS
+
+
+def test_a_mini_batch_of_episodes_has_all_of_their_rows() -> None:
+    space = _of_agents()
+    of_episodes = [space.episodes[rows] for rows in space.mini_batches(2, whole_episodes=True)]
+    assert [len(set(numbers.tolist())) for numbers in of_episodes] == [2, 2, 2]
+    assert torch.cat(of_episodes).sort().values.tolist() == space.episodes.tolist()
+    assert [len(rows) for rows in space.mini_batches(2)] == [2, 2, 2, 2, 1]
+    layout = Layout((0, 1), 2, "balanced", 2, whole_episodes=True)
+    held = [space.held_mini_batches(layout, rank) for rank in (0, 1)]
+    for number, numbers in enumerate(of_episodes):
+        here = torch.cat([space.held(layout, rank)[held[rank][number]] for rank in (0, 1)])
+        assert space.episodes[here.sort().values].tolist() == numbers.tolist()
+
+
 def test_mini_batches_are_cut_from_shuffled_groups() -> None:
     path = torch.tensor([[group, sample] for group in range(16) for sample in range(4)])
-    rows = torch.cat([path.T, torch.ones(3, 64, dtype=torch.int64)])
+    rows = torch.cat([path.T, torch.ones(4, 64, dtype=torch.int64)])
     space = RowSpace.of_shards("rollout", Layout((0,), 1), [rows])
     of_8 = [[int(root) for root in space.roots[part]] for part in space.mini_batches(8)]
     assert [len(set(roots)) for roots in of_8] == [2] * 8
@@ -185,7 +219,7 @@ QUESTIONS = [[[7, 0], [7, 1]], [[4, 0], [9, 0]]]
 def _below(name: str, shards: list[list[list[int]]], above: tuple[str, ...]) -> RowSpace:
     """Rows of these paths, each of one token."""
     paths = [torch.tensor(paths).T for paths in shards]
-    numbers = [torch.ones(3, path.shape[1], dtype=torch.int64) for path in paths]
+    numbers = [torch.ones(4, path.shape[1], dtype=torch.int64) for path in paths]
     both = [torch.cat(each) for each in zip(paths, numbers, strict=True)]
     return RowSpace.of_shards(name, HOME, both, above=above)
 

@@ -47,7 +47,7 @@ def mini_batches(seed: int) -> list[list[int]]:
     """For each update the numbers of its samples: which ones is a function of the seed, the step and their ids."""
     ids = torch.arange(PROMPTS * GROUP)
     here = Layout((0,), 1)
-    rows = torch.stack([ids // GROUP, ids, *[torch.ones_like(ids)] * 3])
+    rows = torch.stack([ids // GROUP, ids, *[torch.ones_like(ids)] * 4])
     of_ids = RowSpace.of_shards("rollout", here, [rows]).at(seed=seed).mini_batches(SEVERAL["samples_per_update"])
     again = torch.randperm(len(of_ids), generator=generator(sampling_seed(seed, 0, "epoch", (1,), 0))).tolist()
     number = numbers(seed)

@@ -121,12 +121,17 @@ def test_an_episode_counts_once_however_many_rows_it_has() -> None:
         rloo_advantages(rewards, group, torch.zeros(4, dtype=torch.int64))
 
 
-def test_rows_of_an_episode_with_other_rewards_deviate_by_their_mean() -> None:
+def test_rows_of_an_episode_with_other_rewards_weigh_as_much_as_it_together() -> None:
     rewards, group = torch.tensor([0.0, 1.0, 0.5, 1.0]), torch.zeros(4, dtype=torch.int64)
-    episode = torch.tensor([0, 0, 2, 3])  # means 0.5, 0.5 and 1: the mean 2/3, the variance (1/36 + 1/36 + 1/9) / 2
-    std = (1 / 12) ** 0.5
-    expected = torch.tensor([-2 / 3, 1 / 3, -1 / 6, 1 / 3]) / (std + 1e-6)
+    episode = torch.tensor([0, 0, 2, 3])  # mean 2/3, the variance ((4/9 + 1/9) / 2 + 1/36 + 1/9) / 2 = 5/24
+    expected = torch.tensor([-2 / 3, 1 / 3, -1 / 6, 1 / 3]) / ((5 / 24) ** 0.5 + 1e-6)
     assert_close(group_normalized_advantages(rewards, group, episode=episode), expected, rtol=0, atol=1e-6)
+
+
+def test_episodes_of_nearly_equal_means_have_no_advantages_without_bounds() -> None:
+    rewards, group = torch.tensor([1.0, 0.0, 1.0, 0.001]), torch.zeros(4, dtype=torch.int64)
+    advantages = group_normalized_advantages(rewards, group, episode=torch.tensor([0, 0, 2, 2]))
+    assert_close(advantages, torch.tensor([1.0, -1.0, 1.0, -1.0]) / 2**0.5, rtol=0, atol=2e-3)  # variance 1/4 + 1/4
 
 
 @pytest.mark.parametrize("advantages_of", [group_normalized_advantages, rloo_advantages])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from rlflow.errors import UserError
-from rlflow.functional import Aggregation, aggregate, loss_count, loss_sum, loss_weights
+from rlflow.functional import Aggregation, Episodes, aggregate, loss_count, loss_sum, loss_weights, tokens_of
 
 EVERY_MODE = pytest.mark.parametrize("mode", get_args(Aggregation))
 
@@ -73,6 +73,53 @@ def test_any_cut_by_rows_gives_the_loss_and_the_gradient_of_the_whole(
 
     assert cut.grad is not None
     assert_close(cut.grad, whole.grad, rtol=1e-14, atol=0)
+
+
+def test_episode_mean_counts_every_episode_alike() -> None:
+    loss = torch.tensor([[1.0, 3.0, 9.0], [9.0, 9.0, 5.0], [9.0, 9.0, 9.0], [-1.0, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 0, 0]])
+    episode = torch.tensor([0, 0, 1, 2])  # of which 1 has no token: ((1 + 3 + 5) / 3 + -1 / 1) / 2
+    assert aggregate(loss, mask, "episode-mean", episode=episode).item() == 1.0
+    assert aggregate(loss, mask, "token-mean", episode=episode).item() == 2.0  # 8 / 4; no other mode reads it
+
+
+def test_episode_mean_of_a_loss_per_sample_is_the_mean_of_each_episode_s_samples() -> None:
+    episode = torch.tensor([0, 1, 0])  # (2 + 4) / 2 and 7
+    assert aggregate(torch.tensor([2.0, 7.0, 4.0]), torch.ones(3), "episode-mean", episode=episode).item() == 5.0
+
+
+def mean_of_episodes(loss: Tensor, mask: Tensor, episode: Tensor) -> Tensor:
+    """`sum_e (sum_it m l / sum_it m) / E` by loops over tokens."""
+    tokens: dict[int, list[Tensor]] = {}
+    for row, of in enumerate(episode.tolist()):
+        tokens.setdefault(of, []).extend(loss[row, t] for t in range(loss.shape[1]) if mask[row, t])
+    means = [torch.stack(each).sum() / len(each) for each in tokens.values() if each]
+    return torch.stack(means).sum() / len(means) if means else loss.sum() * 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches_in_parts(), st.integers(1, 5))
+def test_episode_mean_is_that_of_episodes_for_any_cut_by_rows(
+    batch: tuple[Tensor, Tensor, list[Tensor]], episodes: int
+) -> None:
+    loss, mask, parts = batch
+    episode = torch.arange(len(loss)) % episodes  # so that rows of one are in several parts
+    expected, found = (loss.clone().requires_grad_() for _ in range(2))
+    whole = mean_of_episodes(expected, mask, episode)
+    whole.backward()
+
+    known = Episodes.of(tokens_of(mask), episode)
+    count = sum(int(loss_count(mask[rows], "episode-mean", known.take(rows))) for rows in parts)
+    shares = [
+        loss_sum(found[rows], loss_weights(mask[rows], "episode-mean", episodes=known.take(rows))) / max(1, count)
+        for rows in parts
+    ]
+    total = torch.stack(shares).sum()
+    total.backward()
+
+    assert count == len({int(of) for row, of in enumerate(episode) if mask[row].any()})
+    assert_close(total, whole, rtol=1e-12, atol=1e-12)
+    assert_close(found.grad, expected.grad, rtol=1e-12, atol=0)
 
 
 @EVERY_MODE

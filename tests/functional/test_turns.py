@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlflow.errors import UserError
 from rlflow.functional import (
@@ -12,6 +16,7 @@ from rlflow.functional import (
     group_normalized_advantages,
     rewards_to_go,
     rloo_advantages,
+    subtree_rewards,
 )
 
 GROUP = torch.tensor([0, 0, 0])
@@ -32,6 +37,45 @@ def test_each_turn_is_compared_with_that_turn_of_the_others() -> None:
     for turn in range(4):
         alone = group_normalized_advantages(TO_GO[:, turn], GROUP)
         assert torch.equal(group_normalized_advantages(TO_GO, GROUP)[:, turn], alone)
+
+
+def test_turns_that_rows_share_have_the_advantage_of_their_subtree() -> None:
+    """TreeRL's two trunks with the rewards 1, 0 and 0, 0; the second row of the second one has a further turn."""
+    rewards, group, episode = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4).long(), torch.tensor([0, 0, 2, 2])
+    calls = torch.tensor([[0, 1, -1], [0, 2, -1], [3, 4, -1], [3, 5, 6]])
+    found = group_normalized_advantages(subtree_rewards(rewards, calls, most=4), group, False, episode=episode)
+    assert found[:, 0].tolist() == [0.5, 0.5, -0.5, -0.5]  # 2 (V - 0.25) of the trunks
+    assert found[:, 1].tolist() == [1.25, -0.75, -0.25, -0.25]
+    assert found[3, 2] == -0.25  # V is 0 there and before
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 2**31))
+def test_advantages_by_subtree_are_those_of_a_tree_that_is_walked(seed: int) -> None:
+    """V(s) = the mean reward of the leaves below s; A(s) = [V(s) - V(root)] + [V(s) - V(parent of s)]."""
+    draws = random.Random(seed)
+    paths: list[list[int]] = []  # of each leaf the nodes that lead to it
+    episodes = [episode for episode in range(draws.randint(2, 4)) for _ in range(draws.randint(1, 4))]
+    for episode in episodes:
+        there = [path for path in paths if path[0] // 10**9 == episode] or [[episode * 10**9]]
+        above = draws.choice(there)[: draws.randint(1, 3)]
+        paths.append([*above, *(episode * 10**9 + draws.randrange(10**8) for _ in range(draws.randint(1, 2)))])
+    rewards = [draws.random() for _ in paths]
+    calls = torch.tensor([[*path, *[-1] * (6 - len(path))] for path in paths])
+    numbers = subtree_rewards(torch.tensor(rewards, dtype=torch.float64), calls, most=6)
+    group = torch.zeros(len(paths)).long()
+    found = group_normalized_advantages(numbers, group, False, episode=torch.tensor(episodes))
+
+    def mean(of: list[float]) -> float:
+        return sum(of) / len(of)
+
+    root = mean([mean([r for r, of in zip(rewards, episodes, strict=True) if of == one]) for one in set(episodes)])
+    for row, path in enumerate(paths):
+        parent = root
+        for turn, node in enumerate(path):
+            value = mean([r for r, other in zip(rewards, paths, strict=True) if node in other])
+            assert found[row, turn].item() == pytest.approx(value - root + value - parent, abs=1e-12)
+            parent = value
 
 
 def test_a_group_has_signal_where_one_turn_differs() -> None:

@@ -116,6 +116,19 @@ async def credits(row: dict[str, Any], base_url: str, api_key: str) -> dict[str,
     return {"reward": 1.0, "branches": {"left": 0.25, "right": -0.5, "other": 9}}
 
 
+async def forks_twice(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """A call that two branches continue, the first of which has one more turn; and a call of its own."""
+    calls, begun = by_http(base_url, api_key), [user(row["question"])]
+    begun.append(await asked(calls, begun))
+    left = [*begun, user("left")]
+    left.append(await asked(calls, left))
+    await asked(calls, [*left, user("more")], metadata={"branch": "left"})
+    await asked(calls, [*begun, user("right")], metadata={"branch": "right"})
+    await asked(calls, [user("alone")])
+    odd = sum(map(ord, str(left[-1]["content"]))) % 7
+    return {"reward": 1.0, "branches": {"left": 4.0 * odd, "right": -2.0}}
+
+
 async def follows(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """A turn, then one after each of the row's messages, with the row's tools."""
     calls, messages = by_http(base_url, api_key), [user(row["question"])]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlflow import Batch, CausalLM, Harness, Rollout, node
@@ -36,16 +38,25 @@ class Recorded(GRPO):
                 "mask": rollout.loss_mask[row, :length].tolist(),
                 "logprobs": rollout.logprobs[row, :length].tolist(),
                 "reward": float(rollout.returns[row].sum()),
+                "turn": rollout.turn[row, :length].tolist(),
             }
         self.record.append(rows)
         return rollout
 
 
-def run(policy: Path, folder: Path, agent: str, held_out: int = 0, prompts: int = 2, **settings: Any) -> Fit:
-    """A run of one step, with two episodes from each prompt."""
+def run(
+    policy: Path,
+    folder: Path,
+    agent: str,
+    held_out: int = 0,
+    prompts: int = 2,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> Fit:
+    """A run of one step, with two episodes from each prompt; `given` are settings of the algorithm."""
     harness = Harness(f"{AGENTS}.{agent}", seconds=60, concurrency=2)
     actor = CausalLM(str(policy), optimizer=SGD)
-    module = Recorded(actor, environment=harness, group_size=2, max_response_length=LONGEST)
+    module = Recorded(actor, environment=harness, group_size=2, max_response_length=LONGEST, **given)
     data = sums(12, prompts, held_out)
     data.chat_template, data.max_prompt_length = True, LONGEST
     return Fit(module, data, folder, settings={"max_steps": 1, **settings})

@@ -103,6 +103,15 @@ def test_a_branch_has_the_reward_of_its_name_whichever_calls_first(
     assert [row[:-1] for row in one.rows] == [row[:-1] for row in other.rows]
 
 
+def test_rows_know_which_turns_they_share(engine: RolloutEngine, runner: ConversationRunner) -> None:
+    made = played("forks_twice", engine, n=2, runner=runner).rollout
+    # Rows of an episode: a call, `left` and `more` after it; the same call and `right`; and `alone`.
+    assert [each.tolist() for each in made.calls.rows()] == [[0, 1, 2], [0, 3], [4]] * 2
+    of_one = torch.tensor([[0, 1, 2], [0, 3, -1], [4, -1, -1]])
+    assert torch.equal(made.shared_turns, torch.cat([of_one, of_one.where(of_one < 0, of_one + 18)]))
+    assert made.first.tolist() == [True, False, False] * 2
+
+
 def test_a_text_goes_on_from_the_tokens_that_were_sampled_and_has_no_turns(
     engine: RolloutEngine, runner: ConversationRunner
 ) -> None:

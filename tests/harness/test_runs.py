@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,30 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlflow.errors import UserError
+from rlflow.functional import Aggregation
 from rlflow.loggers.jsonl import read_samples
 from tests.controller.runs import FSDP, Paired, fit
 from tests.harness.runs import run
 from tests.leftovers import workers
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 
 def without_logprobs(rows: dict[tuple[int, ...], dict[str, Any]]) -> dict[tuple[int, ...], Any]:
     return {path: {name: x for name, x in row.items() if name != "logprobs"} for path, row in rows.items()}
 
 
-def test_the_loss_is_of_what_an_agent_received_and_validation_counts_episodes(policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("aggregation", slow_but(["episode-mean"], ["token-mean", "episode-mean"]))
+def test_the_loss_is_of_what_an_agent_received_and_validation_counts_episodes(
+    aggregation: Aggregation, policy: Path, tmp_path: Path
+) -> None:
     """In float64, one row at a time; with one update a step the ratio is 1, and w is pi / mu of the engine."""
-    result = fit(run(policy, tmp_path / "run", "branches", held_out=3, val_check_interval=1))
+    made = run(policy, tmp_path / "run", "branches", held_out=3, val_check_interval=1)
+    made.module.loss_aggregation = aggregation
+    result = fit(made)
     rows = result.record[0]
     assert len(rows) == 2 * 2 * 6
-    model, terms = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64), []
+    model, terms = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64), defaultdict(list)
     for path, row in rows.items():
         episodes = [other["reward"] for of, other in rows.items() if of[0] == path[0] and of[1] % 6 == 0]
         group = torch.tensor(episodes, dtype=torch.float64)
@@ -42,9 +50,11 @@ def test_the_loss_is_of_what_an_agent_received_and_validation_counts_episodes(po
             logits = model(ids).logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
         logprobs = logits.gather(1, ids[0, len(row["prompt"]) :, None])[:, 0]
         weights = (logprobs - torch.tensor(row["logprobs"], dtype=torch.float64)).exp()
-        terms.append(-(advantage * weights)[torch.tensor(row["mask"])])
-    metrics = result.steps[-1]
-    assert metrics["actor/loss"] == pytest.approx(float(torch.cat(terms).mean()), rel=1e-4, abs=1e-6)
+        terms[path[0], path[1] // 6].append(-(advantage * weights)[torch.tensor(row["mask"])])
+    metrics, of_episodes = result.steps[-1], [torch.cat(each) for each in terms.values()]
+    means = torch.stack([each.mean() for each in of_episodes])
+    expected = means.mean() if aggregation == "episode-mean" else torch.cat(of_episodes).mean()
+    assert metrics["actor/loss"] == pytest.approx(float(expected), rel=1e-4, abs=1e-6)
     # The agent's reward is how many tokens it received.
     assert metrics["rollout/tokens"] == sum(sum(row["mask"]) for row in rows.values())
     assert metrics["rollout/tokens"] == sum(row["reward"] for row in rows.values()) / 6
@@ -53,6 +63,26 @@ def test_the_loss_is_of_what_an_agent_received_and_validation_counts_episodes(po
     (first, *_) = read_samples(tmp_path / "run")
     assert "row 1 of 6 of the episode" in first["messages"][-1]["ended"]
     assert not workers()
+
+
+@pytest.mark.slow
+def test_turns_have_the_advantage_of_their_subtree(policy: Path, tmp_path: Path) -> None:
+    """TreeRL's, by hand; without importance weights and with one update a step the loss is that of the advantages."""
+    given = {"advantages_at": "subtree", "normalize_std": False, "importance": None}
+    result = fit(run(policy, tmp_path / "run", "forks_twice", given=given))
+    rows = result.record[0]
+    leaves = {path: row["reward"] for path, row in rows.items()}
+    groups = {path[0]: [leaves[of] for of in leaves if of[0] == path[0]] for path in leaves}
+    loss = []
+    for (prompt, number), row in rows.items():
+        root, first = sum(groups[prompt]) / 6, number // 3 * 3
+        left, right, alone = (leaves[prompt, first + i] for i in range(3))
+        values = ([(left + right) / 2, left, left], [(left + right) / 2, right], [alone])[number % 3]
+        before = [root, *values]
+        trained = [turn for turn, counts in zip(row["turn"], row["mask"], strict=True) if counts]
+        loss += [-((values[turn] - root) + (values[turn] - before[turn])) for turn in trained]
+    assert len({*loss}) > 4
+    assert result.steps[0]["actor/loss"] == pytest.approx(sum(loss) / len(loss), rel=1e-5)
 
 
 def test_an_agent_is_not_cut_off(policy: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from rlflow import Batch, CausalLM, Optimizer, PerToken, RLModule, Rollout, UserError, node
-from rlflow.algorithms import SelfPlay
+from rlflow import Batch, CausalLM, Harness, Optimizer, PerToken, RLModule, Rollout, UserError, node
+from rlflow.algorithms import GRPO, SelfPlay
 from rlflow.run.prepare import read_graph
 from rlflow.run.schedules import check_schedules, counted
 from tests.controller.runs import Fit, OddCharacters, fit, sums
@@ -49,7 +49,7 @@ class SamplesOfSamples(Samples):
         return -self.actor.logprobs(further)
 
 
-def counts(module: Samples, steps: int = 10) -> int | None:
+def counts(module: RLModule, steps: int = 10) -> int | None:
     return counted(module, read_graph(module), "actor", prompts=3, steps=steps)
 
 
@@ -81,6 +81,14 @@ def test_a_schedule_is_refused_where_only_the_run_knows_its_number_of_updates() 
         check_schedules(module, read_graph(module), prompts=3)
     assert str(refused.value) == line
     check_schedules(SamplesOfSamples(CausalLM("tiny", samples_per_update=5)), read_graph(module), prompts=3)
+
+
+def test_the_episodes_of_agents_are_counted_where_an_update_is_of_episodes() -> None:
+    actor = CausalLM("tiny", samples_per_update=5)
+    module = GRPO(actor, group_size=4, environment=Harness("tests.harness.agents.talks"))
+    assert counts(module) is None  # an episode has any number of rows
+    module.loss_aggregation = "episode-mean"
+    assert counts(module) == 10 * 3  # 3 prompts x 4 episodes, in updates of 5
 
 
 class Unmasked(Samples):
