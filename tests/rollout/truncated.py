@@ -95,7 +95,7 @@ def check_gradient(engine: RolloutEngine, folder: Path, version: int) -> None:
 def gradient(
     folder: Path, prompt: list[int], responses: list[tuple[int, int]], rewards: Tensor, support: list[list[int]]
 ) -> dict[str, Tensor]:
-    """rlflow's policy gradient: of each response its probability times its reward times the derivative of its logprob."""
+    """The sum over responses of probability times reward times the derivative of the logprob, by rlflow."""
     handle = handle_of(folder)
     ids = torch.tensor(responses)
     rollout = Rollout(
