@@ -480,7 +480,7 @@ def _router_loss(routing: Routing, read: ModelInput) -> Tensor:
 
 
 def _refuse_support(rows: Tokens, method: str) -> None:
-    if SUPPORT in columns_of(rows):
+    if supports(rows) is not None:
         raise UserError(
             f"`{method}` is over the whole vocabulary, and the rows were sampled from some of it; leave out `top_p`,"
             " `top_k` and `min_p` of their policy"

@@ -231,7 +231,7 @@ def supports(rows: Tokens) -> Tensor | None:
     entry is -1. None where all were.
     """
     column = columns_of(rows).get(SUPPORT)
-    if not isinstance(column, Ragged):
+    if not isinstance(column, Ragged) or not len(column.values):
         return None
     column, lengths, mask = column.on_host(), on_host(rows.lengths), response_mask(rows)
     entries, tokens = column.values.long(), on_host(rows.response_ids)[mask]  # [R]
