@@ -31,6 +31,7 @@ from rlflow.values.cuts import PerSample
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
+from rlflow.values.truncation import Truncation
 
 
 class RLModule:
@@ -219,8 +220,9 @@ class RLModule:
         check_asked(n, longest, self.max_response_length)
         if self.mask_truncated and isinstance(rows, Rollout):
             rows = to_be_continued(rows, self.max_response_length)
-        name, own = self._policy(policy)
-        sampling = Sampling(longest, own if temperature is None else temperature, stop)
+        name, own, truncation = self._policy(policy)
+        how = own if temperature is None else temperature
+        sampling = Sampling(longest, how, stop, truncation=truncation)
         rollout = self._running().generate(rows, n, sampling, self.max_response_length, name)
         return without_truncated(rollout) if self.mask_truncated else rollout
 
@@ -235,21 +237,22 @@ class RLModule:
         players: Mapping[str, CausalLM],
     ) -> Rollout:
         check_asked(n, self.max_response_length, self.max_response_length)
-        name, own = self._policy(policy)
-        sampling = Sampling(self.max_response_length, own if temperature is None else temperature, stop)
+        name, own, truncation = self._policy(policy)
+        how = own if temperature is None else temperature
+        sampling = Sampling(self.max_response_length, how, stop, truncation=truncation)
         others = {seat: self._player(seat, model) for seat, model in players.items()}
         rollout = self._running().converse(rows, environment, n, sampling, name, others)
         return without_truncated(rollout) if self.mask_truncated else rollout
 
-    def _policy(self, name: str | None) -> tuple[str, float]:
-        """The policy of this name, or the only one of the node, and its temperature."""
+    def _policy(self, name: str | None) -> tuple[str, float, Truncation]:
+        """The policy of this name, or the only one of the node, and how it is sampled."""
         name = self._running().policy(name)
         model = handles(self)[name]
         assert isinstance(model, CausalLM), name
-        return name, model.temperature
+        return name, model.temperature, model.truncation
 
-    def _player(self, seat: str, model: CausalLM) -> tuple[str, float]:
-        """Who speaks for a seat: the policy's name, and its temperature."""
+    def _player(self, seat: str, model: CausalLM) -> tuple[str, float, Truncation]:
+        """Who speaks for a seat: the policy's name, and how it is sampled."""
         name = next((name for name, handle in handles(self).items() if handle is model), None)
         if name is None:
             raise UserError(

@@ -12,6 +12,7 @@ from typing import Literal
 
 from rlflow.databuffer.balance import Balance
 from rlflow.errors import UserError
+from rlflow.values.truncation import Truncation
 
 MOST_DEVICES = 1024  # of a machine
 MOST_NODES = 65_536
@@ -40,6 +41,25 @@ Placed = Place | list[int | str] | int | str
 """What a config may write for a role: a `Place`, or just its ranks: `0`, `1-3`, `[0, "2-3"]`."""
 
 
+@dataclass(frozen=True)
+class ValSampling(Truncation):
+    """How held-out responses are sampled. Nothing is trained on them, so any tokens may be cut off.
+
+    Args:
+        top_p: Sample from the fewest likeliest tokens with this probability together; 1 for all.
+        top_k: Sample from this number of likeliest tokens; None for no limit.
+        min_p: Sample from tokens of at least this share of the likeliest token's probability; 0 for all.
+        temperature: Temperature of sampling, above 0; responses at temperature 0 are made in addition.
+    """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"`val_sampling.temperature` is {self.temperature}; give a number above 0")
+
+
 @dataclass(eq=False)
 class Settings:
     """The arguments of `Trainer` that are numbers and choices. This is the one place where each is written.
@@ -55,6 +75,7 @@ class Settings:
         val_check_interval: Steps between validations; one comes before the first step and one after the last.
         limit_val_batches: Maximum number of batches of `data.prompts_per_step` held-out prompts in a validation.
         val_samples: Responses to each held-out prompt at the policy's temperature; with 2 or more, pass@k is logged.
+        val_sampling: How the responses of validation, `rlflow test` and `rlflow predict` are sampled; None as in steps.
         log_every_n_steps: Metrics and samples are logged every so many steps; validations always are.
         save_every_n_steps: Steps between checkpoints, with one at the end and the model with them; None for only the
             model at the end.
@@ -104,6 +125,7 @@ class Settings:
     val_check_interval: int | None = None
     limit_val_batches: int | None = None
     val_samples: int = 1
+    val_sampling: ValSampling | None = None
     log_every_n_steps: int = 1
     save_every_n_steps: int | None = None
     save_every_seconds: float | None = None

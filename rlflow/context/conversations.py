@@ -49,6 +49,7 @@ from rlflow.values.path import RowPath
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
+from rlflow.values.truncation import Truncation
 from rlflow.worker import Worker
 
 TOOLLESS = Definition({}, answers_messages=True, repeats=True)
@@ -113,7 +114,7 @@ class ConverseCall:
         policy: Policy that the returned rows are of.
         versions: Version of the weights that a policy's engine must hold, by policy that takes turns.
         layout: Layout of the node's rows; ranks that share an engine run the same conversations.
-        players: Policy that plays a seat in place of `policy`, and the temperature of that policy, by seat.
+        players: Policy that plays a seat in place of `policy`, its temperature and its truncation, by seat.
         rows_of: Ids of prompts `[N]` to their places in the dataset `[N]`.
         part: With `trainer.partial_rollout`, how far conversations get in this call; None for whole ones.
     """
@@ -123,7 +124,7 @@ class ConverseCall:
     policy: str
     versions: Mapping[str, int]
     layout: Layout
-    players: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    players: Mapping[str, tuple[str, float, Truncation]] = field(default_factory=dict)
     rows_of: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids
     part: Part | None = None
 
@@ -192,7 +193,7 @@ class ConversationRunner:
         Raises:
             UserError: An environment failed and its `on_failure` is `raise`, or an engine refused a turn.
         """
-        seats = environment.seats_of(call.policy, {seat: policy for seat, (policy, _) in call.players.items()})
+        seats = environment.seats_of(call.policy, {seat: policy for seat, (policy, *_) in call.players.items()})
         if isinstance(environment, Harness):
             if isinstance(pictures, Ragged) and len(pictures.values):
                 raise UserError(
@@ -423,7 +424,7 @@ class ConversationRunner:
         (place, row), key = of_dataset, seed_of("", BEFORE)
         definition = environment.definition_of(row)
         bridge, prompt = self._bridge(definition, numbers), self.messages(row)
-        policies = {seat: call.players.get(seat, (call.policy, 0.0))[0] for seat in definition.seats}
+        policies = {seat: call.players.get(seat, (call.policy,))[0] for seat in definition.seats}
         of_seats = {seat: replace(rules, policy=policy) for seat, policy in policies.items()}
         host = self._hosts.take(environment, key)
         views = yield from play_game(
@@ -474,14 +475,12 @@ class ConversationRunner:
         sampling: Sampling,
         call: ConverseCall,
     ) -> dict[str, TurnQueue]:
-        """The turns of each policy, at its own temperature."""
+        """The turns of each policy, each sampled in its own way."""
         ends = {end: None for row in rows for end in self.bridge(environment.definition_of(row)).ends}
         of_turn = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
-        temperatures = dict(call.players.values()) | {call.policy: sampling.temperature}
-        return {
-            policy: TurnQueue(engine, replace(of_turn, temperature=temperatures[policy]), call.versions[policy])
-            for policy, engine in engines.items()
-        }
+        each = {name: replace(of_turn, temperature=t, truncation=cut) for name, t, cut in call.players.values()}
+        each[call.policy] = of_turn
+        return {name: TurnQueue(engine, each[name], call.versions[name]) for name, engine in engines.items()}
 
     def _seed_of(self, children: Children, row: int, seat: str, turn: int, draw: int) -> int:
         return children.seed(row, self.seed, draw, turn, seat)

@@ -48,6 +48,7 @@ from rlflow.values.picture import Picture
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
+from rlflow.values.truncation import Truncation
 
 AllRows = TypeVar("AllRows", Tensor, Ragged)
 
@@ -238,12 +239,12 @@ class NodeContext:
         n: int,
         sampling: Sampling,
         policy: str,
-        players: Mapping[str, tuple[str, float]],
+        players: Mapping[str, tuple[str, float, Truncation]],
     ) -> Rollout:
         """Hold `n` conversations with an environment from each prompt of a `Batch`; log turns, tool calls and times.
 
         `max_tokens` of `sampling` is for a whole conversation, what the environment writes included. `players` says who
-        speaks for a seat of a game in the policy's place, and at which temperature: `{"black": ("rival", 1.0)}`.
+        speaks for a seat of a game in the policy's place, and how: `{"black": ("rival", 1.0, Truncation(top_k=20))}`.
 
         Returns:
             `B * n` rows, one for each conversation; in a game `n` for each prompt and each seat of the policy.
@@ -259,7 +260,7 @@ class NodeContext:
         assert self.conversations is not None, "the run was prepared without a tokenizer"
         early = self._score_early(now)
         rollout, conversations, times = self.conversations.run(
-            {name: self.engines[name] for name in (policy, *(player for player, _ in players.values()))},
+            {name: self.engines[name] for name in (policy, *(player for player, *_ in players.values()))},
             environment,
             rows.rows,
             parents,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,7 @@ def measure(run: Run, version: int, done: int) -> dict[str, float]:
 
 
 def score_responses(run: Run, version: int, done: int, on_scored: Scored | None = None) -> dict[str, float]:
-    """Metrics of responses: `val_samples` for each held-out prompt at the policy's temperature, and one at 0.
+    """Metrics of responses: `val_samples` for each held-out prompt, see `held_out_sampling`, and one at temperature 0.
 
     Ranks that do not generate only receive the result. If the module has an environment, responses are conversations,
     and the environment's rewards are part of theirs. In a game of several seats, the reward is that of the first seat:
@@ -88,14 +89,14 @@ def score_responses(run: Run, version: int, done: int, on_scored: Scored | None 
     all_metrics = Metrics()
     if transport.rank not in layout.ranks:
         return all_metrics.reduce(0, transport)
-    metrics, engine, policy = all_metrics.of(0), run.validating, handles(module)[run.follows or ""]
+    metrics, engine = all_metrics.of(0), run.validating
     assert engine is not None
     assert loader is not None
-    assert isinstance(policy, CausalLM)
     batch, ids = loader.all(layout.shard(transport.rank), layout.shards)
     path = RowPath(ids[:, None], (BATCH,))
-    for prefix, temperature, n in (("val", policy.temperature, run.settings.val_samples), ("val_greedy", 0.0, 1)):
-        sampling = Sampling(module.max_response_length, temperature, run.stop_token_ids)
+    sampled = held_out_sampling(run)
+    greedy = replace(sampled, temperature=0.0)
+    for prefix, sampling, n in (("val", sampled, run.settings.val_samples), ("val_greedy", greedy, 1)):
         ended: list[Conversation] = []
         if environment is None:
             rollout = sample(
@@ -141,6 +142,14 @@ def score_responses(run: Run, version: int, done: int, on_scored: Scored | None 
         metrics.mean(f"{prefix}/length", rollout.policy_lengths.sum(), float(len(of_all)))
         metrics.mean(f"{prefix}/truncated", (~rollout.finished).sum(), float(len(of_all)))
     return all_metrics.reduce(0, transport)
+
+
+def held_out_sampling(run: Run) -> Sampling:
+    """How held-out responses are sampled: as `trainer.val_sampling` says, and else as the policy's in steps."""
+    policy, own = handles(run.module)[run.follows or ""], run.settings.val_sampling
+    assert isinstance(policy, CausalLM)
+    temperature, truncation = (policy.temperature, policy.truncation) if own is None else (own.temperature, own)
+    return Sampling(run.module.max_response_length, temperature, run.stop_token_ids, truncation=truncation)
 
 
 def log_scores(prefix: str, scores: Tensor, n: int, metrics: StepMetrics) -> None:

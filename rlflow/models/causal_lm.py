@@ -20,13 +20,14 @@ from rlflow.models.logprobs import Softmax, logprobs_of_tokens, token_kl, token_
 from rlflow.models.lora import adapters_off
 from rlflow.models.moe import MoE, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.packed import PackedModel
-from rlflow.models.packing import PICTURES, ModelInput, columns_of, response_mask, tokens_alone, whole
+from rlflow.models.packing import PICTURES, ModelInput, columns_of, response_mask, supports, tokens_alone, whole
 from rlflow.models.weights import in_buckets
 from rlflow.values.batch import TokenRows
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.host_copy import rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
+from rlflow.values.truncation import SUPPORT, Truncation
 
 HOTTEST = 1e4  # highest temperature; logits divided by its inverse, the lowest, are still finite in float16
 
@@ -42,6 +43,11 @@ class CausalLM(ModelHandle):
         trainable: Whether it is trained; a frozen model has no optimizer and no gradients.
         optimizer: How it is trained; `Optimizer()` where a trainable model is given none.
         temperature: Temperature of sampling, in validation too; the logits of every score are divided by it.
+        top_p: Sample from the fewest likeliest tokens with this probability together, in validation too; 1 for all
+            tokens. Rows that were sampled from some tokens are scored over the same, see `Truncation`.
+        top_k: Sample from this number of likeliest tokens; None for no limit. In training it is needed with `top_p` and
+            `min_p`, since it bounds what is stored of each token: 4 bytes for each token that was left.
+        min_p: Sample from tokens of at least this share of the likeliest token's probability; 0 for all.
         epochs: How often each step goes over its rows.
         samples_per_update: Rows of one optimizer update over all ranks, or its episodes where `loss_aggregation` is
             `episode-mean`; all rows of the step where None.
@@ -57,11 +63,15 @@ class CausalLM(ModelHandle):
 
     Attributes:
         watch: Called with the rows and log-probabilities `[B, T]` of all responses that are scored.
+        reads_support: Whether rows of the run may have been sampled from some tokens; set as a run is prepared.
     """
 
     loss_aggregation: Aggregation | None = field(default=None, init=False)  # None: a CausalLM has that of the module
     temperature: float = 1.0
     _: KW_ONLY
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
     moe: MoE | None = None
 
     def __post_init__(self) -> None:
@@ -73,7 +83,9 @@ class CausalLM(ModelHandle):
         super().__post_init__()
         if self.moe is not None and not self.trainable:
             raise UserError(f"`moe` is given for {self.model!r}, which is frozen; set `trainable` or leave it out")
+        self.truncation  # noqa: B018 - refuses impossible settings
         self.watch: Callable[[Tokens, Tensor], None] = _ignore
+        self.reads_support = False
         self._generator: Callable[..., Any] | None = None
         self._converser: Callable[..., Any] | None = None
         self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards not yet taken by `take_routed`
@@ -162,8 +174,20 @@ class CausalLM(ModelHandle):
             )
         return self._converser(rows, environment, n, temperature, tuple(stop), players)
 
+    @property
+    def truncation(self) -> Truncation:
+        """Which tokens it samples from."""
+        return Truncation(self.top_p, self.top_k, self.min_p)
+
+    @property
+    def trains_on_support(self) -> bool:
+        """Whether rows that it samples in a step need the column `support`: a loss scores them over some tokens."""
+        return bool(self.truncation) and self.trainable
+
     def score(self, rows: Tokens) -> tuple[PerToken, PerToken]:
         """Log-probability of each response token, and entropy of the model's distribution at its place.
+
+        Both are over the tokens of `rows.support`, where rows have it, and else over the whole vocabulary.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
@@ -171,7 +195,13 @@ class CausalLM(ModelHandle):
         Returns:
             `[B, T]` each, in float32 (float64 where the model is), 0 where padded.
         """
-        logprobs, entropy = self._scores(rows, self.temperature)
+
+        def score(own: Tokens, _: object) -> tuple[ModelInput, tuple[Tensor, ...]]:
+            support = supports(own)
+            readout = () if support is None else (over_support,)
+            return self._forward_pass(own, self.temperature, *readout, beside=support)
+
+        logprobs, entropy = self._by_micro_batch(rows, score)
         self.watch(rows, logprobs)
         return logprobs, entropy
 
@@ -253,6 +283,7 @@ class CausalLM(ModelHandle):
         Raises:
             UserError: `other` is trained or has another vocabulary, or `given` has another number of rows.
         """
+        _refuse_support(rows, "kl")
         self._check_kl(rows, other, given, over)
         layer: list[tuple[Tensor, Softmax]] = []  # the weight of the other's output layer, and its softmax
 
@@ -300,6 +331,8 @@ class CausalLM(ModelHandle):
             raise UserError(f"`kl` was given {len(given)} other prompts for {len(rows.lengths)} rows; give one a row")
 
     def _of_tokens(self, rows: Tokens, top: int, ids: Tensor | None = None) -> tuple[Tensor, ...]:
+        _refuse_support(rows, "logprobs_of" if ids is not None else "topk")
+
         def score(own: Tokens, asked: Tensor | None) -> tuple[ModelInput, tuple[Tensor, ...]]:
             if asked is not None:
                 places = response_mask(own).flatten().nonzero().flatten()  # on the host: no device is waited for
@@ -387,7 +420,8 @@ class CausalLM(ModelHandle):
     def model_inputs(self) -> tuple[str, ...]:
         """See `ModelHandle.model_inputs`."""
         replays = self.trainable and self.moe is not None and self.moe.routing_replay
-        return (*super().model_inputs, *(("experts",) if replays else ()))
+        support = (SUPPORT,) if self.reads_support else ()
+        return (*super().model_inputs, *(("experts",) if replays else ()), *support)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -444,6 +478,14 @@ def _router_loss(routing: Routing, read: ModelInput) -> Tensor:
     logits, lengths = read.by_sequence(routing.logits)
     used, _ = read.by_sequence(routing.used)
     return load_balancing_loss(logits, used, lengths).sum()
+
+
+def _refuse_support(rows: Tokens, method: str) -> None:
+    if supports(rows) is not None:
+        raise UserError(
+            f"`{method}` is over the whole vocabulary, and the rows were sampled from some of it; leave out `top_p`,"
+            " `top_k` and `min_p` of their policy"
+        )
 
 
 def _ignore(rows: Tokens, logprobs: Tensor) -> None:
@@ -594,6 +636,13 @@ def of_tokens(
     ids = targets[:, None] if beside is None else torch.cat([targets[:, None], beside], 1)
     logprobs, _, tokens = logprobs_of_tokens(hidden, weight, ids, softmax, top)
     return logprobs[:, 0], logprobs[:, 1:], tokens[:, 1:]
+
+
+def over_support(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
+) -> tuple[Tensor, ...]:
+    """A readout: `[R]` log-probabilities of the targets and `[R]` entropies over the tokens `beside`, of `supports`."""
+    return token_logprobs(hidden, weight, targets, softmax, support=beside)
 
 
 def states(

@@ -18,6 +18,7 @@ from torch import Tensor
 # the backward pass reads and writes a float32 gradient of the weight's size, so a GPU takes larger ones: 1 GiB of 80.
 CHUNK_ELEMENTS = 2**26
 LARGEST_CHUNK = 2**28
+OUTSIDE = -1e30  # in place of the logits of tokens outside of a support: their probability is 0, and 0 times this too
 COPIES_OF_MEMORY = 24  # so many times three copies of a chunk fit in a GPU's memory
 
 
@@ -80,9 +81,19 @@ class Softmax:
             return self.scale
         return logits.div(self.cap).square_().neg_().add_(1).mul_(self.scale)
 
-    def logprobs(self, logits: Tensor) -> Tensor:
-        """`[n, V]`, log-softmax of the logits divided by the temperature; overwrites `logits`."""
-        return self.over_temperature(logits).log_softmax(1)
+    def logprobs(self, logits: Tensor, support: Tensor | None = None) -> Tensor:
+        """`[n, V]`, log-softmax of the logits divided by the temperature; overwrites `logits`.
+
+        Args:
+            logits: `[n, V]`.
+            support: Tokens over which the softmax is, see `token_logprobs`; those of others are about `OUTSIDE`.
+        """
+        logits = self.over_temperature(logits)
+        if support is not None:
+            ids = support.clamp(min=0)
+            inside = torch.full_like(logits, OUTSIDE).scatter_(1, ids, logits.gather(1, ids))
+            logits = torch.where(support[:, :1] < 0, logits, inside)
+        return logits.log_softmax(1)
 
     def over_temperature(self, values: Tensor) -> Tensor:
         """`values` divided by the temperature in place."""
@@ -105,6 +116,7 @@ def token_logprobs(
     targets: Tensor,
     softmax: Softmax = Softmax(),
     chunk_elements: int | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy of the distribution at its place.
 
@@ -117,11 +129,13 @@ def token_logprobs(
         targets: `[N]` int64.
         softmax: How the model turns products into a distribution.
         chunk_elements: Most logits in memory at one time, see `chunk_elements_on`; those of one token always are.
+        support: `[N, K]` int64, the tokens that have a probability at each place, the target among them, in any order
+            and any number of times. Where the first is -1, and where this is None, all tokens have one.
 
     Returns:
         `[N]` log-probabilities and `[N]` entropies in nats.
     """
-    logprobs, entropy, _ = logprobs_of_tokens(hidden, weight, targets[:, None], softmax, 0, chunk_elements)
+    logprobs, entropy, _ = logprobs_of_tokens(hidden, weight, targets[:, None], softmax, 0, chunk_elements, support)
     return logprobs[:, 0], entropy
 
 
@@ -132,6 +146,7 @@ def logprobs_of_tokens(
     softmax: Softmax = Softmax(),
     top: int = 0,
     chunk_elements: int | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `token_logprobs`, for several tokens at each place: given tokens, and the likeliest tokens.
 
@@ -142,12 +157,13 @@ def logprobs_of_tokens(
         softmax: How the model turns products into a distribution.
         top: How many of the likeliest tokens are added, likeliest first.
         chunk_elements: Most logits in memory at one time, see `chunk_elements_on`; those of one token always are.
+        support: See `token_logprobs`.
 
     Returns:
         `[N, K + top]` log-probabilities, `[N]` entropies, and the `[N, K + top]` tokens; the first K are `ids`.
     """
     apply: Any = _TokenLogprobs.apply
-    result: tuple[Tensor, Tensor, Tensor] = apply(hidden, weight, ids, softmax, top, chunk_elements)
+    result: tuple[Tensor, Tensor, Tensor] = apply(hidden, weight, ids, softmax, top, chunk_elements, support)
     return result
 
 
@@ -181,6 +197,7 @@ class _TokenLogprobs(torch.autograd.Function):
         softmax: Softmax,
         top: int,
         chunk_elements: int | None,
+        support: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         output_weight = weight.to(softmax.products_in(hidden))
@@ -192,7 +209,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.rows, ctx.softmax = _tokens_of_chunk(chunk_elements, hidden.device, len(weight)), softmax
         for i in range(0, number, ctx.rows):
             chunk = slice(i, i + ctx.rows)
-            everything = softmax.logprobs(softmax.logits(hidden[chunk], output_weight, dtype))  # [n, V]
+            within = None if support is None else support[chunk]
+            everything = softmax.logprobs(softmax.logits(hidden[chunk], output_weight, dtype), within)  # [n, V]
             if top:
                 tokens[chunk, known:] = everything.topk(top, dim=1).indices
             logprobs[chunk] = everything.gather(1, tokens[chunk])
@@ -200,14 +218,18 @@ class _TokenLogprobs(torch.autograd.Function):
             del everything  # before the next chunk's are made
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(tokens)
-        ctx.save_for_backward(hidden, weight, tokens, entropy)
+        ctx.save_for_backward(hidden, weight, tokens, entropy, support)
         return logprobs, entropy, tokens
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, tokens, entropy = ctx.saved_tensors
+        hidden, weight, tokens, entropy, support = ctx.saved_tensors
+        softmax: Softmax = ctx.softmax
         grad_logprobs = entropy.new_zeros(tokens.shape) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
+
+        def logprobs_of(chunk: slice, logits: Tensor) -> Tensor:
+            return softmax.logprobs(logits, None if support is None else support[chunk])
 
         def logits_gradient(chunk: slice, logprobs: Tensor) -> Tensor:
             probs, of_tokens = logprobs.exp(), grad_logprobs[chunk]
@@ -216,7 +238,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 factor = logprobs.add_(entropy[chunk, None]).mul_(grad_entropy[chunk, None]).add_(factor)
             return probs.mul_(factor).neg_().scatter_add_(1, tokens[chunk], of_tokens)
 
-        return *_gradients(ctx, hidden, weight, entropy.dtype, logits_gradient), *[None] * 4
+        return *_gradients(ctx, hidden, weight, entropy.dtype, logits_gradient, logprobs_of), *[None] * 5
 
 
 def divided_logprobs(

@@ -26,6 +26,7 @@ from rlflow.values.host_copy import bring_over, on_host, rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import MODEL_INPUTS
+from rlflow.values.truncation import END, SUPPORT
 
 PICTURES = "pictures"  # the column of numbers of pictures
 
@@ -223,6 +224,29 @@ def response_mask(rows: Tokens) -> Tensor:
     return torch.arange(rows.response_ids.shape[1]) < on_host(rows.lengths)[:, None]
 
 
+def supports(rows: Tokens) -> Tensor | None:
+    """`[R, K]` int64 on the CPU: the tokens from which each response token was sampled, itself among them.
+
+    The token itself fills the places that are left. Of a token that was sampled from the whole vocabulary the first
+    entry is -1. None where all were.
+    """
+    column = columns_of(rows).get(SUPPORT)
+    if not isinstance(column, Ragged) or not len(column.values):
+        return None
+    column, lengths, mask = column.on_host(), on_host(rows.lengths), response_mask(rows)
+    entries, tokens = column.values.long(), on_host(rows.response_ids)[mask]  # [R]
+    ends = entries == END
+    noted = (column.lengths > 0).repeat_interleave(lengths)  # [R]
+    assert int(ends.sum()) == int(noted.sum()), "each token of a row with entries has its own"
+    counts = torch.diff(ends.nonzero()[:, 0], prepend=torch.tensor([-1]))  # entries of each token, the end included
+    token = noted.nonzero()[:, 0].repeat_interleave(counts)  # of the R, for each entry
+    place = torch.arange(len(entries)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    found = tokens[:, None].repeat(1, int(counts.max()))
+    found[token, place] = torch.where(ends, tokens[token], entries)
+    found[~noted, 0] = -1
+    return found
+
+
 def token_counts(rows: Tokens) -> Tensor:
     """`[B]` int64, on the CPU: the tokens of each row that the model has to read."""
     prompts, responses = on_host(rows.prompt_ids.lengths), on_host(rows.lengths)
@@ -240,7 +264,7 @@ def pack(rows: Tokens, share_prefixes: bool = False, reader: PictureReader | Non
     Raises:
         UserError: A row has a response and no prompt.
     """
-    beside = columns_of(rows)
+    beside = {name: data for name, data in columns_of(rows).items() if MODEL_INPUTS[name].model_input != "output layer"}
     rows = on_cpu(rows)
     counts = token_counts(rows)
     prompts = rows.prompt_ids.lengths

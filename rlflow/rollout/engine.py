@@ -17,19 +17,20 @@ from rlflow.models.moe import ROUTER_BIAS
 from rlflow.models.pictures import PictureProcessor
 from rlflow.models.weights import fingerprint
 from rlflow.values.picture import Picture
+from rlflow.values.truncation import Truncation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
 NO_VERSION = -1
+ALL = Truncation()
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled: always from the whole distribution.
+    """How responses are sampled.
 
-    Top-k and top-p are left out, since their log-probabilities are not those of the trainer.
     `Sampling(256, 0.7, (151645,))` samples up to 256 tokens with logits divided by 0.7, and ends at token 151645.
 
     Attributes:
@@ -39,18 +40,25 @@ class Sampling:
         limits: The longest response to each prompt; the largest of them is `max_tokens`. None where all have that.
             Three responses that continue others of 2, 5 and 0 tokens to at most 8 have `max_tokens` 8 and the limits
             `(6, 3, 8)`.
+        truncation: Which tokens are sampled from. A temperature of 0 takes the likeliest token all the same.
     """
 
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     limits: tuple[int, ...] | None = None
+    truncation: Truncation = ALL
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise UserError(f"`max_tokens` is {self.max_tokens}; a response has at least one token. Set 1 or more.")
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"`temperature` is {self.temperature}; logits are divided by it. Set 0 (greedy) or more.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a token is sampled from some of the vocabulary alone."""
+        return bool(self.truncation) and self.temperature > 0
 
     def limits_of(self, prompts: int) -> tuple[int, ...]:
         """The longest response to each of so many prompts."""
@@ -69,11 +77,12 @@ class Completion:
 
     Attributes:
         token_ids: The generated tokens, the stop token included.
-        logprobs: Log-probability of each of them, in nats, after temperature; at temperature 1 where sampling was
-            greedy.
+        logprobs: Log-probability of each of them, in nats, after temperature, and over the tokens that it was sampled
+            from; at temperature 1 and over all tokens where sampling was greedy.
         finished: Whether it ended by a stop token, and not by the longest allowed length.
         columns: What else the engine recorded, by its column in a `Rollout`: an entry for each generated token of a
-            `PerToken` column, and for each token of prompt and response but the last of a ragged one.
+            `PerToken` column, and for each token of prompt and response but the last of a ragged one. Of `support`, the
+            entries of the generated tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -230,6 +239,23 @@ class RolloutEngine(ABC):
         raise UserError(
             f"`moe.routing_replay` is set, and `rollout` is {type(self).__name__}, which does not report what"
             " experts it chose; set `rollout: rlflow.rollout.TransformersEngine`, or leave `routing_replay` out"
+        )
+
+    def tell_support(self, most: int) -> None:
+        """Return with each response the column `support` of a `Rollout`; called before `setup`.
+
+        Only responses with a truncation have it, and none that are greedy.
+
+        Args:
+            most: The largest `top_k` of these responses.
+
+        Raises:
+            UserError: It cannot.
+        """
+        raise UserError(
+            f"`top_p`, `top_k` or `min_p` is set, and `rollout` is {type(self).__name__}, which does not report what"
+            " tokens they left, over which a loss scores; set `rollout: rlflow.rollout.TransformersEngine` or"
+            " `VLLMEngine`, or leave them out"
         )
 
     def use_float32_head(self) -> None:

@@ -23,6 +23,7 @@ from rlflow.values.path import RowPath, hashed
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
+from rlflow.values.truncation import END, SUPPORT
 
 
 def sample(
@@ -229,13 +230,13 @@ def _extended(begun: Rollout, completions: Mapping[int, Completion], version: in
     made = [len(completions[row].token_ids) if row in completions else 0 for row in range(len(begun.path))]
     lengths = begun.lengths + torch.tensor(made, dtype=torch.int64)
     wider = max(lengths.tolist(), default=0) - begun.response_ids.shape[1]
-    per_token, per_read, finished = dict[str, Tensor](), dict[str, list[Tensor]](), begun.finished.clone()
+    per_token, ragged, finished = dict[str, Tensor](), dict[str, list[Tensor]](), begun.finished.clone()
     for column in columns(Rollout):
         if column.cut is Cut.TOKEN:
             data = column.of(begun)
             per_token[column.name] = pad(data, (0, 0) * (data.dim() - 2) + (0, wider))
-        elif column.per_read_token:
-            per_read[column.name] = list(column.of(begun).rows())
+        elif column.per_read_token or column.name == SUPPORT:
+            ragged[column.name] = list(column.of(begun).rows())
     for row, completion in completions.items():
         new = slice(int(begun.lengths[row]), int(lengths[row]))
         entries = {"response_ids": completion.token_ids, "logprobs": completion.logprobs, **completion.columns}
@@ -243,11 +244,17 @@ def _extended(begun: Rollout, completions: Mapping[int, Completion], version: in
             if name in per_token:
                 per_token[name][row, new] = torch.as_tensor(of_row, dtype=per_token[name].dtype)
             else:
-                had = per_read[name][row]
-                per_read[name][row] = torch.cat([had, torch.as_tensor(of_row)[len(had) :]])
+                had = ragged[name][row]
+                known = 0 if name == SUPPORT else len(had)  # entries that are there, of what the engine read again
+                ragged[name][row] = torch.cat([had, torch.as_tensor(of_row)[known:]])
         finished[row] = completion.finished
+        if (noted := int((ragged[SUPPORT][row] == END).sum())) not in (0, new.stop):
+            raise UserError(
+                f"{noted} of the {new.stop} tokens of a response that was continued were sampled with `top_p`, `top_k`"
+                " or `min_p`; sample all of them with these, or none"
+            )
     grown: dict[str, Any] = dict(per_token)
-    grown |= {name: Ragged.from_rows(rows, getattr(begun, name).values[:0]) for name, rows in per_read.items()}
+    grown |= {name: Ragged.from_rows(rows, getattr(begun, name).values[:0]) for name, rows in ragged.items()}
     return replace(
         begun,
         **grown,

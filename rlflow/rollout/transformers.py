@@ -35,6 +35,7 @@ from rlflow.rollout.engine import (
     in_dtype_held,
 )
 from rlflow.values.picture import Picture
+from rlflow.values.truncation import noted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,6 +68,7 @@ class TransformersEngine(InProcessEngine):
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
         self._tells_experts = False
+        self._tells_support = False
         self._float32_head = False
 
     def use_float32_head(self) -> None:
@@ -74,6 +76,9 @@ class TransformersEngine(InProcessEngine):
 
     def tell_experts(self) -> None:
         self._tells_experts = True
+
+    def tell_support(self, most: int) -> None:
+        self._tells_support = True
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         return super().memory_taken(min(rows, self.max_batch), row_bytes, on_cpu)
@@ -197,6 +202,8 @@ class TransformersEngine(InProcessEngine):
         logprobs = torch.zeros(size, steps, device=self._device)
         finished = torch.zeros(size, dtype=torch.bool, device=self._device)
 
+        tells_support = self._tells_support and sampling.truncates
+
         rows = torch.arange(size, device=self._device)  # those still in the batch
         ids, mask = (x.to(self._device) for x in _left_padded(prompts))  # [b, P]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -206,6 +213,7 @@ class TransformersEngine(InProcessEngine):
             positions = self._positions(positions, prompts, pictures)
         cache: Any = None
         experts: list[list[Tensor]] = [[] for _ in prompts]  # of each row, [tokens, layers, k]
+        support: list[list[Tensor]] = [[] for _ in prompts]  # of each row and step, [tokens that stayed]
         growing = set(range(size))
         for step in range(steps):
             routings = self._routings(ids)
@@ -213,9 +221,12 @@ class TransformersEngine(InProcessEngine):
             numbers = rows.tolist()
             for row, of_row in zip(numbers, _experts_of(routings, mask), strict=False):
                 experts[row].append(of_row)
-            chosen, chosen_logprobs = _sample(logits, sampling.temperature, draws[rows, step])  # [b]
+            chosen, of_all = _sample(logits, sampling, draws[rows, step])  # [b], [b, V]
             tokens[rows, step] = chosen
-            logprobs[rows, step] = chosen_logprobs
+            logprobs[rows, step] = of_all.gather(-1, chosen[:, None])[:, 0]
+            if tells_support:
+                for row, others in zip(numbers, noted(of_all > -torch.inf, chosen), strict=True):
+                    support[row].append(others)
             stopped = torch.isin(chosen, stops) & ~finished[rows] & (step < limits[rows])
             finished[rows[stopped]] = True
 
@@ -224,6 +235,8 @@ class TransformersEngine(InProcessEngine):
             for row in sorted(growing - still):  # this step's token is their last
                 ids_of_row, logprobs_of_row = (x[row, : step + 1].tolist() for x in (tokens, logprobs))
                 columns = self._columns(experts[row], len(prompts[row]) + step)
+                if tells_support:
+                    columns["support"] = torch.cat(support[row]).numpy()
                 yield row, Completion(tuple(ids_of_row), tuple(logprobs_of_row), bool(finished[row]), columns)
             growing = still
             if len(still) <= COMPACT_AT * len(rows):
@@ -411,20 +424,23 @@ def _experts_of(routings: Sequence[Routing], mask: Tensor) -> list[Tensor]:
     return [of_row[there] for of_row, there in zip(new, mask[:, -new.shape[1] :].bool(), strict=True)]
 
 
-def _sample(logits: Tensor, temperature: float, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids `[B]` and their logprobs `[B]`, in nats after temperature; at temperature 0 those of temperature 1.
+def _sample(logits: Tensor, sampling: Sampling, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids `[B]`, and the logprobs `[B, V]` of all tokens as in a `Completion`, -inf of those that are cut off.
 
     `logits` are `[B, V]`, and `draws` `[B]` float64 uniform in [0, 1). With the probabilities 0.2, 0.5, 0.3 the draw
     0.1 takes token 0, 0.6 token 1, and 0.9 token 2.
     """
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    if temperature == 0:
+    logits = logits.float() / (sampling.temperature or 1.0)
+    if sampling.truncates:
+        logits = logits.masked_fill(~sampling.truncation.kept(logits), -torch.inf)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if sampling.temperature == 0:
         chosen = logprobs.argmax(-1)
     else:
         # The first token at which the cumulative probability passes the draw: never one of probability 0.
         cumulative = logprobs.double().exp().cumsum(-1)
         chosen = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
+    return chosen, logprobs
 
 
 def _draws(seeds: Sequence[int], count: int) -> Tensor:

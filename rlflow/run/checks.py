@@ -161,6 +161,34 @@ def check_experts(
         )
 
 
+def support_bounds(module: RLModule, graph: Graph) -> dict[str, int]:
+    """`top_k` of each trained policy that samples from some tokens in a step: most tokens that are stored of a token.
+
+    Raises:
+        UserError: One has no `top_k`, or holds conversations.
+    """
+    policies = {name: handles(module)[name] for name in graph.policies()}
+    bounds = dict[str, int]()
+    for name, policy in policies.items():
+        if not isinstance(policy, CausalLM) or not policy.trains_on_support:
+            continue
+        given = f"`{policy.truncation}` of `{name}` is set"
+        if policy.top_k is None:
+            raise UserError(
+                f"{given} without `top_k`; the tokens that are left are stored of each token of a response, and a loss"
+                " scores over them, so set `top_k` too, 64 say, which bounds their number",
+                of=policy,
+            )
+        if found := next(iter(environments(module)), None):
+            raise UserError(
+                f"{given} and `module.{found}` too; the tokens that are left are not stored of conversations, so a loss"
+                " could not score over them. Leave one of the two out, or set `trainer.val_sampling` alone",
+                of=policy,
+            )
+        bounds[name] = policy.top_k
+    return bounds
+
+
 def check_environments(run: Run) -> None:
     """Check each environment of the module: tools have schemas, and the model's chat template writes its turns.
 

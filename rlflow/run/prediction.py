@@ -16,12 +16,11 @@ from rlflow.callbacks.callback import RunningTrainer
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.context.generation import pictures_of
 from rlflow.controller.run import Run
+from rlflow.controller.validation import held_out_sampling
 from rlflow.dag.node import BATCH
 from rlflow.data.loader import share
 from rlflow.errors import UserError
-from rlflow.models.causal_lm import CausalLM
-from rlflow.module import environments, handles
-from rlflow.rollout.engine import Sampling
+from rlflow.module import environments
 from rlflow.rollout.sampling import sample
 from rlflow.run.agreement import attempt, model_files
 from rlflow.run.folder import from_here
@@ -100,9 +99,8 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
     if not run.generates:
         raise UserError(f"{type(module).__name__} generates nothing; take an algorithm that does, such as GRPO")
     join(run, resolved_config)
-    layout, transport, policy = run.generating, run.transport, handles(module)[run.follows or ""]
-    assert isinstance(policy, CausalLM)
-    n, how = run.settings.val_samples, Sampling(module.max_response_length, policy.temperature, run.stop_token_ids)
+    layout, transport = run.generating, run.transport
+    n, how = run.settings.val_samples, held_out_sampling(run)
     files = PredictionFiles(run.settings.folder)
     facts = hashlib.sha256(
         json.dumps(

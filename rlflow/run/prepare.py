@@ -106,6 +106,9 @@ def configure(module: RLModule) -> None:
     for role in module.config_models:
         setattr(module, role, chosen[role])
     module.run_models = handles(module)
+    language = [handle for handle in module.run_models.values() if isinstance(handle, CausalLM)]
+    for handle in language:
+        handle.reads_support = any(each.trains_on_support for each in language)
     module.run_settings = {role: _settings(handle) for role, handle in module.run_models.items()}
 
 
@@ -242,6 +245,7 @@ def prepare(
         check_sequence_parallel(config, sequences, role, strategy.packing, layers)
         whole = strategy.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
+    checks.support_bounds(module, graph)
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
     checks.check_aggregations(module, graph)
     check_schedules(module, graph, data.prompts_per_step)

@@ -249,8 +249,9 @@ def small(module: RLModule, folder: Path, parts: tuple[str, ...] = (), pictures:
         handle.epochs, handle.samples_per_update = 2 if handle.several_updates else 1, None
         handle.start_step, handle.gradient_checkpointing, handle.trust_remote_code = 0, False, False
         handle.freeze_vision_tower, handle.vision_tower_lr = False, None  # the seeded model has no tower
-        if isinstance(handle, CausalLM):  # and no experts
+        if isinstance(handle, CausalLM):  # and no experts; what is recorded was sampled from all tokens
             handle.moe = None
+            handle.top_p, handle.top_k, handle.min_p = 1.0, None, 0.0
         if handle.lora is not None:
             handle.lora = replace(handle.lora, dropout=0.0)
         if role in trained:

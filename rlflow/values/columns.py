@@ -42,7 +42,7 @@ class Column:
     cut: Cut
     home: bool = False
     entry: Any = None
-    model_input: Literal["per token", "any"] | None = None
+    model_input: Literal["per token", "any", "output layer"] | None = None
 
     def of(self, value: Any) -> Any:
         """The column's data in a value: a field, or the value itself where that is a bare tensor."""
@@ -74,7 +74,7 @@ class Column:
         return like.new_zeros(like.shape if self.cut is Cut.TOKEN else len(like), dtype=self.entry)
 
 
-def optional(entry: torch.dtype | type, model_input: Literal["per token", "any"] | None = None) -> Any:
+def optional(entry: torch.dtype | type, model_input: Literal["per token", "any", "output layer"] | None = None) -> Any:
     """Declare an optional column: it may be left out when the value is constructed, and is empty then.
 
     Args:
@@ -82,7 +82,8 @@ def optional(entry: torch.dtype | type, model_input: Literal["per token", "any"]
         model_input: How a model reads the column, which is then packed and sent with the tokens of its rows.
             `per token`: a ragged column has an entry for each token that the model reads (prompt and response without
             the last token), a `PerToken` column has one for each response token. `any`: a row of a ragged column has
-            any number of entries, such as patches of images. None: no model reads it.
+            any number of entries, such as patches of images. `output layer`: as `any`, and only the output layer reads
+            it, so it is not packed. None: no model reads it.
     """
     return dataclasses.field(default=NOT_MADE, metadata={_OPTIONAL: {"entry": entry, "model_input": model_input}})
 

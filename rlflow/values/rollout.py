@@ -22,6 +22,7 @@ from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
 from rlflow.values.protocols import computed_from
 from rlflow.values.ragged import Ragged
+from rlflow.values.truncation import END
 
 
 class Ending(IntEnum):
@@ -52,6 +53,7 @@ class Rollout(Placed):
         versions       3 3 3 ....    3 3 .....     3 3 3 3 3 3 3          3 3 3 3 3 3 3
         inherited      0             0             0                      0
         experts        none          none          none                   none
+        support        none          none          none                   none
         segments       3             2             7                      2 3 2
         turn_rewards   1.0           0.0           0.0                    0.5 1.0
         ended          DONE          DONE          TOKENS                 DONE
@@ -86,6 +88,10 @@ class Rollout(Placed):
         experts: `[sum, layers, k]` uint8 (int16 beyond 256 experts), the experts that the engine chose for each token
             that it read, likeliest first. It read the prompt, and the response without its last token. There are no
             entries where no model replays experts.
+        support: `[sum]` int32, for each token of a response the ids of the other tokens from which it was sampled, and
+            then -1: `21 23 -1 -1 5 -1` where the first was sampled from three tokens, the second from itself alone, and
+            the last from two. No entries where a response was sampled from the whole vocabulary. Models score tokens
+            over these, see `Truncation`.
         segments: `[sum]` int64, numbers of tokens in a conversation: of the policy's first turn, of the answer to it,
             of the second turn, and so on. No entries where a response is one turn.
         turn_rewards: `[sum]`, reward that a conversation's environment gave for each turn. No entries where a response
@@ -119,6 +125,7 @@ class Rollout(Placed):
     versions: PerToken
     inherited: PerSample = optional(torch.int64)
     experts: Ragged = optional(torch.uint8, model_input="per token")
+    support: Ragged = optional(torch.int32, model_input="output layer")
     segments: Ragged = optional(torch.int64)
     turn_rewards: Ragged = optional(torch.float32)
     ended: PerSample
@@ -251,10 +258,13 @@ class Rollout(Placed):
         every = columns(type(self))
         per_token: dict[str, Any] = {each.name: shortened(each.of(self)) for each in every if each.cut is Cut.TOKEN}
         per_token |= {each.name: each.of(self).shortened(before - lengths) for each in every if each.per_read_token}
+        places = [(row == END).cumsum(0) - (row == END).int() for row in self.support.on_host().rows()]
+        beyond = [int((place >= length).sum()) for place, length in zip(places, lengths.tolist(), strict=True)]
         texts: Any = Absent("texts", "`cut` shortened the responses; generate from them, and read the texts of that")
         return replace(
             self,
             **per_token,
+            support=self.support.shortened(torch.tensor(beyond, dtype=torch.int64)),
             lengths=on_device(lengths, device),
             finished=on_device(on_host(self.finished) & ~lost, device),
             inherited=on_device(torch.minimum(on_host(self.inherited), lengths), device),

@@ -127,14 +127,14 @@ def test_the_processes_random_state_is_left_alone(tied: Path) -> None:
 def test_tokens_are_sampled_with_their_probability() -> None:
     probabilities = torch.tensor([0.2, 0.0, 0.5, 0.3])
     draws = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-53], dtype=torch.float64)
-    chosen, logprobs = _sample(probabilities.log().expand(6, 4), 1.0, draws)
+    chosen, logprobs = _sample(probabilities.log().expand(6, 4), Sampling(1), draws)
     assert chosen.tolist() == [0, 0, 2, 2, 3, 3]
-    torch.testing.assert_close(logprobs.exp(), probabilities[chosen])
+    torch.testing.assert_close(logprobs.exp(), probabilities.expand(6, 4))
 
 
 def test_logprobs_are_taken_after_temperature() -> None:
-    _, logprobs = _sample(torch.tensor([[2.0, 0.0]]), 0.5, torch.zeros(1, dtype=torch.float64))
-    assert float(logprobs) == pytest.approx(-0.0181499, abs=1e-6)  # not -0.1269280, nor that over 0.5
+    _, logprobs = _sample(torch.tensor([[2.0, 0.0]]), Sampling(1, 0.5), torch.zeros(1, dtype=torch.float64))
+    assert float(logprobs[0, 0]) == pytest.approx(-0.0181499, abs=1e-6)  # not -0.1269280, nor that over 0.5
 
 
 def test_draws_depend_on_their_seed_alone() -> None:

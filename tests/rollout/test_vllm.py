@@ -20,10 +20,12 @@ import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
 from rlflow.rollout.engine import Piece
+from rlflow.values.truncation import Truncation
 from tests.rollout.stepping import check_completions, check_steps
 from tests.rollout.test_continued import check_continued, lively
 from tests.rollout.test_parts import check_parts
 from tests.rollout.trained import PROMPTS, STOP, buckets, check_written, load, logprob_gap, perturb, setup
+from tests.rollout.truncated import MOST, check_gradient, check_support
 
 SEEDS = list(range(len(PROMPTS)))
 VERSIONS = itertools.count()
@@ -41,7 +43,9 @@ def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     empty = tmp_path_factory.mktemp("empty") / "model"
     shutil.copytree(folder, empty, ignore=shutil.ignore_patterns("*.safetensors"))
     before = random_states()
-    engine = setup(VLLMEngine(kv_cache_gib=0.25), empty)
+    engine = VLLMEngine(kv_cache_gib=0.25)
+    engine.tell_support(MOST)
+    setup(engine, empty)
     yield engine, random_states() == before
     engine.close()
     assert not dist.is_initialized()
@@ -92,6 +96,22 @@ def test_logprobs_are_those_of_the_training_forward_after_each_of_five_updates(
         perturb(model, seed=update)
         completions = engine.generate(PROMPTS, SEEDS, Sampling(24, 0.7, STOP), _sync(engine, model))
         assert logprob_gap(model, PROMPTS, completions, temperature=0.7) < 1e-4
+
+
+def test_training_over_the_tokens_that_stayed_is_exact(engine: RolloutEngine, folder: Path, tmp_path: Path) -> None:
+    lively(folder).save_pretrained(tmp_path)
+    version = _sync(engine, load(tmp_path))
+    check_support(engine, tmp_path, version)
+    check_gradient(engine, tmp_path, version)
+
+
+def test_a_support_that_is_not_known_is_refused(engine: RolloutEngine, model: Any) -> None:
+    with torch.no_grad():
+        model.get_input_embeddings().weight.zero_()  # tied to the output layer: all tokens are as likely
+        model.get_output_embeddings().weight.zero_()
+    sampling = Sampling(1, 1.0, truncation=Truncation(top_k=MOST))
+    with pytest.raises(UserError, match="from more than the 22 likeliest ones: as many are as likely as the last"):
+        engine.generate(PROMPTS, SEEDS, sampling, _sync(engine, model))
 
 
 def test_greedy_responses_are_those_of_the_reference_engine(engine: RolloutEngine, model: Any, folder: Path) -> None:

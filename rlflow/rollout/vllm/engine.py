@@ -15,6 +15,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -61,6 +62,7 @@ from rlflow.rollout.vllm.weights import (
     write,
 )
 from rlflow.values.picture import Picture
+from rlflow.values.truncation import END
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -70,6 +72,7 @@ live_engines: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()  # of this process
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/maintainers/benchmarks.md
 CPU_SLOTS, GPU_SLOTS = 256, 1024  # responses generated at the same time; the latter is vLLM's number on an H100
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # of this process, for good
+SPARE = 16  # tokens that vLLM may leave beyond `top_k`, at least, where they are as likely as the last
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that sleep gives back
 
 
@@ -140,6 +143,7 @@ class VLLMEngine(InProcessEngine):
         if self.max_pictures < 0:
             raise UserError(f"`max_pictures` is {self.max_pictures}; set how many a prompt has at most, 0 or more")
         self._float32_head = False
+        self._told_tokens = 0  # likeliest tokens of each place that vLLM returns, where it tells the support
         self._in_progress: dict[int, Turn] = {}  # by number
         self._loads = 0  # how often weights were loaded
         self._asleep: set[str] = set()  # memory given back: WEIGHTS, CACHE
@@ -147,6 +151,9 @@ class VLLMEngine(InProcessEngine):
 
     def use_float32_head(self) -> None:
         self._float32_head = True
+
+    def tell_support(self, most: int) -> None:
+        self._told_tokens = most + max(SPARE, most // 2)
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         if not on_cpu:
@@ -292,7 +299,8 @@ class VLLMEngine(InProcessEngine):
                 kv_cache_memory_bytes=int(self.kv_cache_gib * 2**30) if on_cpu else None,
                 enable_prefix_caching=False if on_cpu and text.model_type in MAMBA2 else None,
                 enable_sleep_mode=not on_cpu,
-                logprobs_mode="processed_logprobs",  # after temperature
+                logprobs_mode="processed_logprobs",  # after temperature; -inf of tokens that are cut off
+                max_logprobs=max(20, self._told_tokens),  # 20 is vLLM's own
                 hf_overrides=read_by_vllm(config) | ({"head_dtype": "float32"} if self._float32_head else {}),
             )
         self._group_of_vllm = makes_group or any(other._group_of_vllm for other in live_engines)
@@ -308,6 +316,8 @@ class VLLMEngine(InProcessEngine):
         self._wide_head = self._llm.model_config.head_dtype != place.dtype
         self._device = place.device
         self._context = self._llm.model_config.max_model_len
+        self._vocabulary = self._llm.model_config.get_vocab_size()
+        self._told_tokens = min(self._told_tokens, self._vocabulary)
 
     def sleep(self, keep_weights: bool = False) -> None:
         super().sleep(keep_weights)
@@ -358,7 +368,8 @@ class VLLMEngine(InProcessEngine):
         with torch.random.fork_rng(devices=[]):  # as `_generate`
             requests = {int(request.request_id): request for request in engine.step()}
         return {
-            number: _completion(request, self._in_progress.pop(number).prompt) for number, request in requests.items()
+            number: self._completion(request, self._in_progress.pop(number).prompt)
+            for number, request in requests.items()
         }
 
     def abort(self) -> None:
@@ -384,7 +395,7 @@ class VLLMEngine(InProcessEngine):
         # On the CPU vLLM draws from the process's generator at every token, whether it needs the number or not.
         with torch.random.fork_rng(devices=[]):
             requests = self._llm.generate(asked, params, use_tqdm=False)
-        return [_completion(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
+        return [self._completion(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
 
     def _prompt(self, tokens: Sequence[int], pictures: Sequence[Picture], opened: Mapping[Picture, Any]) -> Any:
         """A prompt in vLLM's form. The salt differs after each sync: blocks cached with older weights are not found.
@@ -411,11 +422,44 @@ class VLLMEngine(InProcessEngine):
             seed=seed,
             ignore_eos=True,  # `stop_token_ids` is the whole set
             stop_token_ids=list(sampling.stop_token_ids),
-            logprobs=0,  # the sampled token's alone
+            top_p=sampling.truncation.top_p,
+            top_k=sampling.truncation.top_k or 0,
+            min_p=sampling.truncation.min_p,
+            logprobs=self._told_tokens if sampling.truncates else 0,  # in addition to the sampled token's
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    def _completion(self, request: Any, prompt: Sequence[int]) -> Completion:
+        """The response of a vLLM `RequestOutput` that has ended: by a stop token, or by its longest length.
+
+        Raises:
+            UserError: vLLM has read other tokens than those of the row, or the support of a token is not known.
+        """
+        read = list(request.prompt_token_ids)
+        if read != list(prompt):
+            raise UserError(
+                f"a prompt has {len(prompt)} tokens with its pictures, and vLLM has read {len(read)} that are not the"
+                " same: it expands pictures otherwise than the model's image processor; set"
+                " `rollout: rlflow.rollout.TransformersEngine`"
+            )
+        output = request.outputs[0]
+        ids, finished = tuple(output.token_ids), output.finish_reason == "stop"
+        if len(output.logprobs.logprobs) == len(ids):
+            return Completion(ids, tuple(output.logprobs.logprobs), finished)
+        # At each place the sampled token, and then the likeliest tokens, which may have it once more.
+        logprobs = np.array(output.logprobs.logprobs).reshape(len(ids), -1)
+        told = np.array(output.logprobs.token_ids, dtype=np.int32).reshape(logprobs.shape)
+        if self._told_tokens < self._vocabulary and np.isfinite(logprobs[:, -1]).any():
+            raise UserError(
+                f"vLLM sampled a token from more than the {self._told_tokens} likeliest ones: as many are as likely as"
+                " the last that `top_k` leaves. Set a larger `top_k`, or a smaller `top_p`"
+            )
+        others = np.isfinite(logprobs) & (told != told[:, :1])
+        others[:, 0], told[:, 0] = True, END
+        support = np.roll(told, -1, axis=1)[np.roll(others, -1, axis=1)]  # `END` behind the others
+        return Completion(ids, tuple(logprobs[:, 0].tolist()), finished, {"support": support})
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._loads += 1
@@ -454,23 +498,6 @@ class VLLMEngine(InProcessEngine):
 def _opened(pictures: Sequence[Sequence[Picture]]) -> dict[Picture, Any]:
     """Each picture decoded once, however many prompts share it."""
     return {picture: picture.opened() for picture in {*chain.from_iterable(pictures)}}
-
-
-def _completion(request: Any, prompt: Sequence[int]) -> Completion:
-    """The response of a vLLM `RequestOutput` that has ended: by a stop token, or by its longest length.
-
-    Raises:
-        UserError: vLLM has read other tokens than those of the row.
-    """
-    read = list(request.prompt_token_ids)
-    if read != list(prompt):
-        raise UserError(
-            f"a prompt has {len(prompt)} tokens with its pictures, and vLLM has read {len(read)} that are not the same:"
-            " it expands pictures otherwise than the model's image processor; set"
-            " `rollout: rlflow.rollout.TransformersEngine`"
-        )
-    output = request.outputs[0]
-    return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), output.finish_reason == "stop")
 
 
 def read_by_vllm(config: PretrainedConfig) -> dict[str, Any]:

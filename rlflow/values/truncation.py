@@ -1,0 +1,88 @@
+"""Sampling from some of the likeliest tokens: which tokens stay, and how a rollout notes them.
+
+Where tokens are cut off, a token is sampled from the probabilities of the others, divided by their sum. Its
+log-probability in a loss is over the same tokens, its *support*. Else the loss and the engine have other distributions,
+and a ratio of their probabilities is biased (DeepSeek-V3.2, arXiv 2512.02556, section 3.1: "Keep Sampling Mask").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import UserError
+
+SUPPORT = "support"  # the column of a `Rollout`
+END = -1  # in that column: behind the tokens of a place
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which tokens are sampled from; with the defaults all of them.
+
+    At each place of a response, logits are divided by the temperature, and then, in the order of vLLM:
+
+    1. `min_p` cuts off tokens whose probability is below `min_p` times that of the likeliest token.
+    2. `top_k` cuts off all but the `top_k` likeliest tokens.
+    3. `top_p` cuts off the tokens behind the fewest likeliest ones with a probability of at least `top_p` together,
+       among those that are left.
+
+    With the probabilities 0.5, 0.3, 0.15, 0.05, `top_p: 0.7` leaves the first two; a response has them with 0.625 and
+    0.375. Of tokens with equal probabilities, each engine decides which stay.
+
+    Args:
+        top_p: From above 0 to 1.
+        top_k: 1 or more; None for no limit.
+        min_p: From 0 to below 1.
+    """
+
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"`top_p` is {self.top_p}; give a probability above 0, at most 1 (1 cuts off nothing)")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"`top_k` is {self.top_k}; give a number of tokens, 1 or more, or null for no limit")
+        if not 0 <= self.min_p < 1:
+            raise UserError(f"`min_p` is {self.min_p}; give a share from 0 (cuts off nothing) to below 1")
+
+    def __bool__(self) -> bool:
+        """Whether any tokens are cut off."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
+
+    def __str__(self) -> str:
+        """The settings that cut off tokens, such as `top_p: 0.9, top_k: 64`."""
+        given = {"top_p": self.top_p < 1, "top_k": self.top_k is not None, "min_p": self.min_p > 0}
+        return ", ".join(f"{name}: {getattr(self, name)}" for name, cuts in given.items() if cuts)
+
+    def kept(self, logits: Tensor) -> Tensor:
+        """`[n, V]` bool, which tokens stay; of `logits` `[n, V]` divided by the temperature. Never none of a row."""
+        probs = logits.softmax(-1)
+        left = probs >= self.min_p * probs.amax(-1, keepdim=True)
+        if self.top_k is None and self.top_p == 1:
+            return left
+        ordered, ids = logits.masked_fill(~left, -torch.inf).sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            ordered[:, self.top_k :] = -torch.inf
+        stays = ordered.isfinite()
+        if self.top_p < 1:
+            probs = ordered.softmax(-1)
+            stays &= probs.cumsum(-1) - probs < self.top_p  # the probability of the likelier tokens
+        return torch.zeros_like(left).scatter_(-1, ids, stays)
+
+
+def noted(kept: Tensor, chosen: Tensor) -> list[Tensor]:
+    """The entries of the column `support` for a place of each row: the other tokens that stayed, and `END`.
+
+    Args:
+        kept: `[n, V]` bool.
+        chosen: `[n]` int64, the sampled tokens.
+    """
+    others = kept.scatter(-1, chosen[:, None], False)
+    counts = others.sum(-1).tolist()
+    end = torch.tensor([END], dtype=torch.int32)
+    return [torch.cat([ids, end]) for ids in others.nonzero()[:, 1].to("cpu", torch.int32).split(counts)]
