@@ -110,6 +110,27 @@ class RLModule:
         It is called for each run, graph or simulation, and finds copies of the constructor's handles, to be changed.
         """
 
+    def configure_optimizers(self) -> Any:
+        """Make the optimizers of models that are trained, in the forms of Lightning; by default models have their own.
+
+        It is called before processes start. Parameters come from `self.actor.named_parameters()`: they have shapes and
+        no values. A model whose optimizer is not made here has that of its settings. Of these, `warmup_steps`,
+        `schedule`, `by` and `gradient_clipping` hold for an optimizer that is made here too.
+
+        Example:
+            ```python
+            def configure_optimizers(self):
+                matrices = [each for each in self.actor.parameters() if each.dim() > 1]
+                others = [each for each in self.actor.parameters() if each.dim() < 2]
+                groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+                return torch.optim.AdamW(groups, lr=1e-6, weight_decay=0.1)
+            ```
+
+        Returns:
+            A torch optimizer, `{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}}`, or several
+            of these; each over the parameters of one model.
+        """
+
     def validation_step(self, batch: Any) -> None:
         """Measure on held-out rows what generating and scoring do not measure: `self.log("val/margin", margin)`.
 
@@ -160,6 +181,18 @@ class RLModule:
                 raise UserError(
                     f"{found}; continue with the algorithm that wrote it, or start a new run from its model"
                 )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint what a resumed run needs: `checkpoint["seen"] = self.seen`.
+
+        Called on every rank, also without a checkpoint being written: before each step that a signal may interrupt.
+
+        Args:
+            checkpoint: Empty at first; it may be given what `state_dict` may return.
+        """
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take back what `on_save_checkpoint` added, if it added anything, before the first step of a resumed run."""
 
     def memories(self) -> dict[str, PromptMemory]:
         """What the module remembers of prompts, by the names of the attributes."""

@@ -33,6 +33,7 @@ from rlflow.module import RLModule, chooses_prompts, environments, handles, has_
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings
 from rlflow.run import checks
+from rlflow.run.optimizers import configure_optimizers
 from rlflow.run.placement import followed_role, layouts, owner_of
 from rlflow.run.pretrained import load_config, load_tokenizer, loading, require_same_vocabulary, stop_tokens
 from rlflow.run.schedules import check_schedules
@@ -243,6 +244,7 @@ def prepare(
         whole = strategy.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
+    configure_optimizers(module, {role: paths[role] for role in graph.trained_roles()}, strategy.dtype)
     check_schedules(module, graph, data.prompts_per_step)
     tokenizer = _same_tokenizer(module, policies | paths, lead)
     processor = _processor(module, configs, (policies | paths)[lead], lead, tokenizer)

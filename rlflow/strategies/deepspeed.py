@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -184,13 +184,17 @@ class DeepSpeedStrategy(DistributedStrategy):
 
         groups = self._join(name)
         engine: torch.nn.Module
-        engine, *_ = deepspeed.initialize(
-            config=self._config(name, role.model, role.handle.optimizer),
-            model=role.model,
-            optimizer=role.optimizer,
-            mpu=groups,
-            dist_init_required=False,
-        )
+        with nullcontext() if role.optimizer is None else role.standing_still():
+            engine, *_ = deepspeed.initialize(
+                config=self._config(name, role.model, role.handle.optimizer),
+                model=role.model,
+                optimizer=role.optimizer,
+                mpu=groups,
+                dist_init_required=False,
+            )
+        if role.optimizer is not None and self.stage == 0 and self.dtype == torch.bfloat16:
+            # DeepSpeed has made an update with gradients of 0, after which the first one would be AdamW's second.
+            role.optimizer.state.clear()
         engine.register_forward_pre_hook(lambda *_: turn_to(groups))
         self._engines[name] = engine
         return engine
