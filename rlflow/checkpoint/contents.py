@@ -22,7 +22,6 @@ from rlflow.module import RLModule
 from rlflow.state.tensors import digest, with_tensors, without_tensors
 from rlflow.strategies.strategy import TrainingStrategy
 
-
 ADDED = "on_save_checkpoint."  # how the names begin of what the module's hook added to its state
 
 
@@ -150,11 +149,7 @@ class Checkpoint:
         """
         device, lines = self.strategy.root_device, list[str]()
         restore(folder, self.strategy, self.roles)
-        state = with_tensors(progress.state["module"], read_module_tensors(folder))
-        added = {name.removeprefix(ADDED): state.pop(name) for name in [*state] if name.startswith(ADDED)}
-        self.module.load_state_dict(state)
-        if added:
-            self.module.on_load_checkpoint(added)
+        restore_module(self.module, folder, progress.state["module"])
         for name, part in {**self.changed, **self.alike}.items():
             lines += part.load_state_dict(progress.state[name]) or ()
         self.take_over(lambda name, like: read_groups(folder, name, like, device))
@@ -178,6 +173,21 @@ class Checkpoint:
         """The entries of the parts that some ranks change: `module/beta`, `updates/actor`."""
         parts = ("module", *self.changed)
         return {f"{part}/{name}": value for part in parts for name, value in state[part].items()}
+
+
+def restore_module(module: RLModule, folder: Path, stored: Mapping[str, Any]) -> None:
+    """Give a module the state that a checkpoint has of it.
+
+    Args:
+        module: The module.
+        folder: Folder of the checkpoint, which has the tensors.
+        stored: The rest of the state, from `state.json` there.
+    """
+    state = with_tensors(stored, read_module_tensors(folder))
+    added = {name.removeprefix(ADDED): state.pop(name) for name in [*state] if name.startswith(ADDED)}
+    module.load_state_dict(state)
+    if added:
+        module.on_load_checkpoint(added)
 
 
 def _states(parts: Mapping[str, StatefulPart]) -> dict[str, Any]:

@@ -225,6 +225,7 @@ def prepare(
     if unknown := [name for name in settings.keep_inputs_of if name not in graph.nodes]:
         raise UserError(f"`trainer.keep_inputs_of` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
     names = _generating_policies(graph, made.follows)
+    checks.check_hooks(module, graph)
     data = checks.resolved(data, module, graph)
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
     policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}

@@ -103,19 +103,27 @@ class TrainingStrategy:
         share_prefixes: bool,
         float32_head: bool,
     ) -> None:
-        if precision not in self.precisions:
-            known = ", ".join(self.precisions)
-            raise UserError(f"`precision` is {precision!r}; {type(self).__name__} trains in {known}; {self.otherwise}")
+        self.use_precision(precision)
         if token_budget < 1:
             raise UserError(f"`token_budget` is {token_budget}; a micro-batch holds at least 1 token.")
         self.processes = processes
-        self.dtype = self.precisions[precision]
         self.token_budget = token_budget
         self.packing = packing
         self.share_prefixes = packing and share_prefixes
         self.float32_head = float32_head
         self.roles = {}
         self._layouts: dict[str, Layout] = {}
+
+    def use_precision(self, precision: str) -> None:
+        """Train in a precision by its name in `precisions`, such as `bf16`.
+
+        Raises:
+            UserError: This strategy does not train in it.
+        """
+        if precision not in self.precisions:
+            known = ", ".join(self.precisions)
+            raise UserError(f"`precision` is {precision!r}; {type(self).__name__} trains in {known}; {self.otherwise}")
+        self.dtype = self.precisions[precision]
 
     @property
     def root_device(self) -> torch.device:
