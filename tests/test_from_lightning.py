@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from rlflow import CausalLM, RLModule, Trainer, UserError
 from rlflow.callbacks import (
@@ -25,6 +26,7 @@ from rlflow.callbacks import (
     ThroughputMonitor,
     Timer,
 )
+from rlflow.commands.fit import read_fit
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess
 from tests.controller.runs import RaggedGRPO, sums
@@ -214,6 +216,34 @@ def test_torch_s_profiler_leaves_a_trace_of_a_rank(policy: Path, tmp_path: Path)
     assert {event["name"] for event in events if "ProfilerStep" in event["name"]} == {
         f"ProfilerStep#{n}" for n in (2, 3, 4)
     }
+
+
+CONFIG = """
+module: {class_path: GRPO, init_args: {actor: tiny, group_size: 2, reward: exact_match}}
+data: {train: rows.jsonl}
+trainer: {devices: auto, accelerator: cpu, precision: bf16-true, profiler: simple, fast_dev_run: 3}
+callbacks:
+- {class_path: timer, init_args: {duration: "00:12:00:00"}}
+- {class_path: ModelCheckpoint, init_args: {every_n_train_steps: 5, train_time_interval: {minutes: 30}}}
+- {class_path: sample_table, init_args: {every_n_steps: 10, n: 8}}
+- learning_rate_monitor
+- throughput_monitor
+"""
+
+
+def test_a_config_has_them_too_and_runs_again_as_it_was_resolved(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    (tmp_path / "my.yaml").write_text(CONFIG.replace("rows.jsonl", str(tmp_path / "rows.jsonl")))
+    first = read_fit(["--config", str(tmp_path / "my.yaml")])
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(first.config))
+    for found in (first, read_fit(["--config", str(tmp_path / "again.yaml")])):
+        trainer = found.trainer
+        assert (trainer.devices, trainer.max_steps, trainer.strategy.dtype) == (1, 3, torch.bfloat16)
+        assert (trainer.save_every_n_steps, trainer.save_every_seconds) == (5, 1800.0)
+        assert (trainer.log_samples, trainer.log_samples_every_n_steps) == (8, 10)
+        timer, *_ = trainer.callbacks
+        assert timer.time_remaining() == 12 * 3600
+        assert type(trainer.callbacks[-1]).__name__ == "SimpleProfiler"
 
 
 class Forgotten(Callback):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from datetime import timedelta
 from typing import Any, Literal
 
 from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.timer import Duration, seconds_of
 from rlflow.errors import UserError
 from rlflow.settings import Settings
 
@@ -48,7 +48,7 @@ class ModelCheckpoint(Preset):
         save_last: Whether the last checkpoints stay, which they do in any case; or their number, 2 or more.
         every_n_train_steps: Steps between checkpoints. If neither this nor `train_time_interval` is given, checkpoints
             are written after each `val_check_interval`.
-        train_time_interval: Time after which the next step is followed by a checkpoint.
+        train_time_interval: Time after which the next step is followed by a checkpoint, as Timer's `duration`.
         dirpath: Not used: checkpoints are in the run's folder.
         filename: Not used: a checkpoint is named after its step.
         save_weights_only: Not used: the model is written with each checkpoint.
@@ -68,7 +68,7 @@ class ModelCheckpoint(Preset):
         save_weights_only: bool = False,
         mode: Literal["min", "max"] = "min",
         every_n_train_steps: int | None = None,
-        train_time_interval: timedelta | None = None,
+        train_time_interval: Duration | None = None,
         every_n_epochs: int | None = None,
     ) -> None:
         unused = {"dirpath": dirpath, "filename": filename, "save_weights_only": save_weights_only}
@@ -98,7 +98,7 @@ class ModelCheckpoint(Preset):
         if self.save_last is not None and not isinstance(self.save_last, bool):
             found["save_last"] = self.save_last
         if self.train_time_interval is not None:
-            found["save_every_seconds"] = self.train_time_interval.total_seconds()
+            found["save_every_seconds"] = seconds_of(self.train_time_interval, "`train_time_interval`")
         if self.every_n_train_steps is not None:
             found["save_every_n_steps"] = self.every_n_train_steps
         elif self.train_time_interval is None:

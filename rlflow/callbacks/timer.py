@@ -11,6 +11,8 @@ from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.errors import UserError
 from rlflow.module import RLModule
 
+Duration = dict[str, float] | str | timedelta  # in this order: jsonargparse reads 12 minutes in "00:12:00:00"
+
 
 class Timer(Callback):
     """Ends the run after the step in which its training has lasted so long, runs that it resumes included.
@@ -28,20 +30,13 @@ class Timer(Callback):
 
     def __init__(
         self,
-        duration: str | timedelta | dict[str, float] | None = None,
+        duration: Duration | None = None,
         interval: Literal["step"] = "step",
         verbose: bool = True,
     ) -> None:
-        if isinstance(duration, str):
-            parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
-            if parts is None:
-                raise UserError(f"`duration` of Timer is {duration!r}; give DD:HH:MM:SS, such as 00:12:00:00")
-            duration = dict(zip(("days", "hours", "minutes", "seconds"), map(float, parts.groups()), strict=True))
-        if isinstance(duration, dict):
-            duration = timedelta(**duration)
         if interval != "step":
             raise UserError(f"`interval` of Timer is {interval!r}; the time is compared after each step: leave it out")
-        self._duration = None if duration is None else duration.total_seconds()
+        self._duration = None if duration is None else seconds_of(duration, "`duration` of Timer")
         self._verbose = verbose
         self._before = 0.0  # seconds of the runs that this one resumes
         self._elapsed = 0.0
@@ -74,3 +69,16 @@ class Timer(Callback):
         trainer.should_stop = True
         if self._verbose and trainer.is_global_zero:
             print(f"Timer: training has lasted {self.time_elapsed():.0f} s of {self._duration:.0f} s, so it ends here")
+
+
+def seconds_of(duration: Duration, what: str) -> float:
+    """The seconds of `DD:HH:MM:SS`, a `timedelta`, or the arguments of one; `what` is named in the error."""
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    if isinstance(duration, dict):
+        return timedelta(**duration).total_seconds()
+    parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
+    if parts is None:
+        raise UserError(f"{what} is {duration!r}; give DD:HH:MM:SS, such as 00:12:00:00")
+    days, hours, minutes, seconds = map(int, parts.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
