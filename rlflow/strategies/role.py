@@ -86,10 +86,10 @@ class Role:
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """The learning rates of the last update, by the names under which they are logged: `lr`, or `lr/pg1`, ..."""
+        """The learning rates of the last update, by how their names in the metrics end: `/pg1`, ... if several."""
         assert self.optimizer is not None
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return {"lr": rates[0]} if len(rates) == 1 else {f"lr/pg{i}": rate for i, rate in enumerate(rates, start=1)}
+        return {"": rates[0]} if len(rates) == 1 else {f"/pg{i}": rate for i, rate in enumerate(rates, start=1)}
 
     @property
     def kinds(self) -> list[str]:

@@ -89,7 +89,7 @@ def test_the_schedule_of_the_settings_holds_for_each_group_s_own_rate(tiny: Path
         role.set_learning_rates()
         found.append(role.learning_rates)
     # warm-up 1/2, 1, then from 1 to 0 over the two updates that are left
-    highest = {"lr/pg1": 0.01, "lr/pg2": 0.002}
+    highest = {"/pg1": 0.01, "/pg2": 0.002}
     assert found == [{name: pytest.approx(lr * part) for name, lr in highest.items()} for part in (0.5, 1, 1, 0.5)]
 
 
