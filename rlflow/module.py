@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from rlflow.context.node_context import AllRows, NodeContext
 from rlflow.dag.node import NodeConfig
+from rlflow.dotted_path import object_at
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.functional import Aggregation, merge_moments, quantiles, row_moments, standardize
@@ -111,6 +115,76 @@ class RLModule:
         It is called for each run, graph or simulation, and finds copies of the constructor's handles, to be changed.
         """
 
+    def configure_optimizers(self) -> Any:
+        """Make the optimizers of models that are trained, in the forms of Lightning; by default models have their own.
+
+        It is called before processes start. Parameters come from `self.actor.named_parameters()`: they have shapes and
+        no values. A model whose optimizer is not made here has that of its settings. Of these, `warmup_steps`,
+        `schedule`, `by` and `gradient_clipping` hold for an optimizer that is made here too.
+
+        Example:
+            ```python
+            def configure_optimizers(self):
+                matrices = [each for each in self.actor.parameters() if each.dim() > 1]
+                others = [each for each in self.actor.parameters() if each.dim() < 2]
+                groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+                return torch.optim.AdamW(groups, lr=1e-6, weight_decay=0.1)
+            ```
+
+        Returns:
+            A torch optimizer, `{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}}`, or several
+            of these; each over the parameters of one model.
+        """
+
+    def save_hyperparameters(self, *given: str | Mapping[str, Any], ignore: str | Sequence[str] = ()) -> None:
+        """Keep the arguments of the constructor in `hparams`, as Lightning's; called in `__init__` or `__post_init__`.
+
+        Those that are numbers, texts, lists or dicts are in `hparams.json` of the run's folder, and in the loggers of a
+        run without a config. `load_from_checkpoint` reads them.
+
+        Args:
+            given: Names of arguments to keep, all if there are none; or a dict of further values.
+            ignore: Name, or names, of arguments to leave out.
+        """
+        found, frame = dict[str, Any](), sys._getframe(1)
+        while frame.f_locals.get("self") is self and frame.f_code.co_name in ("__init__", "__post_init__"):
+            names, _, more, values = inspect.getargvalues(frame)
+            found |= {name: values[name] for name in names if name != "self"} | (values[more] if more else {})
+            assert frame.f_back is not None  # a constructor is called by somebody
+            frame = frame.f_back
+        left_out, chosen = {ignore} if isinstance(ignore, str) else {*ignore}, {x for x in given if isinstance(x, str)}
+        found = {name: x for name, x in found.items() if name not in left_out and (name in chosen or not given)}
+        for each in given:
+            found |= each if isinstance(each, Mapping) else {}
+        self.hparams.update(found)
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """What `save_hyperparameters` kept, which is read as `hparams["lr"]` or `hparams.lr`."""
+        from lightning.fabric.utilities.data import AttributeDict
+
+        found: dict[str, Any] = vars(self).setdefault("_hparams", AttributeDict())
+        return found
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, **arguments: Any) -> Self:
+        """The module of a run, with the weights and the state that the run left: to go on with, or to generate with.
+
+        Its arguments are those of the run's config or, of a run without one, those that `save_hyperparameters` kept.
+
+        Args:
+            checkpoint_path: Folder of a run; or one of its checkpoints, whose weights are then exported to `exported/`
+                of the run's folder.
+            arguments: Arguments of the constructor in place of those of the run: a reward function, say.
+
+        Raises:
+            UserError: There is no run, it trained another class, or it has no weights of a model.
+        """
+        # Configs and runs are above this module, and nothing else here needs them.
+        load = object_at("rlflow.commands.loading.load_module", "`load_from_checkpoint`")
+        module: Self = load(cls, Path(checkpoint_path), arguments)
+        return module
+
     def validation_step(self, batch: Any) -> None:
         """Measure on held-out rows what generating and scoring do not measure: `self.log("val/margin", margin)`.
 
@@ -161,6 +235,18 @@ class RLModule:
                 raise UserError(
                     f"{found}; continue with the algorithm that wrote it, or start a new run from its model"
                 )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint what a resumed run needs: `checkpoint["seen"] = self.seen`.
+
+        Called on every rank, also without a checkpoint being written: before each step that a signal may interrupt.
+
+        Args:
+            checkpoint: Empty at first; it may be given what `state_dict` may return.
+        """
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take back what `on_save_checkpoint` added, if it added anything, before the first step of a resumed run."""
 
     def memories(self) -> dict[str, PromptMemory]:
         """What the module remembers of prompts, by the names of the attributes."""

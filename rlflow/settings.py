@@ -12,6 +12,7 @@ from typing import Literal
 
 from rlflow.databuffer.balance import Balance
 from rlflow.errors import UserError
+from rlflow.process.devices import accelerators
 from rlflow.values.truncation import Truncation
 
 MOST_DEVICES = 1024  # of a machine
@@ -69,14 +70,21 @@ class Settings:
         max_steps: Maximum number of steps; a step is one batch of prompts through the whole graph.
         max_epochs: Maximum number of passes over the training rows.
         max_seconds: Stop after the step in which the run has lasted so long.
-        devices: Processes on this machine, one for each accelerator.
+        devices: Processes on this machine, one for each accelerator; `auto` for one on each GPU that is there, or for
+            one on the CPU.
         num_nodes: Number of machines.
-        accelerator: `cpu`, `cuda`, or `auto` for what is there.
+        accelerator: `cpu`, `cuda` (also `gpu`), or `auto` for what is there.
+        precision: Precision of training as Lightning names it, such as `bf16-mixed`, in place of the strategy's own.
+            `mixed` keeps float32 weights, `true` does not. None for that of the strategy.
         val_check_interval: Steps between validations; one comes before the first step and one after the last.
         limit_val_batches: Maximum number of batches of `data.prompts_per_step` held-out prompts in a validation.
         val_samples: Responses to each held-out prompt at the policy's temperature; with 2 or more, pass@k is logged.
         val_sampling: How the responses of validation, `rlflow test` and `rlflow predict` are sampled; None as in steps.
         log_every_n_steps: Metrics and samples are logged every so many steps; validations always are.
+        log_samples: Number of samples that are logged of a step.
+        log_samples_every_n_steps: Steps between those of which samples are logged; None for `log_every_n_steps`.
+        profiler: `simple` prints the seconds of each node and other parts of a step at the end; `pytorch` writes what
+            torch's profiler records of steps 3 to 5 into `profiler/` of the run's folder. None for neither.
         save_every_n_steps: Steps between checkpoints, with one at the end and the model with them; None for only the
             model at the end.
         save_every_seconds: Seconds after which the next step is followed by a checkpoint; may be combined with steps.
@@ -86,8 +94,8 @@ class Settings:
         mode: Whether a smaller (`min`) or a larger (`max`) value of `monitor` is better.
         async_save: Write checkpoints and models in the background: a step waits only until its rank's part of the
             state is copied to the CPU's memory.
-        ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, or a checkpoint's folder; `auto` for the
-            last if there is one, and else a new run.
+        ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, `best` of it by `monitor`, or a
+            checkpoint's folder; `auto` for the last if there is one, and else a new run.
         grace_s: Seconds from a signal that ends `rlflow fit` (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C) to its end, in which
             the step is dropped or finished, and saved; a second signal ends the run immediately.
         keep_inputs: Steps for which node inputs and outputs are stored for `rlflow replay`; those of a node that raises
@@ -101,8 +109,8 @@ class Settings:
             above 0; None for none. An infinite or NaN norm is always skipped, by all ranks.
         max_skipped: Number of updates of a role skipped in a row that ends the run.
         sync_bucket_bytes: Bytes of weights that are gathered together on their way into the rollout engine.
-        fast_dev_run: Run two steps of every part, with validation, and write nothing but logs and traces, in
-            `<run_dir>-dev`.
+        fast_dev_run: Run two steps of every part, or as many as a number says, with validation, and write nothing but
+            logs and traces, in `<run_dir>-dev`.
         placement: Ranks by role, with `actor.rollout` for the engines of `actor` and `rollout` for those of all other
             policies; all ranks where a role is not named.
         max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
@@ -119,14 +127,18 @@ class Settings:
     max_steps: int | None = None
     max_epochs: int | None = None
     max_seconds: float | None = None
-    devices: int = 1
+    devices: int | Literal["auto"] = 1
     num_nodes: int = 1
-    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
+    precision: str | int | None = None
     val_check_interval: int | None = None
     limit_val_batches: int | None = None
     val_samples: int = 1
     val_sampling: ValSampling | None = None
     log_every_n_steps: int = 1
+    log_samples: int = 4
+    log_samples_every_n_steps: int | None = None
+    profiler: Literal["simple", "pytorch"] | None = None
     save_every_n_steps: int | None = None
     save_every_seconds: float | None = None
     save_last: int | bool = 2
@@ -143,7 +155,7 @@ class Settings:
     skip_spikes: float | None = None
     max_skipped: int = 3
     sync_bucket_bytes: int = 256 * 2**20
-    fast_dev_run: bool = False
+    fast_dev_run: bool | int = False
     placement: Mapping[str, Placed] | None = None
     max_staleness: int = 0
     partial_rollout: int | None = None
@@ -155,6 +167,10 @@ class Settings:
             raise UserError(f"`trainer.run_dir` is {self.run_dir!r}; name a folder, such as runs/mine")
         if self.save_last is True:
             self.save_last = 2
+        if self.accelerator == "gpu":
+            self.accelerator = "cuda"
+        if self.devices in ("auto", -1):
+            self.devices = accelerators(self.accelerator)
         for name in (
             "max_steps",
             "max_epochs",
@@ -164,6 +180,8 @@ class Settings:
             "limit_val_batches",
             "val_samples",
             "log_every_n_steps",
+            "log_samples",
+            "log_samples_every_n_steps",
             "save_every_n_steps",
             "sync_bucket_bytes",
             "partial_rollout",
@@ -211,6 +229,8 @@ class Settings:
                 f"`trainer.monitor` is {self.monitor!r} and `trainer.save_top_k` is {self.save_top_k}, so the metric"
                 " decides nothing; give a number of best checkpoints"
             )
+        if self.ckpt_path == "best" and self.monitor is None:
+            raise UserError("`trainer.ckpt_path` is 'best' and `trainer.monitor` is not set; name the metric to go by")
         if self.save_top_k and not self.saves_checkpoints:
             raise UserError(
                 f"`trainer.save_top_k` is {self.save_top_k}, and no checkpoint is written; set"
@@ -236,7 +256,13 @@ class Settings:
     @property
     def world_size(self) -> int:
         """Processes of the run: `devices` times `num_nodes`."""
-        return self.devices * self.num_nodes
+        return self.ranks_here * self.num_nodes
+
+    @property
+    def ranks_here(self) -> int:
+        """Processes on this machine: `devices`, which the constructor has made a number."""
+        assert not isinstance(self.devices, str)
+        return self.devices
 
     @property
     def cuts_off(self) -> bool:

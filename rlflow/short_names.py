@@ -92,7 +92,14 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
         "tensorboard": "rlflow.loggers.TensorBoardLogger",
         "wandb": "rlflow.loggers.WandbLogger",
     },
-    "callback": {"early_stopping": "rlflow.callbacks.EarlyStopping"},
+    "callback": {
+        "early_stopping": "rlflow.callbacks.EarlyStopping",
+        "learning_rate_monitor": "rlflow.callbacks.LearningRateMonitor",
+        "model_checkpoint": "rlflow.callbacks.ModelCheckpoint",
+        "sample_table": "rlflow.callbacks.SampleTable",
+        "throughput_monitor": "rlflow.callbacks.ThroughputMonitor",
+        "timer": "rlflow.callbacks.Timer",
+    },
 }
 
 

@@ -13,6 +13,8 @@ from typing import Any, TypeVar, get_args
 
 from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks, check_callbacks
+from rlflow.callbacks.presets import Preset
+from rlflow.callbacks.profilers import profiler_named
 from rlflow.controller.run import Run
 from rlflow.data.loader import scan_together
 from rlflow.data.prompts import PromptData
@@ -37,6 +39,7 @@ from rlflow.run.replay import Replayed, replay
 from rlflow.run.validation import test, validate
 from rlflow.settings import Settings
 from rlflow.short_names import made
+from rlflow.strategies.precision import keeps_float32, use_precision
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
 
@@ -57,7 +60,8 @@ class Trainer(RunningTrainer):
         ```
 
     Args:
-        strategy: How training is spread over ranks; None for one process without DeepSpeed, else ZeRO-2.
+        strategy: How training is spread over ranks; None for one process without DeepSpeed (FSDP if `precision` is
+            mixed), else ZeRO-2.
         rollout: The engine that generates; None for transformers' own.
         engines: Engines by policy: an engine other than `rollout`, or a `Share` of another policy's.
         logger: Where metrics are logged in addition to the run's own files; one or several of ours or of Lightning's.
@@ -73,9 +77,20 @@ class Trainer(RunningTrainer):
 
     def __post_init__(self) -> None:
         if self.fast_dev_run:
-            self.max_steps = 2
+            self.max_steps = 2 if self.fast_dev_run is True else self.fast_dev_run
+        callbacks = [self.callbacks] if isinstance(self.callbacks, str | Callback) else self.callbacks
+        self.callbacks = self._callbacks = [made(each, "callbacks", Callback) for each in callbacks]
+        for each in self._callbacks:
+            if isinstance(each, Preset):
+                each.set_in(self)
         super().__post_init__()
+        if self.profiler is not None:
+            self._callbacks.append(profiler_named(self.profiler))
         self.strategy = made(self.strategy, "strategy", TrainingStrategy)
+        if self.precision is not None:
+            strategy = self._strategy()
+            use_precision(strategy, self.precision)
+            self.strategy = strategy
         engine: RolloutEngine = made(self.rollout or "transformers", "rollout", RolloutEngine)
         engines = (self.engines or {}).items()
         others = {name: made(each, f"engines.{name}", RolloutEngine, Share) for name, each in engines}
@@ -85,8 +100,6 @@ class Trainer(RunningTrainer):
         given = [self.logger] if isinstance(self.logger, str | LoggerLike) else self.logger or ()
         self.loggers = [made(each, "logger", *get_args(LoggerLike)) for each in given]
         self.logger = self.loggers[0] if self.loggers else None
-        callbacks = [self.callbacks] if isinstance(self.callbacks, str | Callback) else self.callbacks
-        self.callbacks = self._callbacks = [made(each, "callbacks", Callback) for each in callbacks]
         check_callbacks(self._callbacks)
         self.resolved_config: str | None = None
 
@@ -210,6 +223,14 @@ class Trainer(RunningTrainer):
         again = partial(replay, run_dir=Path(run_dir), step=step, node_id=node, debugs=debugs)
         return self._launch(module, _data(data), self.settings, again)
 
+    def _strategy(self) -> TrainingStrategy:
+        """The strategy that was given, or the one by default."""
+        by_default = "single" if self.world_size == 1 else "deepspeed"
+        if self.world_size == 1 and keeps_float32(self.precision):
+            by_default = "fsdp"
+        strategy: TrainingStrategy = made(self.strategy or by_default, "strategy", TrainingStrategy)
+        return strategy
+
     def _launch(
         self,
         module: RLModule,
@@ -224,9 +245,7 @@ class Trainer(RunningTrainer):
         self.should_stop, self.global_step, self.current_epoch, self.callback_metrics = False, 0, 0, {}
         require_accelerator(settings.accelerator)
         require_folder(settings.folder)
-        by_default = "single" if self.world_size == 1 else "deepspeed"
-        strategy = self.strategy or made(by_default, "strategy", TrainingStrategy)
-        assert isinstance(strategy, TrainingStrategy)
+        strategy = self._strategy()
         status.mine().limit_s = 0.0 if strategy.timeout is None else strategy.timeout.total_seconds()
         self.engine_settings.check_installed()
 
@@ -254,7 +273,7 @@ class Trainer(RunningTrainer):
             require_started(settings.world_size)
             fabric = Fabric(
                 accelerator=settings.accelerator,
-                devices=settings.devices,
+                devices=settings.ranks_here,
                 num_nodes=settings.num_nodes,
                 strategy=strategy.processes,
             )

@@ -254,6 +254,7 @@ STANDS_FOR = {  # what a part of a name that is computed may be; `<role>` and th
     "self._part": ["filter", "rollout"],
     "k": ["<k>"],
     "seat": ["<seat>"],
+    "group": ["", "/pg1"],
 }
 
 

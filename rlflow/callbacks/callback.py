@@ -68,8 +68,11 @@ class Callback:
     def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
         """Everything is loaded; no step has run."""
 
-    def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` (the first is 1) is done, not yet validated; `metrics` are its own, over all ranks."""
+    def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
+        """Step `step` (the first is 1) is done, not yet validated; `metrics` are its own, over all ranks.
+
+        What a callback adds to `metrics` is logged with them.
+        """
 
     def on_validation_end(
         self, trainer: RunningTrainer, module: RLModule, step: int, metrics: Mapping[str, float]

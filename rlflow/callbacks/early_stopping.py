@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,38 +17,51 @@ class EarlyStopping(Callback):
     A metric of validation (`val...`) is looked at after each validation, any other after each step.
 
     Example:
-        `EarlyStopping("val/accuracy", stopping_threshold=0.8)` ends the run after the first validation with an accuracy
-        of 0.8 or more, `EarlyStopping("actor/kl", mode="min", patience=50)` after 50 steps in a row without a lower KL.
+        `EarlyStopping("val/accuracy", mode="max", patience=None, stopping_threshold=0.8)` ends the run after the first
+        validation with an accuracy of 0.8 or more, `EarlyStopping("actor/kl", patience=50)` after 50 steps in a row
+        without a lower KL.
 
     Args:
         monitor: Name of the metric.
-        mode: Whether larger (`max`) or smaller (`min`) is better.
-        stopping_threshold: Stop as soon as the metric is at least this good; None for no such rule.
-        patience: Stop after this many looks in a row without a better value; None for no such rule.
         min_delta: Difference by which a value must beat the best one to count as better.
+        patience: Stop after this many looks in a row without a better value; None for no such rule.
+        verbose: Whether the end, and each better value, is said in a line.
+        mode: Whether smaller (`min`) or larger (`max`) is better.
+        strict: Whether a metric that the run does not log is an error; else it is looked for again.
+        check_finite: Stop as soon as the metric is infinite or NaN.
+        stopping_threshold: Stop as soon as the metric is at least this good; None for no such rule.
+        divergence_threshold: Stop as soon as the metric is worse than this; None for no such rule.
 
     Raises:
-        UserError: The run does not log `monitor`, or neither rule is set.
+        UserError: The run does not log `monitor`, or no rule is set.
     """
 
     def __init__(
         self,
         monitor: str,
-        mode: Literal["max", "min"] = "max",
-        stopping_threshold: float | None = None,
-        patience: int | None = None,
         min_delta: float = 0.0,
+        patience: int | None = 3,
+        verbose: bool = False,
+        mode: Literal["min", "max"] = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
     ) -> None:
-        if stopping_threshold is None and patience is None:
+        if patience is None and stopping_threshold is None and divergence_threshold is None:
             raise UserError(
-                f"EarlyStopping on `{monitor}` has neither `stopping_threshold` nor `patience`, so it would never "
-                "stop; set one of them"
+                f"EarlyStopping on `{monitor}` has no `patience`, `stopping_threshold` or `divergence_threshold`, so it"
+                " would never stop; set one of them"
             )
         self.monitor = monitor
-        self.mode = mode
-        self.stopping_threshold = stopping_threshold
-        self.patience = patience
         self.min_delta = min_delta
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
         self._best: float | None = None
         self._looks_without_better = 0
         self._seen = False
@@ -56,7 +70,7 @@ class EarlyStopping(Callback):
     def state_key(self) -> str:
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
-    def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
         if not self._of_validation:
             self._look(trainer, metrics)
 
@@ -79,7 +93,7 @@ class EarlyStopping(Callback):
 
     def _look(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> None:
         if self.monitor not in metrics:
-            if self._seen:  # a mean over no entry is left out of a step's metrics
+            if self._seen or not self.strict:  # a mean over no entry is left out of a step's metrics
                 return
             raise UserError(
                 f"EarlyStopping monitors `{self.monitor}`, which this run does not log."
@@ -87,15 +101,27 @@ class EarlyStopping(Callback):
             )
         self._seen = True
         value = metrics[self.monitor]
-        if self._best is None or self._gain(value, self._best) > self.min_delta:
+        reason = self._reason(value)
+        trainer.should_stop |= reason is not None
+        if self.verbose and trainer.is_global_zero and (reason is not None or not self._looks_without_better):
+            print(f"EarlyStopping: `{self.monitor}` is {value:.4g}, {reason or 'the best so far'}")
+
+    def _reason(self, value: float) -> str | None:
+        """Why the run is to stop after this value of the metric; None if it goes on."""
+        if math.isfinite(value) and (self._best is None or self._gain(value, self._best) > self.min_delta):
             self._best = value
             self._looks_without_better = 0
         else:
             self._looks_without_better += 1
+        if self.check_finite and not math.isfinite(value):
+            return "which is not finite"
         if self.stopping_threshold is not None and self._gain(value, self.stopping_threshold) >= 0:
-            trainer.should_stop = True
+            return f"and {self.stopping_threshold:g} was to be reached"
+        if self.divergence_threshold is not None and self._gain(value, self.divergence_threshold) < 0:
+            return f"which is worse than {self.divergence_threshold:g}"
         if self.patience is not None and self._looks_without_better >= self.patience:
-            trainer.should_stop = True
+            return f"and {self._looks_without_better} looks in a row were not better than {self._best}"
+        return None
 
     def _gain(self, value: float, over: float) -> float:
         """By how much `value` is better than `over`."""

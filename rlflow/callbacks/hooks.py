@@ -14,6 +14,17 @@ from rlflow.module import RLModule
 
 P = ParamSpec("P")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+# Hooks of Lightning's callbacks that are not called here, and what is.
+OTHERS = {
+    "on_train_start": "on_fit_start",
+    "on_train_end": "on_fit_end",
+    "on_train_batch_start": "on_task_start",
+    "on_train_batch_end": "on_step_end",
+    "on_train_epoch_end": "on_step_end",
+    "on_validation_epoch_end": "on_validation_end",
+    "on_save_checkpoint": "state_dict",
+    "on_load_checkpoint": "load_state_dict",
+}
 
 
 class Callbacks:
@@ -97,6 +108,11 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         for name in HOOKS:
             _check_hook(callback, name)
+        for name in dir(callback):
+            if name.startswith("on_") and name not in HOOKS:
+                instead = OTHERS.get(name)
+                mend = f"write `{instead}`" if instead else f"the hooks are {', '.join(HOOKS)}"
+                raise UserError(f"`{name}` of the callback {type(callback).__qualname__} is never called; {mend}")
 
 
 def _check_hook(callback: Callback, name: str) -> None:

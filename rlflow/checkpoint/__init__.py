@@ -18,7 +18,9 @@ flattened tensors that it holds. Any number of ranks, at any ZeRO stage, can rea
 from rlflow.checkpoint.contents import Checkpoint as Checkpoint
 from rlflow.checkpoint.contents import RandomStates as RandomStates
 from rlflow.checkpoint.contents import Snapshot as Snapshot
+from rlflow.checkpoint.contents import restore_module as restore_module
 from rlflow.checkpoint.manifest import AUTO as AUTO
+from rlflow.checkpoint.manifest import BEST as BEST
 from rlflow.checkpoint.manifest import FORMAT as FORMAT
 from rlflow.checkpoint.manifest import LAST as LAST
 from rlflow.checkpoint.manifest import STATE as STATE
@@ -29,6 +31,7 @@ from rlflow.checkpoint.manifest import digest_of as digest_of
 from rlflow.checkpoint.manifest import find as find
 from rlflow.checkpoint.manifest import folder_of as folder_of
 from rlflow.checkpoint.manifest import lacks as lacks
+from rlflow.checkpoint.manifest import monitored_value as monitored_value
 from rlflow.checkpoint.manifest import newest_first as newest_first
 from rlflow.checkpoint.manifest import read_progress as read_progress
 from rlflow.checkpoint.reading import restore as restore

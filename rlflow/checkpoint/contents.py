@@ -22,6 +22,8 @@ from rlflow.module import RLModule
 from rlflow.state.tensors import digest, with_tensors, without_tensors
 from rlflow.strategies.strategy import TrainingStrategy
 
+ADDED = "on_save_checkpoint."  # how the names begin of what the module's hook added to its state
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -147,7 +149,7 @@ class Checkpoint:
         """
         device, lines = self.strategy.root_device, list[str]()
         restore(folder, self.strategy, self.roles)
-        self.module.load_state_dict(with_tensors(progress.state["module"], read_module_tensors(folder)))
+        restore_module(self.module, folder, progress.state["module"])
         for name, part in {**self.changed, **self.alike}.items():
             lines += part.load_state_dict(progress.state[name]) or ()
         self.take_over(lambda name, like: read_groups(folder, name, like, device))
@@ -159,7 +161,10 @@ class Checkpoint:
 
     def _changed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The states of the module and of `changed` on this rank: copies of what is JSON-able, and the tensors."""
-        module, tensors = without_tensors(self.module.state_dict())
+        added: dict[str, Any] = {}
+        self.module.on_save_checkpoint(added)
+        state = self.module.state_dict() | {f"{ADDED}{name}": value for name, value in added.items()}
+        module, tensors = without_tensors(state)
         copies = self.module.memories()  # their states are copies already, and may be long
         module = {name: x if name in copies else copy.deepcopy(x) for name, x in module.items()}
         return {"module": module, **_states(self.changed)}, tensors
@@ -168,6 +173,21 @@ class Checkpoint:
         """The entries of the parts that some ranks change: `module/beta`, `updates/actor`."""
         parts = ("module", *self.changed)
         return {f"{part}/{name}": value for part in parts for name, value in state[part].items()}
+
+
+def restore_module(module: RLModule, folder: Path, stored: Mapping[str, Any]) -> None:
+    """Give a module the state that a checkpoint has of it.
+
+    Args:
+        module: The module.
+        folder: Folder of the checkpoint, which has the tensors.
+        stored: The rest of the state, from `state.json` there.
+    """
+    state = with_tensors(stored, read_module_tensors(folder))
+    added = {name.removeprefix(ADDED): state.pop(name) for name in [*state] if name.startswith(ADDED)}
+    module.load_state_dict(state)
+    if added:
+        module.on_load_checkpoint(added)
 
 
 def _states(parts: Mapping[str, StatefulPart]) -> dict[str, Any]:
@@ -191,7 +211,15 @@ def _changed_by(of_ranks: Sequence[Mapping[str, Digest]]) -> dict[str, list[int]
 
 
 def _digests(entries: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, str]]:
-    of_entries = {name: digest_of(value) for name, value in entries.items()}
+    of_entries = {}
+    for name, value in entries.items():
+        try:
+            of_entries[name] = digest_of(value)
+        except TypeError as error:
+            raise UserError(
+                f"`{name.partition('/')[2]}` cannot be saved in a checkpoint ({error}); give numbers, texts, lists,"
+                " dicts of texts to them, or tensors"
+            ) from error
     return of_entries, {name: digest(tensor) for name, tensor in tensors.items()}
 
 

@@ -16,6 +16,7 @@ from rlflow.storage.tensors import sha256
 FORMAT = 13
 LAST = "last"
 AUTO = "auto"  # `last` if there is one
+BEST = "best"
 STATE = "state.json"
 OF_RANK = "logged"  # how names of files with the state of one rank begin
 MODULE = "module-state"  # how names of files with the module's tensors begin; no role has this name
@@ -96,11 +97,11 @@ def find(
     """Find the checkpoint that `trainer.ckpt_path` names: the run's newest undamaged one, or a given folder.
 
     Args:
-        path: `trainer.ckpt_path` as the user wrote it: `last`, `auto` or a folder.
+        path: `trainer.ckpt_path` as the user wrote it: `last`, `auto`, `best` or a folder.
         run_dir: Folder of the run.
         damage: Says what is wrong with a checkpoint, see the function `damage`; None if nothing is.
         report: Receives a line for each damaged checkpoint that is skipped.
-        listed: Lists the checkpoints of a run, newest first.
+        listed: Lists the checkpoints of a run, newest first; for `best`, the best first.
 
     Returns:
         The checkpoint's folder; None where `auto` finds none. Otherwise `auto` does the same as `last`.
@@ -108,13 +109,13 @@ def find(
     Raises:
         UserError: The run has no undamaged checkpoint, or the given folder is damaged.
     """
-    if path not in (LAST, AUTO):
+    if path not in (LAST, AUTO, BEST):
         folder = Path(path)
         what = damage(folder)
         if what is not None:
             raise UserError(
-                f"`trainer.ckpt_path` is {path!r}, which has {what}; give a checkpoint's folder, `{LAST}` or `{AUTO}`."
-                f"{did_you_mean(path, (LAST, AUTO))}"
+                f"`trainer.ckpt_path` is {path!r}, which has {what}; give a checkpoint's folder, `{LAST}`, `{BEST}` or"
+                f" `{AUTO}`.{did_you_mean(path, (LAST, AUTO, BEST))}"
             )
         return folder
     passed: list[tuple[Path, str]] = []
@@ -132,7 +133,7 @@ def find(
     damaged = "; ".join(f"{of.name} has {why}" for of, why in passed)
     whole = f" that is whole ({damaged})" if passed else ""
     raise UserError(
-        f"`trainer.ckpt_path` is `last`, but {run_dir} has no checkpoint{whole}; leave it out to start anew"
+        f"`trainer.ckpt_path` is `{path}`, but {run_dir} has no checkpoint{whole}; leave it out to start anew"
     )
 
 

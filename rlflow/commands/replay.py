@@ -15,12 +15,13 @@ from rlflow.commands.parser import call
 from rlflow.config.reading import read
 from rlflow.errors import UserError, one_line
 from rlflow.run.folder import RunFolder
+from rlflow.strategies.precision import own_name
 
 LEFT_OUT = ("placement", "logger", "callbacks", "config", "predict")
 # Settings of any strategy that SingleProcess computes with as well.
 OF_STRATEGY = ("precision", "token_budget", "packing", "share_prefixes", "float32_head")
 ALONE: dict[str, Any] = {"devices": 1, "num_nodes": 1, "max_staleness": 0, "partial_rollout": None, "ckpt_path": None}
-ALONE |= {"keep_inputs": [], "keep_inputs_of": [], "fast_dev_run": False}
+ALONE |= {"keep_inputs": [], "keep_inputs_of": [], "fast_dev_run": False, "precision": None}
 MEND = "bring the file back as the run wrote it"
 
 
@@ -98,6 +99,8 @@ def alone(config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         run_dir: Folder for what a run writes.
     """
     given = config["strategy"].get("init_args", {})
+    if (precision := config["trainer"].get("precision")) is not None:
+        given = {**given, "precision": own_name(precision)}
     return {
         **{name: value for name, value in config.items() if name not in LEFT_OUT},
         "trainer": {**config["trainer"], **ALONE, "run_dir": str(run_dir)},

@@ -72,9 +72,9 @@ def simulation_of_run(found: Configured, hardware: str | None) -> Simulation:
     trainer, settings = found.trainer, found.trainer.settings
     on_gpu = settings.accelerator != "cpu" and torch.cuda.is_available()
     if hardware is None:
-        name, machine = this_machine(settings.devices, on_gpu)
+        name, machine = this_machine(settings.ranks_here, on_gpu)
     else:
-        name, machine = hardware, replace(read_hardware(hardware), gpus_per_node=settings.devices)
+        name, machine = hardware, replace(read_hardware(hardware), gpus_per_node=settings.ranks_here)
     return Simulation(
         found.module,
         read_graph(found.module),

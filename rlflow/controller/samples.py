@@ -15,8 +15,6 @@ from rlflow.values.host_copy import on_host
 from rlflow.values.protocols import Written
 from rlflow.values.rollout import Ending
 
-SAMPLES_PER_STEP = 4
-
 
 class Samples:
     """Samples for the loggers. The first rank that generates collects them; rank 0 receives them and logs them.
@@ -27,6 +25,7 @@ class Samples:
         decode: Converts token ids to text, without special tokens.
         decode_with_special: Converts token ids to text, with special tokens.
         rows_of: Converts ids of prompts to their row numbers in the dataset.
+        most: Number of samples that are collected of a step.
         picture_names: Names of the pictures of a row of the dataset.
     """
 
@@ -37,6 +36,7 @@ class Samples:
         decode: Callable[[Sequence[int]], str],
         decode_with_special: Callable[[Sequence[int]], str],
         rows_of: Callable[[Tensor], Tensor],
+        most: int,
         picture_names: Callable[[dict[str, Any]], list[str]] = lambda row: [],
     ) -> None:
         self.group = tuple(sorted({0, speaker}))
@@ -45,6 +45,7 @@ class Samples:
         self._decode = decode
         self._decode_with_special = decode_with_special
         self._rows_of = rows_of
+        self._most = most
         self._picture_names = picture_names
         self._steps: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
 
@@ -55,7 +56,7 @@ class Samples:
         samples, prompts = self._steps[step], rollout.prompt_ids.on_host().rows()
         of_parents, turns, ended = (on_host(x).tolist() for x in (rollout.index, rollout.turns, rollout.ended))
         failed_first = sorted(range(len(prompts)), key=lambda i: ended[i] != Ending.FAILED)
-        kept = failed_first[: SAMPLES_PER_STEP - len(samples)]
+        kept = failed_first[: self._most - len(samples)]
         places = dict(zip(kept, self._rows_of(on_host(rollout.group_of(BATCH))[kept]).tolist(), strict=True))
         for i in kept:
             pictures = self._picture_names(rollout.rows[i])

@@ -220,6 +220,8 @@ class Training:
                 metrics.mean(f"{role}/router_aux_loss", balance_here, once)
         largest = self.watch.largest(role)
         norm = self._strategy.step(role, largest)
+        for group, rate in self._strategy.roles[role].learning_rates.items():
+            metrics.number(f"{role}/lr{group}", rate)
         self.watch.note(role, norm, largest, self._strategy.roles[role].loss_scale, metrics)
 
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:

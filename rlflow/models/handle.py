@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
@@ -152,6 +152,7 @@ class ModelHandle(ABC):
         reads_pictures: Whether the model has a tower for pictures; set as a run is prepared.
         album: Function from numbers of pictures to the pictures, on this rank.
         unread_placeholder: Id of the token in whose place other models of the run read pictures, and this one cannot.
+        shown: What `named_parameters` returns, within the module's `configure_optimizers`.
     """
 
     model: str
@@ -203,6 +204,7 @@ class ModelHandle(ABC):
         self.reads_pictures = False
         self.album: Callable[[Sequence[int]], Sequence[Picture]] = no_pictures
         self.unread_placeholder: int | None = None
+        self.shown: Mapping[str, nn.Parameter] = {}
 
     def load(self, path: Path, dtype: torch.dtype, device: torch.device, empty: bool = False) -> PackedModel:
         """Build the model with its adapters. A strategy calls this, wraps the result, and passes it to `attach`.
@@ -322,6 +324,24 @@ class ModelHandle(ABC):
         if self.freeze_vision_tower:
             for parameter in model.tower_parameters():
                 parameter.requires_grad_(False)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weights that are trained, by name, for the module's `configure_optimizers`; they have shapes, no values.
+
+        Raises:
+            UserError: It is called elsewhere: what a rank holds of a weight depends on the strategy.
+        """
+        if not self.shown:
+            raise UserError(
+                f"the parameters of {self.model!r} are asked for outside of `configure_optimizers`, or no node trains"
+                " it; ask for those of a trained model there"
+            )
+        yield from self.shown.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The weights of `named_parameters` without their names."""
+        for _, parameter in self.named_parameters():
+            yield parameter
 
     def parameter_groups(self, model: PackedModel) -> list[dict[str, Any]]:
         """What an optimizer trains, in groups of one learning rate: all; or the decoder, then the tower.

@@ -1,13 +1,16 @@
-"""How a model is trained: the optimizer's settings, and the class that they name."""
+"""How a model is trained: the optimizer's settings, and an optimizer that a module made."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from rlflow.dotted_path import object_at
 from rlflow.errors import UserError
@@ -89,6 +92,15 @@ class Optimizer:
             raise UserError(f"`optimizer.name` is {self.name!r}, which is no torch.optim.Optimizer; name one")
         return found
 
+    def made(self, groups: Sequence[Mapping[str, Any]], trained: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of a loaded model.
+
+        Args:
+            groups: Parameters in groups, as torch's optimizers take them.
+            trained: The same parameters by name.
+        """
+        return self.kind([{**group} for group in groups], **self.keywords)
+
     def check_divides(self) -> None:
         """Refuse a class whose step of a weight differs from its steps of the pieces, where ranks have pieces.
 
@@ -129,3 +141,45 @@ class Optimizer:
             name = min(twice)
             raise UserError(f"`optimizer.arguments` has `{name}`; that is a setting, so give `optimizer.{name}`")
         return given | self.arguments
+
+
+@dataclass(frozen=True)
+class GroupedOptimizer(Optimizer):
+    """An optimizer that a module's `configure_optimizers` made, with groups of weights that it trains otherwise.
+
+    Of the settings, `warmup_steps`, `schedule`, `by` and `gradient_clipping` hold for all groups; each group has a
+    highest learning rate of its own.
+
+    Attributes:
+        given: The optimizer over parameters without values; `made` puts those of the loaded model in their place.
+        groups: For each group its weights by name (`weights`), and the options in which groups differ.
+        scheduler: Scheduler of the optimizer's learning rates, instead of `warmup_steps` and `schedule`; None for none.
+    """
+
+    given: Any = None
+    groups: Sequence[Mapping[str, Any]] = ()
+    scheduler: LRScheduler | None = None
+
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        return type(self.given)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        known = inspect.signature(self.kind).parameters
+        return {name: value for name, value in self.given.defaults.items() if name in known}
+
+    def made(self, groups: Sequence[Mapping[str, Any]], trained: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        for group, of in zip(self.given.param_groups, self.groups, strict=True):
+            group["params"] = [trained[name] for name in of["weights"]]
+            group["highest_lr"] = of["lr"]
+        optimizer: torch.optim.Optimizer = self.given
+        return optimizer
+
+    def advance(self, updates: int) -> None:
+        """Let the scheduler set the learning rates that hold after so many more updates."""
+        assert self.scheduler is not None
+        with warnings.catch_warnings():  # it expects an update before each call; a run that resumes made them before
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(updates):
+                self.scheduler.step()

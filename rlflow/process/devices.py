@@ -41,6 +41,15 @@ def require_accelerator(accelerator: str) -> None:
         )
 
 
+def accelerators(accelerator: str) -> int:
+    """The number of processes of a machine that uses all of its accelerators: its GPUs, or 1 on the CPU.
+
+    Args:
+        accelerator: `cpu`, `cuda` or `auto`.
+    """
+    return 1 if accelerator == "cpu" else max(1, torch.cuda.device_count())
+
+
 def cuda_of_driver() -> tuple[int, int] | None:
     """The newest CUDA that the installed NVIDIA driver runs, such as (13, 0); None without a driver that says so."""
     try:

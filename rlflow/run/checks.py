@@ -75,6 +75,20 @@ def check_aggregations(module: RLModule, graph: Graph) -> None:
             )
 
 
+# How names of hooks of Lightning's modules begin; and other methods that it calls, with what rlflow has instead.
+LIGHTNING = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_before_", "on_after_")
+NOT_CALLED = {
+    "training_step": 'write a node `@node(role="actor", type="train")` that returns the loss of each token',
+    "test_step": "`Trainer.test` scores with the module's reward",
+    "predict_step": "`Trainer.predict` generates by itself",
+    "train_dataloader": "give the rows to `Trainer.fit`",
+    "val_dataloader": "give the rows to `Trainer.fit`",
+    "configure_callbacks": "give them to the `Trainer`",
+    "optimizer_step": "updates are made by the strategy; set `optimizer`, or write `configure_optimizers`",
+    "lr_scheduler_step": "schedulers go by their number of updates; set `optimizer`, or write `configure_optimizers`",
+}
+
+
 def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: PromptData) -> None:
     """Refuse a `monitor` that begins with `val/` in a run without validation; other names are known after a step.
 
@@ -281,3 +295,16 @@ def check_apart(models: Mapping[str, Path], folder: Path) -> None:
                 f"`trainer.run_dir` is {str(folder)!r}, and `{role}` starts from {str(path)!r} in it;"
                 " give this run a folder of its own"
             )
+
+
+def check_hooks(module: RLModule, graph: Graph) -> None:
+    """Refuse methods that Lightning calls of a module, and rlflow does not.
+
+    Raises:
+        UserError: The module has one.
+    """
+    for name in dir(type(module)):
+        hook = name.startswith(LIGHTNING) and name not in graph.nodes
+        if hook or name in NOT_CALLED:
+            mend = NOT_CALLED.get(name, "write it in a `Callback`, whose hooks are in docs/callbacks.md")
+            raise UserError(f"`{name}` of {type(module).__name__} is never called; {mend}")

@@ -51,6 +51,11 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def hparams(self) -> Path:
+        """The hyperparameters that the module kept by `save_hyperparameters`."""
+        return self.path / "hparams.json"
+
+    @property
     def inputs(self) -> Path:
         """Stored inputs of nodes in some steps, see `rlflow.controller.inputs`."""
         return self.path / "inputs"

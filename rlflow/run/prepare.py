@@ -33,6 +33,7 @@ from rlflow.module import RLModule, chooses_prompts, environments, handles, has_
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings
 from rlflow.run import checks
+from rlflow.run.optimizers import configure_optimizers
 from rlflow.run.placement import followed_role, layouts, owner_of
 from rlflow.run.pretrained import load_config, load_tokenizer, loading, require_same_vocabulary, stop_tokens
 from rlflow.run.schedules import check_schedules
@@ -227,6 +228,7 @@ def prepare(
     if unknown := [name for name in settings.keep_inputs_of if name not in graph.nodes]:
         raise UserError(f"`trainer.keep_inputs_of` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
     names = _generating_policies(graph, made.follows)
+    checks.check_hooks(module, graph)
     data = checks.resolved(data, module, graph)
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
     policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}
@@ -248,6 +250,7 @@ def prepare(
     checks.support_bounds(module, graph)
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
     checks.check_aggregations(module, graph)
+    configure_optimizers(module, {role: paths[role] for role in graph.trained_roles()}, strategy.dtype)
     check_schedules(module, graph, data.prompts_per_step)
     tokenizer = _same_tokenizer(module, policies | paths, lead)
     processor = _processor(module, configs, (policies | paths)[lead], lead, tokenizer)

@@ -17,6 +17,7 @@ from rlflow.loggers.logger import Logger
 from rlflow.process import startup
 from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.resume import Resume
+from rlflow.run.setup import plain_hparams
 
 LETTERS = 200  # shown of a sample's prompt, and of its response
 
@@ -59,8 +60,8 @@ class Recording:
             for logger in self._loggers:
                 logger.start(self._folder.path, first_step=self._first_step)
                 self._started.append(logger)
-                if self._run.config is not None:
-                    logger.log_config(self._run.config)
+                if config := self._run.config or plain_hparams(self._run.module):
+                    logger.log_config(config)
         except BaseException:
             self._finalize("failed")
             raise
@@ -109,7 +110,7 @@ class Recording:
         for logger in self._loggers if records else ():
             if metrics:
                 logger.log_metrics(metrics, done)
-            if samples:
+            if samples and done % (self._run.settings.log_samples_every_n_steps or 1) == 0:
                 logger.log_samples(samples, done)
         self._warn()
         return samples

@@ -21,7 +21,13 @@ WITHOUT_EFFECT = {"data.train", "data.validation", "logger", "callbacks", "place
 WITHOUT_EFFECT |= {"strategy.init_args.timeout_s"}
 TRAINER, MAX_STEPS = "trainer.", "trainer.max_steps"
 # The settings of the trainer that change numbers; `max_steps` does if a learning rate's schedule ends with the run.
-WITH_EFFECT = {MAX_STEPS, "trainer.max_staleness", "trainer.partial_rollout", "trainer.skip_spikes"}
+WITH_EFFECT = {
+    MAX_STEPS,
+    "trainer.max_staleness",
+    "trainer.partial_rollout",
+    "trainer.skip_spikes",
+    "trainer.precision",
+}
 SCHEDULE = ".schedule"
 LONGEST = 60  # most characters of a value that are shown
 
@@ -84,9 +90,17 @@ class Resume:
 
 
 def _listed(run: Run, run_dir: Path) -> list[Path]:
-    """The run's checkpoints as rank 0 sees them; on a network file system other ranks may see an older state."""
-    names = run.transport.gather_json([str(folder) for folder in checkpoint.newest_first(run_dir)])[0]
-    return list(map(Path, names))
+    """The run's checkpoints as rank 0 sees them, newest or best first.
+
+    On a network file system other ranks may see an older state.
+    """
+    found = checkpoint.newest_first(run_dir)
+    if run.settings.ckpt_path == checkpoint.BEST:
+        monitor, sign = run.settings.monitor, 1 if run.settings.mode == "min" else -1
+        values = {each: checkpoint.monitored_value(each, monitor) for each in found if checkpoint.lacks(each) is None}
+        measured = {each: sign * value for each, value in values.items() if value is not None}
+        found = sorted(measured, key=lambda each: measured[each])
+    return [Path(name) for name in run.transport.gather_json([str(folder) for folder in found])[0]]
 
 
 def _damage(run: Run, folder: Path) -> str | None:

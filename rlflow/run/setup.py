@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.errors import about
 from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
-from rlflow.module import handles
+from rlflow.module import RLModule, handles
 from rlflow.rollout.assignment import RankEngines, engines_of_rank
 from rlflow.rollout.engine import EnginePlace
 from rlflow.run.agreement import agree, attempt, facts, model_files
@@ -55,6 +56,7 @@ def join(run: Run, resolved_config: str | None) -> None:
         run.decode,
         run.decode_with_special,
         run.train.rows_of,
+        settings.log_samples,
         run.train.encode.picture_names,
     )
     groups = [*run.plan.groups(), *(layout.ranks for layout in run.layouts.values())]
@@ -109,6 +111,15 @@ def join(run: Run, resolved_config: str | None) -> None:
     run.module.attach(run.context)
 
 
+def plain_hparams(module: RLModule) -> dict[str, Any]:
+    """The hyperparameters of a module that are JSON-able, without secrets; not models, nor functions."""
+    found = {}
+    for name, value in module.hparams.items():
+        with suppress(TypeError):
+            found[name] = json.loads(json.dumps(value))
+    return dict(without_secrets(found))
+
+
 @contextmanager
 def locked_folder(run: Run) -> Iterator[FolderLock]:
     """A context in which the run's folder is locked by rank 0, so that no other run uses it; called by all ranks.
@@ -151,6 +162,8 @@ def open_folder(run: Run, lock: FolderLock, resumes: bool = False) -> RunFolder:
             lock.use()  # once more for the new folder, since the old one was moved away
             if run.config is not None:
                 folder.config.write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
+            if hparams := plain_hparams(run.module):
+                folder.hparams.write_text(json.dumps(hparams, indent=2) + "\n")
 
     attempt(run.transport, folder.path, make)
     return folder

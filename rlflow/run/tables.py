@@ -91,7 +91,7 @@ def memory_table(run: Run) -> Iterator[str]:
     Args:
         run: The run; its strategy has joined the other ranks.
     """
-    strategy, ranks_here = run.strategy, run.settings.devices  # ranks that share a CPU's memory
+    strategy, ranks_here = run.strategy, run.settings.ranks_here  # ranks that share a CPU's memory
     total, free = device_memory(strategy.root_device, ranks_here)
     try:
         workload = run_workload(run)

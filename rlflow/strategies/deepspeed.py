@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -101,11 +101,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         require("deepspeed", "DeepSpeedStrategy", "deepspeed")
         if stage not in (0, 1, 2, 3):
             raise UserError(f"`stage` is {stage}; ZeRO has the stages 0, 1, 2 and 3.")
-        if precision == "fp16" and stage == 0:
-            raise UserError(
-                "`precision` is 'fp16', and `stage` is 0, at which DeepSpeed sums gradients in float16 and does not"
-                " scale the loss; use stage 1, 2 or 3, or `strategy: fsdp`."
-            )
         if offload_optimizer and stage == 0:
             raise UserError("`offload_optimizer` needs ZeRO, and `stage` is 0. Use stage 1, 2 or 3.")
         of_divided: dict[str, int | None] = {"live_elements": live_elements, "partition_within": partition_within}
@@ -118,11 +113,11 @@ class DeepSpeedStrategy(DistributedStrategy):
         for name, least in {"live_elements": 1, "partition_within": 2}.items():
             if (value := of_divided[name]) is not None and value < least:
                 raise UserError(f"`{name}` is {value}; give {least} or more, or null.")
+        self.stage = stage
         self._configure_ranks(
             precision, token_budget, packing, share_prefixes, float32_head, timeout_s, partition_within
         )
         self._flash_attention = flash_attention
-        self.stage = stage
         self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer
         self.offload_parameters = offload_parameters
@@ -133,6 +128,15 @@ class DeepSpeedStrategy(DistributedStrategy):
         # DeepSpeed's engines. Their type is not named: jsonargparse would then import deepspeed when it reads a config.
         # No device is chosen at that time, and DeepSpeed would choose one for the whole process.
         self._engines: dict[str, Any] = {}
+
+    def use_precision(self, precision: str) -> None:
+        """See `TrainingStrategy.use_precision`; refuses `fp16` at stage 0."""
+        if precision == "fp16" and self.stage == 0:
+            raise UserError(
+                "`precision` is 'fp16', and `stage` is 0, at which DeepSpeed sums gradients in float16 and does not"
+                " scale the loss; use stage 1, 2 or 3, or `strategy: fsdp`."
+            )
+        super().use_precision(precision)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""
@@ -184,13 +188,17 @@ class DeepSpeedStrategy(DistributedStrategy):
 
         groups = self._join(name)
         engine: torch.nn.Module
-        engine, *_ = deepspeed.initialize(
-            config=self._config(name, role.model, role.handle.optimizer),
-            model=role.model,
-            optimizer=role.optimizer,
-            mpu=groups,
-            dist_init_required=False,
-        )
+        with nullcontext() if role.optimizer is None else role.standing_still():
+            engine, *_ = deepspeed.initialize(
+                config=self._config(name, role.model, role.handle.optimizer),
+                model=role.model,
+                optimizer=role.optimizer,
+                mpu=groups,
+                dist_init_required=False,
+            )
+        if role.optimizer is not None and self.stage == 0 and self.dtype == torch.bfloat16:
+            # DeepSpeed has made an update with gradients of 0, after which the first one would be AdamW's second.
+            role.optimizer.state.clear()
         engine.register_forward_pre_hook(lambda *_: turn_to(groups))
         self._engines[name] = engine
         return engine

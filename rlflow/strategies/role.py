@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlflow.models.handle import ModelHandle
-from rlflow.models.optimizer import Optimizer
+from rlflow.models.optimizer import GroupedOptimizer, Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.storage.tensors import TensorRange
 
@@ -34,6 +35,7 @@ class Role:
         step: Number of steps of the run that trained the role before this one.
         loss_scale: Scale of the losses of a trained role if its gradients are in float16; else None.
         average: The average, if the role is a moving average of another; `done` then counts its moves. Else None.
+        advanced: Number of updates, or steps, by which the module's own scheduler was advanced.
     """
 
     handle: ModelHandle
@@ -44,6 +46,7 @@ class Role:
     step: int = 0
     loss_scale: LossScale | None = None
     average: Average | None = None
+    advanced: int = 0
 
     @property
     def scaled_by(self) -> float:
@@ -56,10 +59,37 @@ class Role:
         assert self.handle.optimizer is not None, self.handle.model
         return self.handle.optimizer
 
-    def learning_rate(self, highest: float | None = None) -> float:
-        """The learning rate of the role's next update, with `highest` in place of `optimizer.lr` if that is given."""
-        settings = self.settings if highest is None else replace(self.settings, lr=highest)
-        return scheduled(settings, self.step if settings.by == "steps" else self.done, self.updates)
+    def set_learning_rates(self) -> None:
+        """Set the learning rate of each group of parameters for the next update."""
+        assert self.optimizer is not None
+        settings = self.settings
+        done = self.step if settings.by == "steps" else self.done
+        if isinstance(settings, GroupedOptimizer) and settings.scheduler is not None:
+            settings.advance(done - self.advanced)
+            self.advanced = done
+            return
+        for group in self.optimizer.param_groups:
+            highest = group.get("highest_lr", settings.lr)
+            group["lr"] = scheduled(replace(settings, lr=highest), done, self.updates)
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """A context in which an update has length 0. The rates are as before after it: a scheduler may read them."""
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = 0.0
+        yield
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rates of the last update, by how their names in the metrics end: `/pg1`, ... if several."""
+        assert self.optimizer is not None
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        return {"": rates[0]} if len(rates) == 1 else {f"/pg{i}": rate for i, rate in enumerate(rates, start=1)}
 
     @property
     def kinds(self) -> list[str]:

@@ -103,19 +103,27 @@ class TrainingStrategy:
         share_prefixes: bool,
         float32_head: bool,
     ) -> None:
-        if precision not in self.precisions:
-            known = ", ".join(self.precisions)
-            raise UserError(f"`precision` is {precision!r}; {type(self).__name__} trains in {known}; {self.otherwise}")
+        self.use_precision(precision)
         if token_budget < 1:
             raise UserError(f"`token_budget` is {token_budget}; a micro-batch holds at least 1 token.")
         self.processes = processes
-        self.dtype = self.precisions[precision]
         self.token_budget = token_budget
         self.packing = packing
         self.share_prefixes = packing and share_prefixes
         self.float32_head = float32_head
         self.roles = {}
         self._layouts: dict[str, Layout] = {}
+
+    def use_precision(self, precision: str) -> None:
+        """Train in a precision by its name in `precisions`, such as `bf16`.
+
+        Raises:
+            UserError: This strategy does not train in it.
+        """
+        if precision not in self.precisions:
+            known = ", ".join(self.precisions)
+            raise UserError(f"`precision` is {precision!r}; {type(self).__name__} trains in {known}; {self.otherwise}")
+        self.dtype = self.precisions[precision]
 
     @property
     def root_device(self) -> torch.device:
@@ -208,8 +216,8 @@ class TrainingStrategy:
         if self.divides_weights:
             self._materialize(name, model)
             fill(model, self._part_of, self._full_shape, self.root_device)
-        groups = [] if settings is None else handle.parameter_groups(model)
-        optimizer = None if settings is None else settings.kind(groups, **settings.keywords)
+        trained = {weight.name: weight.parameter for weight in model.trained()}
+        optimizer = None if settings is None else settings.made(handle.parameter_groups(model), trained)
         if self.float32_head:
             model.use_float32_head()
         scale = LossScale() if optimizer is not None and self.dtype == torch.float16 else None
@@ -249,8 +257,7 @@ class TrainingStrategy:
         """
         role = self.roles[name]
         assert role.optimizer is not None, name
-        for group in role.optimizer.param_groups:
-            group["lr"] = role.learning_rate(group.get("highest_lr"))
+        role.set_learning_rates()
         norm = self._update(name, role, most)
         if is_taken(norm, most):
             role.done += 1
@@ -496,13 +503,11 @@ class TrainingStrategy:
 
     def _make_optimizer_state(self, name: str, role: Role) -> None:
         """Make an update of length 0: at a first update optimizers make their state, and DeepSpeed its maps of it."""
-        assert role.optimizer is not None
         with role.handle.training():
             loss = role.handle.score_nothing()
         self.backward(name, loss, last=True)
-        for group in role.optimizer.param_groups:
-            group["lr"] = 0.0
-        self._update(name, role, math.inf)
+        with role.standing_still():
+            self._update(name, role, math.inf)
 
     def _state_parts_of(self, name: str, parameter: torch.nn.Parameter, kinds: list[str]) -> dict[str, TensorRange]:
         """This rank's parts of a parameter's float32 `weight`, and of the optimizer's tensors named in `kinds`."""

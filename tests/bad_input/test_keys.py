@@ -51,8 +51,8 @@ CASES: list[Case] = [
     ("a fraction for an integer", {"data.prompts_per_step": 3.5}, "`data.prompts_per_step` is 3.5; give an integer"),
     (
         "none of the choices",
-        {"trainer.accelerator": "gpu"},
-        "`trainer.accelerator` is 'gpu'; give one of 'auto', 'cpu',",
+        {"trainer.accelerator": "tpu"},
+        "`trainer.accelerator` is 'tpu'; give one of 'auto', 'cpu',",
     ),
     (
         "none of the numbers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -23,7 +24,7 @@ def stops_after(callback: EarlyStopping, values: list[float]) -> int | None:
 
 
 def test_a_run_ends_once_the_metric_reaches_the_threshold() -> None:
-    assert stops_after(EarlyStopping("val/accuracy", stopping_threshold=0.45), [0.1, 0.44, 0.45, 0.5]) == 3
+    assert stops_after(EarlyStopping("val/accuracy", mode="max", stopping_threshold=0.45), [0.1, 0.44, 0.45, 0.5]) == 3
 
 
 def test_with_mode_min_smaller_is_better() -> None:
@@ -32,19 +33,25 @@ def test_with_mode_min_smaller_is_better() -> None:
 
 def test_a_run_ends_after_so_many_looks_without_a_better_value() -> None:
     # 0.3 is the best; 0.3 and 0.2 are the two looks without better.
-    assert stops_after(EarlyStopping("val/accuracy", patience=2), [0.1, 0.3, 0.3, 0.2, 0.9]) == 4
+    assert stops_after(EarlyStopping("val/accuracy", mode="max", patience=2), [0.1, 0.3, 0.3, 0.2, 0.9]) == 4
 
 
 def test_a_better_value_starts_the_patience_anew() -> None:
-    assert stops_after(EarlyStopping("val/accuracy", patience=2), [0.3, 0.2, 0.4, 0.3, 0.5]) is None
+    assert stops_after(EarlyStopping("val/accuracy", mode="max", patience=2), [0.3, 0.2, 0.4, 0.3, 0.5]) is None
 
 
 def test_a_gain_of_no_more_than_min_delta_is_no_better_value() -> None:
-    assert stops_after(EarlyStopping("val/accuracy", patience=2, min_delta=0.25), [0.25, 0.5, 0.5]) == 3
+    assert stops_after(EarlyStopping("val/accuracy", mode="max", patience=2, min_delta=0.25), [0.25, 0.5, 0.5]) == 3
+
+
+def test_a_value_that_is_not_finite_or_too_bad_ends_the_run() -> None:
+    assert stops_after(EarlyStopping("val/accuracy"), [0.3, math.nan, 0.1]) == 2
+    assert stops_after(EarlyStopping("val/accuracy", check_finite=False, patience=2), [0.3, math.nan, math.inf]) == 3
+    assert stops_after(EarlyStopping("val/accuracy", divergence_threshold=0.5), [0.4, 0.5, 0.6]) == 3
 
 
 def test_a_metric_of_training_is_looked_at_after_each_step() -> None:
-    trainer, callback = Trainer(), EarlyStopping("reward/mean", stopping_threshold=0.9)
+    trainer, callback = Trainer(), EarlyStopping("reward/mean", mode="max", stopping_threshold=0.9)
     callback.on_validation_end(trainer, RLModule(), 0, {"val/accuracy": 1.0})
     callback.on_step_end(trainer, RLModule(), 1, {"reward/mean": 0.8})
     assert not trainer.should_stop
@@ -66,13 +73,13 @@ def test_a_metric_that_a_step_leaves_out_is_not_missed_once_it_was_seen() -> Non
 
 
 def test_without_a_rule_to_stop_by_it_is_refused() -> None:
-    with pytest.raises(UserError, match="neither `stopping_threshold` nor `patience`"):
-        EarlyStopping("val/accuracy")
+    with pytest.raises(UserError, match="has no `patience`, `stopping_threshold` or `divergence_threshold`"):
+        EarlyStopping("val/accuracy", patience=None)
 
 
 def test_a_resumed_run_remembers_the_best_value_and_the_looks_since() -> None:
-    before = EarlyStopping("val/accuracy", patience=3)
+    before = EarlyStopping("val/accuracy", mode="max")
     assert stops_after(before, [0.5, 0.4, 0.4]) is None
-    after = EarlyStopping("val/accuracy", patience=3)
+    after = EarlyStopping("val/accuracy", mode="max")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert stops_after(after, [0.4]) == 1

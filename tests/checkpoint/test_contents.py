@@ -72,7 +72,7 @@ PARTS: dict[str, tuple[Callable[[], Any], st.SearchStrategy[Any]]] = {
         ),
     ),
     "samples": (
-        lambda: Samples(Transport(), 0, str, str, lambda ids: ids),
+        lambda: Samples(Transport(), 0, str, str, lambda ids: ids, 4),
         st.dictionaries(st.integers(0, 99), st.lists(st.dictionaries(NAMES, NAMES, max_size=2), max_size=2)).map(
             lambda steps: {"steps": [list(step) for step in steps.items()]}
         ),

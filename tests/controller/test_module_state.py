@@ -41,6 +41,29 @@ class Replays(RaggedGRPO):
         self.record.append(self.all_rows((drawn.response_ids * 7 % 101).sum(dim=1)).tolist())
 
 
+class Hooks(Replays):
+    """Keeps the same by the hooks of Lightning's modules."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert not state
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint |= {"replay": self.replay.state_dict(), "seen": self.seen, "steps": [len(self.record)]}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.replay.load_state_dict(checkpoint["replay"])
+        self.seen = checkpoint["seen"]
+        self.record.append(checkpoint["steps"])
+
+
+class Unsaved(Replays):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kinds"] = {"a set"}
+
+
 class Apart(Replays):
     """Each rank keeps what it has itself."""
 
@@ -79,6 +102,22 @@ def test_a_replay_buffer_is_alike_on_two_ranks_and_after_a_checkpoint(
     assert first.record + second.record == alone.record
     found = tensors_in(tmp_path / "parts")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_on_save_checkpoint_adds_is_what_on_load_checkpoint_gets(policy: Path, tmp_path: Path) -> None:
+    alone = fit(run(policy, tmp_path / "alone", Hooks))
+    first = fit(run(policy, tmp_path / "parts", Hooks, callbacks=[StopsAfter(2)]))
+    second = fit(run(policy, tmp_path / "parts", Hooks, ckpt_path="last", callbacks=[StopsAfter(99)]))
+    assert [*first.record, [2], *second.record[1:]] == [*alone.record[:2], second.record[0], *alone.record[2:]]
+    straight, found = tensors_in(tmp_path / "alone"), tensors_in(tmp_path / "parts")
+    assert "on_save_checkpoint.seen" in straight
+    assert all(torch.equal(found[name], tensor) for name, tensor in straight.items())
+
+
+def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(policy: Path, tmp_path: Path) -> None:
+    result = failing_fit(run(policy, tmp_path, Unsaved))
+    assert "`on_save_checkpoint.kinds` cannot be saved in a checkpoint (Object of type set" in result.error
+    assert not result.steps
 
 
 def filled_names() -> list[str]:

@@ -185,7 +185,7 @@ def test_a_module_measures_before_the_first_step_when_it_is_due_and_at_the_end(
 
 
 def test_what_a_module_measures_can_end_the_run(policy: Path, reference: str, tmp_path: Path) -> None:
-    stop = EarlyStopping("val/margin", stopping_threshold=-1e9)
+    stop = EarlyStopping("val/margin", mode="max", stopping_threshold=-1e9)
     settings = {"max_steps": 3, "callbacks": [stop]}
     assert fit(Fit(dpo(policy, reference), data(held_out=3), tmp_path, settings=settings)).summary["steps"] == 0
 

@@ -123,7 +123,7 @@ def test_early_stopping_on_a_training_metric_ends_the_run_with_a_last_validation
 
 
 def test_early_stopping_on_validation_ends_a_good_model_s_run_before_step_1(policy: Path, tmp_path: Path) -> None:
-    stop = EarlyStopping("val/reward", stopping_threshold=-1.0)
+    stop = EarlyStopping("val/reward", mode="max", stopping_threshold=-1.0)
     run = Fit(grpo(policy), sums(8, 2, held_out=3), tmp_path, settings={"max_steps": 5, "callbacks": [stop]})
     assert fit(run).summary["steps"] == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlflow.controller.samples import SAMPLES_PER_STEP, Samples
+from rlflow.controller.samples import Samples
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import defined
 from rlflow.environments.host import InProcess
@@ -37,10 +37,10 @@ def test_conversations_whose_environment_failed_are_shown_first() -> None:
     held[failed].messages.append({"role": "user", "content": "?"})
     path = RowPath.of_groups(torch.arange(rows))
     rollout = to_rollout(held, path, [{}] * rows, 0, str, torch.float32)
-    samples = Samples(Transport(), 0, str, lambda ids: f"read {ids}", lambda group: group + 100)
+    samples = Samples(Transport(), 0, str, lambda ids: f"read {ids}", lambda group: group + 100, 4)
     samples.keep(1, rollout, Scores([float(place) for place in range(rows)]))
     kept = samples.take(1)
-    assert len(kept) == SAMPLES_PER_STEP
+    assert len(kept) == 4
     assert [each["row"] for each in kept] == [104, 100, 101, 102]
     assert [each["reward"] for each in kept] == [4, 0, 1, 2]
     assert [each["ended"] for each in kept] == ["failed", "done", "done", "done"]

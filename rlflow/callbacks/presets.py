@@ -1,0 +1,128 @@
+"""Callbacks of Lightning that are settings of the trainer here, which reads them when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal
+
+from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.timer import Duration, seconds_of
+from rlflow.errors import UserError
+from rlflow.settings import Settings
+
+
+class Preset(Callback):
+    """A callback that does nothing but set settings of the trainer."""
+
+    def settings(self, trainer: Settings) -> Mapping[str, Any]:
+        """The settings by name, for a trainer that has its other settings."""
+        return {}
+
+    def set_in(self, trainer: Settings) -> None:
+        """Set them in a trainer.
+
+        Raises:
+            UserError: The trainer was given one of them, or another callback sets it too.
+        """
+        defaults = {each.name: each.default for each in fields(Settings)}
+        for name, value in self.settings(trainer).items():
+            if (given := getattr(trainer, name)) != defaults[name]:
+                raise UserError(
+                    f"`trainer.{name}` is {given!r}, and the callback {type(self).__name__} sets it to {value!r}; leave"
+                    " one of them out"
+                )
+            setattr(trainer, name, value)
+
+
+class ModelCheckpoint(Preset):
+    """When checkpoints are written and which stay: the trainer's `save_...`, `monitor` and `mode` by Lightning's names.
+
+    Checkpoints are in `checkpoint/` of the run's folder. The last two stay in any case: if one is damaged, there is
+    another.
+
+    Args:
+        monitor: The metric by which checkpoints are compared; None to keep the last ones alone.
+        mode: Whether a smaller (`min`) or a larger (`max`) value is better.
+        save_top_k: Number of best checkpoints that stay, or -1 for all.
+        save_last: Whether the last checkpoints stay, which they do in any case; or their number, 2 or more.
+        every_n_train_steps: Steps between checkpoints. If neither this nor `train_time_interval` is given, checkpoints
+            are written after each `val_check_interval`.
+        train_time_interval: Time after which the next step is followed by a checkpoint, as Timer's `duration`.
+        dirpath: Not used: checkpoints are in the run's folder.
+        filename: Not used: a checkpoint is named after its step.
+        save_weights_only: Not used: the model is written with each checkpoint.
+        every_n_epochs: Not used: a run is counted in steps.
+
+    Raises:
+        UserError: An argument that is not used is given, or `save_top_k` needs a `monitor`.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        save_last: bool | int | None = None,
+        save_top_k: int = 1,
+        save_weights_only: bool = False,
+        mode: Literal["min", "max"] = "min",
+        every_n_train_steps: int | None = None,
+        train_time_interval: Duration | None = None,
+        every_n_epochs: int | None = None,
+    ) -> None:
+        unused = {"dirpath": dirpath, "filename": filename, "save_weights_only": save_weights_only}
+        mends = {
+            "dirpath": "checkpoints are in `checkpoint/` of `trainer.run_dir`",
+            "filename": "a checkpoint is named after its step",
+            "save_weights_only": "the model is written to `model/` with each checkpoint",
+            "every_n_epochs": "a run is counted in steps; give `every_n_train_steps`",
+        }
+        for name, value in {**unused, "every_n_epochs": every_n_epochs}.items():
+            if value:
+                raise UserError(f"`{name}` of ModelCheckpoint is {value!r}, and {mends[name]}; leave it out")
+        if monitor is None and save_top_k not in (1, -1):
+            raise UserError(
+                f"`save_top_k` of ModelCheckpoint is {save_top_k} and `monitor` is not set, so no checkpoint is better"
+                " than another; name a metric"
+            )
+        self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
+        self.every_n_train_steps, self.train_time_interval = every_n_train_steps, train_time_interval
+
+    def settings(self, trainer: Settings) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        if self.monitor is not None:
+            found |= {"monitor": self.monitor, "mode": self.mode, "save_top_k": self.save_top_k}
+        elif self.save_top_k == -1:
+            found["save_top_k"] = -1
+        if self.save_last is not None and not isinstance(self.save_last, bool):
+            found["save_last"] = self.save_last
+        if self.train_time_interval is not None:
+            found["save_every_seconds"] = seconds_of(self.train_time_interval, "`train_time_interval`")
+        if self.every_n_train_steps is not None:
+            found["save_every_n_steps"] = self.every_n_train_steps
+        elif self.train_time_interval is None:
+            if trainer.val_check_interval is None:
+                raise UserError(
+                    "ModelCheckpoint does not say when to save, and `trainer.val_check_interval` is not set; give"
+                    " `every_n_train_steps` or `train_time_interval`"
+                )
+            found["save_every_n_steps"] = trainer.val_check_interval
+        return found
+
+
+class SampleTable(Preset):
+    """How many samples loggers get, and how often: `log_samples` and `log_samples_every_n_steps` of the trainer.
+
+    W&B shows them as a table, and `rlflow samples` reads them from `samples.jsonl` of the run's folder.
+
+    Args:
+        every_n_steps: Steps between those whose samples are logged.
+        n: Number of samples of a step.
+    """
+
+    def __init__(self, every_n_steps: int = 1, n: int = 4) -> None:
+        self.every_n_steps, self.n = every_n_steps, n
+
+    def settings(self, trainer: Settings) -> Mapping[str, Any]:
+        return {"log_samples": self.n, "log_samples_every_n_steps": self.every_n_steps}

@@ -1,0 +1,84 @@
+"""Ends a run when its time is over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+from rlflow.callbacks.callback import Callback, RunningTrainer
+from rlflow.errors import UserError
+from rlflow.module import RLModule
+
+Duration = dict[str, float] | str | timedelta  # in this order: jsonargparse reads 12 minutes in "00:12:00:00"
+
+
+class Timer(Callback):
+    """Ends the run after the step in which its training has lasted so long, runs that it resumes included.
+
+    `trainer.max_seconds` instead counts the time of this run alone.
+
+    Args:
+        duration: `DD:HH:MM:SS`, a `timedelta`, or the arguments of one: `{"hours": 3}`. None to measure alone.
+        interval: Only `step`: the time is compared after each step.
+        verbose: Whether the end is said in a line.
+
+    Raises:
+        UserError: The duration is none of these, or `interval` is another.
+    """
+
+    def __init__(
+        self,
+        duration: Duration | None = None,
+        interval: Literal["step"] = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval != "step":
+            raise UserError(f"`interval` of Timer is {interval!r}; the time is compared after each step: leave it out")
+        self._duration = None if duration is None else seconds_of(duration, "`duration` of Timer")
+        self._verbose = verbose
+        self._before = 0.0  # seconds of the runs that this one resumes
+        self._elapsed = 0.0
+
+    def time_elapsed(self) -> float:
+        """Seconds of training up to the last step, as the slowest rank measured them."""
+        return self._before + self._elapsed
+
+    def time_remaining(self) -> float | None:
+        """Seconds that are left; None without a duration."""
+        return None if self._duration is None else self._duration - self.time_elapsed()
+
+    def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
+        self._check(trainer)
+
+    def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
+        self._elapsed = metrics["time/elapsed"]
+        self._check(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": self.time_elapsed()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._before = state["time_elapsed"]
+
+    def _check(self, trainer: RunningTrainer) -> None:
+        remaining = self.time_remaining()
+        if remaining is None or remaining > 0:
+            return
+        trainer.should_stop = True
+        if self._verbose and trainer.is_global_zero:
+            print(f"Timer: training has lasted {self.time_elapsed():.0f} s of {self._duration:.0f} s, so it ends here")
+
+
+def seconds_of(duration: Duration, what: str) -> float:
+    """The seconds of `DD:HH:MM:SS`, a `timedelta`, or the arguments of one; `what` is named in the error."""
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    if isinstance(duration, dict):
+        return timedelta(**duration).total_seconds()
+    parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
+    if parts is None:
+        raise UserError(f"{what} is {duration!r}; give DD:HH:MM:SS, such as 00:12:00:00")
+    days, hours, minutes, seconds = map(int, parts.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,0 +1,153 @@
+"""Groups of weights with options of their own, from `configure_optimizers`, against plain torch in float64."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlflow.errors import UserError
+from rlflow.models.causal_lm import CausalLM
+from rlflow.models.optimizer import Optimizer
+from rlflow.run.optimizers import configure_optimizers
+from rlflow.run.prepare import configure
+from tests.ranks import RankPool
+from tests.slow import slow_but
+from tests.strategies.grouped import CLIP, Grouped, adamw, grouped_role, grouped_updates, on_ranks, rates, resumed
+from tests.strategies.reference import distance, plain_update
+from tests.strategies.test_single import single
+from tests.strategies.update import Stage
+
+
+@cache
+def expected(folder: Path, updates: int, scheduled: bool) -> dict[str, Tensor]:
+    """The weights after so many updates by torch's own optimizer and scheduler, in float64."""
+    from transformers import AutoModelForCausalLM
+
+    names = [name for name, _ in AutoModelForCausalLM.from_pretrained(folder).named_parameters()]
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = adamw(dict(zip(names, parameters, strict=True)))
+        if scheduled:
+            scheduler = rates(optimizer)
+            optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    return plain_update(folder, make, CLIP, updates)[2]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_groups_of_one_process_are_those_of_torch_in_float64(scheduled: bool, tiny: Path) -> None:
+    outcome = grouped_updates(single("fp64"), tiny, 3, scheduled=scheduled)
+    assert distance(outcome.weights, expected(tiny, 3, scheduled)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    slow_but([(0, "bf16"), (2, "fp32"), ("fsdp", "fp32")], itertools.product([0, 1, 2, 3, "fsdp"], ["fp32", "bf16"])),
+)
+def test_on_two_ranks_groups_and_their_schedules_are_those_of_torch(
+    stage: Stage, precision: str, untied: Path, ranks2: RankPool
+) -> None:
+    weights, limit = expected(untied, 3, True), 1e-4 if precision == "fp32" else 0.02
+    for outcome in ranks2.run(on_ranks, untied, stage, precision, 3, True):
+        assert distance(outcome.weights, weights) < limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3, "fsdp"])
+def test_on_three_ranks_groups_are_those_of_torch(stage: Stage, tiny: Path, ranks3: RankPool) -> None:
+    for outcome in ranks3.run(on_ranks, tiny, stage, "fp32", 3, False):
+        assert distance(outcome.weights, expected(tiny, 3, False)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), slow_but([(2, "bf16")], itertools.product([0, 1, 2, 3, "fsdp"], ["fp32", "bf16"]))
+)
+def test_a_resumed_run_goes_on_with_each_group_s_rate_and_state_to_the_bit(
+    stage: Stage, precision: str, untied: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    for straight, continued in ranks2.run(resumed, untied, stage, precision, tmp_path):
+        assert len(straight) == len(continued) > 0
+        for (*place, values), (*other, found) in zip(straight, continued, strict=True):
+            assert place == other
+            assert torch.equal(values, found), place
+
+
+def test_the_schedule_of_the_settings_holds_for_each_group_s_own_rate(tiny: Path) -> None:
+    strategy = single("fp32")
+    grouped_role(strategy, tiny, warmup_steps=2, schedule="linear")
+    role, found = strategy.roles["actor"], []
+    for role.done in range(4):
+        role.set_learning_rates()
+        found.append(role.learning_rates)
+    # warm-up 1/2, 1, then from 1 to 0 over the two updates that are left
+    highest = {"/pg1": 0.01, "/pg2": 0.002}
+    assert found == [{name: pytest.approx(lr * part) for name, lr in highest.items()} for part in (0.5, 1, 1, 0.5)]
+
+
+def refused(returns: Callable[[Any], Any], folder: Path, **settings: Any) -> str:
+    class Returns(Grouped):
+        def configure_optimizers(self) -> Any:
+            return returns(self.actor)
+
+    module = Returns(CausalLM(str(folder), **settings))
+    configure(module)
+    with pytest.raises(UserError) as error:
+        configure_optimizers(module, {"actor": folder}, torch.float32)
+    return str(error.value)
+
+
+def scheduled_by(interval: str) -> Callable[[Any], Any]:
+    def returns(actor: Any) -> Any:
+        optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates_of_one(optimizer), "interval": interval}}
+
+    return returns
+
+
+def rates_of_one(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
+
+
+@pytest.mark.parametrize(
+    ("returns", "settings", "said"),
+    [
+        (lambda actor: 7, {}, "`configure_optimizers` returned 7; return a torch optimizer"),
+        (lambda actor: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), {}, "SGD .* not over the parameters"),
+        (lambda actor: torch.optim.SGD([*actor.parameters()][1:], lr=0.1), {}, "leaves out 1 weights of `actor`, 'mod"),
+        (lambda actor: [torch.optim.SGD(actor.parameters(), lr=0.1)] * 2, {}, "or another is too; make one for each"),
+        (
+            lambda actor: torch.optim.SGD(
+                [{"params": [*actor.parameters()][:1]}, {"params": [*actor.parameters()][1:], "momentum": 0.9}], lr=0.1
+            ),
+            {},
+            "`momentum` is 0 in group 0 .* and 0.9 in group 1",
+        ),
+        (scheduled_by("epoch"), {}, "a LambdaLR by 1 epoch; a rate changes with each update"),
+        (scheduled_by("step"), {"optimizer": Optimizer(warmup_steps=3)}, "has a scheduler for `actor`, and `warmup_st"),
+        (
+            lambda actor: torch.optim.SGD(actor.parameters(), lr=0.1),
+            {"optimizer": Optimizer(lr=0.5)},
+            "`actor.optimizer` is given, and `configure_optimizers` makes",
+        ),
+    ],
+)
+def test_what_cannot_train_the_model_is_refused_in_one_line(
+    returns: Callable[[Any], Any], settings: dict[str, Any], said: str, tiny: Path
+) -> None:
+    message = refused(returns, tiny, **settings)
+    assert re.search(said, message), message
+    assert "\n" not in message
+
+
+def test_parameters_are_there_within_the_hook_alone(tiny: Path) -> None:
+    with pytest.raises(UserError, match="are asked for outside of `configure_optimizers`"):
+        next(CausalLM(str(tiny)).parameters())

@@ -1,0 +1,302 @@
+"""What Lightning's users type: what it does here is what Lightning's documentation says, or it is refused in one line.
+
+`tests/callbacks/test_against_lightning.py` compares with Lightning itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from rlflow import CausalLM, RLModule, Trainer, UserError
+from rlflow.callbacks import (
+    Callback,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    SampleTable,
+    ThroughputMonitor,
+    Timer,
+)
+from rlflow.commands.fit import read_fit
+from rlflow.models.tiny import write_tiny_model
+from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess
+from tests.controller.runs import RaggedGRPO, sums
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy") / "policy"
+    return write_tiny_model(folder, hidden_size=32, intermediate_size=48, layers=1, max_position=128)
+
+
+class Mine(RaggedGRPO):
+    """An algorithm as Lightning's users write one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.save_hyperparameters(ignore="reward")
+        self.seen = 0
+
+    def configure_optimizers(self) -> Any:
+        matrices = [each for each in self.actor.parameters() if each.dim() > 1]
+        others = [each for each in self.actor.parameters() if each.dim() < 2]
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 1e-4}]
+        return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+
+    def choose_nothing(self) -> None:
+        self.seen += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    return [-float(len(text)) for text in completions]
+
+
+def test_a_run_with_all_of_it(policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    callbacks = [
+        ModelCheckpoint(monitor="time/elapsed", save_top_k=1, every_n_train_steps=1),
+        Timer("00:01:00:00"),
+        LearningRateMonitor(log_momentum=True, log_weight_decay=True),
+        ThroughputMonitor(window_size=2),
+        SampleTable(every_n_steps=2, n=3),
+    ]
+    module = Mine(CausalLM(str(policy)), reward=length, group_size=2, max_response_length=5)
+    module.choose_nothing()
+    run = tmp_path / "run"
+    Trainer(str(run), max_steps=3, callbacks=callbacks, profiler="simple", accelerator="cpu").fit(module, sums(8, 2))
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for step in steps:
+        assert (step["actor/lr/pg1"], step["actor/lr/pg2"]) == (1e-3, 1e-4)
+        assert (step["actor/weight_decay/pg1"], step["actor/weight_decay/pg2"]) == (0.1, 0.0)
+        assert (step["actor/momentum/pg1"], step["actor/momentum/pg2"]) == (0.9, 0.9)
+    # Over a window of two steps, between their ends: 1 step, 4 samples, and the tokens of the second.
+    seconds = steps[2]["time/elapsed"] - steps[1]["time/elapsed"]
+    assert steps[2]["train/batches_per_sec"] == pytest.approx(1 / seconds)
+    assert steps[2]["train/samples_per_sec"] == pytest.approx(4 / seconds)
+    assert steps[2]["train/items_per_sec"] == pytest.approx(steps[2]["rollout/tokens"] / seconds)
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in samples] == [2, 2, 2]
+    assert 0 < callbacks[1].time_elapsed() < 3600  # type: ignore[attr-defined]
+    printed = capfd.readouterr().out
+    assert re.search(r"^step +\d+\.\d{3} +3 +\d+\.\d\d +100\.0%$", printed, re.MULTILINE)
+    assert re.search(r"^rollout +\d+\.\d{3} +3 ", printed, re.MULTILINE)
+    # The best is the first, and the last two stay.
+    assert sorted(path.name[-1] for path in (run / "checkpoint").iterdir()) == ["1", "2", "3"]
+    the_hyperparameters_and_the_state_come_back(run, policy)
+    best = {"ckpt_path": "best", "monitor": "time/elapsed", "save_top_k": 1, "save_every_n_steps": 9}
+    trainer = Trainer(str(run), max_steps=2, accelerator="cpu", **best)  # type: ignore[arg-type]
+    trainer.fit(Mine(CausalLM(str(policy)), reward=length, group_size=2, max_response_length=5), sums(8, 2))
+    assert "step-00000001 after step 1" in "".join(capfd.readouterr())
+
+
+def the_hyperparameters_and_the_state_come_back(run: Path, policy: Path) -> None:
+    assert json.loads((run / "hparams.json").read_text())["group_size"] == 2
+    loaded = Mine.load_from_checkpoint(run, reward=length)
+    assert (loaded.group_size, loaded.hparams["max_response_length"], loaded.seen) == (2, 5, 1)
+    assert loaded.actor.model == str(run / "model")
+    (*_, last) = sorted((run / "checkpoint").iterdir())
+    exported = Mine.load_from_checkpoint(last, reward=length, group_size=4)
+    assert exported.group_size == 4
+    paths = (Path(loaded.actor.model), Path(exported.actor.model), policy)
+    of_run, of_checkpoint, before = (torch.cat([each.flatten() for each in weights_in(path)]) for path in paths)
+    assert torch.equal(of_run, of_checkpoint)
+    assert not torch.equal(of_run, before)
+
+
+def weights_in(folder: Path) -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return [weight for _, weight in sorted(load_file(folder / "model.safetensors").items())]
+
+
+def test_hyperparameters_of_a_class_and_of_its_parent() -> None:
+    class Parent(RLModule):
+        def __init__(self, lr: float, names: tuple[str, ...] = ("a",)) -> None:
+            self.save_hyperparameters()
+
+    class Child(Parent):
+        def __init__(self, size: int, **others: Any) -> None:
+            super().__init__(0.5)
+            self.save_hyperparameters("size", {"more": 1})
+
+    assert Parent(0.1).hparams == {"lr": 0.1, "names": ("a",)}
+    assert Child(7, depth=2).hparams == {"lr": 0.5, "names": ("a",), "size": 7, "depth": 2, "more": 1}
+    assert Child(7).hparams.size == 7  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("precision", "strategy", "dtype"),
+    [
+        ("bf16-mixed", FSDPStrategy, torch.bfloat16),
+        ("bf16", DeepSpeedStrategy, torch.bfloat16),
+        (16, FSDPStrategy, torch.float16),
+        ("bf16-true", SingleProcess, torch.bfloat16),
+        ("32-true", SingleProcess, torch.float32),
+        (64, SingleProcess, torch.float64),
+    ],
+)
+def test_a_precision_is_that_of_the_strategy(precision: str | int, strategy: Any, dtype: torch.dtype) -> None:
+    trainer = Trainer(precision=precision, strategy=strategy())
+    assert isinstance(trainer.strategy, strategy)
+    assert trainer.strategy.dtype == dtype
+
+
+def test_a_mixed_precision_on_one_device_keeps_float32_weights() -> None:
+    assert isinstance(Trainer(precision="bf16-mixed").strategy, FSDPStrategy)
+    assert isinstance(Trainer(precision="bf16-true").strategy, SingleProcess)
+
+
+def test_auto_devices_are_one_on_the_cpu_and_all_gpus() -> None:
+    assert Trainer(devices="auto", accelerator="cpu").devices == 1
+    assert Trainer(devices=-1).devices == max(1, torch.cuda.device_count())
+    assert Trainer(accelerator="gpu").accelerator == "cuda"
+
+
+def test_a_number_for_fast_dev_run_is_its_steps() -> None:
+    assert [Trainer(fast_dev_run=each).max_steps for each in (True, 3)] == [2, 3]
+
+
+def test_checkpoints_by_model_checkpoint_are_settings_of_the_trainer() -> None:
+    trainer = Trainer(
+        callbacks=[
+            ModelCheckpoint(
+                monitor="val/reward",
+                mode="max",
+                save_top_k=3,
+                save_last=True,
+                every_n_train_steps=5,
+                train_time_interval=timedelta(minutes=30),
+            )
+        ]
+    )
+    found = trainer.settings
+    assert (found.monitor, found.mode, found.save_top_k, found.save_last) == ("val/reward", "max", 3, 2)
+    assert (found.save_every_n_steps, found.save_every_seconds) == (5, 1800.0)
+    assert Trainer(callbacks=ModelCheckpoint(save_top_k=-1), val_check_interval=7).settings.save_every_n_steps == 7
+
+
+def test_a_timer_counts_the_runs_that_a_run_resumes() -> None:
+    trainer, before, after = Trainer(), Timer("00:00:01:40"), Timer({"seconds": 100})
+    before.on_step_end(trainer, RLModule(), 1, {"time/elapsed": 60.0})
+    assert not trainer.should_stop
+    after.load_state_dict(before.state_dict())
+    after.on_step_end(trainer, RLModule(), 2, {"time/elapsed": 39.0})
+    assert (trainer.should_stop, after.time_elapsed(), after.time_remaining()) == (False, 99.0, 1.0)
+    after.on_step_end(trainer, RLModule(), 3, {"time/elapsed": 40.0})
+    assert trainer.should_stop
+
+
+def test_a_timer_whose_time_is_over_ends_the_run_that_resumes_before_a_step() -> None:
+    trainer, timer = Trainer(), Timer(timedelta(seconds=5), verbose=False)
+    timer.load_state_dict({"time_elapsed": 5.0})
+    timer.on_fit_start(trainer, RLModule())
+    assert trainer.should_stop
+
+
+def test_torch_s_profiler_leaves_a_trace_of_a_rank(policy: Path, tmp_path: Path) -> None:
+    module = RaggedGRPO(CausalLM(str(policy)), reward=length, group_size=2, max_response_length=3)
+    trainer = Trainer(str(tmp_path), max_steps=5, profiler="pytorch", accelerator="cpu")
+    trainer.fit(module, sums(8, 2))
+    events = json.loads((tmp_path / "profiler/rank0.json").read_text())["traceEvents"]
+    assert any(event["name"] == "aten::mm" for event in events)
+    assert {event["name"] for event in events if "ProfilerStep" in event["name"]} == {
+        f"ProfilerStep#{n}" for n in (2, 3, 4)
+    }
+
+
+CONFIG = """
+module: {class_path: GRPO, init_args: {actor: tiny, group_size: 2, reward: exact_match}}
+data: {train: rows.jsonl}
+trainer: {devices: auto, accelerator: cpu, precision: bf16-true, profiler: simple, fast_dev_run: 3}
+callbacks:
+- {class_path: timer, init_args: {duration: "00:12:00:00"}}
+- {class_path: ModelCheckpoint, init_args: {every_n_train_steps: 5, train_time_interval: {minutes: 30}}}
+- {class_path: sample_table, init_args: {every_n_steps: 10, n: 8}}
+- learning_rate_monitor
+- throughput_monitor
+"""
+
+
+def test_a_config_has_them_too_and_runs_again_as_it_was_resolved(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    (tmp_path / "my.yaml").write_text(CONFIG.replace("rows.jsonl", str(tmp_path / "rows.jsonl")))
+    first = read_fit(["--config", str(tmp_path / "my.yaml")])
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(first.config))
+    for found in (first, read_fit(["--config", str(tmp_path / "again.yaml")])):
+        trainer = found.trainer
+        assert (trainer.devices, trainer.max_steps, trainer.strategy.dtype) == (1, 3, torch.bfloat16)
+        assert (trainer.save_every_n_steps, trainer.save_every_seconds) == (5, 1800.0)
+        assert (trainer.log_samples, trainer.log_samples_every_n_steps) == (8, 10)
+        timer, *_ = trainer.callbacks
+        assert timer.time_remaining() == 12 * 3600
+        assert type(trainer.callbacks[-1]).__name__ == "SimpleProfiler"
+
+
+class Forgotten(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class Stepping(RaggedGRPO):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class Starting(RaggedGRPO):
+    def on_train_start(self) -> None:
+        pass
+
+
+def fitted(kind: type[RaggedGRPO]) -> Callable[[], Any]:
+    return lambda: Trainer("unused").fit(kind("tiny", reward=length, group_size=2), [{"prompt": "1"}])
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (lambda: Trainer(precision="bf16-mixed", strategy=FSDPStrategy("bf16")), "the strategy has a precision too"),
+        (lambda: Trainer(precision="bf16-true", strategy="fsdp"), "keeps weights in float32; give bf16-mixed"),
+        (lambda: Trainer(precision="bf16-mixed", strategy="single"), "give bf16-true, or `strategy: fsdp`"),
+        (lambda: Trainer(precision="16-true", strategy="single"), "SingleProcess trains in fp32, bf16, fp64"),
+        (lambda: Trainer(precision=16, strategy=DeepSpeedStrategy(0)), "and `stage` is 0, at which DeepSpeed"),
+        (lambda: Trainer(precision="8"), "is '8'; give one of 32-true, bf16-mixed"),
+        (lambda: Trainer(devices=[0, 1]), r"`trainer.devices` is \[0, 1\]; give a whole number"),
+        (lambda: Trainer(profiler="advanced"), "`trainer.profiler` is 'advanced'; give simple or pytorch"),
+        (lambda: Trainer(ckpt_path="best"), "is 'best' and `trainer.monitor` is not set"),
+        (
+            lambda: Trainer(save_top_k=2, monitor="a", callbacks=ModelCheckpoint(monitor="b", every_n_train_steps=1)),
+            "`trainer.monitor` is 'a', and the callback ModelCheckpoint sets it to 'b'",
+        ),
+        (lambda: Trainer(callbacks=ModelCheckpoint()), "does not say when to save"),
+        (lambda: ModelCheckpoint(save_top_k=3), "`save_top_k` of ModelCheckpoint is 3 and `monitor` is not set"),
+        (lambda: ModelCheckpoint(dirpath="x"), "`dirpath` of ModelCheckpoint is 'x', and checkpoints are in `checkp"),
+        (lambda: ModelCheckpoint(every_n_epochs=1), "give `every_n_train_steps`"),
+        (lambda: Timer("12:00:00"), "`duration` of Timer is '12:00:00'; give DD:HH:MM:SS"),
+        (lambda: Timer(interval="epoch"), "`interval` of Timer is 'epoch'"),
+        (lambda: LearningRateMonitor("epoch"), "`logging_interval` of LearningRateMonitor is 'epoch'"),
+        (lambda: ThroughputMonitor(batch_size_fn=len), "`batch_size_fn` of ThroughputMonitor is given"),
+        (lambda: Trainer(callbacks=Forgotten()), "`on_train_batch_end` of .* is never called; write `on_step_end`"),
+        (fitted(Stepping), "`training_step` of Stepping is never called; write a node"),
+        (fitted(Starting), "`on_train_start` of Starting is never called; write it in a `Callback`"),
+        (lambda: EarlyStopping("x", patience=None), "would never stop; set one of them"),
+        (lambda: Mine.load_from_checkpoint("nowhere"), "'nowhere' is no folder of a run with a model of Mine"),
+    ],
+)
+def test_what_does_not_map_is_refused_in_one_line(typed: Callable[[], Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        typed()
+    assert "\n" not in str(error.value)
