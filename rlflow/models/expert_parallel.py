@@ -55,9 +55,6 @@ def check_expert_parallel(config: Any, size: int, tensor_parallel_size: int, rol
             f"{setting}, and the model of `{role}` is of the type {config.model_type!r}; experts are divided of"
             f" {', '.join(TYPES)}; set it to 1: FSDP divides its weights"
         )
-    if type(handle) is not CausalLM or handle.lora is not None:
-        what = "trains adapters" if handle.lora is not None else f"is of the kind {type(handle).__name__}"
-        raise UserError(f"{setting}, and `{role}` {what}, whose experts cannot be divided yet; set it to 1")
     assert found is not None, config.model_type
     if found[1] % size:
         raise UserError(
