@@ -113,7 +113,8 @@ def check_averages(
             assert distance(found[number], average) < 1e-10
         assert distance(weights, average) > 1e-6  # it is not the model
     for (found,) in pool.run(averages, folder, other[0], optimizer, other[1], target, True):
-        assert all(torch.equal(found[key], of) for key, of in ran[0][1].items())
+        for key, of in ran[0][1].items():
+            assert torch.equal(found[key], of), key
 
 
 def train_and_save(

@@ -45,7 +45,7 @@ class Outcome:
 def check_updates(
     outcome: Outcome, expected: tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]], allowed: float
 ) -> None:
-    """Compare with what `plain_update` returned; the gradient of each weight by itself: a small one hides behind others."""
+    """Compare with what `plain_update` returned, each weight's gradient by itself: a small one hides behind others."""
     gradients, norms, weights = expected
     for found, of_update in zip(outcome.gradients, gradients, strict=True):
         for name, of_weight in of_update.items():
