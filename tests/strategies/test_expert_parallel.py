@@ -128,6 +128,18 @@ def test_ranks_whose_experts_get_no_token_make_the_same_passes(
         assert distance(outcome.weights, weights) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "experts"), [(1, 4), (2, 2)])
+def test_in_bf16_divided_experts_are_no_farther_from_float64_than_whole_ones(
+    layers: int, experts: int, tmp_path: Path, ranks4: RankPool
+) -> None:
+    folder, errors = written(tmp_path, "qwen3_moe"), []
+    for division in ((1, 1), (layers, experts)):
+        outcome, *_ = ranks4.run(divided_update, folder, division[0], SGD, "bf16", 1, False, division[1])
+        errors.append(distance(outcome.gradients[0], reference(folder)[0][0]))
+    assert errors[1] < 1.2 * errors[0] < 0.12, errors
+
+
 Division = tuple[int, int, int, Stage]  # ranks, of these to a layer, to its experts, and the strategy
 RESUMED: list[tuple[Division, Division]] = [
     ((2, 1, 2, "fsdp"), (2, 1, 2, "fsdp")),

@@ -98,12 +98,12 @@ def test_a_critic_of_divided_layers_trains_as_plain_torch_in_float64(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("ranks", "size", "other"), [(2, 2, 2), (4, 2, 4), (4, 4, 1)])
 def test_an_average_of_divided_layers_is_that_of_plain_torch_and_resumes_at_another_division(
-    ranks: int, size: int, tmp_path: Path, request: pytest.FixtureRequest
+    ranks: int, size: int, other: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    folder = written(tmp_path, "qwen3")
-    check_averages(folder, request.getfixturevalue(f"ranks{ranks}"), (size, 1), (ranks // size, 1), tmp_path, SGD)
+    folder, pool = written(tmp_path, "qwen3"), request.getfixturevalue(f"ranks{ranks}")
+    check_averages(folder, pool, (size, 1), (other, 1), tmp_path, SGD)
 
 
 @pytest.mark.slow
