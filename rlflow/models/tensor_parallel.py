@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from rlflow.errors import UserError
 from rlflow.models.attention import heads_of
-from rlflow.models.causal_lm import CausalLM, Readout, TokenHead
+from rlflow.models.causal_lm import Readout, TokenHead
 from rlflow.models.handle import ModelHandle
 from rlflow.models.logprobs import divided_logprobs
 from rlflow.models.lora import adapted_layers
@@ -47,16 +47,11 @@ def check_tensor_parallel(config: Any, size: int, role: str, handle: ModelHandle
         handle: The role's model.
 
     Raises:
-        UserError: The model is no plain language model of a known family, or its sizes cannot be divided by `size`.
+        UserError: The model is not of a known family, or its sizes cannot be divided by `size`.
     """
     if size == 1:
         return
     setting, text = f"`placement.{role}.tensor_parallel_size` is {size}", config.get_text_config()
-    if type(handle) is not CausalLM:
-        raise UserError(
-            f"{setting}, and `{role}` is of the kind {type(handle).__name__}, whose layers cannot be divided yet; set"
-            " it to 1: FSDP divides its weights"
-        )
     if handle.lora is not None and handle.lora.dropout:
         raise UserError(
             f"{setting}, and `lora.dropout` of `{role}` is {handle.lora.dropout}, which ranks would draw apart for the"
@@ -111,11 +106,12 @@ def divide_layers(model: PackedModel, mesh: DeviceMesh) -> None:
             _share(module, mesh)
     for block in blocks:
         inner.get_submodule(block).register_forward_pre_hook(_SumOfGradients.of_first(group), with_kwargs=True)
-    embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
+    embedding, head = inner.get_input_embeddings(), model.output_layer
     assert type(embedding) is nn.Embedding, type(embedding)
     tied = head.weight is embedding.weight
     _divide(embedding, RowsOfEmbedding, mesh, weight=Shard(0))
-    _divide(head, RowsOfTokenHead, mesh, weight=Shard(0))
+    if type(head) is TokenHead:  # one of a single label is whole on every rank, as a norm is
+        _divide(head, RowsOfTokenHead, mesh, weight=Shard(0))
     if tied:
         head.weight = embedding.weight
 

@@ -243,7 +243,7 @@ def prepare(
         layers, sequences = placed[role].tensor_parallel_size, placed[role].sequence_parallel_size
         with about(handle):
             check_tensor_parallel(config, layers, role, handle)
-            check_expert_parallel(config, placed[role].expert_parallel_size, layers, role, handle)
+            check_expert_parallel(config, placed[role].expert_parallel_size, layers, role)
         check_sequence_parallel(config, sequences, role, strategy.packing, layers)
         whole = strategy.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)

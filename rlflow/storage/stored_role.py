@@ -144,6 +144,7 @@ class StoredRole:
             if low < high:
                 own = (low - row) * columns, (high - row) * columns
                 part = self._part(self._index.files[file], f"{parameter}/{kind}", *own)
+                rows = rows.to(part.dtype)  # float64 of a run in float64
                 rows[low - top : high - top, column : column + columns] = part.view(-1, columns)
         return rows.view(-1)[start - top * width : end - top * width]
 

@@ -380,7 +380,7 @@ class TrainingStrategy:
         if (average := role.average) is not None:
             stored.require({key: self._full_shape(own) for key, own in average.weights.items()}, [WEIGHT])
             for key, part in average.held(self._part_of):
-                part.values.copy_(stored.read(key, WEIGHT, part.start, part.values.numel()))
+                part.values.copy_(part.cut(partial(stored.read, key, WEIGHT)))
             self._renew_average(name)
             role.done = updates_done
             return

@@ -13,6 +13,7 @@ from rlflow.controller.gap import LARGEST_GAP
 from rlflow.models.moe import MoE
 from rlflow.models.optimizer import Optimizer
 from rlflow.rollout import VLLMEngine
+from rlflow.settings import Place
 from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, Result, failing_fit, fit, grpo, sums
 from tests.controller.test_ranks import difference
 from tests.families.models import write_family
@@ -87,6 +88,25 @@ def test_vllm_follows_a_mixture_that_is_trained(
     for result in ranks2.run(fit, replace(given, engine=engine), timeout_s=400):
         assert max(numbers(result, LARGEST_GAP)) < 1e-5
         assert numbers(result, "sync/verified_tensors") == [25.0, 25.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_vllm_follows_a_mixture_whose_layers_and_experts_ranks_divide(
+    parallel: int, family: str, tmp_path: Path, ranks2: RankPool
+) -> None:
+    model = write_family(family, tmp_path / family)
+    given = run(model, tmp_path / "run", MoE(router_aux_loss_coef=0.5), FSDP, max_steps=5)
+    given = replace(given, engine=VLLMEngine(parallel, kv_cache_gib=0.25))
+    divided = given.settings | {"placement": {"actor": Place(tensor_parallel_size=2, expert_parallel_size=2)}}
+    whole, found = (ranks2.run(fit, each, timeout_s=500) for each in (given, replace(given, settings=divided)))
+    weights = next(result.weights for result in whole if result.weights)
+    for result in found:
+        assert max(numbers(result, LARGEST_GAP)) < 1e-5
+        assert numbers(result, "sync/verified_tensors") == [float(len(weights))] * 5
+        assert numbers(result, "actor/loss") == pytest.approx(numbers(whole[0], "actor/loss"), rel=1e-4, abs=1e-6)
+        assert not result.weights or difference(result.weights, weights) < FLOAT32
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ SIZES = {
 }
 
 
-def write(folder: Path, name: str, **settings: object) -> Path:
+def write(folder: Path, name: str, kind: str = "CausalLM", **settings: object) -> Path:
     """A model of any architecture with random weights."""
     config = getattr(transformers, f"{name}Config")(**SIZES | settings)
     torch.manual_seed(0)
-    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder)
+    getattr(transformers, f"{name}For{kind}")(config).save_pretrained(folder)
     return folder
 
 

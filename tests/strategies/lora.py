@@ -94,11 +94,11 @@ def two_gradients_on_ranks(folder: Path, stage: Stage) -> list[dict[str, Tensor]
     return two_gradients(launch(stage), folder)
 
 
-def two_gradients_of_divided_layers(folder: Path, layers: int) -> list[dict[str, Tensor]]:
-    """The same in float64, with so many ranks to a layer; 1 in one process."""
+def two_gradients_of_divided_layers(folder: Path, layers: int, experts: int = 1) -> list[dict[str, Tensor]]:
+    """The same in float64, with so many ranks to a layer, and to its experts; 1 and 1 in one process."""
     with wide_casts():
-        if layers > 1:
-            return two_gradients(dividing(layers, "fp64"), folder)
+        if layers * experts > 1:
+            return two_gradients(dividing(layers, "fp64", experts=experts), folder)
         strategy = SingleProcess("fp64")
         Fabric(accelerator="cpu", devices=1, strategy=strategy.processes).launch()
         return two_gradients(strategy, folder)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 # (prompt, response, weight of the row's log-probabilities in the loss): uneven in every respect
 ROWS = [
@@ -29,30 +30,43 @@ def plain_update(
     clip: float,
     updates: int,
     attention: str = "sdpa",
+    values: bool = False,
 ) -> tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]]:
     """Gradients and norms before clipping of each update, and the weights after the last, by Hugging Face name.
 
-    Buffers that files hold are among the weights.
+    Buffers that files hold are among the weights. The loss weights log-probabilities, or `values` of a model with one
+    label.
 
     Transformers' attention `eager` caps scores and has sinks, which `sdpa` leaves out, and takes softmax in float32.
     """
     ways = {"attn_implementation": attention, "experts_implementation": "eager"}  # other experts know no float64
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **ways)
+    kind, scores = (AutoModelForSequenceClassification, _values) if values else (AutoModelForCausalLM, _logprobs)
+    model = kind.from_pretrained(folder, dtype=torch.float64, **ways)
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(list(parameters.values()))
     gradients, norms = [], []
     for _ in range(updates):
         optimizer.zero_grad()
         for prompt, response, weight in ROWS:
-            logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-            logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-            chosen = logprobs[torch.arange(len(response)), torch.tensor(response)]
-            (-weight * chosen.sum() / TOKENS).backward()
+            (-weight * scores(model, prompt, response).sum() / TOKENS).backward()
         gradients.append({key: parameter.grad.clone() for key, parameter in parameters.items()})
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), clip)))
         optimizer.step()
     stored = {key: buffer for key, buffer in model.named_buffers() if key in model.state_dict()}
     return gradients, norms, {key: weight.detach() for key, weight in (parameters | stored).items()}
+
+
+def _logprobs(model: Any, prompt: list[int], response: list[int]) -> Tensor:
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+    return logprobs[torch.arange(len(response)), torch.tensor(response)]
+
+
+def _values(model: Any, prompt: list[int], response: list[int]) -> Tensor:
+    """The number at the token before each response token."""
+    states = model.base_model(torch.tensor([prompt + response])).last_hidden_state[0, len(prompt) - 1 : -1]
+    values: Tensor = states @ model.score.weight[0]
+    return values
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

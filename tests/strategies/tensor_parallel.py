@@ -9,18 +9,22 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from rlflow import checkpoint
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.logprobs import Softmax, divided_logprobs, token_logprobs
 from rlflow.models.optimizer import Optimizer
+from rlflow.models.scalar import ValueModel
 from rlflow.strategies import FSDPStrategy, TrainingStrategy
 from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
+from tests.ranks import RankPool
 from tests.saved import save, write_checkpoint
-from tests.strategies.reference import TEMPERATURE
+from tests.strategies.averages import DECAY
+from tests.strategies.reference import TEMPERATURE, distance, plain_update
 from tests.strategies.state import ADAMW, Pieces
-from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, rows_of, trained, update
+from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, rows_of, trained, update, updates_of
 
 
 class FSDPInFloat64(FSDPStrategy):
@@ -61,6 +65,56 @@ def divided_update(
         return update(strategy, folder, optimizer, 2, checkpointing)
     with wide_casts():
         return update(strategy, folder, optimizer, 2, checkpointing)
+
+
+def divided_critic(folder: Path, size: int, optimizer: Optimizer, precision: str, experts: int = 1) -> Outcome:
+    """Two updates of a model with one number at each token."""
+    strategy, handle = dividing(size, precision, experts=experts), ValueModel(str(folder), optimizer=optimizer)
+    with wide_casts():
+        strategy.setup_role("actor", handle, folder)
+        return updates_of(strategy, handle, 2)
+
+
+def averages(
+    folder: Path, size: int, optimizer: Optimizer, experts: int, target: Path, resume: bool = False
+) -> list[dict[str, Tensor]]:
+    """A model's average after each of two updates in float64, of which a checkpoint is written; or as that has it."""
+    strategy, actor = dividing(size, "fp64", experts=experts), trained(folder, optimizer)
+    teacher, both, found = actor.averaged(DECAY), ("actor", "reference"), []
+    with wide_casts():
+        strategy.setup_role("actor", actor, folder)
+        strategy.setup_role("reference", teacher, folder)
+        if resume:
+            checkpoint.restore(checkpoint.find("last", target), strategy, both)
+            return [all_weights(strategy, "reference")]
+        for _ in range(2):
+            backward(strategy, "actor", actor)
+            strategy.step("actor")
+            strategy.move_average("reference")
+            found.append(all_weights(strategy, "reference"))
+        write_checkpoint(strategy, target, 2, both)
+    return found
+
+
+def check_averages(
+    folder: Path, pool: RankPool, division: tuple[int, int], other: tuple[int, int], target: Path, optimizer: Optimizer
+) -> None:
+    """Compare the averages of ranks that divide a model with those of plain torch, and with those resumed otherwise.
+
+    `division` and `other` are ranks to a layer, and to its experts.
+    """
+    average = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).named_parameters())
+    ran = pool.run(averages, folder, division[0], optimizer, division[1], target)
+    for number in range(2):
+        with wide_casts():
+            _, _, weights = plain_update(folder, lambda p: torch.optim.SGD(p, optimizer.lr), 0.5, number + 1, "eager")
+        average = {key: DECAY * average[key].detach() + (1 - DECAY) * weights[key] for key in average}
+        for found in ran:
+            assert distance(found[number], average) < 1e-10
+        assert distance(weights, average) > 1e-6  # it is not the model
+    for (found,) in pool.run(averages, folder, other[0], optimizer, other[1], target, True):
+        for key, of in ran[0][1].items():
+            assert torch.equal(found[key], of), key
 
 
 def train_and_save(

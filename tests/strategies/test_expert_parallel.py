@@ -13,11 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.expert_parallel import check_expert_parallel
-from rlflow.models.handle import ModelHandle
-from rlflow.models.lora import LoRA
 from rlflow.models.moe import MoE
 from rlflow.models.optimizer import Optimizer
-from rlflow.models.scalar import ValueModel
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy
 from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
@@ -28,11 +25,11 @@ from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.state import put_together
-from tests.strategies.tensor_parallel import divided_update, loading, train_and_save
-from tests.strategies.update import Stage
+from tests.strategies.tensor_parallel import check_averages, divided_critic, divided_update, loading, train_and_save
+from tests.strategies.update import Stage, check_updates
 
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
-SIZES = {"vocab_size": 121, "num_key_value_heads": 4, "num_experts_per_tok": 2, "head_dim": 8}
+SIZES = {"vocab_size": 121, "num_key_value_heads": 4, "num_experts_per_tok": 2, "head_dim": 8, "num_labels": 1}
 FAMILIES = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "sliding_window": None}),
@@ -40,15 +37,15 @@ FAMILIES = {
 }
 
 
-def written(folder: Path, family: str) -> Path:
+def written(folder: Path, family: str, kind: str = "CausalLM") -> Path:
     name, settings = FAMILIES[family]
-    return write(folder / family, name, **SIZES | settings)
+    return write(folder / family, name, kind, **SIZES | settings)
 
 
 @cache
-def reference(folder: Path) -> tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]]:
+def reference(folder: Path, values: bool = False) -> tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]]:
     with wide_casts():
-        return plain_update(folder, lambda p: torch.optim.SGD(p, lr=0.1), 0.5, 2, "eager")
+        return plain_update(folder, lambda p: torch.optim.SGD(p, lr=0.1), 0.5, 2, "eager", values)
 
 
 # Ranks, of these to a layer, to a sequence, and to the experts of a layer.
@@ -79,14 +76,25 @@ def test_ranks_that_divide_experts_train_as_plain_torch_in_float64(
     request: pytest.FixtureRequest,
 ) -> None:
     folder, pool = written(tmp_path, family), request.getfixturevalue(f"ranks{ranks}")
-    allowed = 1e-5 if precision == "fp32" else 1e-10
-    gradients, norms, weights = reference(folder)
     for outcome in pool.run(divided_update, folder, layers, SGD, precision, sequences, True, experts):
-        for found, expected in zip(outcome.gradients, gradients, strict=True):
-            for name, of_weight in expected.items():  # each by itself: a small weight hides behind a large one
-                assert distance({name: found[name]}, {name: of_weight}) < allowed, name
-        assert outcome.norms == pytest.approx(norms, rel=allowed)
-        assert distance(outcome.weights, weights) < allowed
+        check_updates(outcome, reference(folder), 1e-5 if precision == "fp32" else 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layers", "experts"),
+    [
+        ("gpt_oss", 1, 4),
+        *((family, *sizes) for family in ("qwen3_moe", "mixtral") for sizes in ((2, 4), (2, 2), (1, 4))),
+    ],
+)
+def test_a_critic_and_an_average_of_divided_experts_are_those_of_plain_torch_in_float64(
+    family: str, layers: int, experts: int, tmp_path: Path, ranks4: RankPool
+) -> None:
+    critic = written(tmp_path / "critic", family, "SequenceClassification")
+    for outcome in ranks4.run(divided_critic, critic, layers, SGD, "fp64", experts):
+        check_updates(outcome, reference(critic, values=True), 1e-10)
+    check_averages(written(tmp_path, family), ranks4, (layers, experts), (1, 2), tmp_path, SGD)
 
 
 @pytest.mark.slow
@@ -118,6 +126,18 @@ def test_ranks_whose_experts_get_no_token_make_the_same_passes(
             assert distance(found, expected) < (1e-5 if precision == "fp32" else 1e-10)
         assert outcome.norms == pytest.approx(norms, rel=1e-5)
         assert distance(outcome.weights, weights) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "experts"), [(1, 4), (2, 2)])
+def test_in_bf16_divided_experts_are_no_farther_from_float64_than_whole_ones(
+    layers: int, experts: int, tmp_path: Path, ranks4: RankPool
+) -> None:
+    folder, errors = written(tmp_path, "qwen3_moe"), []
+    for division in ((1, 1), (layers, experts)):
+        outcome, *_ = ranks4.run(divided_update, folder, division[0], SGD, "bf16", 1, False, division[1])
+        errors.append(distance(outcome.gradients[0], reference(folder)[0][0]))
+    assert errors[1] < 1.2 * errors[0] < 0.12, errors
 
 
 Division = tuple[int, int, int, Stage]  # ranks, of these to a layer, to its experts, and the strategy
@@ -182,24 +202,22 @@ def test_loading_reads_from_files_the_experts_of_a_rank_and_no_more(
 
 
 @pytest.mark.parametrize(
-    ("settings", "size", "layers", "handle", "found"),
+    ("settings", "size", "layers", "found"),
     [
-        ({}, 3, 1, CausalLM("m"), "`placement.actor.expert_parallel_size` is 3, which does not divide the 8 experts"),
-        ({}, 2, 1, CausalLM("m", lora=LoRA()), "trains adapters"),
-        ({}, 2, 1, ValueModel("m"), "is of the kind ValueModel"),
-        ({}, 1, 2, CausalLM("m"), "set `expert_parallel_size` to 2 or more"),
-        ({"model_type": "olmoe"}, 2, 1, CausalLM("m"), "of the type 'olmoe'; experts are divided of gpt_oss, mixtral"),
-        ({"model_type": "qwen3"}, 2, 1, CausalLM("m"), "of the type 'qwen3'; experts are divided of gpt_oss, mixtral"),
+        ({}, 3, 1, "`placement.actor.expert_parallel_size` is 3, which does not divide the 8 experts"),
+        ({}, 1, 2, "set `expert_parallel_size` to 2 or more"),
+        ({"model_type": "olmoe"}, 2, 1, "of the type 'olmoe'; experts are divided of gpt_oss, mixtral"),
+        ({"model_type": "qwen3"}, 2, 1, "of the type 'qwen3'; experts are divided of gpt_oss, mixtral"),
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused_in_a_line(
-    settings: dict[str, object], size: int, layers: int, handle: ModelHandle, found: str
+    settings: dict[str, object], size: int, layers: int, found: str
 ) -> None:
     config = AutoConfig.for_model(**{"model_type": "qwen3_moe", "num_experts": 8, **settings})
     with pytest.raises(UserError, match=f"^`placement.actor.expert_parallel_size` is {size}, ") as refused:
-        check_expert_parallel(config, size, layers, "actor", handle)
+        check_expert_parallel(config, size, layers, "actor")
     assert found in str(refused.value)
-    check_expert_parallel(config, 1, 1, "actor", handle)
+    check_expert_parallel(config, 1, 1, "actor")
 
 
 def test_strategies_that_cannot_divide_experts_say_which_can() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
+from rlflow.models.scalar import ValueModel
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.distributed import DistributedStrategy
 from rlflow.strategies.fsdp import FSDPStrategy
@@ -20,7 +21,7 @@ from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import Batch
 from rlflow.values.ragged import Ragged
 from tests.saved import save
-from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
+from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS, distance
 
 Stage = Literal[0, 1, 2, 3, "fsdp"]  # of ZeRO, or FSDP
 # by number of shards: the rows of each micro-batch of each shard; with two the first has fewer, with four one has none
@@ -39,6 +40,19 @@ class Outcome:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
     norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
+
+
+def check_updates(
+    outcome: Outcome, expected: tuple[list[dict[str, Tensor]], list[float], dict[str, Tensor]], allowed: float
+) -> None:
+    """Compare with what `plain_update` returned, each weight's gradient by itself: a small one hides behind others."""
+    gradients, norms, weights = expected
+    for found, of_update in zip(outcome.gradients, gradients, strict=True):
+        for name, of_weight in of_update.items():
+            assert distance({name: found[name]}, {name: of_weight}) < allowed, name
+    for found_norm, norm in zip(outcome.norms, norms, strict=True):
+        assert abs(found_norm - norm) < allowed * norm
+    assert distance(outcome.weights, weights) < allowed
 
 
 def strategy_of(stage: Stage, precision: str = "fp32", token_budget: int = 4096, **more: Any) -> DistributedStrategy:
@@ -65,8 +79,9 @@ def rows_of(numbers: list[int]) -> Batch:
     return Batch(Ragged.from_lists([prompt for prompt, _, _ in rows]), response_ids, mask, lengths, [{}] * len(rows))
 
 
-def backward(strategy: TrainingStrategy, name: str, handle: CausalLM, factor: float = 1.0) -> None:
+def backward(strategy: TrainingStrategy, name: str, handle: CausalLM | ValueModel, factor: float = 1.0) -> None:
     """Every backward pass of one update, on a rank of the role; `factor` multiplies this rank's loss."""
+    scores = handle.values if isinstance(handle, ValueModel) else handle.logprobs
     layout = strategy.layout(name)
     own = MICRO_BATCHES[layout.shards][layout.shard(strategy.global_rank)]
     count = strategy.agree(name, len(own))
@@ -74,8 +89,8 @@ def backward(strategy: TrainingStrategy, name: str, handle: CausalLM, factor: fl
         numbers = own[part] if part < len(own) else []
         weights = torch.tensor([ROWS[number][2] for number in numbers])
         with handle.training():
-            logprobs = handle.logprobs(rows_of(numbers))  # [B, T], 0 where padded
-        strategy.backward(name, -(weights[:, None] * logprobs).sum() / TOKENS * factor, last=part == count - 1)
+            scored = scores(rows_of(numbers))  # [B, T], 0 where padded
+        strategy.backward(name, -(weights[:, None] * scored).sum() / TOKENS * factor, last=part == count - 1)
 
 
 def trained(folder: Path, optimizer: Optimizer, checkpointing: bool = False) -> CausalLM:
@@ -92,9 +107,15 @@ def update(
     strategy: TrainingStrategy, folder: Path, optimizer: Optimizer, updates: int = 1, checkpointing: bool = False
 ) -> Outcome:
     """The reference's updates with one role, which scores rows without gradients before."""
-    handle, outcome = trained(folder, optimizer, checkpointing), Outcome()
+    handle = trained(folder, optimizer, checkpointing)
     strategy.setup_role("actor", handle, folder, updates)
     handle.logprobs(rows_of([0, 1]))
+    return updates_of(strategy, handle, updates)
+
+
+def updates_of(strategy: TrainingStrategy, handle: CausalLM | ValueModel, updates: int) -> Outcome:
+    """The reference's updates with a role that is set up."""
+    outcome = Outcome()
     for _ in range(updates):
         backward(strategy, "actor", handle)
         outcome.gradients.append({key: value.clone() for key, value in strategy.gradients("actor").items()})
