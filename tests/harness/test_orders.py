@@ -69,17 +69,17 @@ def scripts(draw: st.DrawFn) -> list[Script]:
     differ in their branches or first messages.
     """
     odd = draw(st.booleans())
-    seeds = [None] if odd else [None, 7]
+    path, opening = draw(st.sampled_from([CHAT, CHAT, TEXT])), draw(st.sampled_from(["q", "other"]))
     asked = st.tuples(
-        st.sampled_from([CHAT, CHAT, TEXT]),
-        st.sampled_from(["q", "other"]),
+        st.sampled_from([path, CHAT]),
+        st.sampled_from([opening, "q"]),
         st.sampled_from(["", "left"]),
-        st.sampled_from(seeds),
-        st.sampled_from([4] if odd else [2, 4]),
-        st.sampled_from([None, "b"]) if not odd else st.none(),
+        st.none() if odd else st.sampled_from([None, 7]),
+        st.sampled_from([2, 4]) if odd else st.just(4),
+        st.sampled_from([None, "b"]) if odd else st.none(),
     )
-    made = []
-    for path, opening, branch, seed, longest, stop in draw(st.lists(asked, min_size=1, max_size=4, unique=True)):
+    made, differ = [], lambda each: each[: 3 if odd else None]
+    for path, opening, branch, seed, longest, stop in draw(st.lists(asked, min_size=1, max_size=4, unique_by=differ)):
         steps = draw(st.lists(st.sampled_from(STEPS), max_size=4))
         twins = 1 if "repeats" in steps else draw(st.integers(1, 2))
         more = {"metadata": {"branch": branch}, "seed": seed, "max_tokens": longest, "stop": stop}
@@ -111,7 +111,7 @@ def acts(script: Script) -> Generator[Call, Sequence[str], None]:
         elif step == "rewrites":
             asked = after(asked, said.upper(), new)
         elif step == "compacts":
-            short = f"{script.opening}, in short {said}"
+            short = f"{script.opening}, in short: {said}."
             asked = [user(short)] if of_chat else short
         elif step == "asks for two":
             asked, wanted = after(asked, said, new), {"n": 2}
@@ -204,8 +204,8 @@ class Play:
     def completion(self, turn: Turn) -> Completion:
         """Letters, and an end unless it is cut there; they follow from the seed."""
         draws, first = random.Random(turn.seed), turn.seed % 2**40
-        letters = [*b"ab", SPECIAL, SPECIAL] if self.scripts[0].odd else [*b"ab"]
-        tokens = [*draws.choices(letters, k=draws.randint(1, 3)), END][: turn.longest]
+        letters = [*b"aab", SPECIAL] if self.scripts[0].odd else [*b"ab"]
+        tokens = [*draws.choices(letters, k=draws.randint(1, 2)), END][: turn.longest]
         logprobs = tuple(first + place / 1024 for place in range(len(tokens)))
         completion = Completion(tuple(tokens), logprobs, finished=tokens[-1] == END)
         assert first not in self.turns, "each answer is a sample of its own"
@@ -262,7 +262,19 @@ def check_in_two_orders(made: list[Script], draws: random.Random) -> None:
     assert told(one) == told(other)
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_what_several_answers_have_in_common_is_of_the_request_s_own_branch_and_of_the_first_answer(path: str) -> None:
+    """Twins of two branches, whose answers often have the same words and seldom the same tokens."""
+    for opening in "abcdef":
+        made = [
+            Script(path, opening, {"metadata": {"branch": branch}, "max_tokens": 4, "stop": None}, ["goes on"], 2, True)
+            for branch in ("", "left")
+        ]
+        first, *others = (told(Play(made, random.Random(order)).run()) for order in range(5))
+        assert others == [first] * 4
+
+
+@settings(max_examples=30, deadline=None)
 @given(scripts(), st.randoms(use_true_random=False))
 def test_each_received_token_is_trained_once_and_rows_do_not_depend_on_who_comes_first(
     made: list[Script], draws: random.Random
@@ -271,7 +283,7 @@ def test_each_received_token_is_trained_once_and_rows_do_not_depend_on_who_comes
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(scripts(), st.randoms(use_true_random=False))
 def test_thousands_of_random_agents_make_the_same_rows_in_any_order(made: list[Script], draws: random.Random) -> None:
     check_in_two_orders(made, draws)
