@@ -282,7 +282,8 @@ class ConversationRunner:
         calls = EnvironmentCalls(harness.concurrency, shared, limited=False)
         lengths = self.longest_prompt, sampling.max_tokens
         stops = frozenset(queues[call.policy].sampling.stop_token_ids)
-        terms = Terms(harness, call.policy, sampling.temperature, *lengths, self._bridge_of, stops, self.decode)
+        policies = {name: call.players.get(name, (call.policy, sampling.temperature)) for name in harness.models}
+        terms = Terms(harness, call.policy, policies, *lengths, self._bridge_of, stops, self.decode)
         answer = ignored if self._door is None else self._door.answer  # a rank that shares an engine has no door
         in_progress: dict[int, Episode] = {}
 
@@ -290,8 +291,12 @@ class ConversationRunner:
             row, seed = rows[int(children.parent[number])], self._seed_of(children, number, "", BEFORE, call.draw)
             worker = self._hosts.take(harness, seed)
             session = Session(harness.definition_of(row), worker, row, place=places[number])
-            episode = in_progress[number] = Episode(terms, session, self.messages(row), seed, answer)
-            end = yield from episode.steps(partial(play, harness, worker, row, seed, number, self._door, calls.arrive))
+            of_row = int(children.path.numbers[number, -1])
+            episode = in_progress[number] = Episode(terms, of_row, session, self.messages(row), seed, answer)
+            name = str(episode)
+            end = yield from episode.steps(
+                partial(play, harness, worker, row, seed, number, name, self._door, calls.arrive)
+            )
             del in_progress[number]
             self._hosts.give_back(harness, worker)
             return end
@@ -317,6 +322,8 @@ class ConversationRunner:
         whole = time.perf_counter() - started
         counts_of = ([end.refused, end.undelivered, end.rewritten] for end in ends)
         counted = EpisodeCounts(len(ends), *map(sum, zip(*counts_of, strict=True)))
+        if self._door is not None:
+            counted = replace(counted, refused=counted.refused + self._door.refused())
         times = ConversationTimes(loop.waits, len(ends), sum(calls.seconds), calls.waited, whole, counted)
         of_rows = [row for row, count in zip(rows, counts.tolist(), strict=True) for _ in range(count)]
         rollout = to_rollout(views, path, of_rows, call.versions[call.policy], self.decode, self.dtype)

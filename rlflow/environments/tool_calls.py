@@ -186,6 +186,8 @@ def _kinds(schemas: Schemas, tool: str, parameter: str) -> set[str]:
         function = schema["function"]
         if function["name"] == tool:
             said = function.get("parameters", {}).get("properties", {}).get(parameter, {})
+            if not isinstance(said, Mapping):  # True allows any value
+                break
             kinds = [each.get("type") for each in said.get("anyOf", ())] or said.get("type") or "string"
             return {kinds} if isinstance(kinds, str) else {str(kind) for kind in kinds}
     return {"string"}

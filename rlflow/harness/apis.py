@@ -57,6 +57,7 @@ class Asked:
         usage: Whether events end with the numbers of tokens.
         prompt: A text or token ids that the policy reads in place of messages; None where there are messages.
         branch: The name that the agent gives to a part of its work, in `metadata`; empty without.
+        model: The name by which it calls the policy.
     """
 
     messages: list[Message]
@@ -70,6 +71,7 @@ class Asked:
     usage: bool = False
     prompt: str | tuple[int, ...] | None = None
     branch: str = ""
+    model: str = ""
 
     @property
     def reads(self) -> str:
@@ -141,13 +143,12 @@ class API(ABC):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
     unread: ClassVar[frozenset[str]] = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
 
-    def asked(self, body: Any, model: str, temperature: float, ignored: Collection[str]) -> Asked:
+    def asked(self, body: Any, temperatures: Mapping[str, float], ignored: Collection[str]) -> Asked:
         """Read a request.
 
         Args:
             body: Its JSON.
-            model: The name by which the policy is called.
-            temperature: Temperature of the policy in this run.
+            temperatures: Temperature of each policy in this run, by the name by which it is called.
             ignored: Fields that the run leaves out of account.
 
         Raises:
@@ -156,18 +157,17 @@ class API(ABC):
         if not isinstance(body, dict):
             raise Refused(f"the request is {body!r:.60}; send an object", code="invalid_value")
         body = {name: value for name, value in body.items() if value is not None and name not in ignored}
-        if (named := body.get("model")) != model:
-            raise Refused(
-                f"there is no model {named!r:.60}; this episode's policy is called {model!r}",
-                "model",
-                404,
-                "model_not_found",
-            )
+        model = body.get("model")
+        if not isinstance(model, str) or model not in temperatures:
+            names = " or ".join(map(repr, temperatures))
+            text = f"there is no model {model!r:.60}; this episode's policy is called {names}"
+            raise Refused(text, "model", 404, "model_not_found")
         for name, value in body.items():
             if name in self.served or name in self.unread or value in self.neutral.get(name, ()):
                 continue
             raise Refused(f"`{name}` is {value!r:.60} and is not served; leave it out", name)
         # Where the likeliest token is taken, as in validation's second pass, that is decided for the whole run.
+        temperature = temperatures[model]
         if (given := body.get("temperature", temperature)) != temperature and temperature != 0:
             raise Refused(
                 f"`temperature` is {given!r:.20} and the policy is sampled at {temperature:g}; leave it out, or name it"
@@ -175,7 +175,7 @@ class API(ABC):
                 "temperature",
             )
         try:
-            return replace(self._asked(body), branch=_branch(body))
+            return replace(self._asked(body), branch=_branch(body), model=model)
         except UserError as error:  # of a message's content
             raise Refused(str(error), "messages", code="invalid_value") from error
 
@@ -647,10 +647,23 @@ def _tool(function: Any, tool: Body, where: str) -> Mapping[str, Any]:
     if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(f"`{where}` is {tool!r:.60}; give functions with a `name`", where)
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict) or parameters.get("type") != "object":
+    if not isinstance(parameters, dict) or parameters.get("type") != "object" or not _is_schema(parameters):
         raise Refused(f"`{where}` has the parameters {parameters!r:.60}; give the JSON schema of an object", where)
     described = {"description": str(function["description"])} if function.get("description") else {}
     return {"type": "function", "function": {"name": function["name"], **described, "parameters": parameters}}
+
+
+def _is_schema(given: Any) -> bool:
+    """Whether this may be a JSON schema: what is read of one, to know the types of arguments, has the right form."""
+    if isinstance(given, bool):
+        return True
+    kinds = given.get("type", "") if isinstance(given, dict) else None
+    if not isinstance(kinds, str) and not (isinstance(kinds, list) and all(isinstance(each, str) for each in kinds)):
+        return False
+    inner, options = given.get("properties", {}), given.get("anyOf", [])
+    if not isinstance(inner, dict) or not isinstance(options, list) or not all(isinstance(x, dict) for x in options):
+        return False
+    return all(map(_is_schema, (*inner.values(), *options)))
 
 
 def _stop(body: Body, name: str) -> tuple[str, ...]:

@@ -12,19 +12,22 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import require
+from rlflow.errors import line_log, require
 from rlflow.harness.apis import API, APIS, Chat, Refused
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+log = line_log(__name__)
+
 START_SECONDS = 30.0  # that the server may take to begin
 KEPT_SECONDS = 3600  # that a connection may wait for its next request
+KEPT_KEYS = 1024  # of episodes that ended, whose late calls the log names
 MODELS = "/v1/models"
 
 
@@ -47,13 +50,15 @@ class OpenEpisode:
 
     Attributes:
         number: Its number in the loop.
-        model: The name by which the policy is called.
-        arrive: Called with each request, in the server's thread.
+        name: Names it and its row in the log.
+        models: The names that its agent may call.
+        arrive: Called with each request, JSON-able, in the server's thread.
         delivered: Ids of the requests that were answered while somebody waited for it.
     """
 
     number: int
-    model: str
+    name: str
+    models: Sequence[str]
     arrive: Callable[[dict[str, Any]], None]
     delivered: list[int] = field(default_factory=list)
 
@@ -69,10 +74,13 @@ class Door:
         check_installed()
         import uvicorn
 
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._episodes: dict[str, OpenEpisode] = {}
-        self._waiting: dict[int, tuple[OpenEpisode, asyncio.Future[Sent]]] = {}  # requests without an answer, by id
+        self._ended: dict[str, str] = {}  # names of the last episodes that ended, by their keys
+        self._waiting: dict[int, tuple[OpenEpisode, API, asyncio.Future[Sent]]] = {}  # without an answer, by id
         self._requests = 0
+        self._refused = 0
+        self._warned = False  # of a key that was never given
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -95,33 +103,37 @@ class Door:
             assert time.monotonic() < until, "the door does not open in time"
             time.sleep(0.005)
 
-    def open(self, number: int, model: str, arrive: Callable[[dict[str, Any]], None]) -> str:
-        """Begin an episode; returns its key.
-
-        Args:
-            number: Number of the episode in its loop.
-            model: The name by which the policy is called.
-            arrive: Called with each request, JSON-able, in another thread.
-        """
+    def open(self, episode: OpenEpisode) -> str:
+        """Begin an episode; returns its key."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         with self._lock:
-            self._episodes[key] = OpenEpisode(number, model, arrive)
+            self._episodes[key] = episode
         return key
 
     def end(self, key: str) -> list[int]:
         """End an episode, whose requests are refused from now on; returns the ids of those that were answered."""
         with self._lock:
             episode = self._episodes.pop(key)
+            self._ended[key] = episode.name
+            if len(self._ended) > KEPT_KEYS:
+                self._ended.pop(next(iter(self._ended)))
             delivered = list(episode.delivered)
-            left = [request for request, (of, _) in self._waiting.items() if of is episode]
-        for request in left:
-            self.answer(request, Sent(410, {"error": {"message": "the episode has ended", "code": "episode_ended"}}))
+            left = [(request, api) for request, (of, api, _) in self._waiting.items() if of is episode]
+        ended = Refused("the episode has ended", status=410, code="episode_ended")
+        for request, api in left:
+            self.answer(request, Sent(ended.status, api.problem(ended)))
         return delivered
+
+    def refused(self) -> int:
+        """The number of requests with no key of an episode in progress, since the last call."""
+        with self._lock:
+            refused, self._refused = self._refused, 0
+        return refused
 
     def answer(self, request: int, sent: Sent) -> None:
         """Answer a request; one that was answered before, because its episode has ended, stays as it is."""
         with self._lock:
-            _, future = self._waiting.pop(request, (None, None))
+            _, _, future = self._waiting.pop(request, (None, None, None))
         if future is None:
             return
 
@@ -148,9 +160,9 @@ class Door:
     async def _models(self, request: Request) -> Response:
         episode = self._of_key(request)
         if episode is None:
-            return _refused(Chat(), _no_key())
-        model = {"id": episode.model, "object": "model", "created": 0, "owned_by": "rlflow"}
-        return _json(200, {"object": "list", "data": [model]})
+            return self._no_key(request, Chat())
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "rlflow"} for name in episode.models]
+        return _json(200, {"object": "list", "data": models})
 
     async def _unknown(self, request: Request) -> Response:
         text = f"there is no {request.method} {request.url.path}; there are {', '.join((MODELS, *APIS))}"
@@ -161,19 +173,20 @@ class Door:
 
         api = APIS[request.url.path]
         if self._of_key(request) is None:  # whose body is not read
-            return _refused(api, _no_key())
+            return self._no_key(request, api)
+        sent_body = await request.body()
         try:
-            body = json.loads(await request.body())
-        except (ValueError, RecursionError):
-            return _refused(api, Refused("the request is no JSON; send an object", code="invalid_json"))
+            body = json.loads(sent_body)
+        except (ValueError, RecursionError):  # a text, which the episode refuses as no object
+            body = sent_body.decode(errors="replace")
         future: asyncio.Future[Sent] = asyncio.get_running_loop().create_future()
         with self._lock:
             episode = self._of_key(request)
             if episode is None:
-                return _refused(api, _no_key())
+                return self._no_key(request, api)
             self._requests += 1
             number = self._requests
-            self._waiting[number] = episode, future
+            self._waiting[number] = episode, api, future
         again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         episode.arrive(
             {
@@ -195,8 +208,19 @@ class Door:
         return _json(sent.status, sent.body)
 
     def _of_key(self, request: Request) -> OpenEpisode | None:
-        given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        return self._episodes.get(given)
+        return self._episodes.get(_key(request))
+
+    def _no_key(self, request: Request, api: API) -> Response:
+        """Refuse a request with no key of an episode in progress; the first of each ended episode is logged."""
+        with self._lock:
+            self._refused += 1
+            name = self._ended.pop(_key(request), None)
+        if name is not None:
+            log.warning("a request came after the end of its episode, and is refused (%s); more are only counted", name)
+        elif not self._warned:
+            self._warned = True
+            log.warning("a request has a key of no episode, and is refused; more are only counted")
+        return _refused(api, Refused("this key is of no episode in progress", status=401, code="invalid_api_key"))
 
 
 def ignored(request: int, sent: Sent) -> None:
@@ -213,8 +237,8 @@ def check_installed() -> None:
         require(module, "a harness, whose agent calls a server,", "vllm", "harness")
 
 
-def _no_key() -> Refused:
-    return Refused("this key is of no episode in progress", status=401, code="invalid_api_key")
+def _key(request: Request) -> str:
+    return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
 def _refused(api: API, refused: Refused) -> Response:

@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from rlflow.environments.bridge import Bridge, Message, message
@@ -40,8 +41,8 @@ class Terms:
 
     Attributes:
         harness: The agent and its limits.
-        policy: The policy that answers.
-        temperature: Temperature of its turns.
+        policy: The policy whose answers become rows.
+        policies: The policy that answers, and the temperature of its turns, by each name that a request may give.
         longest_prompt: Tokens that the first call of a row may read, at most.
         longest: Tokens after them, at most.
         bridge: The bridge that writes the turns of requests with these tools.
@@ -51,7 +52,7 @@ class Terms:
 
     harness: Harness
     policy: str
-    temperature: float
+    policies: Mapping[str, tuple[str, float]]
     longest_prompt: int
     longest: int
     bridge: Callable[[Schemas], Bridge]
@@ -65,10 +66,10 @@ class Choice:
 
     Attributes:
         request: The request.
-        number: Number among the answers to the same tokens in the same branch of this episode.
+        number: Number among the answers of this episode to requests with the same tokens and settings.
         completion: What was sampled; None until then.
         stop: The text before which it ended, of those that the request gives.
-        said: The same as a message; None until earlier answers to the same tokens are known.
+        said: The same as a message; None until answers of lower numbers are known.
     """
 
     request: Request
@@ -81,7 +82,8 @@ class Choice:
     def sampled(self) -> CallTokens:
         """The tokens that were read and written."""
         assert self.completion is not None
-        return CallTokens(self.request.read, self.completion.token_ids, self.number, self.request.asked.branch)
+        request = self.request
+        return CallTokens(request.read, self.completion.token_ids, self.number, request.asked.branch, request.settings)
 
 
 @dataclass(eq=False)
@@ -91,28 +93,35 @@ class Request:
     Attributes:
         path: Path of its API.
         asked: What it asks for.
+        policy: The policy that answers.
         bridge: The bridge that writes its turns.
         read: Tokens that the policy reads.
-        place: Digest of these tokens, and of the name of the branch if it has one.
-        so_far: Digest of its tools and messages.
+        settings: Digest of all that it asks for but its messages or prompt.
+        so_far: Digest of its policy, tools and messages.
         first: Tokens of them that the first call of its row read.
-        ids: Its id at the door; those of retries follow.
         rewritten: Whether its messages repeat the policy's turns, and the chat template writes these in other words.
+        ids: Its id at the door; those of retries follow.
         choices: The answers that it wants.
         sent: What answered it; None until then.
     """
 
     path: str
     asked: Asked
+    policy: str
     bridge: Bridge
     read: Tokens
-    place: str
+    settings: str
     so_far: str
     first: int
-    ids: list[int]
     rewritten: bool
+    ids: list[int] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     sent: Sent | None = None
+
+    @cached_property
+    def place(self) -> str:
+        """Digest of its tokens and settings; requests that share it are equal, and their answers are numbered."""
+        return hashlib.blake2b(array("q", self.read).tobytes() + self.settings.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -140,10 +149,12 @@ class Episode:
     """An episode in progress.
 
     Answers, tokens and rows are functions of the requests, not of the order in which they arrive: the seed of an answer
-    follows from the tokens that are read and from its number among the answers to them.
+    follows from the tokens that are read, what the request asks for, and the answer's number among those to equal
+    requests.
 
     Args:
         terms: What episodes have in common.
+        number: Its number among the episodes from its row.
         session: Names the row in errors.
         prompt: Messages of the row's prompt, which stand in the row of an episode without calls.
         seed: Seed of the episode.
@@ -153,6 +164,7 @@ class Episode:
     def __init__(
         self,
         terms: Terms,
+        number: int,
         session: Session,
         prompt: Sequence[Message],
         seed: int,
@@ -160,14 +172,18 @@ class Episode:
     ) -> None:
         self._refused = 0
         self._terms = terms
+        self._number = number
         self._session = session
         self._prompt = prompt
         self._seed = seed
         self._answer = answer
         self._requests: list[Request] = []
-        self._alike: dict[tuple[str, int | None], list[Choice]] = {}  # answers to the same tokens and client's seed
-        self._said: dict[str, Choice] = {}  # by the digest of tools and messages, the turn among them
+        self._alike: dict[str, list[Choice]] = {}  # answers to equal requests, by `place`
+        self._said: dict[str, list[Choice]] = {}  # by the digest of tools and messages, the turn among them
         self._same: dict[str, list[Request]] = {}  # by `Idempotency-Key`, and by digest of the request
+
+    def __str__(self) -> str:
+        return f"episode {self._number} of the row {self._session.row}"
 
     def arrived(self, sent: Mapping[str, Any]) -> list[ConversationSteps[None]]:
         """Take a request; returns a conversation of one turn for each answer that it wants."""
@@ -183,15 +199,15 @@ class Episode:
                 self._answer(sent["request"], request.sent)
             return []
         self._requests.append(request)
-        alike = self._alike.setdefault((request.place, request.asked.seed), [])
+        alike = self._alike.setdefault(request.place, [])
         request.choices = [Choice(request, len(alike) + place) for place in range(request.asked.n)]
         alike += request.choices
         return [self._turn(choice) for choice in request.choices]
 
     def _refuse(self, sent: Mapping[str, Any], refused: Refused) -> list[ConversationSteps[None]]:
         if not self._refused:
-            text = "a request of the agent is refused: %s (the row is %s); more of this episode are only counted"
-            log.warning(text, shown(str(refused)), self._session.row)
+            text = "a request of the agent is refused: %s (%s); more of this episode are only counted"
+            log.warning(text, shown(str(refused)), self)
         self._refused += 1
         self._answer(sent["request"], Sent(refused.status, APIS[sent["path"]].problem(refused)))
         return []
@@ -207,15 +223,19 @@ class Episode:
         same = self._same.setdefault(once, [])
         if same and (sent["once"] or sent["again"]):
             return next((request for request in same if request.sent is None), same[-1])
-        asked = APIS[sent["path"]].asked(sent["body"], harness.model, terms.temperature, harness.ignore)
-        digests = _digests(asked)
+        temperatures = {name: temperature for name, (_, temperature) in terms.policies.items()}
+        asked = APIS[sent["path"]].asked(sent["body"], temperatures, harness.ignore)
+        policy, _ = terms.policies[asked.model]
         made = sum(len(request.choices) for request in self._requests)
         if made + asked.n > harness.max_calls:
             text = f"the episode has had {made} answers of at most {harness.max_calls} (`max_calls`)"
             raise Refused(text, status=429, code="rate_limit_exceeded")
+        digests = _digests(asked, policy)
+        asks = {name: value for name, value in vars(asked).items() if name not in ("messages", "prompt")}
+        settings = _digest([sent["path"], asks])
         try:
             bridge = terms.bridge(asked.tools)
-            read, first, rewritten = self._tokens(asked, digests, bridge)
+            read, first, rewritten = self._tokens(asked, policy, settings, digests, bridge)
         except (
             Exception
         ) as error:  # a template may fail in any way on what a client sends, which is no fault of the run
@@ -224,50 +244,70 @@ class Episode:
         if not terms.ends.issuperset(bridge.ends):
             raise Refused("the model's family ends turns with tools by another token, which is not served", "tools")
         self._require_room(asked.reads, len(read), first)
-        place = hashlib.blake2b(array("q", read).tobytes() + asked.branch.encode(), digest_size=16).hexdigest()
-        same.append(Request(sent["path"], asked, bridge, read, place, digests[-1], first, [sent["request"]], rewritten))
-        return same[-1]
+        request = Request(sent["path"], asked, policy, bridge, read, settings, digests[-1], first, rewritten)
+        request.ids.append(sent["request"])
+        same.append(request)
+        return request
 
-    def _tokens(self, asked: Asked, digests: Sequence[str], bridge: Bridge) -> tuple[Tokens, int, bool]:
+    def _tokens(
+        self, asked: Asked, policy: str, settings: str, digests: Sequence[str], bridge: Bridge
+    ) -> tuple[Tokens, int, bool]:
         """The tokens of a request; how many of them the first call of its row read; and whether it is `rewritten`."""
+
+        def order(choice: Choice) -> tuple[bool, bool, str, int, Tokens]:
+            """Of answers with the same words, those in the request's own branch and to its own settings come first."""
+            request = choice.request
+            other_branch = request.asked.branch != asked.branch
+            return other_branch, request.settings != settings, request.settings, choice.number, request.read
+
         if asked.prompt is not None:
-            read = self._plain(asked.prompt, bridge)
-            return read, self._first(read), False
+            read = self._plain(asked.prompt, sorted(self._of(policy), key=order), bridge)
+            return read, self._first(read, policy), False
         messages, rewritten = [written(each) for each in asked.messages], False
         for place in reversed(range(len(messages))):
-            before, new = self._said.get(digests[place + 1]), messages[place + 1 :]
-            if before is not None and not any(each["role"] == "assistant" for each in new):
+            said, new = self._said.get(digests[place + 1], ()), messages[place + 1 :]
+            if said and not any(each["role"] == "assistant" for each in new):
+                before = min(said, key=order)
                 known = before.sampled
                 rewritten = bridge.rewrites(messages[: place + 1], known.wrote, new)
                 if rewritten:
                     break
                 return (*known.whole, *bridge.after(new, known.wrote, known.read)), before.request.first, False
         read = tuple(bridge.begin(messages))
-        return read, self._first(read), rewritten
+        return read, self._first(read, policy), rewritten
 
-    def _plain(self, prompt: str | Tokens, bridge: Bridge) -> Tokens:
-        """The tokens of a prompt without turns; a text goes on from the longest prompt and its answer that begin it."""
+    def _of(self, policy: str) -> list[Choice]:
+        """What a policy has answered so far."""
+        choices = (choice for request in self._requests if request.policy == policy for choice in request.choices)
+        return [choice for choice in choices if choice.said is not None]
+
+    def _plain(self, prompt: str | Tokens, choices: Sequence[Choice], bridge: Bridge) -> Tokens:
+        """The tokens of a prompt without turns; a text goes on from the longest prompt and its answer that begin it.
+
+        Of several with the same text that is the first of `choices`.
+        """
         if not isinstance(prompt, str):
             return tuple(bridge.plain(prompt))
         before: Tokens = ()
         known = ""
-        for choice in self._said.values():
+        for choice in choices:
             asked, (read, wrote) = choice.request.asked.prompt, (choice.sampled.read, choice.sampled.wrote)
-            text = asked + self._terms.decode(wrote) if isinstance(asked, str) else ""
-            if len(text) > len(known) and prompt.startswith(text):
+            said = self._terms.decode(wrote) if isinstance(asked, str) else ""
+            text = f"{asked}{said}"
+            if said and len(text) > len(known) and prompt.startswith(text):
                 ended = wrote[-1:] and wrote[-1] in self._terms.ends  # by a token that no text has
                 before, known = read + (wrote[:-1] if ended else wrote), text
         rest = prompt[len(known) :]
         return (*before, *bridge.plain(rest, begins=not known)) if rest else before
 
-    def _first(self, read: Tokens) -> int:
+    def _first(self, read: Tokens, policy: str) -> int:
         """How many of these tokens the first call of their row read."""
-        longest = 0, len(read)  # the tokens of the call that these continue, and the first read of its row
-        for choice in self._said.values():
+        longest = 0, -len(read)  # the tokens of the call that these continue, and the first read of its row
+        for choice in self._of(policy):
             whole = choice.sampled.whole
-            if len(whole) > longest[0] and read[: len(whole)] == whole:
-                longest = len(whole), choice.request.first
-        return longest[1]
+            if read[: len(whole)] == whole:
+                longest = max(longest, (len(whole), -choice.request.first))
+        return -longest[1]
 
     def _require_room(self, field: str, length: int, first: int) -> None:
         """Refuse so many tokens if they leave the policy no room."""
@@ -285,11 +325,10 @@ class Episode:
         request = choice.request
         room = self._terms.longest - (len(request.read) - request.first)
         longest = min(room, request.asked.longest or room)
-        client = "" if request.asked.seed is None else f"/{request.asked.seed}"
-        seed = hashed(f"{self._seed}/{request.place}/{choice.number}{client}") >> 1
-        completion: Completion = yield self._terms.policy, Turn(request.read, seed, longest)
+        seed = hashed(f"{self._seed}/{request.place}/{choice.number}") >> 1
+        completion: Completion = yield request.policy, Turn(request.read, seed, longest)
         choice.completion, choice.stop = self._stopped(completion, request.asked.stop)
-        self._speak(self._alike[request.place, request.asked.seed])
+        self._speak(self._alike[request.place])
 
     def _stopped(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
         """What was sampled up to the first of these texts, with the token that completes it; and this text.
@@ -310,7 +349,7 @@ class Episode:
         return Completion(*cut, finished=True), found(length)
 
     def _speak(self, alike: Sequence[Choice]) -> None:
-        """Answer requests whose answers are known, those to the same tokens in the order of their numbers.
+        """Answer equal requests whose answers are known, in the order of their numbers.
 
         So what a request repeats is known to be of the first answer with these words, whichever was sampled first.
         """
@@ -320,7 +359,7 @@ class Episode:
             if choice.said is None:
                 choice.said = self._heard(choice)
                 digest = _digest([choice.request.so_far, choice.said.message])
-                self._said.setdefault(digest, choice)
+                self._said.setdefault(digest, []).append(choice)
         for request in dict.fromkeys(choice.request for choice in alike):
             said = [choice.said for choice in request.choices if choice.said is not None]
             if request.sent is None and len(said) == request.asked.n:
@@ -341,7 +380,7 @@ class Episode:
             text = text.partition(request.bridge.form.mark)[0].rstrip()
         if choice.stop:
             text = text.partition(choice.stop)[0]
-        name = _digest([self._seed, request.place, request.asked.seed, choice.number])
+        name = _digest([self._seed, request.place, choice.number])
         calls = tuple(replace(each, id=each.id or f"{name[:8]}{i}") for i, each in enumerate(calls))
         said = Said(text, calls, not completion.finished, len(request.read), len(completion.token_ids), choice.stop)
         if not request.asked.logprobs:
@@ -351,8 +390,8 @@ class Episode:
 
     def _sent(self, request: Request, said: Sequence[Said]) -> Sent:
         api, first = APIS[request.path], request.choices[0].number
-        name = _digest([self._seed, request.place, request.asked.seed, first])[:24]
-        answer = Answer(name, self._terms.harness.model, int(time.time()), request.asked, said)
+        name = _digest([self._seed, request.place, first])[:24]
+        answer = Answer(name, request.asked.model, int(time.time()), request.asked, said)
         return Sent(200, list(api.events(answer)) if request.asked.stream else api.answer(answer))
 
     def steps(self, play: Callable[[], dict[str, Any]]) -> ConversationSteps[EpisodeEnd]:
@@ -369,11 +408,11 @@ class Episode:
         if failed is not None and on_failure == "raise":
             raise UserError(
                 f"the harness `{self._terms.harness}` failed: {failed}; mend it, or set `on_failure` to zero or mask"
-                f" (the row is {self._session.row})"
+                f" ({self})"
             )
         end = self._end(played["delivered"], played.get("reward", 0.0), played.get("branches", {}))
         if failed is not None:
-            log.warning("the harness `%s` failed: %s (the row is %s)", self._terms.harness, failed, self._session.row)
+            log.warning("the harness `%s` failed: %s (%s)", self._terms.harness, failed, self)
             for row in end.rows:
                 row.end(Ending.FAILED, f"the agent failed: {shown(failed)}")
                 if on_failure == "mask":
@@ -383,9 +422,10 @@ class Episode:
     def _end(self, delivered: Sequence[int], reward: float, branches: Mapping[str, float]) -> EpisodeEnd:
         """The rows of the answers that were delivered; the last turn has the reward of its branch, or the episode's."""
         there = set(delivered)
-        asked = [choice for request in self._requests for choice in request.choices]
+        of_policy = [request for request in self._requests if request.policy == self._terms.policy]
+        asked = [choice for request in of_policy for choice in request.choices]
         choices = [each for each in asked if each.said is not None and there.intersection(each.request.ids)]
-        rewritten = sum(request.rewritten for request in self._requests)
+        rewritten = sum(request.rewritten for request in of_policy)
         end = EpisodeEnd([], [], [], self._refused, len(asked) - len(choices), rewritten)
         numbers: dict[int, int] = {}  # in the order of rows, which does not depend on when calls came
         for row in rows_of([choice.sampled for choice in choices]):
@@ -444,9 +484,9 @@ def _shown(said: Message) -> Message:
     return {**said, "content": "\n".join(filter(None, lines)), "tool_calls": calls}
 
 
-def _digests(asked: Asked) -> list[str]:
-    """Digests of the tools (and the prompt without messages), of these with the first message, and so on."""
-    digests = [_digest([*asked.tools, asked.prompt])]
+def _digests(asked: Asked, policy: str) -> list[str]:
+    """Digests of policy and tools (and the prompt without messages), of these with the first message, and so on."""
+    digests = [_digest([policy, *asked.tools, asked.prompt])]
     for each in asked.messages:
         digests.append(_digest([digests[-1], each]))
     return digests

@@ -11,9 +11,9 @@ from typing import Any
 from rlflow.dotted_path import function_at
 from rlflow.environments.environment import Definition, Environment, OnFailure
 from rlflow.environments.host import Host, HostError
-from rlflow.errors import UserError
+from rlflow.errors import UserError, did_you_mean
 from rlflow.harness.apis import APIS
-from rlflow.harness.door import Door, check_installed
+from rlflow.harness.door import Door, OpenEpisode, check_installed
 from rlflow.worker import Limits, Worker, WorkerError
 
 COMMAND = "rlflow.harness.command.run"
@@ -41,6 +41,8 @@ class Harness(Environment):
         concurrency: Episodes of a rank in progress together.
         max_calls: Answers that an episode may get, at most; further calls are refused.
         model: The name by which the agent calls the policy.
+        other_models: Further names that the agent calls. The policy answers these too, unless a node gives them to
+            another one by `players`, see `CausalLM.converse`.
         ignore: Fields of requests that are left out of account, such as `temperature`; others that cannot be served are
             refused.
         memory_mb: Memory that each process may take, in MB; None for no limit.
@@ -58,6 +60,7 @@ class Harness(Environment):
         concurrency: int = 32,
         max_calls: int = 64,
         model: str = "policy",
+        other_models: Sequence[str] = (),
         ignore: Collection[str] = (),
         memory_mb: int | None = 4096,
         on_failure: OnFailure = "raise",
@@ -74,6 +77,7 @@ class Harness(Environment):
         self.concurrency = concurrency
         self.max_calls = max_calls
         self.model = model
+        self.models = (model, *([other_models] if isinstance(other_models, str) else other_models))
         self.ignore = frozenset([ignore] if isinstance(ignore, str) else ignore)
         if unknown := self.ignore - _fields():
             raise UserError(f"`ignore` has {sorted(unknown)[0]!r}, which no API has as a field; leave it out")
@@ -87,6 +91,25 @@ class Harness(Environment):
         elif shutil.which(self.run[0]) is None:
             raise UserError(f"`run` begins with {self.run[0]!r}, and there is no such program; name one, or its path")
         return {"": Definition({}, str(self), answers_messages=True, repeats=True)}
+
+    def seats_of(self, policy: str, players: Mapping[str, str]) -> tuple[str, ...]:
+        """One without a name: a row is of what `policy` answered, by whichever name it was called.
+
+        Raises:
+            UserError: The agent calls no such name, or none is left.
+        """
+        for name in players:
+            if name not in self.models:
+                raise UserError(
+                    f"`players` has `{name}`, and the harness `{self}` calls {', '.join(self.models)}."
+                    f"{did_you_mean(name, self.models) or ' Add the name to its `other_models`'}"
+                )
+        if all(players.get(name, policy) != policy for name in self.models):
+            raise UserError(
+                f"`players` has all names that the harness `{self}` calls, {', '.join(self.models)}, and the model that"
+                " converses answers to none; leave one out"
+            )
+        return ("",)
 
     def rewards_of(
         self, worker: Worker, row: Mapping[str, Any], base_url: str, key: str, seed: int
@@ -117,6 +140,7 @@ def play(
     row: Mapping[str, Any],
     seed: int,
     number: int,
+    name: str,
     door: Door | None,
     arrive: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
@@ -128,6 +152,7 @@ def play(
         row: Row of the dataset.
         seed: Seed of what it draws from `random` and NumPy.
         number: Number of the episode in its loop.
+        name: Names the episode and its row in the log.
         door: Where it calls the policy; the rank that runs agents has one.
         arrive: Called with each of its requests, in another thread.
 
@@ -136,7 +161,7 @@ def play(
     """
     assert isinstance(host, Worker)
     assert door is not None
-    key = door.open(number, harness.model, arrive)
+    key = door.open(OpenEpisode(number, name, harness.models, arrive))
     delivered: list[int] = []
     outcome: dict[str, Any] = {"delivered": delivered}
     try:

@@ -25,19 +25,21 @@ class CallTokens:
     Attributes:
         read: Token ids that the policy read.
         wrote: Token ids that it wrote after them.
-        number: Number among the calls that read the same; distinguishes two that wrote the same.
-        branch: The name that the agent gives to it; equal calls of other names are other calls.
+        number: Number among the calls that read and ask for the same; distinguishes two that wrote the same.
+        branch: The name that the agent gives to it.
+        settings: Digest of what it asks for; calls that read the same are other calls where they ask for other things.
     """
 
     read: Tokens
     wrote: Tokens
     number: int = 0
     branch: str = ""
+    settings: str = ""
 
     @property
-    def order(self) -> tuple[Tokens, int, str, int]:
+    def order(self) -> tuple[Tokens, int, str, str, int]:
         """Orders calls: what begins a call comes before it."""
-        return self.whole, len(self.read), self.branch, self.number
+        return self.whole, len(self.read), self.branch, self.settings, self.number
 
     @property
     def whole(self) -> Tokens:
@@ -92,19 +94,25 @@ def rows_of(calls: Sequence[CallTokens]) -> list[EpisodeRow]:
 
 
 def _parents(calls: Sequence[CallTokens], wholes: Sequence[Tokens]) -> dict[int, int]:
-    """The call that each call continues, by place: the longest whose tokens begin what it reads."""
+    """The call that each call continues, by place: the longest whose tokens begin what it reads.
+
+    Of calls whose tokens are the same, that is the first with the same branch, or else the first.
+    """
     order = sorted(range(len(calls)), key=lambda place: calls[place].order)
     parents: dict[int, int] = {}
-    before: list[int] = []  # each begins the next; in this order what begins a call comes before it
+    before: list[list[int]] = []  # calls with the same tokens; they begin the next ones, which come later in this order
     for place in order:
-        while before and wholes[place][: len(wholes[before[-1]])] != wholes[before[-1]]:
+        while before and wholes[place][: len(wholes[before[-1][0]])] != wholes[before[-1][0]]:
             before.pop()
-        for other in reversed(before):
-            if len(wholes[other]) <= len(calls[place].read):
-                parents[place] = other
+        for alike in reversed(before):
+            if len(wholes[alike[0]]) <= len(calls[place].read):
+                of_branch = (other for other in alike if calls[other].branch == calls[place].branch)
+                parents[place] = next(of_branch, alike[0])
                 break
-        if not before or wholes[before[-1]] != wholes[place]:  # of calls that are alike the first is continued
-            before.append(place)
+        if before and wholes[before[-1][0]] == wholes[place]:
+            before[-1].append(place)
+        else:
+            before.append([place])
     return parents
 
 

@@ -13,17 +13,19 @@ import time
 from typing import Any
 
 MODEL = "policy"
+CRITIC = "critic-agent"
 SLEEPS = "import time; time.sleep(600)  # of a test of harnesses"
+INTEGERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
 ADD = {
     "type": "function",
     "function": {
         "name": "add",
         "description": "Add.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
+        "parameters": INTEGERS,
     },
 }
 
@@ -127,6 +129,20 @@ async def forks_twice(row: dict[str, Any], base_url: str, api_key: str) -> dict[
     await asked(calls, [user("alone")])
     odd = sum(map(ord, str(left[-1]["content"]))) % 7
     return {"reward": 1.0, "branches": {"left": 4.0 * odd, "right": -2.0}}
+
+
+async def asks_a_critic(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A turn, what another model says of it, and a turn after that; the reward is how many tokens the policy wrote."""
+    RECEIVED[0] = 0
+    calls, messages = by_http(base_url, api_key), [user(row["question"])]
+    names = [each["id"] for each in (await calls.get("/models")).json()["data"]]
+    assert names == [MODEL, CRITIC]
+    said = await asked(calls, messages)
+    own = RECEIVED[0]
+    judged = await asked(calls, [user(f"judge {said['content']}")], model=CRITIC)
+    of_critic = RECEIVED[0] - own
+    await asked(calls, [*messages, said, user(f"I heard {judged['content']}")])
+    return float(of_critic if row.get("trains") == CRITIC else RECEIVED[0] - of_critic)
 
 
 async def follows(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -276,7 +292,10 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         ({"messages": [user("a" * 300)]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": [image]}]}, 400, "messages"),
         ({"messages": []}, 400, "messages"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "text"}}}]}, 400, "tools[0]"),
+        *(
+            ({"tools": [{"type": "function", "function": {"name": "f", "parameters": given}}]}, 400, "tools[0]")
+            for given in ({"type": "text"}, {"type": "object", "properties": 5}, {**INTEGERS, "properties": {"a": 5}})
+        ),
         ({"temperature": 0.3}, 400, "temperature"),
         ({"stop": [1]}, 400, "stop"),
         ({"top_p": 0.5}, 400, "top_p"),
@@ -301,7 +320,10 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
     bad_key = httpx.post(f"{base_url}/chat/completions", json=good, headers={"Authorization": "Bearer sk-x"})
     assert (bad_key.status_code, bad_key.json()["error"]["code"]) == (401, "invalid_api_key")
     headers = {"Authorization": f"Bearer {api_key}"}
-    assert httpx.post(f"{base_url}/chat/completions", content=b"{", headers=headers).status_code == 400
+    for content in (b"{", b'"a"', b""):
+        answer = httpx.post(f"{base_url}/chat/completions", content=content, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
+        right += 1
     assert httpx.get(f"{base_url}/files", headers=headers).status_code == 404
     for prompt in ("", [-1], [[1], [2]]):
         answer = httpx.post(f"{base_url}/completions", json={"model": MODEL, "prompt": prompt}, headers=headers)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -120,6 +121,8 @@ def played(
     n: int = 1,
     runner: ConversationRunner | None = None,
     longest: int = LONGEST,
+    players: Mapping[str, tuple[str, float]] = MappingProxyType({}),
+    rivals: Mapping[str, RolloutEngine] = MappingProxyType({}),
     **settings: Any,
 ) -> Played:
     """Episodes of an agent of `agents.py`, or of a program.
@@ -131,16 +134,19 @@ def played(
         n: Episodes of each.
         runner: Runs them; None for one of its own.
         longest: Tokens of a row after its prompt, at most.
+        players: Policies that answer to names in the policy's place, and their temperatures.
+        rivals: Engines of these policies.
         settings: Of the harness.
     """
     if runner is None:
         with running() as own:
-            return played(agent, engine, rows, n, own, longest, **settings)
+            return played(agent, engine, rows, n, own, longest, players, rivals, **settings)
     harness = _harness(tuple({"seconds": 60, "concurrency": 2, **settings}.items()))
     if isinstance(agent, list) or "." in agent:
         harness = Harness(agent, **{"seconds": 60, "concurrency": 2, **settings})
     rows = [{"agent": agent, **row} for row in rows]
     path = RowPath(torch.arange(len(rows))[:, None], (BATCH,))
     sampling = Sampling(longest, stop_token_ids=(0,))
-    call = ConverseCall(0, "rollout", "actor", {"actor": 0}, Layout((0,), 1))
-    return Played(*runner.run({"actor": engine}, harness, rows, path, n, sampling, call))
+    engines = {"actor": engine, **rivals}
+    call = ConverseCall(0, "rollout", "actor", dict.fromkeys(engines, 0), Layout((0,), 1), players)
+    return Played(*runner.run(engines, harness, rows, path, n, sampling, call))

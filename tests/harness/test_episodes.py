@@ -17,7 +17,7 @@ from rlflow.context.conversations import ConversationRunner, EpisodeCounts
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine
 from rlflow.values.rollout import Ending
-from tests.harness.agents import SLEEPS
+from tests.harness.agents import CRITIC, SLEEPS
 from tests.harness.episodes import AGENTS, Played, decode, played, running, sampling_engine, says, tokenizer
 from tests.leftovers import workers
 
@@ -112,6 +112,21 @@ def test_rows_know_which_turns_they_share(engine: RolloutEngine, runner: Convers
     assert made.first.tolist() == [True, False, False] * 2
 
 
+def test_another_name_is_another_policy_which_answers_and_has_no_row(runner: ConversationRunner) -> None:
+    rivals = {"rival": says("good")}
+    more: dict[str, Any] = {"runner": runner, "other_models": CRITIC}
+    made = played("asks_a_critic", says("5", "6"), players={CRITIC: ("rival", 0.5)}, rivals=rivals, **more)
+    assert made.trained() == ["5<|im_end|>6<|im_end|>"]
+    assert "<|im_start|>user\nI heard good<|im_end|>" in made.text(0)
+    assert made.times.episodes == EpisodeCounts(count=1, refused=0, undelivered=0, rewritten=0)
+    alone = played("asks_a_critic", says("5", "good", "6"), **more)  # where nobody plays it, the policy does
+    assert sorted(alone.trained()) == ["5<|im_end|>6<|im_end|>", "good<|im_end|>"]
+    with pytest.raises(
+        UserError, match=r"`players` has `critic`, and the harness `tests\.harness\.agents\.acts` calls"
+    ):
+        played("asks_a_critic", says(), players={"critic": ("rival", 0.5)}, rivals=rivals, **more)
+
+
 def test_a_text_goes_on_from_the_tokens_that_were_sampled_and_has_no_turns(
     engine: RolloutEngine, runner: ConversationRunner
 ) -> None:
@@ -161,10 +176,11 @@ def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(
     runner: ConversationRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = played("refused", says(), runner=runner)
-    (told,) = [each.getMessage() for each in caplog.records if "is refused" in each.getMessage()]
+    told, of_key = [each.getMessage() for each in caplog.records if "is refused" in each.getMessage()]
     assert "there is no model 'gpt-4o'" in told
-    assert "(the row is 0, {" in told
-    assert (made.rows[0][5], made.times.episodes.refused) == ([19.0], 19)
+    assert "(episode 0 of the row 0, {" in told
+    assert "a key of no episode" in of_key
+    assert (made.rows[0][5], made.times.episodes.refused) == ([24.0], 25)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +219,16 @@ def test_a_process_that_an_agent_leaves_ends_with_its_episode() -> None:
 
 
 @pytest.mark.slow
-def test_a_key_is_of_one_episode(engine: RolloutEngine, runner: ConversationRunner) -> None:
+def test_a_key_is_of_one_episode(
+    engine: RolloutEngine, runner: ConversationRunner, caplog: pytest.LogCaptureFixture
+) -> None:
     made = played(
         "calls_late", engine, [{"question": f"{place}+1="} for place in range(3)], runner=runner, concurrency=1
     )
     assert made.rollout.returns.sum(dim=1).tolist() == [1.0] * 3
+    assert made.times.episodes.refused == 2
+    told = [each.getMessage() for each in caplog.records if "after the end of its episode" in each.getMessage()]
+    assert [f"(episode 0 of the row {place}, " in each for place, each in enumerate(told)] == [True] * 2
 
 
 @pytest.mark.slow

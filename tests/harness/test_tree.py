@@ -51,6 +51,14 @@ def test_equal_answers_to_equal_calls_are_trained_both_and_the_first_is_continue
     assert rows_of(calls) == [EpisodeRow((1, 2), (True, True), 0), EpisodeRow((0,), (True,), 0)]
 
 
+def test_of_equal_answers_the_one_of_its_own_branch_is_continued() -> None:
+    branches = ("left", "right")
+    calls = [CallTokens((1,), (2,), branch=each) for each in branches]
+    for last in branches:
+        row, other = rows_of([*calls, CallTokens((1, 2, 3), (4,), branch=last)])
+        assert [row.turns, other.turns] == [(branches.index(last), 2), (1 - branches.index(last),)]
+
+
 @given(trees())
 def test_each_written_token_is_trained_in_exactly_one_row(calls: list[CallTokens]) -> None:
     rows = rows_of(calls)
