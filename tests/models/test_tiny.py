@@ -114,7 +114,7 @@ def test_its_tokens_are_the_merges_in_their_order_within_the_words_of_qwen2(byte
     names = {byte: chr(byte) for byte in shown}
     names |= {byte: chr(256 + place) for place, byte in enumerate(sorted({*range(256)} - {*shown}))}
     expected = []
-    text = "You can call the tool 'add' with 12+345 tokens, naïvely:\n{\"name\": \"add\"}  <tool_call>"
+    text = 'You can call the tool \'add\' with 12+345 tokens, naïvely:\n{"name": "add"}  <tool_call>'
     for word in regex.findall(PRETOKENIZE_REGEX, text):
         parts = [names[byte] for byte in word.encode()]
         while (best := min(pairwise(parts), key=lambda pair: ranks.get(pair, len(ranks)), default=())) in ranks:
