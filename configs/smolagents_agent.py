@@ -1,4 +1,7 @@
-"""Agents of smolagents with a calculator, and traces of them; `agent_smolagents.yaml` trains the policy that they call."""
+"""Agents of smolagents with a calculator, and traces of them.
+
+`agent_smolagents_sft.yaml` teaches a model the traces, and `agent_smolagents.yaml` trains it through the agent.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,15 @@ def solve_by_code(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """The same by Python, which smolagents runs."""
     model = OpenAIServerModel("policy", api_base=base_url, api_key=api_key, max_tokens=80)
     return _reward(CodeAgent([add], model, max_steps=3, verbosity_level=LogLevel.OFF), row)
+
+
+def final_answer(answer: str) -> str:
+    """The tool that smolagents adds: the traces are written with it and `add` as tools.
+
+    Args:
+        answer: The answer.
+    """
+    return answer
 
 
 def _reward(agent: MultiStepAgent, row: dict[str, Any]) -> float:
@@ -82,22 +94,19 @@ class _Script(OpenAIServerModel):
         return SimpleNamespace(chat=SimpleNamespace(completions=self))
 
     def create(self, messages: list[dict[str, Any]], tools: Any = None, **_: Any) -> ChatCompletion:
-        read = [{"role": str(each["role"].value), "content": _text(each["content"])} for each in messages]
+        read = [{"role": each["role"].value, "content": _text(each["content"])} for each in messages]
         seen = read[-1]["content"].rpartition("Observation:\n")[2]
-        call: dict[str, Any] | None = None
-        if tools and seen.isdecimal():
+        a, b = self._row["a"], self._row["b"]
+        guesses = self._draws.random() < 0.5 and not seen.isdecimal()
+        call = {"name": "add", "arguments": {"a": a, "b": b}}
+        if seen.isdecimal():
             call = {"name": "final_answer", "arguments": {"answer": seen}}
-        elif self._draws.random() < 0.5:
-            call = {"name": "add", "arguments": {"a": self._row["a"], "b": self._row["b"]}}
-        said = str(self._draws.randint(2, 18))
+        said = str(self._draws.randint(2, 18)) if guesses else f"<code>\nfinal_answer(add({a}, {b}))\n</code>"
         message: dict[str, Any] = {"role": "assistant", "content": said}
-        if call and tools:
+        if tools and not guesses:
+            said = f"<tool_call>{json.dumps(call)}</tool_call>"
             function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
             message |= {"content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
-            said = f"<tool_call>{json.dumps(call)}</tool_call>"
-        elif call:
-            said = f"<code>\nfinal_answer(add({self._row['a']}, {self._row['b']}))\n</code>"
-            message["content"] = said
         self.turns.append((read, said))
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
