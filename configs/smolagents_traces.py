@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -25,8 +26,12 @@ class Traces(Sums):
     def __init__(self, size: int, code: bool = False, split: Literal["train", "validation"] = "train") -> None:
         super().__init__(size, split=split)
         self.code = code
+        self._traces = cache(self._trace)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._traces(row)
+
+    def _trace(self, row: int) -> dict[str, Any]:
         from smolagents import OpenAIServerModel
 
         from rlflow.configs.smolagents_agent import coding, tool_calling
