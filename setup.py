@@ -36,6 +36,7 @@ setup(
     package_data={
         "rlflow": ["__init__.pyi", "py.typed"],
         "rlflow.known_answers": ["*.json"],
+        "rlflow.models": ["tiny_merges.txt"],
         "rlflow.commands": ["*.css", "*.js"],
         "rlflow.configs": ["*.yaml", "*.sh", "tests/*.yaml"],
     },

@@ -1,6 +1,6 @@
 """Sums with a calculator: the rows, the tool, one that fails, and whose conversations the model is taught.
 
-`agent_sft.yaml`, `agent_calculator.yaml` and `agent_failing_tool.yaml` name what is here.
+`agent_sft.yaml`, `agent_calculator.yaml`, `agent_failing_tool.yaml` and `agent_harness_sft.yaml` name what is here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from typing import Any, Literal
 from rlflow.data import Source
 
 FAILS = 0.2
+INSTRUCTIONS = (
+    "Answer with the sum alone.",
+    "Add the two numbers.",
+    "You are a calculator. Give a number and no words.",
+)
 
 
 class Sums(Source):
@@ -44,6 +49,18 @@ class Sums(Source):
             a, b = (draws.randrange(10 ** (self.digits - 1), 10**self.digits) for _ in range(2))
             if (random.Random(f"{a}+{b}").random() < 0.2) == (self.split == "validation"):
                 return {"row": name, "question": f"{a}+{b}", "a": a, "b": b, "answer": str(a + b)}
+
+
+class InstructedSums(Sums):
+    """The same with a column `asked`, the messages of the prompt: half of them begin with instructions."""
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        found = super().__getitem__(row)
+        draws = random.Random(f"instructions of {found['row']}")
+        asked = [{"role": "user", "content": found["question"]}]
+        if draws.random() < 0.5:
+            asked.insert(0, {"role": "system", "content": draws.choice(INSTRUCTIONS)})
+        return {**found, "asked": asked}
 
 
 def add(a: int, b: int) -> int:

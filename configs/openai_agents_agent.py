@@ -20,6 +20,7 @@ async def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """Answer the question of a row; returns 1 for the right answer, else 0."""
     agent = Agent(
         name="calculator",
+        instructions="Answer with the sum alone.",
         tools=[function_tool(add)],
         model=OpenAIChatCompletionsModel("policy", AsyncOpenAI(base_url=base_url, api_key=api_key)),
         model_settings=ModelSettings(max_tokens=80),

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.learning.agents import Move
 from rlflow import Environment
 from rlflow.commands.fit import read_fit
-from rlflow.configs.calculator import FailingCalculator, Sums, unsure
+from rlflow.configs.calculator import INSTRUCTIONS, FailingCalculator, InstructedSums, Sums, unsure
 from rlflow.configs.guessing import MOST, GuessingGame, careless, secret
 from rlflow.data import Played, RandomRows
 from rlflow.data.sources import Source
@@ -26,7 +26,10 @@ IN_ONE_PROCESS = [
 ]
 
 
-NAMES = {path.stem for path in (ROOT / "configs").glob("agent_*.yaml")} - {"agent_two_players"}  # without validation
+NAMES = {path.stem for path in (ROOT / "configs").glob("agent_*.yaml")} - {
+    "agent_two_players",  # without validation
+    *("agent_openai_agents", "agent_smolagents", "agent_smolagents_sft"),  # of libraries that the locks leave out
+}
 
 
 @pytest.mark.parametrize("name", slow_but(("agent_sft", "agent_failing_tool"), sorted(NAMES)))
@@ -53,6 +56,14 @@ def test_the_sums_of_the_two_splits_differ_and_have_their_answers() -> None:
     asked = [{each[row]["question"] for row in range(200)} for each in (train, validation)]
     assert not asked[0] & asked[1]
     assert all(each["answer"] == str(each["a"] + each["b"]) for each in (train[row] for row in range(200)))
+
+
+def test_half_of_the_prompts_of_sums_begin_with_instructions() -> None:
+    prompts = [row["asked"] for row in map(InstructedSums(400).__getitem__, range(400))]
+    assert [each[-1]["content"] for each in prompts] == [Sums(400)[row]["question"] for row in range(400)]
+    instructions = [each[0]["content"] for each in prompts if len(each) == 2]
+    assert {*instructions} == {*INSTRUCTIONS}
+    assert len(instructions) / 400 == pytest.approx(0.5, abs=0.1)
 
 
 def test_one_call_in_five_fails_as_the_row_and_the_call_decide() -> None:

@@ -114,21 +114,21 @@ class Harness(Environment):
     def rewards_of(
         self, worker: Worker, row: Mapping[str, Any], base_url: str, key: str, seed: int
     ) -> tuple[float, dict[str, float]]:
-        """Run the agent on a row; returns the reward, and those of branches by name. No process of it is left.
+        """Run the agent on a row; returns the reward, and those of branches by name. No process that it started is left.
 
         Raises:
             WorkerError: It failed, or gave no finite number.
         """
         if isinstance(self.run, str):
             worker.begin(seed, [self.run])
-            try:
-                return _rewards(worker.function(self.run, row, base_url, key), f"`{self}`")
-            finally:
-                worker.close_if_others_run()
         try:
-            return _rewards(worker.function(COMMAND, self.run, row, base_url, key, self.model), f"`{self}`")
+            if isinstance(self.run, str):
+                given = worker.function(self.run, row, base_url, key)
+            else:
+                given = worker.function(COMMAND, self.run, row, base_url, key, self.model)
+            return _rewards(given, f"`{self}`")
         finally:
-            worker.close()
+            worker.close_if_others_run()
 
     def __str__(self) -> str:
         return self.run if isinstance(self.run, str) else " ".join(self.run)

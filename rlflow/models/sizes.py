@@ -150,6 +150,7 @@ class ModelSize:
 # Sizes from the config.json of each model at huggingface.co.
 KNOWN: dict[str, ModelSize] = {
     "tiny": ModelSize(128, 384, 2, 4, 2, 128, tied=True, bias=True),
+    "tiny_bpe": ModelSize(128, 384, 2, 4, 2, 2048, tied=True, bias=True),
     "tiny_moe": ModelSize(128, 96, 2, 4, 2, 128, tied=True, experts=8, experts_per_token=2, qk_norm=True),
     "tiny_vision": ModelSize(64, 192, 2, 2, 2, 128, tower=113_920, patches=4, tower_width=128, tower_kept=1_536),
     "Qwen/Qwen2.5-0.5B": ModelSize(896, 4864, 24, 14, 2, 151_936, tied=True, bias=True),

@@ -1,6 +1,6 @@
-"""The embedded models, with a character-level tokenizer: a random Qwen2, Qwen3-MoE, and Idefics3, which reads pictures.
+"""The embedded models: a random Qwen2, Qwen3-MoE, and Idefics3, which reads pictures.
 
-They are made from a seed without a network.
+They are made from a seed without a network. A token is a character; of `tiny_bpe` it is one of a byte BPE.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -38,15 +38,16 @@ VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
 )
 # Tokens of Idefics3's processor, by the codes of control characters that they take.
 VISION_TOKENS = {4: "<image>", 5: "<fake_token_around_image>", 6: "<global-img>", 7: "<end_of_utterance>"}
-EMBEDDED = ("tiny", "tiny_moe", "tiny_vision")
+EMBEDDED = ("tiny", "tiny_bpe", "tiny_moe", "tiny_vision")
+MERGES = Path(__file__).with_name("tiny_merges.txt")  # of the byte BPE, see benchmarks/tiny_merges.py
 
 
 def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     """The place of the weights of `model`: a folder, or the Hugging Face name itself.
 
     Args:
-        model: `tiny`, `tiny_moe`, `tiny_vision`, a folder in Hugging Face form, the folder of a run, or a Hugging
-            Face name `organisation/name`.
+        model: `tiny`, `tiny_bpe`, `tiny_moe`, `tiny_vision`, a folder in Hugging Face form, the folder of a run, or a
+            Hugging Face name `organisation/name`.
         scratch: Folder in which embedded models are written. All ranks may call this at the same time.
         said_by: Name in errors of the setting that named the model.
 
@@ -55,6 +56,8 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     """
     if model == "tiny":
         return write_tiny_model(scratch / "tiny")
+    if model == "tiny_bpe":
+        return write_tiny_model(scratch / "tiny_bpe", tokenizer="bpe", max_position=8192)
     if model == "tiny_moe":
         return write_tiny_moe_model(scratch / "tiny_moe")
     if model == "tiny_vision":
@@ -86,6 +89,7 @@ def write_tiny_model(
     folder: Path,
     *,
     seed: int = 0,
+    tokenizer: Literal["characters", "bpe"] = "characters",
     hidden_size: int = 128,
     intermediate_size: int = 384,
     layers: int = 2,
@@ -103,6 +107,8 @@ def write_tiny_model(
     Args:
         folder: Folder to write.
         seed: Seed of the random weights; the caller's random state is left alone.
+        tokenizer: Whether a token is an ASCII character, of 128, or one of a byte BPE with 2,048 entries that was
+            trained on the documents of this project: a third as many tokens, of any text.
         hidden_size: A multiple of `heads`.
         intermediate_size: Width inside the feed-forward layers.
         layers: Number of layers.
@@ -116,11 +122,11 @@ def write_tiny_model(
         return folder
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = tiny_tokenizer(max_position)
+    writes = tiny_bpe_tokenizer(max_position) if tokenizer == "bpe" else tiny_tokenizer(max_position)
     config = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         dtype=dtype,
-        vocab_size=len(tokenizer),
+        vocab_size=len(writes),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=layers,
@@ -128,12 +134,12 @@ def write_tiny_model(
         num_key_value_heads=kv_heads,
         max_position_embeddings=max_position,
         tie_word_embeddings=tie,
-        **_ends(tokenizer),
+        **_ends(writes),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
-    return write_model(folder, model, tokenizer, dtype)
+    return write_model(folder, model, writes, dtype)
 
 
 def write_tiny_moe_model(folder: Path, *, seed: int = 0, max_position: int = 2048) -> Path:
@@ -264,18 +270,38 @@ def tiny_tokenizer(
         more: Further special tokens, by the codes of control characters.
         chat_template: Template of conversations.
     """
-    from transformers import Qwen2Tokenizer
-
     special = {code: f"<|reserved_{code}|>" for code in (*range(32), 127) if chr(code) not in "\t\n\r"}
     special |= {0: EOS, 1: PAD, 2: TURN_START, 3: TURN_END, **more}
     # Byte-level vocabularies write each invisible character as the one 256 code points after it.
     written = {code: chr(code if code > 32 else 256 + code) for code in range(127)}
+    return _qwen2_tokenizer(written | special, [], special.values(), max_length, chat_template)
+
+
+def tiny_bpe_tokenizer(max_length: int = 8192) -> Any:
+    """A tokenizer of 2,048 entries: the special tokens of `tiny_tokenizer` that end, pad and divide, bytes, and merges.
+
+    Args:
+        max_length: Longest sequence, in tokens.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    special = (EOS, PAD, TURN_START, TURN_END)
+    merges = [tuple(line.split(" ")) for line in MERGES.read_text(encoding="utf-8").splitlines()]
+    written = dict(enumerate([*special, *sorted(ByteLevel.alphabet()), *map("".join, merges)]))
+    return _qwen2_tokenizer(written, merges, special, max_length, CHAT_TEMPLATE)
+
+
+def _qwen2_tokenizer(
+    written: Mapping[int, str], merges: list[Any], special: Collection[str], max_length: int, chat_template: str
+) -> Any:
+    from transformers import Qwen2Tokenizer
+
     return Qwen2Tokenizer(
-        vocab={name: code for code, name in (written | special).items()},
-        merges=[],
+        vocab={name: code for code, name in written.items()},
+        merges=merges,
         eos_token=EOS,
         pad_token=PAD,
-        extra_special_tokens=list(special.values()),
+        extra_special_tokens=list(special),
         chat_template=chat_template,
         model_max_length=max_length,
     )

@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)
 MOST_TEXT = 2**20  # characters of what an error says; more than is shown of any text
 SEEDED: list[Any] = []  # the states of random numbers just after they were seeded
 
@@ -40,7 +40,9 @@ def main(settings: dict[str, Any]) -> None:
         settings: Settings from `Worker`: `parent`, the id of its process, with which this one ends; `path`, entries for
             `sys.path`; and the limits `file_bytes` and `memory_bytes`, None for no limit of memory.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent is a child of this process, see `close_if_others_run`
     if os.getppid() != settings["parent"]:  # it was gone before
         os._exit(1)
     sys.path[:0] = settings["path"]

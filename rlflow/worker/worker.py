@@ -187,7 +187,10 @@ class Worker:
         self._output.join()  # it ends when all processes that can print are gone
 
     def close_if_others_run(self) -> None:
-        """`close`, if processes are left that the code started; the next call starts the worker again."""
+        """`close`, if processes are left that the code started; the next call starts the worker again.
+
+        One whose parent has ended is a child of the worker, whatever its session.
+        """
         if self._process is not None and (not self.runs or psutil.Process(self._process.pid).children()):
             self.close()
 

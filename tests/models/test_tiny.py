@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import regex
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from rlflow.errors import UserError
-from rlflow.models.tiny import EOS, PAD, resolve_model, write_tiny_model
+from rlflow.models.sizes import KNOWN
+from rlflow.models.tiny import EOS, MERGES, PAD, TURN_END, TURN_START, resolve_model, write_tiny_model
 from tests.ranks import RankPool
 
 ASCII = "".join(map(chr, range(32, 127))) + "\n\t\r"
@@ -91,6 +95,43 @@ def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert write_tiny_model(folder, seed=1) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.fixture(scope="module")
+def byte_bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return resolve_model("tiny_bpe", tmp_path_factory.mktemp("models"))
+
+
+def test_the_byte_bpe_gives_back_every_text(byte_bpe: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(byte_bpe)
+    for text in (ASCII, "Grüße aus 東京 🎉", "\x00\x1b\x7f control", "  two  spaces \n\n  and lines \n"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_its_tokens_are_the_merges_in_their_order_within_the_words_of_qwen2(byte_bpe: Path) -> None:
+    ranks = {tuple(line.split()): rank for rank, line in enumerate(MERGES.read_text().splitlines())}
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's alphabet writes as themselves
+    names = {byte: chr(byte) for byte in shown}
+    names |= {byte: chr(256 + place) for place, byte in enumerate(sorted({*range(256)} - {*shown}))}
+    expected = []
+    text = 'You can call the tool \'add\' with 12+345 tokens, naïvely:\n{"name": "add"}  <tool_call>'
+    for word in regex.findall(PRETOKENIZE_REGEX, text):
+        parts = [names[byte] for byte in word.encode()]
+        while (best := min(pairwise(parts), key=lambda pair: ranks.get(pair, len(ranks)), default=())) in ranks:
+            place = [*pairwise(parts)].index(best)
+            parts[place : place + 2] = ["".join(best)]
+        expected += parts
+    tokenizer = AutoTokenizer.from_pretrained(byte_bpe)
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == expected
+
+
+def test_the_model_of_the_byte_bpe_has_its_vocabulary_and_the_end_and_template_of_tiny(byte_bpe: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(byte_bpe), AutoModelForCausalLM.from_pretrained(byte_bpe)
+    assert (model.config.vocab_size, len(tokenizer), model.config.max_position_embeddings) == (2048, 2048, 8192)
+    assert sum(parameter.numel() for parameter in model.parameters()) == KNOWN["tiny_bpe"].parameters
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 0
+    turn = tokenizer.apply_chat_template([{"role": "user", "content": "1+1"}], return_dict=False)
+    assert [turn[0], turn[-2]] == tokenizer.convert_tokens_to_ids([TURN_START, TURN_END]) == [2, 3]
 
 
 def _resolve_at_once(scratch: str) -> str:

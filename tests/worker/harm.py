@@ -72,6 +72,21 @@ def start_others(pids: str) -> None:
     time.sleep(60)
 
 
+def leave_an_orphan(seconds: float) -> int:
+    """Start a process that leaves the session, by one that ends; its id."""
+    reads, writes = os.pipe()
+    if (first := os.fork()) == 0:
+        os.setsid()
+        if (pid := os.fork()) == 0:
+            os.closerange(0, 1 << 10)
+            time.sleep(seconds)
+            os._exit(0)
+        os.write(writes, f"{pid}\n".encode())
+        os._exit(0)
+    os.waitpid(first, 0)
+    return int(os.read(reads, 20))
+
+
 def start_a_large_one(pids: str) -> None:
     """One that leaves the session and its output, with memory that the kernel takes a tenth of a second to free."""
     if os.fork() == 0:

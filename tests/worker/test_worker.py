@@ -126,6 +126,17 @@ def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path
     assert [pid for pid in started if _lives(pid)] == []
 
 
+def test_a_worker_ends_with_an_orphan_that_a_call_left_and_else_takes_the_next(worker: Worker) -> None:
+    worker.function("harm.own_id")
+    worker.close_if_others_run()
+    assert worker.runs
+    orphan = worker.function("harm.leave_an_orphan", 60)
+    assert _lives(orphan)
+    worker.close_if_others_run()
+    assert not worker.runs
+    assert not _lives(orphan)
+
+
 def die(worker: Worker) -> int:
     """Kill its process, which it does not know; the id of that."""
     pid: int = worker.function("harm.own_id")
