@@ -282,7 +282,7 @@ class ConversationRunner:
         calls = EnvironmentCalls(harness.concurrency, shared, limited=False)
         lengths = self.longest_prompt, sampling.max_tokens
         stops = frozenset(queues[call.policy].sampling.stop_token_ids)
-        policies = {name: call.players.get(name, (call.policy, sampling.temperature)) for name in harness.models}
+        policies = {name: call.players.get(name, (call.policy, sampling.temperature))[:2] for name in harness.models}
         terms = Terms(harness, call.policy, policies, *lengths, self._bridge_of, stops, self.decode)
         answer = ignored if self._door is None else self._door.answer  # a rank that shares an engine has no door
         in_progress: dict[int, Episode] = {}
