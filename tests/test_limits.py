@@ -1,13 +1,21 @@
-"""The page on limits has what is computed now."""
+"""The pages on limits and on simulation have what is computed now."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.limits import table
+import pytest
 
-PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
+from benchmarks import divisions, limits
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def test_the_page_on_limits_has_what_is_computed_now() -> None:
-    assert [line for line in PAGE.read_text().splitlines() if line.startswith("|")] == list(table())
+    lines = (DOCS / "limits.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("|")] == list(limits.table())
+
+
+@pytest.mark.slow
+def test_the_page_on_simulation_has_the_divisions_that_are_predicted_now() -> None:
+    assert "\n".join(divisions.table()) in (DOCS / "simulate.md").read_text()
