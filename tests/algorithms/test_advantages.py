@@ -137,14 +137,23 @@ def rows_of_agents() -> Rollout:
     ],
 )
 def test_an_episode_of_several_rows_counts_once(algorithm: Any, settings: Any, expected: list[float]) -> None:
-    module = algorithm(CausalLM("tiny"), OneUseful(), group_size=2, **settings)
-    context, layout = node_context(), Layout((0,), 1)
-    module.attach(context)
-    rollout, metrics = rows_of_agents(), StepMetrics(0)
-    ids = torch.arange(6)
-    space = RowSpace.gather("rollout", Transport(), layout, path=rollout.path.numbers, lengths=ids, tokens=ids)
-    node = read_graph(module).nodes["advantages"]
-    context.running = Running(node, space, layout, draw=0, versions={}, metrics=metrics)
-    found = module.advantages(rollout, torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0]))
+    found, useful = of_agents(algorithm(CausalLM("tiny"), OneUseful(), group_size=2, **settings))
     assert found.tolist() == pytest.approx([*expected, 0.0, 0.0], abs=1e-6)
-    assert metrics.of_kind("mean")["actor/useful_share"] == [2.0, 4.0]  # episodes
+    assert useful == [2.0, 4.0]  # of the episodes
+
+
+def test_a_dropped_episode_is_neither_useful_nor_useless() -> None:
+    dropped = torch.tensor([False, False, False, False, True, True])
+    assert of_agents(GRPO(CausalLM("tiny"), OneUseful(), group_size=2), dropped)[1] == [2.0, 2.0]
+
+
+def of_agents(module: Any, dropped: torch.Tensor | None = None) -> tuple[torch.Tensor, list[float]]:
+    """The advantages of `rows_of_agents`, the rewards 1 but of the fourth row; sum and count of the useful share."""
+    context, here, metrics, rollout = node_context(), Layout((0,), 1), StepMetrics(0), rows_of_agents()
+    module.attach(context)
+    ids = torch.arange(6)
+    space = RowSpace.gather("rollout", Transport(), here, path=rollout.path.numbers, lengths=ids, tokens=ids)
+    node = read_graph(module).nodes["advantages"]
+    context.running = Running(node, space, here, draw=0, versions={}, metrics=metrics, dropped=dropped)
+    found = module.advantages(rollout, torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0]))
+    return found, metrics.of_kind("mean")["actor/useful_share"]
