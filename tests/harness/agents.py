@@ -31,6 +31,7 @@ ADD = {
 
 
 RECEIVED = [0]
+UNREAD = "nobody reads this"
 
 
 def user(text: str) -> dict[str, Any]:
@@ -108,6 +109,58 @@ async def branches(row: dict[str, Any], base_url: str, api_key: str) -> dict[str
     await asyncio.gather(helps("first"), helps("other"), forks("left"), forks("right"), forks("right"))
     await asked(calls, [user("a summary"), user("go on")])
     return {"reward": RECEIVED[0]}
+
+
+async def toils(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """Two sub-agents, forks, equal calls, retries, summaries and streams that it leaves, each after a random wait.
+
+    The reward is how many tokens it received.
+    """
+    RECEIVED[0] = 0
+    calls, draws = by_http(base_url, api_key), random.Random(time.time_ns())
+
+    async def waits() -> None:
+        await asyncio.sleep(draws.random() * row["waits"])
+
+    async def goes_on(messages: list[Any], new: str, **more: Any) -> list[Any]:
+        await waits()
+        asked_now = [*messages, user(new)]
+        return [*asked_now, await asked(calls, asked_now, **more)]
+
+    async def leaves(messages: list[Any]) -> None:
+        await waits()
+        body = {"messages": [*messages, user(UNREAD)], "max_tokens": None, "stream": True}
+        call = asyncio.ensure_future(asked(calls, body.pop("messages"), **body))
+        await asyncio.sleep(0.02)
+        call.cancel()
+
+    async def helps(name: str) -> None:
+        messages = await goes_on([], f"{name} of {row['question']}", metadata={"branch": name}, seed=len(name))
+        for turn in range(3):
+            await leaves(messages)
+            messages = await goes_on(messages, f"more {turn}", metadata={"branch": name}, seed=len(name))
+            if turn == 1:  # too long: it goes on from a summary
+                messages = await goes_on([], f"{name}, in short: {messages[-1]['content']}", max_tokens=3)
+
+    async def retries(messages: list[Any]) -> None:
+        await waits()
+        key, body = {"Idempotency-Key": f"a try {len(messages)}"}, {"model": MODEL, "max_tokens": 6}
+        body["messages"] = [*messages, user("once")]
+        tries = [asyncio.ensure_future(calls.post("/chat/completions", json=body, headers=key)) for _ in range(3)]
+        await waits()
+        tries[0].cancel()
+        first, second = [(await each).json() for each in tries[1:]]
+        assert first == second
+        RECEIVED[0] += first["usage"]["completion_tokens"]
+        await goes_on([*body["messages"], first["choices"][0]["message"]], "and then")
+
+    begun = await goes_on([], row["question"])
+    same = (goes_on(begun, "again") for _ in range(3))
+    forks = (goes_on(begun, each, n=1, stop="5") for each in ("left", "right"))
+    await asyncio.gather(helps("first"), helps("other"), retries(begun), leaves(begun), *same, *forks)
+    last = await goes_on([], f"a summary of {row['question']}", tools=[ADD])
+    await goes_on(last, "end", tools=[ADD])
+    return {"reward": RECEIVED[0], "branches": {}}
 
 
 async def credits(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
