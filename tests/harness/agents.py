@@ -180,9 +180,9 @@ async def asks_a_critic(row: dict[str, Any], base_url: str, api_key: str) -> flo
     said = await asked(calls, messages)
     own = RECEIVED[0]
     judged = await asked(calls, [user(f"judge {said['content']}")], model=CRITIC)
-    of_critic = RECEIVED[0] - own
+    RECEIVED[0] = own
     await asked(calls, [*messages, said, user(f"I heard {judged['content']}")])
-    return float(of_critic if row.get("trains") == CRITIC else RECEIVED[0] - of_critic)
+    return float(RECEIVED[0])
 
 
 async def follows(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -451,11 +451,11 @@ async def at_a_temperature(row: dict[str, Any], base_url: str, api_key: str) -> 
 
 
 def kills(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Three turns; the sixth episode kills its rank, once."""
+    """An episode of many branches; the sixth kills its rank before its end, once."""
     with open(os.environ["RLFLOW_TEST_KILLS"], "ab", buffering=0) as counter:
         counter.write(b"x")
         number = counter.tell()
-    reward = asyncio.run(talks(row, base_url, api_key))
+    made = asyncio.run(branches(row, base_url, api_key))
     if number == 6:
         os.kill(os.getppid(), signal.SIGKILL)
-    return reward + RECEIVED[0]
+    return float(made["reward"])
