@@ -129,8 +129,7 @@ async def toils(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, A
 
     async def leaves(messages: list[Any]) -> None:
         await waits()
-        body = {"messages": [*messages, user(UNREAD)], "max_tokens": None, "stream": True}
-        call = asyncio.ensure_future(asked(calls, body.pop("messages"), **body))
+        call = asyncio.ensure_future(asked(calls, [*messages, user(UNREAD)], max_tokens=100, stream=True))
         await asyncio.sleep(0.02)
         call.cancel()
 

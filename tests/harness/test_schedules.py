@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def trained_engine(engine: RolloutEngine, policy: Path) -> RolloutEngine:
 
 def plays(engine: RolloutEngine, times: int) -> list[Played]:
     with running() as runner:
-        return [played("toils", engine, ROWS, n=2, runner=runner, concurrency=4) for _ in range(times)]
+        return [played("toils", engine, ROWS, n=2, runner=runner, concurrency=4, seconds=600) for _ in range(times)]
 
 
 @pytest.mark.parametrize(
@@ -44,9 +45,8 @@ def plays(engine: RolloutEngine, times: int) -> list[Played]:
     ids=["vllm", "transformers"],
 )
 def test_shuffled_schedules_give_equal_rows(make: Callable[[], RolloutEngine], apart: float, policy: Path) -> None:
-    engine = trained_engine(make(), policy)
-    first, *others = plays(engine, SCHEDULES)
-    engine.close()
+    with closing(trained_engine(make(), policy)) as engine:
+        first, *others = plays(engine, SCHEDULES)
     assert first.times.episodes is not None
     assert first.times.episodes.refused == 0
     for episode in range(4):  # a step's tokens are those that its agent received
@@ -63,7 +63,9 @@ def test_shuffled_schedules_give_equal_rows(make: Callable[[], RolloutEngine], a
 class Recorded(TransformersEngine):
     """Records what it reads and writes."""
 
-    turns: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
         ended = super().step(new, sampling, version)
@@ -74,9 +76,8 @@ class Recorded(TransformersEngine):
 def test_the_gradient_of_the_rows_is_that_of_each_received_call_alone_in_float64(policy: Path) -> None:
     """Rows are packed with shared prefixes; the reference reads what the engine read in each call, and no tree."""
     engine = Recorded()
-    engine.turns = []
-    (made,) = plays(trained_engine(engine, policy), 1)
-    engine.close()
+    with closing(trained_engine(engine, policy)):
+        (made,) = plays(engine, 1)
     calls = [(read, received(read, wrote)) for read, wrote in engine.turns if UNREAD not in text(read)]
     assert sum(len(wrote) for _, wrote in calls) == int(made.rollout.loss_mask.sum()) > 200
     with wide_casts():
