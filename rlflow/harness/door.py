@@ -169,16 +169,20 @@ class Door:
         return _refused(Chat(), Refused(text, status=404, code="not_found"))
 
     async def _call(self, request: Request) -> Response:
+        from starlette.requests import ClientDisconnect
         from starlette.responses import Response
 
         api = APIS[request.url.path]
         if self._of_key(request) is None:  # whose body is not read
             return self._no_key(request, api)
-        sent_body = await request.body()
         try:
-            body = json.loads(sent_body)
+            text = (await request.body()).decode(errors="replace")
+        except ClientDisconnect:
+            return Response()  # which nobody reads
+        try:
+            body = json.loads(text)
         except (ValueError, RecursionError):  # a text, which the episode refuses as no object
-            body = sent_body.decode(errors="replace")
+            body = text
         future: asyncio.Future[Sent] = asyncio.get_running_loop().create_future()
         with self._lock:
             episode = self._of_key(request)

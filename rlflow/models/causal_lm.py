@@ -153,9 +153,9 @@ class CausalLM(ModelHandle):
                 environment adds, and the tools in the form of the model's chat template.
             environment: An `rlflow.Environment`.
             n: Number of conversations from each row; they are consecutive rows.
-            players: Models that play seats of an environment with several seats, by the seat's name. They are models of
-                the module, trained or frozen, and the node names them in addition to this one. This model plays all
-                other seats.
+            players: Models that play seats of an environment with several seats, by the seat's name, or that answer to
+                names which a harness calls. They are models of the module, trained or frozen, and the node names them
+                in addition to this one. This model plays all other seats.
             temperature: Temperature of this call; None for the model's own, 0 to take the likeliest token.
             stop: Ids of tokens that end a turn, in addition to the model's end tokens and the module's
                 `stop_token_ids`, which always do.

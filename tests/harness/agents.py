@@ -31,6 +31,7 @@ ADD = {
 
 
 RECEIVED = [0]
+UNREAD = "nobody reads this"
 
 
 def user(text: str) -> dict[str, Any]:
@@ -110,6 +111,57 @@ async def branches(row: dict[str, Any], base_url: str, api_key: str) -> dict[str
     return {"reward": RECEIVED[0]}
 
 
+async def toils(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    """Two sub-agents, forks, equal calls, retries, summaries and streams that it leaves, each after a random wait.
+
+    The reward is how many tokens it received.
+    """
+    RECEIVED[0] = 0
+    calls, draws = by_http(base_url, api_key), random.Random(time.time_ns())
+
+    async def waits() -> None:
+        await asyncio.sleep(draws.random() * row["waits"])
+
+    async def goes_on(messages: list[Any], new: str, **more: Any) -> list[Any]:
+        await waits()
+        asked_now = [*messages, user(new)]
+        return [*asked_now, await asked(calls, asked_now, **more)]
+
+    async def leaves(messages: list[Any]) -> None:
+        await waits()
+        call = asyncio.ensure_future(asked(calls, [*messages, user(UNREAD)], max_tokens=100, stream=True))
+        await asyncio.sleep(0.02)
+        call.cancel()
+
+    async def helps(name: str) -> None:
+        messages = await goes_on([], f"{name} of {row['question']}", metadata={"branch": name}, seed=len(name))
+        for turn in range(3):
+            await leaves(messages)
+            messages = await goes_on(messages, f"more {turn}", metadata={"branch": name}, seed=len(name))
+            if turn == 1:  # too long: it goes on from a summary
+                messages = await goes_on([], f"{name}, in short: {messages[-1]['content']}", max_tokens=3)
+
+    async def retries(messages: list[Any]) -> None:
+        await waits()
+        key, body = {"Idempotency-Key": f"a try {len(messages)}"}, {"model": MODEL, "max_tokens": 6}
+        body["messages"] = [*messages, user("once")]
+        tries = [asyncio.ensure_future(calls.post("/chat/completions", json=body, headers=key)) for _ in range(3)]
+        await waits()
+        tries[0].cancel()
+        first, second = [(await each).json() for each in tries[1:]]
+        assert first == second
+        RECEIVED[0] += first["usage"]["completion_tokens"]
+        await goes_on([*body["messages"], first["choices"][0]["message"]], "and then")
+
+    begun = await goes_on([], row["question"])
+    same = (goes_on(begun, "again") for _ in range(3))
+    forks = (goes_on(begun, each, n=1, stop="5") for each in ("left", "right"))
+    await asyncio.gather(helps("first"), helps("other"), retries(begun), leaves(begun), *same, *forks)
+    last = await goes_on([], f"a summary of {row['question']}", tools=[ADD])
+    await goes_on(last, "end", tools=[ADD])
+    return {"reward": RECEIVED[0], "branches": {}}
+
+
 async def credits(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
     """One call, then the same by two branches, in the row's order; two of the three have rewards of their own."""
     calls = by_http(base_url, api_key)
@@ -140,9 +192,9 @@ async def asks_a_critic(row: dict[str, Any], base_url: str, api_key: str) -> flo
     said = await asked(calls, messages)
     own = RECEIVED[0]
     judged = await asked(calls, [user(f"judge {said['content']}")], model=CRITIC)
-    of_critic = RECEIVED[0] - own
+    RECEIVED[0] = own
     await asked(calls, [*messages, said, user(f"I heard {judged['content']}")])
-    return float(of_critic if row.get("trains") == CRITIC else RECEIVED[0] - of_critic)
+    return float(RECEIVED[0])
 
 
 async def follows(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -411,11 +463,11 @@ async def at_a_temperature(row: dict[str, Any], base_url: str, api_key: str) -> 
 
 
 def kills(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Three turns; the sixth episode kills its rank, once."""
+    """An episode of many branches; the sixth kills its rank before its end, once."""
     with open(os.environ["RLFLOW_TEST_KILLS"], "ab", buffering=0) as counter:
         counter.write(b"x")
         number = counter.tell()
-    reward = asyncio.run(talks(row, base_url, api_key))
+    made = asyncio.run(branches(row, base_url, api_key))
     if number == 6:
         os.kill(os.getppid(), signal.SIGKILL)
-    return reward + RECEIVED[0]
+    return float(made["reward"])

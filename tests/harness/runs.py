@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rlflow import Batch, CausalLM, Harness, Rollout, node
+from rlflow import Batch, CausalLM, Harness, PerToken, Rollout, node
 from rlflow.algorithms import GRPO
 from rlflow.trainer import Trainer
 from tests.controller.policies import paths_of
 from tests.controller.runs import SGD, Fit, sums
+from tests.harness.agents import CRITIC, MODEL
 from tests.harness.episodes import AGENTS
 
 LONGEST = 120
@@ -28,7 +29,9 @@ class Recorded(GRPO):
 
     @node(role="rollout")
     def rollout(self, batch: Batch) -> Rollout:
-        rollout = super().rollout(batch)
+        return self.recorded(super().rollout(batch))
+
+    def recorded(self, rollout: Rollout) -> Rollout:
         rows = {}
         for row, path in enumerate(paths_of(rollout)):
             length = int(rollout.lengths[row])
@@ -44,19 +47,46 @@ class Recorded(GRPO):
         return rollout
 
 
+@dataclass(eq=False)
+class WithCritic(Recorded):
+    """Trains the critic of its agent too, in episodes of its own."""
+
+    of_critic_record: list[Rollout] = field(default_factory=list)
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.critic = CausalLM(self.actor.model, optimizer=SGD, temperature=0.8)
+
+    @node(generates=("actor", "critic"))
+    def rollout(self, batch: Batch) -> Rollout:
+        players = {CRITIC: self.critic}
+        return self.recorded(self.actor.converse(batch, self.environment, n=self.group_size, players=players))
+
+    @node(generates=("actor", "critic"))
+    def of_critic(self, batch: Batch) -> Rollout:
+        self.of_critic_record.append(self.critic.converse(batch, self.environment, players={MODEL: self.actor}))
+        return self.of_critic_record[-1]
+
+    @node(role="critic", type="train")
+    def critic_loss(self, of_critic: Rollout) -> PerToken:
+        return -self.critic.logprobs(of_critic)
+
+
 def run(
     policy: Path,
     folder: Path,
     agent: str,
     held_out: int = 0,
     prompts: int = 2,
+    kind: type[Recorded] = Recorded,
+    other_models: Sequence[str] = (),
     given: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Fit:
     """A run of one step, with two episodes from each prompt; `given` are settings of the algorithm."""
-    harness = Harness(f"{AGENTS}.{agent}", seconds=60, concurrency=2)
+    harness = Harness(f"{AGENTS}.{agent}", seconds=60, concurrency=2, other_models=other_models)
     actor = CausalLM(str(policy), optimizer=SGD)
-    module = Recorded(actor, environment=harness, group_size=2, max_response_length=LONGEST, **given)
+    module = kind(actor, environment=harness, group_size=2, max_response_length=LONGEST, **given)
     data = sums(12, prompts, held_out)
     data.chat_template, data.max_prompt_length = True, LONGEST
     return Fit(module, data, folder, settings={"max_steps": 1, **settings})

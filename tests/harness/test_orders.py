@@ -102,12 +102,13 @@ def acts(script: Script) -> Generator[Call, Sequence[str], None]:
 
     asked = begun
     (said,) = yield call(asked)
+    first = said
     for number, step in enumerate(script.steps):
         new, wanted = f"m{number}", {}
         if step == "goes on":
             asked = after(asked, said, new)
         elif step == "forks":
-            asked = after(begun, said, new)
+            asked = after(begun, first, new)
         elif step == "rewrites":
             asked = after(asked, said.upper(), new)
         elif step == "compacts":
@@ -283,7 +284,7 @@ def test_each_received_token_is_trained_once_and_rows_do_not_depend_on_who_comes
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(scripts(), st.randoms(use_true_random=False))
 def test_thousands_of_random_agents_make_the_same_rows_in_any_order(made: list[Script], draws: random.Random) -> None:
     check_in_two_orders(made, draws)

@@ -20,7 +20,8 @@ from rlflow.errors import UserError
 from rlflow.functional import Aggregation
 from rlflow.loggers.jsonl import read_samples
 from tests.controller.runs import FSDP, Paired, fit
-from tests.harness.runs import run
+from tests.harness.agents import CRITIC
+from tests.harness.runs import WithCritic, run
 from tests.leftovers import workers
 from tests.ranks import RankPool
 from tests.slow import slow_but
@@ -88,6 +89,19 @@ def test_turns_have_the_advantage_of_their_subtree(policy: Path, tmp_path: Path)
 def test_an_agent_is_not_cut_off(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"`module.environment` is a harness and `trainer.partial_rollout` is set"):
         fit(run(policy, tmp_path / "run", "talks", partial_rollout=8))
+
+
+@pytest.mark.slow
+def test_an_agent_s_two_models_are_trained_on_what_each_of_them_said(policy: Path, tmp_path: Path) -> None:
+    made = run(policy, tmp_path / "run", "asks_a_critic", kind=WithCritic, other_models=[CRITIC], max_steps=2)
+    result = fit(made)
+    for step, rows in zip(result.steps, result.record, strict=True):
+        assert step["rollout/tokens"] == sum(row["reward"] for row in rows.values())  # which the agent counts
+        assert step["of_critic/tokens"] > 0
+        assert step["critic/grad_norm"] > 0
+    for rollout in made.module.of_critic_record:
+        assert all(each[0]["content"].startswith("judge ") and len(each) == 2 for each in rollout.messages)
+    assert not workers()
 
 
 def _fit_and_leave_no_worker(made: Any) -> Any:
