@@ -101,8 +101,8 @@ def _grouped(
         if is_given:
             raise UserError(
                 f"{name} is given, and `configure_optimizers` makes the {'scheduler' if scheduler else 'optimizer'} of"
-                f" `{role}`; leave one of them out. `gradient_clipping` may be given with both and, without a scheduler,"
-                " `warmup_steps`, `schedule` and `by`"
+                f" `{role}`; leave one of them out. `gradient_clipping` may be given in any case, and `warmup_steps`,"
+                " `schedule` and `by` without a scheduler"
             )
     kind, names = type(given), {parameter: name for name, parameter in handle.shown.items()}
     return GroupedOptimizer(
