@@ -72,6 +72,7 @@ class RLModule:
         given_models: Model handles by role as the constructor set them, before a run changed copies of them.
         run_models: The handles of the last run, derived ones among them.
         run_settings: What was set of these when it was configured, by role.
+        logs_hparams: Whether loggers get the `hparams` in a run without a config.
     """
 
     reward: RewardLike | None = None
@@ -89,6 +90,7 @@ class RLModule:
     given_models: Mapping[str, ModelHandle] = MappingProxyType({})
     run_models: Mapping[str, ModelHandle] = MappingProxyType({})
     run_settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    logs_hparams: bool = True
     _context: NodeContext | None = None
 
     @property
@@ -136,7 +138,9 @@ class RLModule:
             of these; each over the parameters of one model.
         """
 
-    def save_hyperparameters(self, *given: str | Mapping[str, Any], ignore: str | Sequence[str] = ()) -> None:
+    def save_hyperparameters(
+        self, *given: str | Mapping[str, Any], ignore: str | Sequence[str] = (), logger: bool = True
+    ) -> None:
         """Keep the arguments of the constructor in `hparams`, as Lightning's; called in `__init__` or `__post_init__`.
 
         Those that are numbers, texts, lists or dicts are in `hparams.json` of the run's folder, and in the loggers of a
@@ -145,6 +149,7 @@ class RLModule:
         Args:
             given: Names of arguments to keep, all if there are none; or a dict of further values.
             ignore: Name, or names, of arguments to leave out.
+            logger: Whether loggers get them.
         """
         found, frame = dict[str, Any](), sys._getframe(1)
         while frame.f_locals.get("self") is self and frame.f_code.co_name in ("__init__", "__post_init__"):
@@ -157,6 +162,7 @@ class RLModule:
         for each in given:
             found |= each if isinstance(each, Mapping) else {}
         self.hparams.update(found)
+        self.logs_hparams = logger
 
     @property
     def hparams(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from rlflow import CausalLM, RLModule, Trainer, UserError
+from rlflow.algorithms import GRPO
 from rlflow.callbacks import (
     Callback,
     EarlyStopping,
@@ -27,6 +28,7 @@ from rlflow.callbacks import (
     Timer,
 )
 from rlflow.commands.fit import read_fit
+from rlflow.loggers import Logger
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess
 from tests.controller.runs import RaggedGRPO, sums
@@ -62,6 +64,16 @@ class Mine(RaggedGRPO):
         self.seen = checkpoint["seen"]
 
 
+class Configs(Logger):
+    """Keeps the config that it is given."""
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        pass
+
+    def log_config(self, config: Any) -> None:
+        self.config = config
+
+
 def length(completions: list[str], **columns: Any) -> list[float]:
     return [-float(len(text)) for text in completions]
 
@@ -77,7 +89,10 @@ def test_a_run_with_all_of_it(policy: Path, tmp_path: Path, capfd: pytest.Captur
     module = Mine(CausalLM(str(policy)), reward=length, group_size=2, max_response_length=5)
     module.choose_nothing()
     run = tmp_path / "run"
-    Trainer(str(run), max_steps=3, callbacks=callbacks, profiler="simple", accelerator="cpu").fit(module, sums(8, 2))
+    logger = Configs()
+    given = {"max_steps": 3, "callbacks": callbacks, "profiler": "simple", "accelerator": "cpu", "logger": logger}
+    Trainer(str(run), **given).fit(module, sums(8, 2))  # type: ignore[arg-type]
+    assert (logger.config["group_size"], logger.config.get("actor")) == (2, None)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for step in steps:
         assert (step["actor/lr/pg1"], step["actor/lr/pg2"]) == (1e-3, 1e-4)
@@ -121,6 +136,20 @@ def weights_in(folder: Path) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
     return [weight for _, weight in sorted(load_file(folder / "model.safetensors").items())]
+
+
+def test_the_module_of_a_run_with_a_config_has_its_settings_and_the_run_s_weights(policy: Path, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("rows.jsonl", str(tmp_path / "rows.jsonl")))
+    loaded = RLModule.load_from_checkpoint(tmp_path)
+    assert isinstance(loaded, GRPO)
+    assert (loaded.group_size, loaded.actor.model) == (2, str(tmp_path / "model"))
+    assert type(loaded.reward).__name__ == "ExactMatch"
+    other = GRPO.load_from_checkpoint(tmp_path, group_size=4, actor=CausalLM(str(policy)))
+    assert (other.group_size, other.actor.model) == (4, str(policy))
+    with pytest.raises(UserError, match="trained GRPO, which is no Mine; load it by that"):
+        Mine.load_from_checkpoint(tmp_path)
 
 
 def test_hyperparameters_of_a_class_and_of_its_parent() -> None:

@@ -91,22 +91,19 @@ def _grouped(
     settings = handle.optimizer
     assert settings is not None
     shared = {name: getattr(settings, name) for name in ("warmup_steps", "schedule", "by", "gradient_clipping")}
-    if settings not in (replace(handle.default_optimizer, **shared), replace(Optimizer(), **shared)):
-        raise UserError(
-            f"{setting(handle, 'optimizer', f'{role}.optimizer')} is given, and `configure_optimizers` makes the"
-            " optimizer of this model; leave one of them out. `warmup_steps`, `schedule`, `by` and `gradient_clipping`"
-            " may be given with both"
-        )
-    if scheduler is not None and (settings.warmup_steps or settings.schedule != "constant"):
-        raise UserError(
-            f"`configure_optimizers` has a scheduler for `{role}`, and `warmup_steps` is {settings.warmup_steps} and"
-            f" `schedule` {settings.schedule!r} in its optimizer's settings; leave one of them out"
-        )
-    if handle.vision_tower_lr is not None:
-        raise UserError(
-            f"`vision_tower_lr` is {handle.vision_tower_lr}, and `configure_optimizers` makes the groups of `{role}`;"
-            " make one for the tower there, and leave it out"
-        )
+    defaults = (replace(handle.default_optimizer, **shared), replace(Optimizer(), **shared))
+    is_scheduled = settings.warmup_steps > 0 or settings.schedule != "constant"
+    for name, is_given in (
+        (setting(handle, "optimizer", f"{role}.optimizer"), settings not in defaults),
+        (setting(handle, "vision_tower_lr", f"{role}.vision_tower_lr"), handle.vision_tower_lr is not None),
+        (f"`warmup_steps` or `schedule` of `{role}.optimizer`", scheduler is not None and is_scheduled),
+    ):
+        if is_given:
+            raise UserError(
+                f"{name} is given, and `configure_optimizers` makes the {'scheduler' if scheduler else 'optimizer'} of"
+                f" `{role}`; leave one of them out. `gradient_clipping` may be given in any case, and `warmup_steps`,"
+                " `schedule` and `by` without a scheduler"
+            )
     kind, names = type(given), {parameter: name for name, parameter in handle.shown.items()}
     return GroupedOptimizer(
         NAMES.get(kind, f"{kind.__module__}.{kind.__qualname__}"),
@@ -126,7 +123,7 @@ def _groups(role: str, given: torch.optim.Optimizer, names: dict[nn.Parameter, s
         if not weights:
             raise UserError(f"group {number} of `configure_optimizers` for `{role}` has no weights; leave it out")
         for name, value in group.items():
-            if name not in ("params", *OWN) and value != first[name]:
+            if name not in ("params", "param_names", *OWN) and value != first[name]:
                 raise UserError(
                     f"`{name}` is {first[name]} in group 0 of `configure_optimizers` for `{role}`, and {value} in group"
                     f" {number}; groups may differ in `lr`, `weight_decay`, `betas` and `eps`: give one `{name}`"

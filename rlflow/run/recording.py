@@ -60,7 +60,8 @@ class Recording:
             for logger in self._loggers:
                 logger.start(self._folder.path, first_step=self._first_step)
                 self._started.append(logger)
-                if config := self._run.config or plain_hparams(self._run.module):
+                module = self._run.module
+                if config := self._run.config or (plain_hparams(module) if module.logs_hparams else None):
                     logger.log_config(config)
         except BaseException:
             self._finalize("failed")

@@ -44,6 +44,10 @@ def test_a_gain_of_no_more_than_min_delta_is_no_better_value() -> None:
     assert stops_after(EarlyStopping("val/accuracy", mode="max", patience=2, min_delta=0.25), [0.25, 0.5, 0.5]) == 3
 
 
+def test_by_default_smaller_is_better_and_three_looks_are_waited_as_in_lightning() -> None:
+    assert stops_after(EarlyStopping("val/accuracy"), [0.5, 0.4, 0.3, 0.3, 0.4, 0.3]) == 6
+
+
 def test_a_value_that_is_not_finite_or_too_bad_ends_the_run() -> None:
     assert stops_after(EarlyStopping("val/accuracy"), [0.3, math.nan, 0.1]) == 2
     assert stops_after(EarlyStopping("val/accuracy", check_finite=False, patience=2), [0.3, math.nan, math.inf]) == 3

@@ -132,7 +132,11 @@ def rates_of_one(optimizer: torch.optim.Optimizer) -> Any:
             "`momentum` is 0 in group 0 .* and 0.9 in group 1",
         ),
         (scheduled_by("epoch"), {}, "a LambdaLR by 1 epoch; a rate changes with each update"),
-        (scheduled_by("step"), {"optimizer": Optimizer(warmup_steps=3)}, "has a scheduler for `actor`, and `warmup_st"),
+        (
+            scheduled_by("step"),
+            {"optimizer": Optimizer(warmup_steps=3)},
+            "`warmup_steps` or `schedule` of `actor.optimizer` is given",
+        ),
         (
             lambda actor: torch.optim.SGD(actor.parameters(), lr=0.1),
             {"optimizer": Optimizer(lr=0.5)},
