@@ -36,7 +36,7 @@ setup(
     package_data={
         "rlflow": ["__init__.pyi", "py.typed"],
         "rlflow.known_answers": ["*.json"],
-        "rlflow.commands": ["*.css", "*.js"],
+        "rlflow.commands": ["*.css", "*.js", "project/*"],
         "rlflow.configs": ["*.yaml", "*.sh", "tests/*.yaml"],
     },
     entry_points={"console_scripts": ["rlflow = rlflow.cli:main"]},

@@ -54,8 +54,9 @@ def test_the_wheel_holds_every_module_algorithm_config_and_known_answer(wheel: z
         for kind in ("*.yaml", "tests/*.yaml")
         for path in folder.glob(kind)
     }
+    project = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlflow/commands/project").glob("*.*")}
     answers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlflow").rglob("*.json")}
-    assert modules | algorithms | configs | answers | {"rlflow/__init__.pyi", "rlflow/py.typed"} <= set(
+    assert modules | algorithms | configs | answers | project | {"rlflow/__init__.pyi", "rlflow/py.typed"} <= set(
         wheel.namelist()
     )
 
