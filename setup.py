@@ -37,7 +37,7 @@ setup(
         "rlflow": ["__init__.pyi", "py.typed"],
         "rlflow.known_answers": ["*.json"],
         "rlflow.models": ["tiny_merges.txt"],
-        "rlflow.commands": ["*.css", "*.js"],
+        "rlflow.commands": ["*.css", "*.js", "project/*"],
         "rlflow.configs": ["*.yaml", "*.sh", "tests/*.yaml"],
     },
     entry_points={"console_scripts": ["rlflow = rlflow.cli:main"]},

@@ -54,9 +54,10 @@ def test_the_wheel_holds_every_module_algorithm_config_and_known_answer(wheel: z
         for kind in ("*.yaml", "tests/*.yaml")
         for path in folder.glob(kind)
     }
+    project = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlflow/commands/project").glob("*.*")}
     answers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rlflow").rglob("*.json")}
     others = {"rlflow/__init__.pyi", "rlflow/py.typed", "rlflow/models/tiny_merges.txt"}
-    assert modules | algorithms | configs | answers | others <= set(wheel.namelist())
+    assert modules | algorithms | configs | answers | project | others <= set(wheel.namelist())
 
 
 def test_the_wheel_holds_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:

@@ -7,6 +7,7 @@ and a ratio of their probabilities is biased (DeepSeek-V3.2, arXiv 2512.02556, s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -61,18 +62,16 @@ class Truncation:
 
     def kept(self, logits: Tensor) -> Tensor:
         """`[n, V]` bool, which tokens stay; of `logits` `[n, V]` divided by the temperature. Never none of a row."""
-        probs = logits.softmax(-1)
-        left = probs >= self.min_p * probs.amax(-1, keepdim=True)
+        least = logits.amax(-1, keepdim=True) + (math.log(self.min_p) if self.min_p else -math.inf)
         if self.top_k is None and self.top_p == 1:
-            return left
-        ordered, ids = logits.masked_fill(~left, -torch.inf).sort(dim=-1, descending=True, stable=True)
-        if self.top_k is not None:
-            ordered[:, self.top_k :] = -torch.inf
-        stays = ordered.isfinite()
+            return logits >= least
+        number = logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])
+        likeliest, ids = logits.topk(number, dim=-1)  # in order
+        stays = likeliest >= least
         if self.top_p < 1:
-            probs = ordered.softmax(-1)
+            probs = likeliest.masked_fill(~stays, -math.inf).softmax(-1)
             stays &= probs.cumsum(-1) - probs < self.top_p  # the probability of the likelier tokens
-        return torch.zeros_like(left).scatter_(-1, ids, stays)
+        return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, stays)
 
 
 def noted(kept: Tensor, chosen: Tensor) -> list[Tensor]:

@@ -1,0 +1,35 @@
+"""`rlflow init`: a folder with an algorithm, a reward, data, a config, a test and a README, which work at once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlflow.commands.parser import call
+from rlflow.errors import UserError
+
+PROJECT = Path(__file__).parent / "project"
+
+
+def init(folder: Path, /) -> None:
+    """Write a project that trains at once: an algorithm of one page, a reward, data, a config, a test and a README.
+
+    For example `rlflow init my_project`.
+
+    Args:
+        folder: A new folder, or an empty one.
+
+    Raises:
+        UserError: There is something in the folder.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"`{folder}` is there and not empty, and nothing is overwritten; name a new folder")
+    shutil.copytree(PROJECT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    print(f"wrote {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    print(f"next: cd {folder} && rlflow fit --config config.yaml")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `rlflow init`."""
+    call(init, arguments)
