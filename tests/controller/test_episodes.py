@@ -174,7 +174,7 @@ def gradient_of(model: Path) -> tuple[float, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("division", "shares"),
     slow_but(
-        [("as_a_row_for_each_turn", True), ("as_one_or_three", False)],
+        [("as_one_or_three", True)],
         [(division, shares) for division in DIVISIONS for shares in (True, False)],
     ),
 )

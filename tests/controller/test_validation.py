@@ -160,6 +160,7 @@ def by_hand(model: Path, rows: list[dict[str, Any]], mode: str, longest: int) ->
         "sequence-mean-token-mean": torch.stack([each.mean() for each in losses]).mean(),
         "sequence-mean-token-sum": torch.stack([each.sum() for each in losses]).mean(),
         "constant": torch.cat(losses).sum() / (longest * len(losses)),
+        "episode-mean": torch.stack([each.mean() for each in losses]).mean(),  # a row of the dataset is an episode
     }[mode]
     return float(loss), right / tokens
 
