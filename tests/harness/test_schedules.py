@@ -49,10 +49,11 @@ def test_shuffled_schedules_give_equal_rows(make: Callable[[], RolloutEngine], a
         first, *others = plays(engine, SCHEDULES)
     assert first.times.episodes is not None
     assert first.times.episodes.refused == 0
-    for episode in range(4):  # a step's tokens are those that its agent received
-        starts = [place for place, row in enumerate(first.rows) if row[7] == 0]
-        rows = first.rows[starts[episode] : [*starts, None][episode + 1]]
-        assert len(rows) == 12
+    # Three equal calls, two forks and what follows a retry begin with one call; two sub-agents have a row before their
+    # summary and one after it; and there is the last summary.
+    assert [row[7] for row in first.rows] == list(range(3 + 2 + 1 + 2 * 2 + 1)) * 4
+    for start in range(0, 44, 11):  # the reward is how many tokens an agent received
+        rows = first.rows[start : start + 11]
         assert {row[5][-1] for row in rows} == {float(sum(sum(row[3]) for row in rows))}
     for other in others:
         assert [row[:-1] for row in other.rows] == [row[:-1] for row in first.rows]
