@@ -394,7 +394,9 @@ def test_the_last_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
     assert checkpoint.find("last", tmp_path) == complete
     with pytest.raises(UserError, match=r"step-00000002', which has 5 of the 6 bytes of actor.json; give a checkpoint"):
         checkpoint.find(str(tmp_path / "checkpoint/step-00000002"), tmp_path)
-    with pytest.raises(UserError, match=r"give a checkpoint's folder, `last`, `best` or `auto`\. Did you mean \"auto\"\?$"):
+    with pytest.raises(
+        UserError, match=r"give a checkpoint's folder, `last`, `best` or `auto`\. Did you mean \"auto\"\?$"
+    ):
         checkpoint.find("atuo", tmp_path)
 
 
