@@ -18,7 +18,7 @@ from rlflow.strategies import TrainingStrategy
 from tests.saved import write_checkpoint
 from tests.strategies.reference import TEMPERATURE
 from tests.strategies.state import Pieces, pieces
-from tests.strategies.update import Outcome, Stage, all_weights, backward, launch
+from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, trained
 
 CLIP = 0.5
 
@@ -79,6 +79,13 @@ def grouped_updates(strategy: TrainingStrategy, folder: Path, updates: int, **se
 
 def on_ranks(folder: Path, stage: Stage, precision: str, updates: int, scheduled: bool) -> Outcome:
     return grouped_updates(launch(stage, precision), folder, updates, scheduled=scheduled)
+
+
+def before_updates(folder: Path, stage: Stage, precision: str) -> Pieces:
+    """This rank's state before the first update, with a rate and a decay that would be seen."""
+    strategy = launch(stage, precision)
+    strategy.setup_role("actor", trained(folder, Optimizer(lr=0.1, weight_decay=1.0)), folder)
+    return [piece for piece in pieces(strategy) if piece[2] == "weight"]
 
 
 def resumed(folder: Path, stage: Stage, precision: str, run_dir: Path) -> tuple[Pieces, Pieces]:

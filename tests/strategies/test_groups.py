@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rlflow.errors import UserError
@@ -20,8 +21,19 @@ from rlflow.run.optimizers import configure_optimizers
 from rlflow.run.prepare import configure
 from tests.ranks import RankPool
 from tests.slow import slow_but
-from tests.strategies.grouped import CLIP, Grouped, adamw, grouped_role, grouped_updates, on_ranks, rates, resumed
+from tests.strategies.grouped import (
+    CLIP,
+    Grouped,
+    adamw,
+    before_updates,
+    grouped_role,
+    grouped_updates,
+    on_ranks,
+    rates,
+    resumed,
+)
 from tests.strategies.reference import distance, plain_update
+from tests.strategies.state import put_together
 from tests.strategies.test_single import single
 from tests.strategies.update import Stage
 
@@ -59,6 +71,13 @@ def test_on_two_ranks_groups_and_their_schedules_are_those_of_torch(
     weights, limit = expected(untied, 3, True), 1e-4 if precision == "fp32" else 0.02
     for outcome in ranks2.run(on_ranks, untied, stage, precision, 3, True):
         assert distance(outcome.weights, weights) < limit
+
+
+@pytest.mark.parametrize("stage", slow_but([0], [0, 2, 3, "fsdp"]))
+def test_no_weight_decays_before_the_first_update(stage: Stage, untied: Path, ranks2: RankPool) -> None:
+    found = put_together(ranks2.run(before_updates, untied, stage, "bf16"))
+    for name, weight in load_file(untied / "model.safetensors").items():
+        torch.testing.assert_close(found[name]["weight"], weight, rtol=2**-8, atol=0)  # rounded to bf16 as it is read
 
 
 @pytest.mark.slow
