@@ -83,7 +83,7 @@ class CausalLM(ModelHandle):
         super().__post_init__()
         if self.moe is not None and not self.trainable:
             raise UserError(f"`moe` is given for {self.model!r}, which is frozen; set `trainable` or leave it out")
-        self.truncation  # noqa: B018 - refuses impossible settings
+        Truncation(self.top_p, self.top_k, self.min_p)  # refuses impossible settings
         self.watch: Callable[[Tokens, Tensor], None] = _ignore
         self.reads_support = False
         self._generator: Callable[..., Any] | None = None

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from rlflow import Environment, PerToken, Rollout, UserError, node
+from rlflow import CausalLM, Environment, PerToken, Rollout, UserError, node
+from rlflow.algorithms import GRPO
 from rlflow.functional import KL
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
+from rlflow.run.prepare import configure
 from rlflow.settings import ValSampling
 from rlflow.strategies import SingleProcess
 from rlflow.values.truncation import END
-from tests.controller.runs import FSDP, SGD, ZERO2, Fit, RaggedGRPO, fit, grpo, sums
+from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.environments.games import CountDown
 from tests.ranks import RankPool
@@ -31,6 +33,13 @@ def truncated(model: Path, **settings: Any) -> RaggedGRPO:
 
 def run_of(module: Any, folder: Path, strategy: Any = SingleProcess, **settings: Any) -> Fit:
     return Fit(module, sums(9, 3, held_out=3), folder, strategy, settings={"max_steps": 2, "save_last": 2, **settings})
+
+
+def test_every_language_model_is_sent_the_tokens_of_rows_that_a_trained_policy_samples_so() -> None:
+    for settings, sent in ((TRUNCATED, ("support",)), ({}, ()), ({**TRUNCATED, "trainable": False}, ())):
+        module = GRPO(CausalLM("tiny", **settings), OddCharacters(), kl=KL(0.1))  # type: ignore[arg-type]
+        configure(module)
+        assert module.actor.model_inputs == module.reference.model_inputs == sent
 
 
 def test_the_engine_and_the_trainer_score_over_the_same_tokens(policy: Path, tmp_path: Path) -> None:
