@@ -128,14 +128,14 @@ class FSDPStrategy(DistributedStrategy):
         for parameter in model.parameters():
             if parameter.requires_grad or model.held_as_trained:
                 parameter.data = parameter.data.to(wide)
-        mesh, layer = self._mesh(name), None
+        mesh, experts, layer = self._mesh(name), self._expert_mesh(name), None
+        # It says of each tensor that ranks divide twice that two gathers make it whole, which is so.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         if "tensor" in (mesh.mesh_dim_names or ()):
-            # It says of each tensor that ranks divide twice that two gathers make it whole, which is so.
-            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             layer, mesh = mesh["tensor"], mesh["shard"]
             divide_layers(model, layer)
         units = [(unit, mesh) for unit in _units(model)]
-        if (experts := self._expert_mesh(name)) is not None:
+        if experts is not None:
             # Before the layers that they are in, so that these leave them alone.
             divided = divide_experts(model, experts["expert"], layer)
             units = [*((unit, experts["shard"]) for unit in divided), *units]

@@ -67,9 +67,9 @@ def divided_update(
         return update(strategy, folder, optimizer, 2, checkpointing)
 
 
-def divided_critic(folder: Path, size: int, optimizer: Optimizer, precision: str, experts: int = 1) -> Outcome:
-    """Two updates of a model with one number at each token."""
-    strategy, handle = dividing(size, precision, experts=experts), ValueModel(str(folder), optimizer=optimizer)
+def divided_critic(folder: Path, size: int, optimizer: Optimizer, experts: int = 1) -> Outcome:
+    """Two updates in float64 of a model with one number at each token."""
+    strategy, handle = dividing(size, "fp64", experts=experts), ValueModel(str(folder), optimizer=optimizer)
     with wide_casts():
         strategy.setup_role("actor", handle, folder)
         return updates_of(strategy, handle, 2)

@@ -92,7 +92,7 @@ def test_a_critic_and_an_average_of_divided_experts_are_those_of_plain_torch_in_
     family: str, layers: int, experts: int, tmp_path: Path, ranks4: RankPool
 ) -> None:
     critic = written(tmp_path / "critic", family, "SequenceClassification")
-    for outcome in ranks4.run(divided_critic, critic, layers, SGD, "fp64", experts):
+    for outcome in ranks4.run(divided_critic, critic, layers, SGD, experts):
         check_updates(outcome, reference(critic, values=True), 1e-10)
     check_averages(written(tmp_path, family), ranks4, (layers, experts), (1, 2), tmp_path, SGD)
 

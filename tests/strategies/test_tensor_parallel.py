@@ -93,7 +93,7 @@ def test_a_critic_of_divided_layers_trains_as_plain_torch_in_float64(
     ranks: int, size: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder, pool = written(tmp_path, "qwen3", "SequenceClassification"), request.getfixturevalue(f"ranks{ranks}")
-    for outcome in pool.run(divided_critic, folder, size, SGD, "fp64"):
+    for outcome in pool.run(divided_critic, folder, size, SGD):
         check_updates(outcome, reference(folder, values=True), 1e-10)
 
 
