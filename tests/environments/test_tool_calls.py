@@ -190,3 +190,9 @@ def test_a_template_that_writes_no_calls_may_tell_the_policy_of_their_form() -> 
     tokenizer.chat_template = told + "{{ message.role }} {{ message.content }}<|im_end|>{% endfor %}"
     said = ids("qwen2.5", "<tool_call><function=guess><parameter=word>a</parameter></function></tool_call>")
     assert TemplateBridge(tokenizer, [SCHEMA]).read(said).calls == (ToolCall("guess", {"word": "a"}),)
+
+
+def test_a_parameter_whose_schema_allows_anything_is_a_text() -> None:
+    schema = {"function": {"name": "f", "parameters": {"type": "object", "properties": {"a": True}}}}
+    (call,) = TOOL_FORMS["qwen3_coder"].calls("<function=f><parameter=a>5</parameter></function>", [schema])
+    assert (call.arguments, call.problem) == ({"a": "5"}, "")
