@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -24,6 +24,7 @@ class RunningTrainer(Settings):
         global_rank: This process among all of the run, from 0; 0 before the run's processes have started.
         loggers: The loggers that the trainer was given.
         logger: The first of them; None without.
+        print: Function that shows a line on the terminal, on rank 0 alone. Python's own writes to `logs/` in a run.
     """
 
     should_stop: bool = field(default=False, init=False)
@@ -33,6 +34,7 @@ class RunningTrainer(Settings):
     global_rank: int = field(default=0, init=False)
     loggers: list[LoggerLike] = field(default_factory=list, init=False)
     logger: LoggerLike | None = field(default=None, init=False)
+    print: Callable[[str], None] = field(default=print, init=False)
 
     @property
     def settings(self) -> Settings:
@@ -55,8 +57,8 @@ class Callback:
         ```python
         class Notes(Callback):
             def on_step_end(self, trainer, module, step, metrics):
-                if trainer.is_global_zero and metrics["reward/mean"] > 0.9:
-                    print(f"step {step} of {trainer.max_steps} is good")
+                if metrics["reward/mean"] > 0.9:
+                    trainer.print(f"step {step} of {trainer.max_steps} is good")
         ```
     """
 

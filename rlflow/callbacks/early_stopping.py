@@ -103,8 +103,8 @@ class EarlyStopping(Callback):
         value = metrics[self.monitor]
         reason = self._reason(value)
         trainer.should_stop |= reason is not None
-        if self.verbose and trainer.is_global_zero and (reason is not None or not self._looks_without_better):
-            print(f"EarlyStopping: `{self.monitor}` is {value:.4g}, {reason or 'the best so far'}")
+        if self.verbose and (reason is not None or not self._looks_without_better):
+            trainer.print(f"EarlyStopping: `{self.monitor}` is {value:.4g}, {reason or 'the best so far'}")
 
     def _reason(self, value: float) -> str | None:
         """Why the run is to stop after this value of the metric; None if it goes on."""

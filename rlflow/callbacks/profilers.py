@@ -26,8 +26,8 @@ class SimpleProfiler(Callback):
                 self._seconds[name.removeprefix(PART)].append(seconds)
 
     def on_fit_end(self, trainer: RunningTrainer, module: RLModule) -> None:
-        if trainer.is_global_zero and self._seconds:
-            print("\n".join(self.table()))
+        for line in self.table() if self._seconds else ():
+            trainer.print(line)
 
     def table(self) -> list[str]:
         """Lines of the table: mean and total seconds on the slowest rank, and the share of all steps."""

@@ -67,8 +67,9 @@ class Timer(Callback):
         if remaining is None or remaining > 0:
             return
         trainer.should_stop = True
-        if self._verbose and trainer.is_global_zero:
-            print(f"Timer: training has lasted {self.time_elapsed():.0f} s of {self._duration:.0f} s, so it ends here")
+        if self._verbose:
+            lasted = f"Timer: training has lasted {self.time_elapsed():.0f} s of {self._duration:.0f} s"
+            trainer.print(f"{lasted}, so it ends here")
 
 
 def seconds_of(duration: Duration, what: str) -> float:

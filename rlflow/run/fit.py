@@ -86,6 +86,8 @@ def _fit(
     with ExitStack() as stack:
         log = folder.logs / f"rank{rank}.log"
         console = stack.enter_context(open_console(log, run.steps, resume.done, shows=run.is_first))
+        state.print = console.say
+        stack.callback(setattr, state, "print", print)
         trace = run.transport.watch = Trace(folder.traces, rank, run.transport.world_size)
         stack.callback(trace.close)
         recording = stack.enter_context(Recording(run, folder, console, loggers, resume))

@@ -85,6 +85,8 @@ def before_updates(folder: Path, stage: Stage, precision: str) -> Pieces:
     """This rank's state before the first update, with a rate and a decay that would be seen."""
     strategy = launch(stage, precision)
     strategy.setup_role("actor", trained(folder, Optimizer(lr=0.1, weight_decay=1.0)), folder)
+    optimizer = strategy.roles["actor"].optimizer
+    assert stage != 0 or not optimizer.state, "its first update would count as its second"  # type: ignore[union-attr]
     return [piece for piece in pieces(strategy) if piece[2] == "weight"]
 
 

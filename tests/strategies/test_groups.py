@@ -63,7 +63,7 @@ def test_groups_of_one_process_are_those_of_torch_in_float64(scheduled: bool, ti
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    slow_but([(0, "bf16"), (2, "fp32"), ("fsdp", "fp32")], itertools.product([0, 1, 2, 3, "fsdp"], ["fp32", "bf16"])),
+    slow_but([(2, "fp32")], itertools.product([0, 1, 2, 3, "fsdp"], ["fp32", "bf16"])),
 )
 def test_on_two_ranks_groups_and_their_schedules_are_those_of_torch(
     stage: Stage, precision: str, untied: Path, ranks2: RankPool
