@@ -91,7 +91,7 @@ class Harness(Environment):
     def rewards_of(
         self, worker: Worker, row: Mapping[str, Any], base_url: str, key: str, seed: int
     ) -> tuple[float, dict[str, float]]:
-        """Run the agent on a row; returns the reward, and those of branches by name. No process that it started is left.
+        """Run the agent on a row; returns the reward, and those of branches by name. Nothing that it started is left.
 
         Raises:
             WorkerError: It failed, or gave no finite number.
