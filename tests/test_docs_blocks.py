@@ -78,6 +78,7 @@ def test_the_blocks_that_are_not_run_are_these() -> None:
         ("gpu.md", "GPUs"),
         ("nodes.md", "Kubernetes"),  # its form: test_the_manifest_for_kubernetes_starts_the_ranks_that_the_config_has
         ("nodes.md", "Slurm"),
+        ("quickstart.md", "in a new folder"),  # commands/test_init.py runs it
         ("quickstart.md", "the network"),
         ("reliability.md", "Slurm"),
     ]

@@ -24,6 +24,7 @@ from rlflow.rollout.conversation import Conversation
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Rollout
+from rlflow.values.truncation import Truncation
 from tests.rollout.trained import buckets, load, perturb, setup
 
 LONGEST, LONGEST_PROMPT = 200, 120
@@ -121,7 +122,7 @@ def played(
     n: int = 1,
     runner: ConversationRunner | None = None,
     longest: int = LONGEST,
-    players: Mapping[str, tuple[str, float]] = MappingProxyType({}),
+    players: Mapping[str, tuple[str, float, Truncation]] = MappingProxyType({}),
     rivals: Mapping[str, RolloutEngine] = MappingProxyType({}),
     **settings: Any,
 ) -> Played:
@@ -134,7 +135,7 @@ def played(
         n: Episodes of each.
         runner: Runs them; None for one of its own.
         longest: Tokens of a row after its prompt, at most.
-        players: Policies that answer to names in the policy's place, and their temperatures.
+        players: Policies that answer to names in the policy's place, and how they are sampled.
         rivals: Engines of these policies.
         settings: Of the harness.
     """

@@ -17,6 +17,7 @@ from rlflow.context.conversations import ConversationRunner, EpisodeCounts
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine
 from rlflow.values.rollout import Ending
+from rlflow.values.truncation import Truncation
 from tests.harness.agents import CRITIC, SLEEPS
 from tests.harness.episodes import AGENTS, Played, decode, played, running, sampling_engine, says, tokenizer
 from tests.leftovers import workers
@@ -113,9 +114,9 @@ def test_rows_know_which_turns_they_share(engine: RolloutEngine, runner: Convers
 
 
 def test_another_name_is_another_policy_which_answers_and_has_no_row(runner: ConversationRunner) -> None:
-    rivals = {"rival": says("good")}
+    rivals, players = {"rival": says("good")}, {CRITIC: ("rival", 0.5, Truncation())}
     more: dict[str, Any] = {"runner": runner, "other_models": CRITIC}
-    made = played("asks_a_critic", says("5", "6"), players={CRITIC: ("rival", 0.5)}, rivals=rivals, **more)
+    made = played("asks_a_critic", says("5", "6"), players=players, rivals=rivals, **more)
     assert made.trained() == ["5<|im_end|>6<|im_end|>"]
     assert "<|im_start|>user\nI heard good<|im_end|>" in made.text(0)
     assert made.times.episodes == EpisodeCounts(count=1, refused=0, undelivered=0, rewritten=0)
@@ -124,7 +125,7 @@ def test_another_name_is_another_policy_which_answers_and_has_no_row(runner: Con
     with pytest.raises(
         UserError, match=r"`players` has `critic`, and the harness `tests\.harness\.agents\.acts` calls"
     ):
-        played("asks_a_critic", says(), players={"critic": ("rival", 0.5)}, rivals=rivals, **more)
+        played("asks_a_critic", says(), players={"critic": ("rival", 0.5, Truncation())}, rivals=rivals, **more)
 
 
 def test_a_text_goes_on_from_the_tokens_that_were_sampled_and_has_no_turns(

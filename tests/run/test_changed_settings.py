@@ -85,7 +85,7 @@ def test_of_each_setting_of_the_trainer_it_is_known_whether_it_changes_numbers()
     outputs += ["log_samples", "log_samples_every_n_steps", "profiler"]
     lengths = ["max_epochs", "max_seconds", "grace_s", "max_skipped", "logprob_gap_limit"]
     ranks = ["devices", "num_nodes", "accelerator", "balance", "sync_bucket_bytes"]
-    validation = ["val_check_interval", "limit_val_batches", "val_samples"]
+    validation = ["val_check_interval", "limit_val_batches", "val_samples", "val_sampling"]
     checkpoints = ["save_every_n_steps", "save_every_seconds", "save_last", "save_top_k", "monitor", "mode"]
     checkpoints += ["async_save", "ckpt_path"]
     without = [*outputs, *lengths, *ranks, *validation, *checkpoints]
