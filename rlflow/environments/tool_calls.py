@@ -188,7 +188,8 @@ def _kinds(schemas: Schemas, tool: str, parameter: str) -> set[str]:
             said = function.get("parameters", {}).get("properties", {}).get(parameter, {})
             if not isinstance(said, Mapping):  # True allows any value
                 break
-            kinds = [each.get("type") for each in said.get("anyOf", ())] or said.get("type") or "string"
+            options = [each for each in said.get("anyOf", ()) if isinstance(each, Mapping)]
+            kinds = [each.get("type") for each in options] or said.get("type") or "string"
             return {kinds} if isinstance(kinds, str) else {str(kind) for kind in kinds}
     return {"string"}
 

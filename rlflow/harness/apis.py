@@ -661,7 +661,7 @@ def _is_schema(given: Any) -> bool:
     if not isinstance(kinds, str) and not (isinstance(kinds, list) and all(isinstance(each, str) for each in kinds)):
         return False
     inner, options = given.get("properties", {}), given.get("anyOf", [])
-    if not isinstance(inner, dict) or not isinstance(options, list) or not all(isinstance(x, dict) for x in options):
+    if not isinstance(inner, dict) or not isinstance(options, list):
         return False
     return all(map(_is_schema, (*inner.values(), *options)))
 

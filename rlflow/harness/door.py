@@ -76,7 +76,7 @@ class Door:
 
         self._lock = threading.RLock()
         self._episodes: dict[str, OpenEpisode] = {}
-        self._ended: dict[str, str] = {}  # names of the last episodes that ended, by their keys
+        self._ended: dict[str, str] = {}  # names of the last episodes that ended, by their keys; empty once logged
         self._waiting: dict[int, tuple[OpenEpisode, API, asyncio.Future[Sent]]] = {}  # without an answer, by id
         self._requests = 0
         self._refused = 0
@@ -176,13 +176,13 @@ class Door:
         if self._of_key(request) is None:  # whose body is not read
             return self._no_key(request, api)
         try:
-            text = (await request.body()).decode(errors="replace")
+            sent_body = await request.body()
         except ClientDisconnect:
             return Response()  # which nobody reads
         try:
-            body = json.loads(text)
+            body = json.loads(sent_body)
         except (ValueError, RecursionError):  # a text, which the episode refuses as no object
-            body = text
+            body = sent_body.decode(errors="replace")
         future: asyncio.Future[Sent] = asyncio.get_running_loop().create_future()
         with self._lock:
             episode = self._of_key(request)
@@ -218,10 +218,13 @@ class Door:
         """Refuse a request with no key of an episode in progress; the first of each ended episode is logged."""
         with self._lock:
             self._refused += 1
-            name = self._ended.pop(_key(request), None)
-        if name is not None:
+            key = _key(request)
+            name = self._ended.get(key)
+            if name:
+                self._ended[key] = ""  # it was logged
+        if name:
             log.warning("a request came after the end of its episode, and is refused (%s); more are only counted", name)
-        elif not self._warned:
+        elif name is None and not self._warned:
             self._warned = True
             log.warning("a request has a key of no episode, and is refused; more are only counted")
         return _refused(api, Refused("this key is of no episode in progress", status=401, code="invalid_api_key"))

@@ -375,7 +375,8 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
     bad_key = httpx.post(f"{base_url}/chat/completions", json=good, headers={"Authorization": "Bearer sk-x"})
     assert (bad_key.status_code, bad_key.json()["error"]["code"]) == (401, "invalid_api_key")
     headers = {"Authorization": f"Bearer {api_key}"}
-    for content in (b"{", b'"a"', b""):
+    no_utf8 = json.dumps(good).encode()[:-1] + b', "user": "\xff"}'
+    for content in (b"{", b'"a"', b"", no_utf8):
         answer = httpx.post(f"{base_url}/chat/completions", content=content, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
         right += 1

@@ -181,7 +181,7 @@ def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(
     assert "there is no model 'gpt-4o'" in told
     assert "(episode 0 of the row 0, {" in told
     assert "a key of no episode" in of_key
-    assert (made.rows[0][5], made.times.episodes.refused) == ([24.0], 25)
+    assert (made.rows[0][5], made.times.episodes.refused) == ([25.0], 26)
 
 
 @pytest.mark.parametrize(

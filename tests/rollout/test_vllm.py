@@ -105,6 +105,14 @@ def test_training_over_the_tokens_that_stayed_is_exact(engine: RolloutEngine, fo
     check_gradient(engine, tmp_path, version)
 
 
+def test_validation_may_sample_from_more_tokens_than_training_and_notes_none(engine: RolloutEngine, model: Any) -> None:
+    version = _sync(engine, model)
+    for truncation in (Truncation(top_p=0.999), Truncation(top_k=MOST + 1), Truncation(min_p=1e-6)):
+        (one,) = engine.generate([PROMPTS[1]], [0], Sampling(8, 2.0, truncation=truncation), version)
+        assert len(one.logprobs) == 8
+        assert not one.columns
+
+
 def test_a_support_that_is_not_known_is_refused(engine: RolloutEngine, model: Any) -> None:
     with torch.no_grad():
         model.get_input_embeddings().weight.zero_()  # tied to the output layer: all tokens are as likely

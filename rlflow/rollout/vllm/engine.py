@@ -143,6 +143,7 @@ class VLLMEngine(InProcessEngine):
         if self.max_pictures < 0:
             raise UserError(f"`max_pictures` is {self.max_pictures}; set how many a prompt has at most, 0 or more")
         self._float32_head = False
+        self._most_kept = 0  # tokens of the largest support that is noted
         self._told_tokens = 0  # likeliest tokens of each place that vLLM returns, where it tells the support
         self._in_progress: dict[int, Turn] = {}  # by number
         self._loads = 0  # how often weights were loaded
@@ -153,7 +154,7 @@ class VLLMEngine(InProcessEngine):
         self._float32_head = True
 
     def tell_support(self, most: int) -> None:
-        self._told_tokens = most + max(SPARE, most // 2)
+        self._most_kept, self._told_tokens = most, most + max(SPARE, most // 2)
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         if not on_cpu:
@@ -425,11 +426,16 @@ class VLLMEngine(InProcessEngine):
             top_p=sampling.truncation.top_p,
             top_k=sampling.truncation.top_k or 0,
             min_p=sampling.truncation.min_p,
-            logprobs=self._told_tokens if sampling.truncates else 0,  # in addition to the sampled token's
+            logprobs=self._told_tokens if self._notes_support(sampling) else 0,  # in addition to the sampled token's
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    def _notes_support(self, sampling: Sampling) -> bool:
+        """Whether responses have a support: validation may sample from more tokens than are trained on."""
+        kept = sampling.truncation.top_k
+        return sampling.truncates and kept is not None and kept <= self._most_kept
 
     def _completion(self, request: Any, prompt: Sequence[int]) -> Completion:
         """The response of a vLLM `RequestOutput` that has ended: by a stop token, or by its longest length.
