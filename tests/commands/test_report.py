@@ -61,10 +61,10 @@ def test_the_report_names_the_slowest_rank_of_each_step(printed: list[str]) -> N
 
 def test_a_rank_that_waits_for_another_is_seen_to_wait(folder: Path) -> None:
     timeline = timeline_of(folder)
+    (scored,) = [span for span in timeline.tasks if (span.name, span.step, span.rank) == ("rewards", 2, 1)]
     # Rank 0 first waits for rank 1 where all agree on what was scored.
-    waited = timeline.seconds([2], lambda span: span.category == "Wait")["gather_bytes"]
-    start, end = timeline.window([2])
-    assert SLOW_S - 0.1 < waited[0] - waited[1] < end - start  # others may use the cores as well
+    waits = [span for span in timeline.spans if (span.name, span.step, span.rank) == ("gather_bytes", 2, 0)]
+    assert any(wait.category == "Wait" and wait.start < scored.end < wait.end for wait in waits)
 
 
 def test_an_exchange_is_under_way_from_its_issue_to_its_reader(folder: Path) -> None:

@@ -15,10 +15,10 @@ from rlflow.functional import KL
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run.prepare import configure
-from rlflow.settings import ValSampling
+from rlflow.settings import Place, ValSampling
 from rlflow.strategies import SingleProcess
 from rlflow.values.truncation import END
-from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, fit, grpo, sums
+from tests.controller.runs import FSDP, SGD, ZERO2, ZERO3, Fit, OddCharacters, RaggedGRPO, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.environments.games import CountDown
 from tests.ranks import RankPool
@@ -65,15 +65,24 @@ def test_a_run_without_the_replay_ends_in_its_first_step(policy: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [(ZERO2, "ranks3"), (FSDP, "ranks2")])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "place"),
+    [
+        (ZERO2, "ranks3", Place()),
+        (FSDP, "ranks2", Place()),
+        (FSDP, "ranks2", Place(tensor_parallel_size=2)),
+        (ZERO3, "ranks2", Place(sequence_parallel_size=2)),
+        (FSDP, "ranks4", Place(tensor_parallel_size=2, sequence_parallel_size=2)),
+    ],
+)
 def test_the_weights_are_those_of_one_rank(
-    strategy: Any, ranks: str, policy: Path, tmp_path: Path, request: pytest.FixtureRequest
+    strategy: Any, ranks: str, place: Place, policy: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(ranks)
     expected = fit(run_of(truncated(policy), tmp_path / "1")).weights
     plain = fit(run_of(truncated(policy, top_p=1.0, top_k=None), tmp_path / "plain")).weights
     assert difference(plain, expected) > 1e-3
-    for result in pool.run(fit, run_of(truncated(policy), tmp_path / "n", strategy)):
+    for result in pool.run(fit, run_of(truncated(policy), tmp_path / "n", strategy, placement={"actor": place})):
         assert difference(result.weights, expected) < FLOAT32
 
 
