@@ -22,7 +22,7 @@ for python in "$@"; do
     echo "Python $version: installing $(basename "$wheel")[$extras] by ranges" >&2
     "$python" -m venv "$scratch/venv"
     bin="$scratch/venv/bin"
-    "$bin/python" -m pip --quiet install "$wheel[$extras]" pytest hypothesis
+    "$bin/python" -m pip --quiet install "$wheel[$extras]" pytest hypothesis jsonschema
     "$bin/python" -m pip list --format freeze | grep -iE '^(torch|deepspeed|lightning|transformers|numpy|jsonargparse)==' >&2
 
     mkdir "$scratch/work"

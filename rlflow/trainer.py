@@ -30,7 +30,7 @@ from rlflow.process.scratch import scratch_folder
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings, Share
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.run.checks import check_apart, check_monitors, check_rows, support_bounds
+from rlflow.run.checks import check_apart, check_monitors, check_rows
 from rlflow.run.fit import fit
 from rlflow.run.folder import require_folder, require_own
 from rlflow.run.prediction import predict
@@ -278,15 +278,15 @@ class Trainer(RunningTrainer):
                 strategy=strategy.processes,
             )
             require_known_gpu(strategy.root_device, strategy.dtype)
-            bounds = support_bounds(module, prepared.graph)
             for policy, engine in prepared.engines.own.items() if prepared.generates else ():
                 with about(engine):
                     if strategy.float32_head:
                         engine.use_float32_head()
                     engine.check_model(prepared.configs[policy])
-                    if any("experts" in handles(module)[user].model_inputs for user in prepared.engines.users(policy)):
+                    users = prepared.engines.users(policy)
+                    if any("experts" in handles(module)[user].model_inputs for user in users):
                         engine.tell_experts()
-                    if most := max(bounds.get(user, 0) for user in prepared.engines.users(policy)):
+                    if most := max(prepared.support_bounds.get(user, 0) for user in users):
                         engine.tell_support(most)
                     engine.check_device(strategy.root_device)
             was_scanned = prepared.is_scanned

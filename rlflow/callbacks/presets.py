@@ -71,16 +71,14 @@ class ModelCheckpoint(Preset):
         train_time_interval: Duration | None = None,
         every_n_epochs: int | None = None,
     ) -> None:
-        unused = {"dirpath": dirpath, "filename": filename, "save_weights_only": save_weights_only}
-        mends = {
-            "dirpath": "checkpoints are in `checkpoint/` of `trainer.run_dir`",
-            "filename": "a checkpoint is named after its step",
-            "save_weights_only": "the model is written to `model/` with each checkpoint",
-            "every_n_epochs": "a run is counted in steps; give `every_n_train_steps`",
-        }
-        for name, value in {**unused, "every_n_epochs": every_n_epochs}.items():
+        for name, value, instead in (
+            ("dirpath", dirpath, "checkpoints are in `checkpoint/` of `trainer.run_dir`"),
+            ("filename", filename, "a checkpoint is named after its step"),
+            ("save_weights_only", save_weights_only, "the model is written to `model/` with each checkpoint"),
+            ("every_n_epochs", every_n_epochs, "a run is counted in steps; give `every_n_train_steps`"),
+        ):
             if value:
-                raise UserError(f"`{name}` of ModelCheckpoint is {value!r}, and {mends[name]}; leave it out")
+                raise UserError(f"`{name}` of ModelCheckpoint is {value!r}, and {instead}; leave it out")
         if monitor is None and save_top_k not in (1, -1):
             raise UserError(
                 f"`save_top_k` of ModelCheckpoint is {save_top_k} and `monitor` is not set, so no checkpoint is better"

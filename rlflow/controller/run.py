@@ -69,6 +69,7 @@ class Run(RunPlan):
         paths: Model folder or hub name of each role that a node uses.
         policies: Model folder or hub name of each policy that generates, in the graph or to validate.
         configs: The transformers configuration of each role and policy.
+        support_bounds: How many tokens are stored at most for a token of a response, by policy that needs them.
         tokenizer: Tokenizer of the lead.
         stop_token_ids: Tokens that end a response: the end tokens of the tokenizer, of the model's generation config
             and of the module.
@@ -94,6 +95,7 @@ class Run(RunPlan):
     paths: dict[str, Path]
     policies: dict[str, Path]
     configs: dict[str, PretrainedConfig]
+    support_bounds: dict[str, int]
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     train: Loader

@@ -60,6 +60,14 @@ class Sampling:
         """Whether a token is sampled from some of the vocabulary alone."""
         return bool(self.truncation) and self.temperature > 0
 
+    def notes_support(self, most: int) -> bool:
+        """Whether responses note the tokens that theirs were sampled from, where training samples from at most `most`.
+
+        Validation may sample from more tokens, and nothing scores what it sampled.
+        """
+        kept = self.truncation.top_k
+        return self.truncates and kept is not None and kept <= most
+
     def limits_of(self, prompts: int) -> tuple[int, ...]:
         """The longest response to each of so many prompts."""
         return (self.max_tokens,) * prompts if self.limits is None else self.limits
@@ -244,10 +252,10 @@ class RolloutEngine(ABC):
     def tell_support(self, most: int) -> None:
         """Return with each response the column `support` of a `Rollout`; called before `setup`.
 
-        Only responses with a truncation have it, and none that are greedy.
+        Those have it that `Sampling.notes_support` names: sampled from at most `most` tokens at each place.
 
         Args:
-            most: The largest `top_k` of these responses.
+            most: The largest `top_k` in training.
 
         Raises:
             UserError: It cannot.

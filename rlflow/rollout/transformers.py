@@ -68,7 +68,7 @@ class TransformersEngine(InProcessEngine):
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
         self._tells_experts = False
-        self._tells_support = False
+        self._most_kept = 0  # tokens of the largest support that is noted
         self._float32_head = False
 
     def use_float32_head(self) -> None:
@@ -78,7 +78,7 @@ class TransformersEngine(InProcessEngine):
         self._tells_experts = True
 
     def tell_support(self, most: int) -> None:
-        self._tells_support = True
+        self._most_kept = most
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         return super().memory_taken(min(rows, self.max_batch), row_bytes, on_cpu)
@@ -202,8 +202,7 @@ class TransformersEngine(InProcessEngine):
         logprobs = torch.zeros(size, steps, device=self._device)
         finished = torch.zeros(size, dtype=torch.bool, device=self._device)
 
-        tells_support = self._tells_support and sampling.truncates
-
+        notes_support = sampling.notes_support(self._most_kept)
         rows = torch.arange(size, device=self._device)  # those still in the batch
         ids, mask = (x.to(self._device) for x in _left_padded(prompts))  # [b, P]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -224,7 +223,7 @@ class TransformersEngine(InProcessEngine):
             chosen, of_all = _sample(logits, sampling, draws[rows, step])  # [b], [b, V]
             tokens[rows, step] = chosen
             logprobs[rows, step] = of_all.gather(-1, chosen[:, None])[:, 0]
-            if tells_support:
+            if notes_support:
                 for row, others in zip(numbers, noted(of_all > -torch.inf, chosen), strict=True):
                     support[row].append(others)
             stopped = torch.isin(chosen, stops) & ~finished[rows] & (step < limits[rows])
@@ -235,7 +234,7 @@ class TransformersEngine(InProcessEngine):
             for row in sorted(growing - still):  # this step's token is their last
                 ids_of_row, logprobs_of_row = (x[row, : step + 1].tolist() for x in (tokens, logprobs))
                 columns = self._columns(experts[row], len(prompts[row]) + step)
-                if tells_support:
+                if notes_support:
                     columns["support"] = torch.cat(support[row]).numpy()
                 yield row, Completion(tuple(ids_of_row), tuple(logprobs_of_row), bool(finished[row]), columns)
             growing = still

@@ -75,20 +75,6 @@ def check_aggregations(module: RLModule, graph: Graph) -> None:
             )
 
 
-# How names of hooks of Lightning's modules begin; and other methods that it calls, with what rlflow has instead.
-LIGHTNING = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_before_", "on_after_")
-NOT_CALLED = {
-    "training_step": 'write a node `@node(role="actor", type="train")` that returns the loss of each token',
-    "test_step": "`Trainer.test` scores with the module's reward",
-    "predict_step": "`Trainer.predict` generates by itself",
-    "train_dataloader": "give the rows to `Trainer.fit`",
-    "val_dataloader": "give the rows to `Trainer.fit`",
-    "configure_callbacks": "give them to the `Trainer`",
-    "optimizer_step": "updates are made by the strategy; set `optimizer`, or write `configure_optimizers`",
-    "lr_scheduler_step": "schedulers go by their number of updates; set `optimizer`, or write `configure_optimizers`",
-}
-
-
 def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: PromptData) -> None:
     """Refuse a `monitor` that begins with `val/` in a run without validation; other names are known after a step.
 
@@ -176,7 +162,9 @@ def check_experts(
 
 
 def support_bounds(module: RLModule, graph: Graph) -> dict[str, int]:
-    """`top_k` of each trained policy that samples from some tokens in a step: most tokens that are stored of a token.
+    """How many tokens are stored at most for a token of a response, by policy: the `top_k` of those that need them.
+
+    Policies that are trained on the tokens that `top_p`, `top_k` or `min_p` leave need these; others are left out.
 
     Raises:
         UserError: One has no `top_k`, or holds conversations.
@@ -295,6 +283,20 @@ def check_apart(models: Mapping[str, Path], folder: Path) -> None:
                 f"`trainer.run_dir` is {str(folder)!r}, and `{role}` starts from {str(path)!r} in it;"
                 " give this run a folder of its own"
             )
+
+
+# How names of hooks of Lightning's modules begin; and other methods that it calls, with what rlflow has instead.
+LIGHTNING = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_before_", "on_after_")
+NOT_CALLED = {
+    "training_step": 'write a node `@node(role="actor", type="train")` that returns the loss of each token',
+    "test_step": "`Trainer.test` scores with the module's reward",
+    "predict_step": "`Trainer.predict` generates by itself",
+    "train_dataloader": "give the rows to `Trainer.fit`",
+    "val_dataloader": "give the rows to `Trainer.fit`",
+    "configure_callbacks": "give them to the `Trainer`",
+    "optimizer_step": "updates are made by the strategy; set `optimizer`, or write `configure_optimizers`",
+    "lr_scheduler_step": "schedulers go by their number of updates; set `optimizer`, or write `configure_optimizers`",
+}
 
 
 def check_hooks(module: RLModule, graph: Graph) -> None:

@@ -211,7 +211,7 @@ class Fit:
             self._stand_at(done)
             state.callback_metrics |= metrics
             self.callbacks.call(Callback.on_step_end, done, metrics)
-            state.callback_metrics |= metrics
+            state.callback_metrics |= metrics  # once more: callbacks such as LearningRateMonitor add their own
             state.should_stop |= _too_long(metrics, settings.max_seconds)
             last = done == steps or state.should_stop
             validates = last or (settings.val_check_interval is not None and done % settings.val_check_interval == 0)

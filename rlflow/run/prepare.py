@@ -247,7 +247,7 @@ def prepare(
         check_sequence_parallel(config, sequences, role, strategy.packing, layers)
         whole = strategy.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
-    checks.support_bounds(module, graph)
+    support_bounds = checks.support_bounds(module, graph)
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
     checks.check_aggregations(module, graph)
     configure_optimizers(module, {role: paths[role] for role in graph.trained_roles()}, strategy.dtype)
@@ -287,6 +287,7 @@ def prepare(
         paths=_absolute(paths),
         policies=_absolute(policies),
         configs=configs,
+        support_bounds=support_bounds,
         tokenizer=tokenizer,
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
         train=Loader(data.train, *read, ranks=ranks, environment=environment, reward=scorer, processor=processor),

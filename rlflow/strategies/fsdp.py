@@ -129,9 +129,11 @@ class FSDPStrategy(DistributedStrategy):
             if parameter.requires_grad or model.held_as_trained:
                 parameter.data = parameter.data.to(wide)
         mesh, experts, layer = self._mesh(name), self._expert_mesh(name), None
-        # It says of each tensor that ranks divide twice that two gathers make it whole, which is so.
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        if "tensor" in (mesh.mesh_dim_names or ()):
+        divides_layers = "tensor" in (mesh.mesh_dim_names or ())
+        if divides_layers or experts is not None:
+            # It says of each tensor that ranks divide twice that two gathers make it whole, which is so.
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        if divides_layers:
             layer, mesh = mesh["tensor"], mesh["shard"]
             divide_layers(model, layer)
         units = [(unit, mesh) for unit in _units(model)]

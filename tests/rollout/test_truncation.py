@@ -13,7 +13,7 @@ from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
 from rlflow.rollout.sampling import sample
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Rollout
-from rlflow.values.truncation import END
+from rlflow.values.truncation import END, Truncation
 from tests.rollout.test_continued import lively
 from tests.rollout.trained import PROMPTS, buckets, load, setup
 from tests.rollout.truncated import MOST, TEMPERATURE, TRUNCATION, check_gradient, check_support, sampled
@@ -77,3 +77,10 @@ def continued(engine: RolloutEngine, rows: Rollout, temperature: float) -> Rollo
 def test_greedy_responses_and_those_from_all_tokens_note_nothing(engine: RolloutEngine) -> None:
     for sampling in (Sampling(4, 0.0, truncation=TRUNCATION), Sampling(4, 1.0)):
         assert all(not one.columns for one in engine.generate(PROMPTS, [0] * len(PROMPTS), sampling, 0))
+
+
+def test_validation_may_sample_from_more_tokens_than_training_and_notes_none(engine: RolloutEngine) -> None:
+    for truncation in (Truncation(top_p=0.999), Truncation(top_k=MOST + 1), Truncation(min_p=1e-6)):
+        (one,) = engine.generate([PROMPTS[1]], [0], Sampling(8, 2.0, truncation=truncation), 0)
+        assert len(one.logprobs) == 8
+        assert not one.columns

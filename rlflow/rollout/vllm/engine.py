@@ -144,7 +144,7 @@ class VLLMEngine(InProcessEngine):
             raise UserError(f"`max_pictures` is {self.max_pictures}; set how many a prompt has at most, 0 or more")
         self._float32_head = False
         self._most_kept = 0  # tokens of the largest support that is noted
-        self._told_tokens = 0  # likeliest tokens of each place that vLLM returns, where it tells the support
+        self._returned = 0  # likeliest tokens of each place that vLLM returns where a support is noted
         self._in_progress: dict[int, Turn] = {}  # by number
         self._loads = 0  # how often weights were loaded
         self._asleep: set[str] = set()  # memory given back: WEIGHTS, CACHE
@@ -154,7 +154,7 @@ class VLLMEngine(InProcessEngine):
         self._float32_head = True
 
     def tell_support(self, most: int) -> None:
-        self._most_kept, self._told_tokens = most, most + max(SPARE, most // 2)
+        self._most_kept, self._returned = most, most + max(SPARE, most // 2)
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         if not on_cpu:
@@ -301,7 +301,7 @@ class VLLMEngine(InProcessEngine):
                 enable_prefix_caching=False if on_cpu and text.model_type in MAMBA2 else None,
                 enable_sleep_mode=not on_cpu,
                 logprobs_mode="processed_logprobs",  # after temperature; -inf of tokens that are cut off
-                max_logprobs=max(20, self._told_tokens),  # 20 is vLLM's own
+                max_logprobs=max(20, self._returned),  # 20 is vLLM's own
                 hf_overrides=read_by_vllm(config) | ({"head_dtype": "float32"} if self._float32_head else {}),
             )
         self._group_of_vllm = makes_group or any(other._group_of_vllm for other in live_engines)
@@ -318,7 +318,7 @@ class VLLMEngine(InProcessEngine):
         self._device = place.device
         self._context = self._llm.model_config.max_model_len
         self._vocabulary = self._llm.model_config.get_vocab_size()
-        self._told_tokens = min(self._told_tokens, self._vocabulary)
+        self._returned = min(self._returned, self._vocabulary)
 
     def sleep(self, keep_weights: bool = False) -> None:
         super().sleep(keep_weights)
@@ -426,16 +426,12 @@ class VLLMEngine(InProcessEngine):
             top_p=sampling.truncation.top_p,
             top_k=sampling.truncation.top_k or 0,
             min_p=sampling.truncation.min_p,
-            logprobs=self._told_tokens if self._notes_support(sampling) else 0,  # in addition to the sampled token's
+            # In addition to the sampled token's.
+            logprobs=self._returned if sampling.notes_support(self._most_kept) else 0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-    def _notes_support(self, sampling: Sampling) -> bool:
-        """Whether responses have a support: validation may sample from more tokens than are trained on."""
-        kept = sampling.truncation.top_k
-        return sampling.truncates and kept is not None and kept <= self._most_kept
 
     def _completion(self, request: Any, prompt: Sequence[int]) -> Completion:
         """The response of a vLLM `RequestOutput` that has ended: by a stop token, or by its longest length.
@@ -456,15 +452,15 @@ class VLLMEngine(InProcessEngine):
             return Completion(ids, tuple(output.logprobs.logprobs), finished)
         # At each place the sampled token, and then the likeliest tokens, which may have it once more.
         logprobs = np.array(output.logprobs.logprobs).reshape(len(ids), -1)
-        told = np.array(output.logprobs.token_ids, dtype=np.int32).reshape(logprobs.shape)
-        if self._told_tokens < self._vocabulary and np.isfinite(logprobs[:, -1]).any():
+        tokens = np.array(output.logprobs.token_ids, dtype=np.int32).reshape(logprobs.shape)
+        if self._returned < self._vocabulary and np.isfinite(logprobs[:, -1]).any():
             raise UserError(
-                f"vLLM sampled a token from more than the {self._told_tokens} likeliest ones: as many are as likely as"
+                f"vLLM sampled a token from more than the {self._returned} likeliest ones: as many are as likely as"
                 " the last that `top_k` leaves. Set a larger `top_k`, or a smaller `top_p`"
             )
-        others = np.isfinite(logprobs) & (told != told[:, :1])
-        others[:, 0], told[:, 0] = True, END
-        support = np.roll(told, -1, axis=1)[np.roll(others, -1, axis=1)]  # `END` behind the others
+        others = np.isfinite(logprobs) & (tokens != tokens[:, :1])
+        others[:, 0], tokens[:, 0] = True, END
+        support = np.roll(tokens, -1, axis=1)[np.roll(others, -1, axis=1)]  # `END` behind the others
         return Completion(ids, tuple(logprobs[:, 0].tolist()), finished, {"support": support})
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
