@@ -20,17 +20,20 @@ def forward_flops(size: ModelSize, tokens: float, length: float) -> float:
 
 
 def gather_seconds(nbytes: float, ranks: int, hardware: Hardware) -> float:
-    """Seconds until every rank holds `nbytes` that were in equal parts on all; a reduce-scatter takes as long.
+    """Seconds until every rank holds `nbytes` that were in equal parts on all; a reduce-scatter takes as long."""
+    return _moving_seconds(nbytes, ranks, hardware) + latency(ranks, hardware)
+
+
+def _moving_seconds(nbytes: float, ranks: int, hardware: Hardware) -> float:
+    """Seconds of a gather's bytes alone.
 
     Rings through all GPUs: in a node, and between nodes through all their network adapters together. The slower counts.
     """
-    if ranks == 1:
-        return 0.0
     in_node = min(ranks, hardware.gpus_per_node)
     nodes = math.ceil(ranks / hardware.gpus_per_node)
     inside = nbytes * (1 - 1 / in_node) / (hardware.node_bandwidth * hardware.link_efficiency)
     across = nbytes * (1 - 1 / nodes) / (in_node * hardware.network_bandwidth * hardware.link_efficiency)
-    return max(inside, across) + latency(ranks, hardware)
+    return max(inside, across)
 
 
 def latency(ranks: int, hardware: Hardware) -> float:
@@ -38,6 +41,15 @@ def latency(ranks: int, hardware: Hardware) -> float:
     in_node = min(ranks, hardware.gpus_per_node)
     nodes = math.ceil(ranks / hardware.gpus_per_node)
     return math.log2(in_node) * hardware.node_latency + math.log2(nodes) * hardware.network_latency
+
+
+def ring_latency(ranks: int, hardware: Hardware) -> float:
+    """Latency of a gather by a ring, or of a reduce-scatter: a hop for each rank but one, in a node or to the next.
+
+    NCCL counts them so for its own choice of algorithms (`src/graph/tuning.cc`).
+    """
+    nodes = math.ceil(ranks / hardware.gpus_per_node)
+    return (ranks - nodes) * hardware.node_latency + (nodes - 1) * hardware.network_latency
 
 
 def all_to_all_seconds(nbytes: float, ranks: int, hardware: Hardware) -> float:
@@ -116,7 +128,8 @@ def train_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hard
     """Seconds of a rank's updates over `tokens` in all: a backward pass is two forward passes, checkpointing one more.
 
     Meanwhile each micro-batch gathers the weights twice at ZeRO 3, and its gradients are reduced from ZeRO 2 on; below,
-    once an update. Then the optimizer reads and writes weights, gradients and moments; what was divided is gathered.
+    once an update. Ranks that hold copies of the same part of the weights sum its gradients once an update. Then the
+    optimizer reads and writes weights, gradients and moments; what was divided is gathered.
     """
     passes = 4 if role.checkpointing else 3
     computing = _computing(role, tokens, length, passes, hardware, hardware.train_efficiency)
@@ -124,6 +137,7 @@ def train_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hard
     reducing = _gathered_seconds(role, role.trained, role.divided_over, hardware)
     moving = 2 * micro_batches * _gathers(role, hardware)
     moving += reducing * (micro_batches if role.stage >= 2 else role.updates)
+    moving += role.updates * _summed_over_copies_seconds(role, hardware)
     own = role.trained / role.states_over
     touched = own * 2 * (role.width + 4 + 4 * role.moments)
     whole = role.weights_over == 1
@@ -193,8 +207,7 @@ def _layer_sums(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
     if (ranks := role.tensor_parallel_size) == 1:
         return 0.0
     nbytes = tokens / role.layout.sequence_parallel_size * role.size.hidden * role.width
-    starting = gather_seconds(0, ranks, hardware)
-    moving = gather_seconds(nbytes, ranks, hardware) - starting
+    starting, moving = gather_seconds(0, ranks, hardware), _moving_seconds(nbytes, ranks, hardware)
     return 4 * role.size.layers * (moving + _micro_batches(tokens, role) * starting)
 
 
@@ -217,9 +230,25 @@ def _gathers(role: LoadedRole, hardware: Hardware) -> float:
 
 
 def _gathered_seconds(role: LoadedRole, parameters: float, ranks: int, hardware: Hardware) -> float:
-    """Seconds to gather, or to reduce, what a rank computes with, from the ranks that hold parts of the same."""
-    shares = role.shares(ranks)
-    return sum(gather_seconds(parameters * role.width * share, over, hardware) for share, over in shares)
+    """Seconds to gather, or to reduce, what a rank computes with, layer by layer, from ranks with parts of the same."""
+    return sum(
+        _moving_seconds(parameters * role.width * share, over, hardware)
+        + role.size.layers * ring_latency(over, hardware)
+        for share, over in role.shares(ranks)
+    )
+
+
+def _summed_over_copies_seconds(role: LoadedRole, hardware: Hardware) -> float:
+    """Seconds of an all-reduce of a rank's gradients over those that hold the same part of the weights, by a ring.
+
+    Copies are taken to be on different nodes, and each GPU to have a network adapter of its own.
+    """
+    copies = len(role.layout.ranks) // role.divided_over
+    if role.stage < 3 or copies == 1:
+        return 0.0
+    nbytes = role.trained * role.width / role.divided_over * (1 - 1 / copies)
+    moving = nbytes / (hardware.network_bandwidth * hardware.link_efficiency)
+    return 2 * (moving + (copies - 1) * hardware.network_latency)
 
 
 def _micro_batches(tokens: float, role: LoadedRole) -> int:

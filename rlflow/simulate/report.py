@@ -61,10 +61,9 @@ def screen(simulation: Simulation) -> Iterator[str]:
         yield ""
     if simulation.suggests:
         yield "ranks to a layer, a sequence and a layer's experts, the fastest that fit"
-        for place, other in simulation.divisions[:SUGGESTED]:
+        for division, other in simulation.divisions[:SUGGESTED]:
             seconds = other.timelines["rlflow"].seconds
-            sizes = f"{place.tensor_parallel_size} x {place.sequence_parallel_size} x {place.expert_parallel_size}"
-            yield f"    {sizes:<24} step {in_seconds(seconds)}, {seconds / timeline.seconds:.2f} times as long"
+            yield f"    {division!s:<24} step {in_seconds(seconds)}, {seconds / timeline.seconds:.2f} times as long"
         if not simulation.divisions:
             yield "    none: no division of the model fits into the memory of these ranks"
         yield ""

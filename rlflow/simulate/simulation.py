@@ -70,6 +70,24 @@ class PredictedStep:
 
 
 @dataclass(frozen=True)
+class Division:
+    """A way to divide a model.
+
+    Attributes:
+        place: Ranks to a layer, a sequence and a layer's experts.
+        within: Consecutive ranks that divide the weights, the next ones having a copy; None for all.
+    """
+
+    place: Place
+    within: int | None = None
+
+    def __str__(self) -> str:
+        place = self.place
+        sizes = f"{place.tensor_parallel_size} x {place.sequence_parallel_size} x {place.expert_parallel_size}"
+        return sizes if self.within is None else f"{sizes}, `within: {self.within}`"
+
+
+@dataclass(frozen=True)
 class Simulation:
     """A config on machines that are not here.
 
@@ -143,8 +161,10 @@ class Simulation:
         return found
 
     @cached_property
-    def divisions(self) -> list[tuple[Place, PredictedStep]]:
+    def divisions(self) -> list[tuple[Division, PredictedStep]]:
         """Ways to divide the first trained model's layers, sequences and experts that fit, the fastest first.
+
+        Where ranks divide neither layers nor experts, nodes may hold copies of the weights.
 
         Raises:
             UserError: The strategy cannot divide layers.
@@ -168,9 +188,18 @@ class Simulation:
                 step = self._with({**(settings.placement or {}), role: tried}, settings.max_staleness)
             except UserError:  # the ranks cannot be divided so
                 continue
-            if step.memory.fits:
-                found.append((tried, step))
+            widths = self._widths(step.workload.ranks) if layers == experts == 1 else [step.workload.ranks]
+            for width in widths:
+                within = None if width == step.workload.ranks else width
+                divided = PredictedStep(_divided_within(step.workload, width), self.hardware)
+                if divided.memory.fits:
+                    found.append((Division(tried, within), divided))
         return sorted(found, key=lambda each: each[1].timelines["rlflow"].seconds)
+
+    def _widths(self, ranks: int) -> list[int]:
+        """Numbers of ranks that may divide weights: one node, 2, 4, ... and all."""
+        node = self.hardware.gpus_per_node
+        return [width for power in range(ranks.bit_length()) if ranks % (width := node * 2**power) == 0] or [ranks]
 
     def _with(self, placement: Mapping[str, Placed] | None, max_staleness: int) -> PredictedStep:
         other = replace(self.trainer.settings, placement=placement, max_staleness=max_staleness)
@@ -231,6 +260,14 @@ class Simulation:
             response_tokens=self.response_tokens,
             moves_rows=settings.balancing.mode != "off",
         )
+
+
+def _divided_within(workload: Workload, width: int) -> Workload:
+    """The work where `width` consecutive ranks, or all of a role's if these are fewer, divide the role's weights."""
+    roles = {
+        name: replace(role, divided_over=min(width, len(role.layout.ranks))) for name, role in workload.roles.items()
+    }
+    return replace(workload, roles=roles)
 
 
 def _of_size(module: RLModule, share: float, ranks: int) -> RLModule:

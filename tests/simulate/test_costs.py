@@ -16,6 +16,7 @@ from rlflow.simulate.costs import (
     decode_seconds,
     forward_flops,
     gather_seconds,
+    ring_latency,
     score_seconds,
     straggling,
     sync_seconds,
@@ -92,6 +93,20 @@ def test_gathering_is_as_slow_as_the_slower_of_node_and_network() -> None:
     assert gather_seconds(1e6, 1, PLAIN) == 0
 
 
+def test_a_ring_has_a_hop_for_each_rank_but_one() -> None:
+    # 16 ranks in 4 nodes of 4: 15 hops, 3 of them from node to node.
+    assert ring_latency(16, PLAIN) == pytest.approx(12 * 0.001 + 3 * 0.002)
+    assert ring_latency(1, PLAIN) == 0
+
+
+def test_ranks_with_copies_of_weights_sum_their_gradients_once_an_update() -> None:
+    fast = replace(PLAIN, peak_flops=1e15, memory_bandwidth=1e15)
+    copies = replace(ZERO3, layout=Layout(tuple(range(8)), 8))  # divided over 4 ranks, so 2 copies, on 2 nodes
+    # Twice: half of a rank's 1,925 bytes at 0.5 MB/s, and a hop between nodes; for each of 2 updates.
+    more = train_seconds(copies, 1000, 4, fast) - train_seconds(ZERO3, 1000, 4, fast)
+    assert more == pytest.approx(2 * 2 * (0.001925 + 0.002), rel=1e-4)
+
+
 def test_an_exchange_is_as_slow_as_what_leaves_the_node() -> None:
     # 8 ranks in 2 nodes: 4/7 of 0.7 MB at 0.5 MB/s; hops 2 ms + 2 ms; 7 messages of 0.1 ms.
     assert all_to_all_seconds(0.7e6, 8, PLAIN) == pytest.approx(0.8 + 0.004 + 0.0007)
@@ -111,8 +126,9 @@ def test_decoding_ends_with_the_longest_response() -> None:
 
 
 def test_scoring_at_zero_3_waits_for_the_weights_of_each_micro_batch() -> None:
-    # 1,000 tokens are 2 micro-batches; each gathers 3,850 x 2 bytes: 3/4 at 1 MB/s + 2 ms. Computing takes 6 ms.
-    assert score_seconds(ZERO3, 1000, 4, PLAIN) == pytest.approx(2 * (0.0057750 + 0.002))
+    # 1,000 tokens are 2 micro-batches; each gathers 3,850 x 2 bytes: 3/4 at 1 MB/s, and 3 hops of 1 ms for each of two
+    # layers. Computing takes 6 ms.
+    assert score_seconds(ZERO3, 1000, 4, PLAIN) == pytest.approx(2 * (0.0057750 + 0.006))
     assert score_seconds(replace(ZERO3, stage=2), 1000, 4, PLAIN) == pytest.approx(1000 * 5860e-9)
 
 
@@ -127,10 +143,10 @@ def test_training_is_three_forward_passes_and_four_with_checkpointing() -> None:
 def test_training_at_zero_3_moves_weights_twice_and_gradients_once_a_micro_batch() -> None:
     fast = replace(PLAIN, peak_flops=1e15, memory_bandwidth=1e15)
     # 2 updates of 500 tokens, a micro-batch each; 3 movements of 7,700 bytes.
-    assert train_seconds(ZERO3, 1000, 4, fast) == pytest.approx(2 * 3 * 0.007775, rel=1e-4)
+    assert train_seconds(ZERO3, 1000, 4, fast) == pytest.approx(2 * 3 * 0.011775, rel=1e-4)
     # ZeRO 1 reduces once an update, and gathers the weights after it.
     one = replace(ZERO3, stage=1, token_budget=50)
-    assert train_seconds(one, 1000, 4, fast) == pytest.approx(2 * 0.007775 + 2 * 0.007775, rel=1e-4)
+    assert train_seconds(one, 1000, 4, fast) == pytest.approx(2 * 0.011775 + 2 * 0.011775, rel=1e-4)
 
 
 def test_weights_are_gathered_written_and_read_back() -> None:

@@ -9,6 +9,7 @@ import pytest
 from rlflow.cli import main
 from rlflow.commands.simulate import read_simulate
 from rlflow.errors import UserError
+from rlflow.settings import Place
 from rlflow.simulate.simulation import Simulation
 
 ROOT = Path(__file__).parents[2]
@@ -98,12 +99,12 @@ def test_the_fastest_divisions_that_fit_are_suggested(capsys: pytest.CaptureFixt
     found = simulation("--strategy=fsdp", *sparse).divisions
     times = [step.timelines["rlflow"].seconds for _, step in found]
     assert times == sorted(times)
-    sizes = [
-        (place.tensor_parallel_size, place.sequence_parallel_size, place.expert_parallel_size) for place, _ in found
-    ]
+    places = [division.place for division, _ in found]
+    sizes = [(each.tensor_parallel_size, each.sequence_parallel_size, each.expert_parallel_size) for each in places]
     assert {(1, 1, 1), (1, 1, 8), (2, 1, 4)} < {*sizes}
     assert all(layers in (1, 2, 4) for layers, _, _ in sizes)  # of 4 heads of keys
     assert all(layers == 1 or experts > 1 for layers, _, experts in sizes)
+    assert all(division.within is None for division, _ in found)  # there is one node
     given = simulation(
         "--strategy=fsdp", *sparse, "--placement={actor: {tensor_parallel_size: 2, expert_parallel_size: 4}}"
     )
@@ -112,6 +113,20 @@ def test_the_fastest_divisions_that_fit_are_suggested(capsys: pytest.CaptureFixt
     assert f"\n    {' x '.join(map(str, sizes[0])):<24} step " in capsys.readouterr().out
     with pytest.raises(UserError, match="which only `strategy: fsdp` does"):
         _ = simulation().divisions
+
+
+@pytest.mark.slow
+def test_copies_of_weights_on_nodes_are_among_the_suggestions() -> None:
+    found = simulation("--strategy=fsdp", "--nodes=4").divisions
+    copies = {division.within: step for division, step in found if division.place == Place()}
+    assert {*copies} == {None, 8, 16}
+    # The same as where the config has the setting, in seconds and in bytes.
+    given = simulation("--strategy=fsdp", "--strategy.within=8", "--nodes=4").predicted
+    assert copies[8].timelines["rlflow"].seconds == pytest.approx(given.timelines["rlflow"].seconds)
+    assert copies[8].memory.training == pytest.approx(given.memory.training)
+    assert copies[8].memory.training > copies[None].memory.training
+    # Ranks that divide layers or experts hold no copies.
+    assert {division.within for division, _ in found if division.place.tensor_parallel_size > 1} == {None}
 
 
 def test_a_placement_that_cannot_be_made_smaller_is_refused(tmp_path: Path) -> None:
