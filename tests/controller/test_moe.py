@@ -91,15 +91,15 @@ def test_vllm_follows_a_mixture_that_is_trained(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(("family", "layers"), [("qwen3_moe", 2), ("mixtral", 2), ("gpt_oss", 1)])
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_vllm_follows_a_mixture_whose_layers_and_experts_ranks_divide(
-    parallel: int, family: str, tmp_path: Path, ranks2: RankPool
+    parallel: int, family: str, layers: int, tmp_path: Path, ranks2: RankPool
 ) -> None:
     model = write_family(family, tmp_path / family)
     given = run(model, tmp_path / "run", MoE(router_aux_loss_coef=0.5), FSDP, max_steps=5)
     given = replace(given, engine=VLLMEngine(parallel, kv_cache_gib=0.25))
-    divided = given.settings | {"placement": {"actor": Place(tensor_parallel_size=2, expert_parallel_size=2)}}
+    divided = given.settings | {"placement": {"actor": Place(tensor_parallel_size=layers, expert_parallel_size=2)}}
     whole, found = (ranks2.run(fit, each, timeout_s=500) for each in (given, replace(given, settings=divided)))
     weights = next(result.weights for result in whole if result.weights)
     for result in found:
