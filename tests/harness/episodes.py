@@ -103,10 +103,10 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def running(of: Any = None, longest_prompt: int = LONGEST_PROMPT) -> Iterator[ConversationRunner]:
+def running(of: Any = None, longest_prompt: int = LONGEST_PROMPT, renderer: Any = None) -> Iterator[ConversationRunner]:
     """A runner of its own, which is closed; with the tokenizer `of` a family, or the tiny one."""
     of = of or tokenizer()
-    bridge = cache(lambda definition: bridge_of(definition, of))
+    bridge = cache(lambda definition: bridge_of(definition, of, renderer))
     read = lambda ids: str(of.decode(list(ids), skip_special_tokens=True))  # noqa: E731
     runner = ConversationRunner(bridge, messages_of, longest_prompt, read, torch.float32, 0, Transport())
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,13 @@ THOUGHT = "<think>\nwhy\n</think>\n\n"
 class Written:
     """What a family's chat template writes."""
 
-    def __init__(self, family: str, tools: bool) -> None:
+    def __init__(self, family: str, tools: bool, renderer: Any = None) -> None:
         self.tokenizer = tokenizer_of(family)
         self.tools = [SCHEMA] if tools else []
-        self.end = self.tokenizer.eos_token
-        self.end_id = self.tokenizer.eos_token_id
+        self.renderer = renderer
+        # A turn of GLM's has no end of its own: who speaks next ends it.
+        self.end = "<|observation|>" if family == "glm-4.5" else self.tokenizer.eos_token
+        self.end_id = self.tokenizer.convert_tokens_to_ids(self.end)
 
     def text(self, messages: Sequence[Message], generate: bool = True) -> str:
         tools = self.tools or None
@@ -45,33 +48,37 @@ class Written:
     def played(self, replies: Sequence[str], messages: Sequence[Message]) -> Played:
         """An agent that gets these replies, and answers them by these messages."""
         row = {"question": "2+3=", "tools": self.tools, "messages": list(messages)}
-        with running(of=self.tokenizer, longest_prompt=4000) as runner:
+        with running(of=self.tokenizer, longest_prompt=4000, renderer=self.renderer) as runner:
             engine = says(*replies, of=self.tokenizer, end=self.end_id)
             return played("follows", engine, [row], runner=runner, longest=2000)
 
 
 @pytest.mark.parametrize(
-    ("family", "tools"),
+    ("family", "tools", "renderer"),
     [
-        ("qwen2.5", True),
+        ("qwen2.5", True, None),
         *(
-            pytest.param(family, tools, marks=pytest.mark.slow)
-            for family, tools in [
-                ("qwen2.5", False),
-                ("qwen3-coder", False),
-                ("qwen3-coder", True),
-                ("llama-3", False),
-                ("llama-3", True),
-                ("mistral", False),
-                ("mistral", True),
-                ("qwen3", True),
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("qwen2.5", False, None),
+                ("qwen3-coder", False, None),
+                ("qwen3-coder", True, None),
+                ("llama-3", False, None),
+                ("llama-3", True, None),
+                ("mistral", False, None),
+                ("mistral", True, None),
+                ("qwen3", True, None),
+                ("qwen3", True, {"name": "qwen3", "thinking_retention": "all"}),
+                ("glm-4.5", True, {"name": "glm-4.5", "thinking_retention": "all"}),
             ]
         ),
     ],
 )
-def test_an_agent_s_calls_are_one_row_with_the_tokens_of_the_chat_template(family: str, tools: bool) -> None:
+def test_an_agent_s_calls_are_one_row_with_the_tokens_of_the_chat_template(
+    family: str, tools: bool, renderer: Any
+) -> None:
     """Each prompt, with what was sampled after it, begins the row; tokenizers of bytes write a text in one way."""
-    written = Written(family, tools)
+    written = Written(family, tools, renderer)
     thought = THOUGHT.rstrip() if family == "qwen3" else ""  # which its template keeps before a tool's answer
     turn = message("assistant", thought, tool_calls=[CALL]) if tools else message("assistant", "5 é")
     answer = {"role": "tool", "tool_call_id": CALL["id"], "content": "4"} if tools else message("user", "and?")
