@@ -15,6 +15,7 @@ from rlflow.dag.planner import Plan
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.memory.role import LoadedRole, loaded_role
+from rlflow.models.causal_lm import CausalLM
 from rlflow.models.sizes import ModelSize
 from rlflow.module import RLModule, handles
 from rlflow.rollout.engine import EngineMemory, RolloutEngine
@@ -23,6 +24,7 @@ from rlflow.values.batch import Pairs
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
+from rlflow.values.truncation import SUPPORT
 
 # Bytes of an entry by column. Other columns have their dtype's, or if they declare none, those of float32.
 WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "version": 8, "versions": 4, "ended": 8}
@@ -103,6 +105,7 @@ class Workload:
         lengths: Tokens of a row.
         moves_rows: Whether rows are balanced over ranks.
         share_prefixes: Whether a prompt is computed once for all of its samples on a rank.
+        support: How many tokens are stored at most for a token of a response, its `support`; 0 for none.
     """
 
     graph: Graph
@@ -115,6 +118,7 @@ class Workload:
     lengths: Lengths
     moves_rows: bool
     share_prefixes: bool
+    support: int = 0
 
     def rows(self, space: str) -> int:
         """The number of rows of a row space in the step, as far as the graph determines it.
@@ -183,6 +187,8 @@ class Workload:
         total = 0.0
         for column in columns(self.graph.type_of(value)):
             seldom_made = column.cut is Cut.RAGGED and column.entry is not None
+            if column.name == SUPPORT and column.sent(fields):
+                total += column.entry.itemsize * self.support * response
             if seldom_made or not column.sent(fields):
                 continue
             dtype = column.entry if isinstance(column.entry, torch.dtype) else None
@@ -258,6 +264,7 @@ def workload_of(
         )
         for name, size in sizes.items()
     }
+    policies = [each for name in graph.policies() if isinstance(each := models[name], CausalLM)]
     return Workload(
         graph=graph,
         plan=plan,
@@ -274,6 +281,7 @@ def workload_of(
         lengths=lengths,
         moves_rows=moves_rows,
         share_prefixes=strategy.share_prefixes,
+        support=max((each.top_k or 0 for each in policies if each.trains_on_support), default=0),
     )
 
 

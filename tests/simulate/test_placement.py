@@ -93,6 +93,15 @@ def test_peers_of_a_sequence_share_its_activations() -> None:
     assert divided.predicted.workload.roles["actor"].layout.shards == 4
 
 
+def test_the_tokens_that_were_left_are_among_a_row_s_bytes() -> None:
+    whole, cut = simulation(), simulation("--module.actor.top_p=0.9", "--module.actor.top_k=64")
+    plain, stored = (of.predicted.workload for of in (whole, cut))
+    # At most 64 tokens of 4 bytes at each place of a response, which has half of the longest on average.
+    more = stored.value_bytes("rollout") - plain.value_bytes("rollout")
+    assert more == 4 * 64 * plain.lengths.response
+    assert cut.predicted.memory.training > whole.predicted.memory.training
+
+
 @pytest.mark.slow
 def test_the_fastest_divisions_that_fit_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     sparse = ("--module.actor.model=Qwen/Qwen3-30B-A3B", "--hardware=h200")
