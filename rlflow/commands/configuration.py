@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the simulator is imported where it is asked for
 
 MODELS, NODES = "models", "nodes"
 HELP_ALL = "--help-all"
+READERS = ("validate", "test", "predict")  # commands that read a model and train none
 # Options that `--help` lists, with the command's own; `--help-all` lists all.
 OFTEN = (
     "config",
@@ -246,11 +247,13 @@ def _short_help(parser: OneLineParser) -> str:
         if each.dest in OFTEN or not ("." in each.dest or each.dest in of_config or each.dest == "help")
     ]
     places = "".join(f" {each.dest.upper()}" for each in shown if not each.option_strings)
+    # A run's folder is written by some commands, and is the model that others read.
+    option = "--module.actor" if parser.prog.split()[-1] in READERS else "--trainer.run_dir"
     short = argparse.ArgumentParser(
         prog=parser.prog,
         usage=f"{parser.prog}{places} --config FILE [--KEY VALUE ...]",
         description=parser.description,
-        epilog=f"example:\n  {parser.prog}{places} --config my.yaml --trainer.run_dir runs/mine\n\n"
+        epilog=f"example:\n  {parser.prog}{places} --config my.yaml {option} runs/mine\n\n"
         f"`{parser.prog} {HELP_ALL}` lists every key, `{parser.prog} --module.help GRPO` those of an algorithm.",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=34),
         add_help=False,

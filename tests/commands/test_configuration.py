@@ -233,6 +233,15 @@ def test_every_command_has_help_of_its_own(command: str, capsys: pytest.CaptureF
     assert capsys.readouterr().out.startswith(f"usage: rlflow {command} ")
 
 
+@pytest.mark.parametrize(("command", "option"), [("fit", "--trainer.run_dir"), ("test", "--module.actor")])
+def test_help_shows_where_a_run_is_written_or_how_it_is_read(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert f"rlflow {command} --config my.yaml {option} runs/mine" in capsys.readouterr().out
+
+
 def test_help_fits_a_screen_and_help_all_has_every_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
