@@ -119,6 +119,7 @@ class Harness(Environment):
         Raises:
             WorkerError: It failed, or gave no finite number.
         """
+        worker.adopt()
         if isinstance(self.run, str):
             worker.begin(seed, [self.run])
         try:

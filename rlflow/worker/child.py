@@ -40,9 +40,7 @@ def main(settings: dict[str, Any]) -> None:
         settings: Settings from `Worker`: `parent`, the id of its process, with which this one ends; `path`, entries for
             `sys.path`; and the limits `file_bytes` and `memory_bytes`, None for no limit of memory.
     """
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent is a child of this process, see `close_if_others_run`
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != settings["parent"]:  # it was gone before
         os._exit(1)
     sys.path[:0] = settings["path"]
@@ -86,6 +84,14 @@ def _answer(request: dict[str, Any], kept: Any) -> Any:
 def load(module: str) -> None:
     """Import a module."""
     importlib.import_module(module)
+
+
+def adopt() -> None:
+    """From now on, make a process of this one's children whose parent has ended a child of this process.
+
+    Nobody waits for such a child, so once it has ended it stays a zombie until this process ends.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def seed(number: int) -> None:

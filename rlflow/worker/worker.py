@@ -186,11 +186,13 @@ class Worker:
         assert self._output is not None
         self._output.join()  # it ends when all processes that can print are gone
 
-    def close_if_others_run(self) -> None:
-        """`close`, if processes are left that the code started; the next call starts the worker again.
+    def adopt(self) -> None:
+        """Make processes that the code starts children of the worker once their parent has ended, in any session."""
+        self._start()
+        self._of_child("adopt")
 
-        One whose parent has ended is a child of the worker, whatever its session.
-        """
+    def close_if_others_run(self) -> None:
+        """`close`, if processes are left that the code started after `adopt`; the next call starts the worker again."""
         if self._process is not None and (not self.runs or psutil.Process(self._process.pid).children()):
             self.close()
 

@@ -127,7 +127,7 @@ def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path
 
 
 def test_a_worker_ends_with_an_orphan_that_a_call_left_and_else_takes_the_next(worker: Worker) -> None:
-    worker.function("harm.own_id")
+    worker.adopt()
     worker.close_if_others_run()
     assert worker.runs
     orphan = worker.function("harm.leave_an_orphan", 60)
@@ -135,6 +135,12 @@ def test_a_worker_ends_with_an_orphan_that_a_call_left_and_else_takes_the_next(w
     worker.close_if_others_run()
     assert not worker.runs
     assert not _lives(orphan)
+
+
+def test_an_orphan_that_ends_is_no_zombie_of_a_worker_that_adopts_none(worker: Worker) -> None:
+    orphan, own = worker.function("harm.leave_an_orphan", 60), worker.function("harm.own_id")
+    assert psutil.Process(own).children() == []
+    os.kill(orphan, signal.SIGKILL)
 
 
 def die(worker: Worker) -> int:
