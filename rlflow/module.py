@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlflow.context.node_context import AllRows, NodeContext
 from rlflow.dag.node import NodeConfig
 from rlflow.dotted_path import object_at
 from rlflow.environments.environment import Environment
-from rlflow.errors import UserError
+from rlflow.errors import UserError, did_you_mean
 from rlflow.functional import Aggregation, merge_moments, quantiles, row_moments, standardize
 from rlflow.functional.whitening import broken_rows, not_finite
 from rlflow.models.arguments import check_fields, make_models
@@ -139,7 +140,7 @@ class RLModule:
         """
 
     def save_hyperparameters(
-        self, *given: str | Mapping[str, Any], ignore: str | Sequence[str] = (), logger: bool = True
+        self, *given: str | Mapping[str, Any] | Namespace, ignore: str | Sequence[str] = (), logger: bool = True
     ) -> None:
         """Keep the arguments of the constructor in `hparams`, as Lightning's; called in `__init__` or `__post_init__`.
 
@@ -147,9 +148,12 @@ class RLModule:
         run without a config. `load_from_checkpoint` reads them.
 
         Args:
-            given: Names of arguments to keep, all if there are none; or a dict of further values.
-            ignore: Name, or names, of arguments to leave out.
+            given: Names of arguments to keep, all if there are none; or a dict or `Namespace` of further values.
+            ignore: Name, or names, of arguments to leave out, also of those that the parent's constructor kept.
             logger: Whether loggers get them.
+
+        Raises:
+            UserError: A name is that of no argument, or a value is none of these.
         """
         found, frame = dict[str, Any](), sys._getframe(1)
         while frame.f_locals.get("self") is self and frame.f_code.co_name in ("__init__", "__post_init__"):
@@ -157,11 +161,20 @@ class RLModule:
             found |= {name: values[name] for name in names if name != "self"} | (values[more] if more else {})
             assert frame.f_back is not None  # a constructor is called by somebody
             frame = frame.f_back
-        left_out, chosen = {ignore} if isinstance(ignore, str) else {*ignore}, {x for x in given if isinstance(x, str)}
-        found = {name: x for name, x in found.items() if name not in left_out and (name in chosen or not given)}
+        kept = found if not given else {}
         for each in given:
-            found |= each if isinstance(each, Mapping) else {}
-        self.hparams.update(found)
+            if isinstance(each, Mapping | Namespace):
+                kept |= each if isinstance(each, Mapping) else vars(each)
+            elif each in found:
+                kept[each] = found[each]
+            else:
+                raise UserError(
+                    f"`save_hyperparameters` was given {each!r:.80}, which is no argument of {type(self).__name__};"
+                    f" give names of arguments, or a dict of values.{did_you_mean(str(each), found)}"
+                )
+        self.hparams.update(kept)
+        for name in [ignore] if isinstance(ignore, str) else ignore:
+            self.hparams.pop(name, None)
         self.logs_hparams = logger
 
     @property

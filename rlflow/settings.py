@@ -215,8 +215,10 @@ class Settings:
                 raise UserError(f"`trainer.{name}` is {limit}; give more than 0, or null for none")
 
     def _check_retention(self) -> None:
-        if self.save_last < 2:
-            raise UserError(f"`trainer.save_last` is {self.save_last}; give 2 or more: the last may be damaged")
+        if self.mode not in ("min", "max"):
+            raise UserError(f"`trainer.mode` is {self.mode!r}; give min or max")
+        if not isinstance(self.save_last, int) or self.save_last < 2:
+            raise UserError(f"`trainer.save_last` is {self.save_last!r}; give 2 or more: the last may be damaged")
         if self.save_top_k < -1:
             raise UserError(f"`trainer.save_top_k` is {self.save_top_k}; give a number of checkpoints, or -1 for all")
         if self.save_top_k > 0 and self.monitor is None:

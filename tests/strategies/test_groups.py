@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from rlflow.callbacks import LearningRateMonitor
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.run.optimizers import configure_optimizers
 from rlflow.run.prepare import configure
+from rlflow.trainer import Trainer
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.grouped import (
@@ -110,6 +112,14 @@ def test_the_schedule_of_the_settings_holds_for_each_group_s_own_rate(tiny: Path
     # warm-up 1/2, 1, then from 1 to 0 over the two updates that are left
     highest = {"/pg1": 0.01, "/pg2": 0.002}
     assert found == [{name: pytest.approx(lr * part) for name, lr in highest.items()} for part in (0.5, 1, 1, 0.5)]
+
+
+def test_the_logged_momentum_is_that_of_the_update_though_a_scheduler_changes_it(tiny: Path) -> None:
+    strategy, metrics = single("fp32"), dict[str, float]()
+    module = Grouped(grouped_role(strategy, tiny))
+    strategy.roles["actor"].optimizer.param_groups[0]["betas"] = (0.7, 0.9)  # type: ignore[union-attr]  # as OneCycleLR
+    LearningRateMonitor(log_momentum=True).on_step_end(Trainer(), module, 1, metrics)
+    assert metrics == {"actor/momentum/pg1": 0.7, "actor/momentum/pg2": 0.5}
 
 
 def refused(returns: Callable[[Any], Any], folder: Path, **settings: Any) -> str:
