@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlflow.context.node_context import AllRows, NodeContext
 from rlflow.dag.node import NodeConfig
@@ -121,9 +121,10 @@ class RLModule:
     def configure_optimizers(self) -> Any:
         """Make the optimizers of models that are trained, in the forms of Lightning; by default models have their own.
 
-        It is called before processes start. Parameters come from `self.actor.named_parameters()`: they have shapes and
-        no values. A model whose optimizer is not made here has that of its settings. Of these, `warmup_steps`,
-        `schedule`, `by` and `gradient_clipping` hold for an optimizer that is made here too.
+        It is called before processes start. Parameters come from `self.actor.named_parameters()`, or of all models from
+        `self.named_parameters()`: they have shapes and no values. A model whose optimizer is not made here has that of
+        its settings. Of these, `warmup_steps`, `schedule`, `by` and `gradient_clipping` hold for an optimizer that is
+        made here too.
 
         Example:
             ```python
@@ -138,6 +139,21 @@ class RLModule:
             A torch optimizer, `{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}}`, or several
             of these; each over the parameters of one model.
         """
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weights of all models that are trained, with names such as `actor.model.norm.weight`.
+
+        Raises:
+            UserError: It is called elsewhere than in `configure_optimizers`.
+        """
+        for role, handle in handles(self).items():
+            if handle.trainable:
+                yield from ((f"{role}.{name}", weight) for name, weight in handle.named_parameters())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The weights of `named_parameters` without their names."""
+        for _, parameter in self.named_parameters():
+            yield parameter
 
     def save_hyperparameters(
         self, *given: str | Mapping[str, Any] | Namespace, ignore: str | Sequence[str] = (), logger: bool = True

@@ -226,10 +226,10 @@ class Settings:
                 f"`trainer.save_top_k` is {self.save_top_k} and `trainer.monitor` is not set, so no checkpoint is"
                 " better than another; name a metric"
             )
-        if self.save_top_k < 1 and self.monitor is not None:
+        if self.save_top_k == 0 and self.monitor is not None:
             raise UserError(
-                f"`trainer.monitor` is {self.monitor!r} and `trainer.save_top_k` is {self.save_top_k}, so the metric"
-                " decides nothing; give a number of best checkpoints"
+                f"`trainer.monitor` is {self.monitor!r} and `trainer.save_top_k` is 0, so the metric decides nothing;"
+                " give a number of best checkpoints"
             )
         if self.ckpt_path == "best" and self.monitor is None:
             raise UserError("`trainer.ckpt_path` is 'best' and `trainer.monitor` is not set; name the metric to go by")

@@ -268,6 +268,8 @@ def test_checkpoints_by_model_checkpoint_are_settings_of_the_trainer() -> None:
     found = trainer.settings
     assert (found.monitor, found.mode, found.save_top_k, found.save_last) == ("val/reward", "max", 3, 2)
     assert (found.save_every_n_steps, found.save_every_seconds) == (5, 1800.0)
+    every = ModelCheckpoint(monitor="val/reward", save_top_k=-1, every_n_train_steps=1)  # of which one is `best`
+    assert (Trainer(callbacks=every).save_top_k, Trainer(callbacks=every).monitor) == (-1, "val/reward")
     assert Trainer(callbacks=ModelCheckpoint(save_top_k=-1), val_check_interval=7).settings.save_every_n_steps == 7
 
 

@@ -104,6 +104,8 @@ class EarlyStopping(Callback):
         self._seen = True
         value = metrics[self.monitor]
         reason = self._reason(value)
+        if trainer.fast_dev_run:  # of which all steps are to be seen
+            return
         trainer.should_stop |= reason is not None
         if self.verbose and (reason is not None or not self._looks_without_better):
             trainer.print(f"EarlyStopping: `{self.monitor}` is {value:.4g}, {reason or 'the best so far'}")

@@ -18,6 +18,7 @@ from rlflow.callbacks import LearningRateMonitor
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
+from rlflow.module import RLModule
 from rlflow.run.optimizers import configure_optimizers
 from rlflow.run.prepare import configure
 from rlflow.trainer import Trainer
@@ -142,6 +143,17 @@ def scheduled_by(interval: str) -> Callable[[Any], Any]:
     return returns
 
 
+def with_schedulers(*of_each: int) -> Callable[[Any], Any]:
+    """An optimizer, with a scheduler for each number: of it (0), or of one that is not returned (1)."""
+
+    def returns(actor: Any) -> Any:
+        pair = [torch.optim.SGD(actor.parameters(), lr=0.1) for _ in range(2)]
+        schedulers = [{"scheduler": rates_of_one(pair[number]), "interval": "step"} for number in of_each]
+        return pair[:1], schedulers
+
+    return returns
+
+
 def rates_of_one(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
 
@@ -160,6 +172,9 @@ def rates_of_one(optimizer: torch.optim.Optimizer) -> Any:
             {},
             "`momentum` is 0 in group 0 .* and 0.9 in group 1",
         ),
+        (with_schedulers(1), {}, "a LambdaLR of `configure_optimizers` is for an optimizer that it does not return"),
+        (with_schedulers(0, 0), {}, "or that has another scheduler too; .* such as a ChainedScheduler"),
+        (lambda actor: {"of": torch.optim.SGD(actor.parameters(), lr=0.1)}, {}, r"returned {'of': SGD \( Parameter"),
         (scheduled_by("epoch"), {}, "a LambdaLR by 1 epoch; a rate changes with each update"),
         (
             scheduled_by("step"),
@@ -179,6 +194,33 @@ def test_what_cannot_train_the_model_is_refused_in_one_line(
     message = refused(returns, tiny, **settings)
     assert re.search(said, message), message
     assert "\n" not in message
+
+
+class Everything(RLModule):
+    """Two models, whose parameters it asks for as Lightning's modules do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.actor, self.other = CausalLM(str(folder)), CausalLM(str(folder))
+        self.reference = CausalLM(str(folder), trainable=False)
+
+    def configure_optimizers(self) -> Any:
+        self.names = [name for name, _ in self.named_parameters()]
+        assert len([*self.parameters()]) == len(self.names)
+        return torch.optim.SGD(
+            [weight for name, weight in self.named_parameters() if name.startswith("actor.")], lr=1.0
+        )
+
+
+def test_a_module_has_the_parameters_of_all_models_that_are_trained(tiny: Path) -> None:
+    module = Everything(tiny)
+    configure(module)
+    configure_optimizers(module, {"actor": tiny, "other": tiny}, torch.float32)
+    of_one = [name for name in module.names if name.startswith("actor.")]
+    assert module.names == [*of_one, *(name.replace("actor.", "other.", 1) for name in of_one)]
+    assert "actor.model.norm.weight" in of_one
+    assert (module.actor.optimizer.lr, module.other.optimizer.lr) == (1.0, Optimizer().lr)  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="are asked for outside of `configure_optimizers`"):
+        next(module.parameters())
 
 
 def test_parameters_are_there_within_the_hook_alone(tiny: Path) -> None:
