@@ -206,6 +206,7 @@ class RLModule:
         """The module of a run, with the weights and the state that the run left: to go on with, or to generate with.
 
         Its arguments are those of the run's config or, of a run without one, those that `save_hyperparameters` kept.
+        Settings of models, such as a temperature, are not among the latter: set them in the module that is returned.
 
         Args:
             checkpoint_path: Folder of a run; or one of its checkpoints, whose weights are then exported to `exported/`
@@ -213,7 +214,8 @@ class RLModule:
             arguments: Arguments of the constructor in place of those of the run: a reward function, say.
 
         Raises:
-            UserError: There is no run, it trained another class, or it has no weights of a model.
+            UserError: There is no run, its config has another class, it has no weights of a model, or an argument is
+                not known.
         """
         # Configs and runs are above this module, and nothing else here needs them.
         load = object_at("rlflow.commands.loading.load_module", "`load_from_checkpoint`")

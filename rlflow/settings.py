@@ -78,7 +78,7 @@ class Settings:
             `mixed` keeps float32 weights, `true` does not. None for that of the strategy.
         val_check_interval: Steps between validations; one comes before the first step and one after the last.
         limit_val_batches: Maximum number of batches of `data.prompts_per_step` held-out prompts in a validation.
-        val_samples: Responses to each held-out prompt at the policy's temperature; with 2 or more, pass@k is logged.
+        val_samples: Responses to each held-out prompt, sampled by `val_sampling`; with 2 or more, pass@k is logged.
         val_sampling: How the responses of validation, `rlflow test` and `rlflow predict` are sampled; None as in steps.
         log_every_n_steps: Metrics and samples are logged every so many steps; validations always are.
         log_samples: Number of samples that are logged of a step.

@@ -309,6 +309,16 @@ def test_torch_s_profiler_leaves_a_trace_of_a_rank(policy: Path, tmp_path: Path)
     }
 
 
+def test_torch_s_profiler_says_that_a_run_was_too_short(
+    policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = RaggedGRPO(CausalLM(str(policy)), reward=length, group_size=2, max_response_length=3)
+    Trainer(str(tmp_path), max_steps=1, profiler="pytorch", accelerator="cpu").fit(module, sums(8, 2))
+    assert (
+        "`trainer.profiler` is pytorch, which records from step 3 on, and nothing is recorded" in capfd.readouterr().out
+    )
+
+
 CONFIG = """
 module: {class_path: GRPO, init_args: {actor: tiny, group_size: 2, reward: exact_match}}
 data: {train: rows.jsonl}
