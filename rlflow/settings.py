@@ -47,7 +47,7 @@ class ValSampling(Truncation):
     """How held-out responses are sampled. Nothing is trained on them, so any tokens may be cut off.
 
     Args:
-        top_p: Sample from the fewest likeliest tokens with this probability together; 1 for all.
+        top_p: Sample from the likeliest tokens, as few as have at least this probability in sum; 1 for all.
         top_k: Sample from this number of likeliest tokens; None for no limit.
         min_p: Sample from tokens of at least this share of the likeliest token's probability; 0 for all.
         temperature: Temperature of sampling, above 0; responses at temperature 0 are made in addition.

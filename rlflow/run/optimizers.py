@@ -131,7 +131,7 @@ def _grouped(
 
 
 def _groups(role: str, given: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> Iterator[dict[str, Any]]:
-    """Each group's weights by name, and its options; refuses groups that could not be trained or saved."""
+    """Each group's weights by name, and its learning rate; refuses groups that could not be trained or saved."""
     first, left = given.param_groups[0], set(names.values())
     for number, group in enumerate(given.param_groups):
         weights = [names[parameter] for parameter in group["params"]]
@@ -144,7 +144,7 @@ def _groups(role: str, given: torch.optim.Optimizer, names: dict[nn.Parameter, s
                     f" {number}; groups may differ in `lr`, `weight_decay`, `betas` and `eps`: give one `{name}`"
                 )
         left -= {*weights}
-        yield {"weights": weights, **{name: group[name] for name in OWN if name in group}}
+        yield {"weights": weights, "lr": group["lr"]}
     if left:
         raise UserError(
             f"`configure_optimizers` leaves out {len(left)} weights of `{role}`, {min(left)!r} among them; put each in"
