@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlflow.context.node_context import AllRows, NodeContext
 from rlflow.dag.node import NodeConfig
 from rlflow.dotted_path import object_at
 from rlflow.environments.environment import Environment
-from rlflow.errors import UserError
+from rlflow.errors import UserError, did_you_mean
 from rlflow.functional import Aggregation, merge_moments, quantiles, row_moments, standardize
 from rlflow.functional.whitening import broken_rows, not_finite
 from rlflow.models.arguments import check_fields, make_models
@@ -120,9 +121,10 @@ class RLModule:
     def configure_optimizers(self) -> Any:
         """Make the optimizers of models that are trained, in the forms of Lightning; by default models have their own.
 
-        It is called before processes start. Parameters come from `self.actor.named_parameters()`: they have shapes and
-        no values. A model whose optimizer is not made here has that of its settings. Of these, `warmup_steps`,
-        `schedule`, `by` and `gradient_clipping` hold for an optimizer that is made here too.
+        It is called before processes start. Parameters come from `self.actor.named_parameters()`, or of all models from
+        `self.named_parameters()`: they have shapes and no values. A model whose optimizer is not made here has that of
+        its settings. Of these, `warmup_steps`, `schedule`, `by` and `gradient_clipping` hold for an optimizer that is
+        made here too.
 
         Example:
             ```python
@@ -138,8 +140,23 @@ class RLModule:
             of these; each over the parameters of one model.
         """
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weights of all models that are trained, with names such as `actor.model.norm.weight`.
+
+        Raises:
+            UserError: It is called elsewhere than in `configure_optimizers`.
+        """
+        for role, handle in handles(self).items():
+            if handle.trainable:
+                yield from ((f"{role}.{name}", weight) for name, weight in handle.named_parameters())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The weights of `named_parameters` without their names."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
     def save_hyperparameters(
-        self, *given: str | Mapping[str, Any], ignore: str | Sequence[str] = (), logger: bool = True
+        self, *given: str | Mapping[str, Any] | Namespace, ignore: str | Sequence[str] = (), logger: bool = True
     ) -> None:
         """Keep the arguments of the constructor in `hparams`, as Lightning's; called in `__init__` or `__post_init__`.
 
@@ -147,9 +164,12 @@ class RLModule:
         run without a config. `load_from_checkpoint` reads them.
 
         Args:
-            given: Names of arguments to keep, all if there are none; or a dict of further values.
-            ignore: Name, or names, of arguments to leave out.
+            given: Names of arguments to keep, all if there are none; or a dict or `Namespace` of further values.
+            ignore: Name, or names, of arguments to leave out, also of those that the parent's constructor kept.
             logger: Whether loggers get them.
+
+        Raises:
+            UserError: A name is that of no argument, or a value is none of these.
         """
         found, frame = dict[str, Any](), sys._getframe(1)
         while frame.f_locals.get("self") is self and frame.f_code.co_name in ("__init__", "__post_init__"):
@@ -157,11 +177,20 @@ class RLModule:
             found |= {name: values[name] for name in names if name != "self"} | (values[more] if more else {})
             assert frame.f_back is not None  # a constructor is called by somebody
             frame = frame.f_back
-        left_out, chosen = {ignore} if isinstance(ignore, str) else {*ignore}, {x for x in given if isinstance(x, str)}
-        found = {name: x for name, x in found.items() if name not in left_out and (name in chosen or not given)}
+        kept = found if not given else {}
         for each in given:
-            found |= each if isinstance(each, Mapping) else {}
-        self.hparams.update(found)
+            if isinstance(each, Mapping | Namespace):
+                kept |= each if isinstance(each, Mapping) else vars(each)
+            elif each in found:
+                kept[each] = found[each]
+            else:
+                raise UserError(
+                    f"`save_hyperparameters` was given {each!r:.80}, which is no argument of {type(self).__name__};"
+                    f" give names of arguments, or a dict of values.{did_you_mean(str(each), found)}"
+                )
+        self.hparams.update(kept)
+        for name in [ignore] if isinstance(ignore, str) else ignore:
+            self.hparams.pop(name, None)
         self.logs_hparams = logger
 
     @property
@@ -177,6 +206,7 @@ class RLModule:
         """The module of a run, with the weights and the state that the run left: to go on with, or to generate with.
 
         Its arguments are those of the run's config or, of a run without one, those that `save_hyperparameters` kept.
+        Settings of models, such as a temperature, are not among the latter: set them in the module that is returned.
 
         Args:
             checkpoint_path: Folder of a run; or one of its checkpoints, whose weights are then exported to `exported/`
@@ -184,7 +214,8 @@ class RLModule:
             arguments: Arguments of the constructor in place of those of the run: a reward function, say.
 
         Raises:
-            UserError: There is no run, it trained another class, or it has no weights of a model.
+            UserError: There is no run, its config has another class, it has no weights of a model, or an argument is
+                not known.
         """
         # Configs and runs are above this module, and nothing else here needs them.
         load = object_at("rlflow.commands.loading.load_module", "`load_from_checkpoint`")

@@ -47,7 +47,7 @@ class ValSampling(Truncation):
     """How held-out responses are sampled. Nothing is trained on them, so any tokens may be cut off.
 
     Args:
-        top_p: Sample from the fewest likeliest tokens with this probability together; 1 for all.
+        top_p: Sample from the likeliest tokens, as few as have at least this probability in sum; 1 for all.
         top_k: Sample from this number of likeliest tokens; None for no limit.
         min_p: Sample from tokens of at least this share of the likeliest token's probability; 0 for all.
         temperature: Temperature of sampling, above 0; responses at temperature 0 are made in addition.
@@ -78,7 +78,7 @@ class Settings:
             `mixed` keeps float32 weights, `true` does not. None for that of the strategy.
         val_check_interval: Steps between validations; one comes before the first step and one after the last.
         limit_val_batches: Maximum number of batches of `data.prompts_per_step` held-out prompts in a validation.
-        val_samples: Responses to each held-out prompt at the policy's temperature; with 2 or more, pass@k is logged.
+        val_samples: Responses to each held-out prompt, sampled by `val_sampling`; with 2 or more, pass@k is logged.
         val_sampling: How the responses of validation, `rlflow test` and `rlflow predict` are sampled; None as in steps.
         log_every_n_steps: Metrics and samples are logged every so many steps; validations always are.
         log_samples: Number of samples that are logged of a step.
@@ -215,8 +215,10 @@ class Settings:
                 raise UserError(f"`trainer.{name}` is {limit}; give more than 0, or null for none")
 
     def _check_retention(self) -> None:
-        if self.save_last < 2:
-            raise UserError(f"`trainer.save_last` is {self.save_last}; give 2 or more: the last may be damaged")
+        if self.mode not in ("min", "max"):
+            raise UserError(f"`trainer.mode` is {self.mode!r}; give min or max")
+        if not isinstance(self.save_last, int) or self.save_last < 2:
+            raise UserError(f"`trainer.save_last` is {self.save_last!r}; give 2 or more: the last may be damaged")
         if self.save_top_k < -1:
             raise UserError(f"`trainer.save_top_k` is {self.save_top_k}; give a number of checkpoints, or -1 for all")
         if self.save_top_k > 0 and self.monitor is None:
@@ -224,10 +226,10 @@ class Settings:
                 f"`trainer.save_top_k` is {self.save_top_k} and `trainer.monitor` is not set, so no checkpoint is"
                 " better than another; name a metric"
             )
-        if self.save_top_k < 1 and self.monitor is not None:
+        if self.save_top_k == 0 and self.monitor is not None:
             raise UserError(
-                f"`trainer.monitor` is {self.monitor!r} and `trainer.save_top_k` is {self.save_top_k}, so the metric"
-                " decides nothing; give a number of best checkpoints"
+                f"`trainer.monitor` is {self.monitor!r} and `trainer.save_top_k` is 0, so the metric decides nothing;"
+                " give a number of best checkpoints"
             )
         if self.ckpt_path == "best" and self.monitor is None:
             raise UserError("`trainer.ckpt_path` is 'best' and `trainer.monitor` is not set; name the metric to go by")

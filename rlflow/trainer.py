@@ -141,7 +141,7 @@ class Trainer(RunningTrainer):
     def test(self, module: RLModule, validation: DataLike | PromptData) -> dict[str, Any]:
         """Score responses to every held-out prompt, with intervals over prompts: avg@k, pass@k, and greedy accuracy.
 
-        `val_samples` responses are sampled at the policy's temperature, and one at 0. The results, see
+        `val_samples` responses are sampled as `val_sampling` says, and one at temperature 0. The results, see
         `rlflow.run.validation.test`, are in `<run_dir>-test/test.json`, the responses in `responses.jsonl` there.
 
         Args:

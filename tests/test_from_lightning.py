@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +47,7 @@ class Mine(RaggedGRPO):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.save_hyperparameters(ignore="reward")
+        self.save_hyperparameters({"note": "first"})
         self.seen = 0
 
     def configure_optimizers(self) -> Any:
@@ -124,6 +126,8 @@ def the_hyperparameters_and_the_state_come_back(run: Path, policy: Path) -> None
     assert (loaded.group_size, loaded.hparams["max_response_length"], loaded.seen) == (2, 5, 1)
     assert loaded.actor.model == str(run / "model")
     (*_, last) = sorted((run / "checkpoint").iterdir())
+    with pytest.raises(UserError, match=r"was given `group_sise`, which Mine does not take; .* Did you mean"):
+        Mine.load_from_checkpoint(last, reward=length, group_sise=4)
     exported = Mine.load_from_checkpoint(last, reward=length, group_size=4)
     assert exported.group_size == 4
     paths = (Path(loaded.actor.model), Path(exported.actor.model), policy)
@@ -150,6 +154,55 @@ def test_the_module_of_a_run_with_a_config_has_its_settings_and_the_run_s_weight
     assert (other.group_size, other.actor.model) == (4, str(policy))
     with pytest.raises(UserError, match="trained GRPO, which is no Mine; load it by that"):
         Mine.load_from_checkpoint(tmp_path)
+
+
+class Doubled(RLModule):
+    """Keeps what it makes of its arguments under other names, or changes it."""
+
+    def __init__(self, actor: CausalLM, coef: float = 1.0, group_size: int = 2) -> None:
+        self.actor, self.factor, self.group_size = actor, 2 * coef, 2 * group_size
+
+
+class Remembering(Doubled):
+    def __init__(self, actor: CausalLM, coef: float = 1.0, group_size: int = 2) -> None:
+        super().__init__(actor, coef, group_size)
+        self.save_hyperparameters()
+
+
+def test_arguments_of_a_config_that_a_module_does_not_keep_are_not_lost_in_silence(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", hidden_size=8, intermediate_size=8, layers=1, heads=2)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    given = f"{{class_path: {__name__}.Doubled, init_args: {{actor: tiny, coef: 0.5, group_size: 4}}}}"
+    config = f"module: {given}\ndata: {{train: {tmp_path}/rows.jsonl}}\ntrainer: {{max_steps: 1, accelerator: cpu}}\n"
+    (tmp_path / "config.yaml").write_text(config)
+    assert Doubled.load_from_checkpoint(tmp_path).factor == 1.0
+    with pytest.raises(UserError, match=r"Doubled has no attribute `coef`, .* give `coef` to `load_from_checkpoint`"):
+        Doubled.load_from_checkpoint(tmp_path, group_size=3)
+    (tmp_path / "config.yaml").write_text(config.replace("Doubled", "Remembering"))
+    loaded = Remembering.load_from_checkpoint(tmp_path, actor=CausalLM("tiny"))
+    assert (loaded.factor, loaded.group_size) == (1.0, 8)
+
+
+def test_hyperparameters_that_a_parent_kept_are_left_out_by_ignore() -> None:
+    class Parent(RLModule):
+        def __init__(self, lr: float, size: int) -> None:
+            self.save_hyperparameters()
+
+    class Child(Parent):
+        def __init__(self, lr: float, size: int) -> None:
+            super().__init__(lr, size)
+            self.save_hyperparameters(ignore=["size"])
+
+    assert Child(0.1, 7).hparams == {"lr": 0.1}
+
+
+class Keeps(RLModule):
+    def __init__(self, lr: float, given: Any) -> None:
+        self.save_hyperparameters(given)
+
+
+def test_hyperparameters_of_a_namespace() -> None:
+    assert Keeps(0.1, Namespace(size=3)).hparams == {"size": 3}
 
 
 def test_hyperparameters_of_a_class_and_of_its_parent() -> None:
@@ -215,6 +268,8 @@ def test_checkpoints_by_model_checkpoint_are_settings_of_the_trainer() -> None:
     found = trainer.settings
     assert (found.monitor, found.mode, found.save_top_k, found.save_last) == ("val/reward", "max", 3, 2)
     assert (found.save_every_n_steps, found.save_every_seconds) == (5, 1800.0)
+    every = ModelCheckpoint(monitor="val/reward", save_top_k=-1, every_n_train_steps=1)  # of which one is `best`
+    assert (Trainer(callbacks=every).save_top_k, Trainer(callbacks=every).monitor) == (-1, "val/reward")
     assert Trainer(callbacks=ModelCheckpoint(save_top_k=-1), val_check_interval=7).settings.save_every_n_steps == 7
 
 
@@ -236,6 +291,13 @@ def test_a_timer_whose_time_is_over_ends_the_run_that_resumes_before_a_step() ->
     assert trainer.should_stop
 
 
+def test_throughput_counts_what_nodes_generate_and_no_other_tokens() -> None:
+    metrics = {"time/elapsed": 2.0, "rollout/tokens": 20.0, "rollout/length": 5.0, "my/tokens": 7.0}
+    ThroughputMonitor().on_step_end(Trainer(), RLModule(), 1, metrics)
+    # 20 / 5 samples and 20 tokens in 2 seconds
+    assert (metrics["train/samples_per_sec"], metrics["train/items_per_sec"]) == (2.0, 10.0)
+
+
 def test_torch_s_profiler_leaves_a_trace_of_a_rank(policy: Path, tmp_path: Path) -> None:
     module = RaggedGRPO(CausalLM(str(policy)), reward=length, group_size=2, max_response_length=3)
     trainer = Trainer(str(tmp_path), max_steps=5, profiler="pytorch", accelerator="cpu")
@@ -245,6 +307,16 @@ def test_torch_s_profiler_leaves_a_trace_of_a_rank(policy: Path, tmp_path: Path)
     assert {event["name"] for event in events if "ProfilerStep" in event["name"]} == {
         f"ProfilerStep#{n}" for n in (2, 3, 4)
     }
+
+
+def test_torch_s_profiler_says_that_a_run_was_too_short(
+    policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = RaggedGRPO(CausalLM(str(policy)), reward=length, group_size=2, max_response_length=3)
+    Trainer(str(tmp_path), max_steps=1, profiler="pytorch", accelerator="cpu").fit(module, sums(8, 2))
+    assert (
+        "`trainer.profiler` is pytorch, which records from step 3 on, and nothing is recorded" in capfd.readouterr().out
+    )
 
 
 CONFIG = """
@@ -277,6 +349,11 @@ def test_a_config_has_them_too_and_runs_again_as_it_was_resolved(tmp_path: Path)
 
 class Forgotten(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class SetUp(Callback):
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
         pass
 
 
@@ -321,7 +398,16 @@ def fitted(kind: type[RaggedGRPO]) -> Callable[[], Any]:
         (lambda: Trainer(callbacks=Forgotten()), "`on_train_batch_end` of .* is never called; write `on_step_end`"),
         (fitted(Stepping), "`training_step` of Stepping is never called; write a node"),
         (fitted(Starting), "`on_train_start` of Starting is never called; write it in a `Callback`"),
+        (lambda: Trainer(callbacks=SetUp()), "`setup` of the callback SetUp is never called; write `on_fit_start`"),
         (lambda: EarlyStopping("x", patience=None), "would never stop; set one of them"),
+        (lambda: EarlyStopping("x", mode="maximum"), "`mode` of EarlyStopping is 'maximum'; give min or max"),  # type: ignore[arg-type]
+        (lambda: Trainer(mode="maximum"), "`trainer.mode` is 'maximum'; give min or max"),  # type: ignore[arg-type]
+        (lambda: Trainer(save_last="link"), "`trainer.save_last` is 'link'; give 2 or more"),  # type: ignore[arg-type]
+        (lambda: Timer({"hour": 3}), "is {'hour': 3}; give arguments of a timedelta"),
+        (lambda: Timer(3600), "`duration` of Timer is 3600; give DD:HH:MM:SS"),  # type: ignore[arg-type]
+        (lambda: Timer().time_elapsed("validate"), "the stage 'validate', and it measures training"),  # type: ignore[arg-type]
+        (lambda: Keeps(0.1, "lrs"), "`save_hyperparameters` was given 'lrs', .* no argument of Keeps; .* Did you mean"),
+        (lambda: Keeps(0.1, 7), "`save_hyperparameters` was given 7, .* give names of arguments, or a dict of values"),
         (lambda: Mine.load_from_checkpoint("nowhere"), "'nowhere' is no folder of a run with a model of Mine"),
     ],
 )

@@ -33,7 +33,7 @@ class EarlyStopping(Callback):
         divergence_threshold: Stop as soon as the metric is worse than this; None for no such rule.
 
     Raises:
-        UserError: The run does not log `monitor`, or no rule is set.
+        UserError: The run does not log `monitor`, no rule is set, or there is no such `mode`.
     """
 
     def __init__(
@@ -53,6 +53,8 @@ class EarlyStopping(Callback):
                 f"EarlyStopping on `{monitor}` has no `patience`, `stopping_threshold` or `divergence_threshold`, so it"
                 " would never stop; set one of them"
             )
+        if mode not in ("min", "max"):
+            raise UserError(f"`mode` of EarlyStopping is {mode!r}; give min or max")
         self.monitor = monitor
         self.min_delta = min_delta
         self.patience = patience
@@ -89,7 +91,7 @@ class EarlyStopping(Callback):
 
     @property
     def _of_validation(self) -> bool:
-        return self.monitor.startswith("val")
+        return self.monitor.startswith(("val/", "val_"))  # and not `value/loss`
 
     def _look(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> None:
         if self.monitor not in metrics:
@@ -102,6 +104,8 @@ class EarlyStopping(Callback):
         self._seen = True
         value = metrics[self.monitor]
         reason = self._reason(value)
+        if trainer.fast_dev_run:  # of which all steps are to be seen
+            return
         trainer.should_stop |= reason is not None
         if self.verbose and (reason is not None or not self._looks_without_better):
             trainer.print(f"EarlyStopping: `{self.monitor}` is {value:.4g}, {reason or 'the best so far'}")

@@ -16,6 +16,8 @@ P = ParamSpec("P")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 # Hooks of Lightning's callbacks that are not called here, and what is.
 OTHERS = {
+    "setup": "on_fit_start",
+    "teardown": "on_fit_end",
     "on_train_start": "on_fit_start",
     "on_train_end": "on_fit_end",
     "on_train_batch_start": "on_task_start",
@@ -109,7 +111,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
         for name in HOOKS:
             _check_hook(callback, name)
         for name in dir(callback):
-            if name.startswith("on_") and name not in HOOKS:
+            if (name.startswith("on_") or name in ("setup", "teardown")) and name not in HOOKS:
                 instead = OTHERS.get(name)
                 mend = f"write `{instead}`" if instead else f"the hooks are {', '.join(HOOKS)}"
                 raise UserError(f"`{name}` of the callback {type(callback).__qualname__} is never called; {mend}")

@@ -40,9 +40,8 @@ class LearningRateMonitor(Callback):
             settings = handle.optimizer
             if settings is None:
                 continue
-            groups = settings.groups if isinstance(settings, GroupedOptimizer) else [{}]
-            for number, group in enumerate(groups, start=1):
-                options = {**settings.keywords, **group}
+            groups = settings.given.param_groups if isinstance(settings, GroupedOptimizer) else [settings.keywords]
+            for number, options in enumerate(groups, start=1):
                 end = "" if len(groups) == 1 else f"/pg{number}"
                 if self.log_momentum:
                     momentum = options["betas"][0] if "betas" in options else options.get("momentum", 0.0)
@@ -81,7 +80,8 @@ class ThroughputMonitor(Callback):
         self._totals = deque([(0.0, 0.0, 0.0, 0.0)], maxlen=window_size)
 
     def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
-        tokens = {name.removesuffix("/tokens"): count for name, count in metrics.items() if name.endswith("/tokens")}
+        nodes = [name.removesuffix("/tokens") for name in metrics if name.endswith("/tokens")]
+        tokens = {node: metrics[f"{node}/tokens"] for node in nodes if f"{node}/length" in metrics}
         samples = sum(count / max(1.0, metrics[f"{node}/length"]) for node, count in tokens.items())
         _, steps, samples_before, tokens_before = self._totals[-1]
         now = (metrics["time/elapsed"], steps + 1, samples_before + samples, tokens_before + sum(tokens.values()))

@@ -48,16 +48,18 @@ class PyTorchProfiler(Callback):
 
     def __init__(self) -> None:
         self._profiler: Any = None
+        self._recorded = False
 
     def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
         from torch.profiler import profile, schedule
 
+        def record(profiler: Any) -> None:
+            profiler.export_chrome_trace(str(file))
+            self._recorded = True
+
         file = trainer.folder / PROFILED / f"rank{trainer.global_rank}.json"
         file.parent.mkdir(exist_ok=True)
-        self._profiler = profile(
-            schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)),
-        )
+        self._profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=record)
         self._profiler.start()
 
     def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
@@ -65,6 +67,8 @@ class PyTorchProfiler(Callback):
 
     def on_fit_end(self, trainer: RunningTrainer, module: RLModule) -> None:
         self._profiler.stop()
+        if not self._recorded:
+            trainer.print("`trainer.profiler` is pytorch, which records from step 3 on, and nothing is recorded before")
 
     def on_exception(self, trainer: RunningTrainer, module: RLModule, error: BaseException) -> None:
         if self._profiler is not None:

@@ -41,13 +41,15 @@ class Timer(Callback):
         self._before = 0.0  # seconds of the runs that this one resumes
         self._elapsed = 0.0
 
-    def time_elapsed(self) -> float:
-        """Seconds of training up to the last step, as the slowest rank measured them."""
+    def time_elapsed(self, stage: Literal["train"] = "train") -> float:
+        """Seconds of training, the only stage, up to the last step, as the slowest rank measured them."""
+        if stage != "train":
+            raise UserError(f"Timer was asked for the stage {stage!r}, and it measures training alone; ask for 'train'")
         return self._before + self._elapsed
 
-    def time_remaining(self) -> float | None:
+    def time_remaining(self, stage: Literal["train"] = "train") -> float | None:
         """Seconds that are left; None without a duration."""
-        return None if self._duration is None else self._duration - self.time_elapsed()
+        return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
         self._check(trainer)
@@ -77,8 +79,11 @@ def seconds_of(duration: Duration, what: str) -> float:
     if isinstance(duration, timedelta):
         return duration.total_seconds()
     if isinstance(duration, dict):
-        return timedelta(**duration).total_seconds()
-    parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
+        try:
+            return timedelta(**duration).total_seconds()
+        except TypeError as error:
+            raise UserError(f"{what} is {duration!r}; give arguments of a timedelta, such as hours: 3") from error
+    parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", str(duration).strip())
     if parts is None:
         raise UserError(f"{what} is {duration!r}; give DD:HH:MM:SS, such as 00:12:00:00")
     days, hours, minutes, seconds = map(int, parts.groups())

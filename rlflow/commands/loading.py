@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow import checkpoint
 from rlflow.commands.export import export
 from rlflow.commands.fit import read_fit
-from rlflow.errors import UserError
+from rlflow.errors import UserError, did_you_mean
 from rlflow.models.arguments import model_parameters
 from rlflow.module import RLModule, handles
 from rlflow.run.folder import RunFolder
@@ -35,10 +35,9 @@ def load_module(cls: type[Module], path: Path, arguments: Mapping[str, Any]) -> 
         raise UserError(f"{str(path)!r} is no folder of a run with a model of {cls.__name__}, and no checkpoint of one")
     if module is None:
         kept = json.loads(run.hparams.read_text()) if run.hparams.is_file() else {}
-        module = cls(**{**weights, **kept, **arguments})
+        module = cls(**{**weights, **_taken(cls, kept), **_known(cls, arguments)})
     elif arguments:
-        names = inspect.signature(cls).parameters
-        module = cls(**{**{name: value for name, value in vars(module).items() if name in names}, **arguments})
+        module = cls(**{**_arguments_of(module, arguments), **_known(cls, arguments)})
     for role, handle in handles(module).items():
         if role in weights and role not in arguments:
             handle.model = weights[role]
@@ -46,6 +45,46 @@ def load_module(cls: type[Module], path: Path, arguments: Mapping[str, Any]) -> 
         stored = json.loads((state / checkpoint.STATE).read_text())
         checkpoint.restore_module(module, state, stored["state"]["module"])
     return module
+
+
+def _known(cls: type[RLModule], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments of a constructor as the user gave them.
+
+    Raises:
+        UserError: The constructor does not take one.
+    """
+    if unknown := sorted(arguments.keys() - _taken(cls, arguments).keys()):
+        raise UserError(
+            f"`load_from_checkpoint` was given `{unknown[0]}`, which {cls.__name__} does not take; leave it out."
+            f"{did_you_mean(unknown[0], inspect.signature(cls).parameters)}"
+        )
+    return arguments
+
+
+def _taken(cls: type[RLModule], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values that a constructor takes by their names."""
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {name: value for name, value in values.items() if takes_any or name in parameters}
+
+
+def _arguments_of(module: RLModule, given: Collection[str]) -> dict[str, Any]:
+    """What a module's constructor was called with: its `hparams`, and else its attributes of the same names.
+
+    Raises:
+        UserError: Neither has one of the arguments that are not `given`.
+    """
+    cls, found = type(module), _taken(type(module), module.hparams)
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if name in found or name in given or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name not in vars(module):
+            raise UserError(
+                f"{cls.__name__} has no attribute `{name}`, so what the run's config gave for it is not known; give"
+                f" `{name}` to `load_from_checkpoint` too, or call `save_hyperparameters` in the constructor"
+            )
+        found[name] = vars(module)[name]
+    return found
 
 
 def _roles(run: RunFolder, state: Path | None, cls: type[RLModule]) -> list[str]:

@@ -18,7 +18,8 @@ from torch import Tensor
 # the backward pass reads and writes a float32 gradient of the weight's size, so a GPU takes larger ones: 1 GiB of 80.
 CHUNK_ELEMENTS = 2**26
 LARGEST_CHUNK = 2**28
-OUTSIDE = -1e30  # in place of the logits of tokens outside of a support: their probability is 0, and 0 times this too
+# In place of the logits of tokens outside of a support: their probability is 0, and 0 times this is 0, not NaN.
+OUTSIDE = -1e30
 COPIES_OF_MEMORY = 24  # so many times three copies of a chunk fit in a GPU's memory
 
 

@@ -152,7 +152,7 @@ class GroupedOptimizer(Optimizer):
 
     Attributes:
         given: The optimizer over parameters without values; `made` puts those of the loaded model in their place.
-        groups: For each group its weights by name (`weights`), and the options in which groups differ.
+        groups: For each group the names of its weights (`weights`), and its highest learning rate (`lr`).
         scheduler: Scheduler of the optimizer's learning rates, instead of `warmup_steps` and `schedule`; None for none.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def configure_optimizers(module: RLModule, paths: Mapping[str, Path], dtype: tor
         handle.shown = {weight.name: weight.parameter for weight in model.trained()}
     owners = {parameter: role for role, handle in models.items() for parameter in handle.shown.values()}
     returned = [*_parts(module.configure_optimizers())]
-    schedulers = {id(each.optimizer): each for each in returned if isinstance(each, LRScheduler)}
+    schedulers = _schedulers(returned)
     made = dict[str, GroupedOptimizer]()
     for given in returned:
         if isinstance(given, torch.optim.Optimizer):
@@ -59,6 +59,20 @@ def configure_optimizers(module: RLModule, paths: Mapping[str, Path], dtype: tor
             handle.optimizer = made[role]
             # A later run finds the settings that the user gave.
             module.run_settings = {**module.run_settings, role: {**module.run_settings[role], "optimizer": made[role]}}
+
+
+def _schedulers(returned: Sequence[torch.optim.Optimizer | LRScheduler]) -> dict[int, LRScheduler]:
+    """The schedulers by the `id` of their optimizer; refuses one that would not be used."""
+    schedulers, optimizers = dict[int, LRScheduler](), {id(each) for each in returned}
+    for each in returned:
+        if isinstance(each, LRScheduler):
+            if id(each.optimizer) not in optimizers - schedulers.keys():
+                raise UserError(
+                    f"a {type(each).__name__} of `configure_optimizers` is for an optimizer that it does not return, or"
+                    " that has another scheduler too; return one for an optimizer, such as a ChainedScheduler"
+                )
+            schedulers[id(each.optimizer)] = each
+    return schedulers
 
 
 def _parts(returned: Any) -> Iterator[torch.optim.Optimizer | LRScheduler]:
@@ -82,7 +96,8 @@ def _parts(returned: Any) -> Iterator[torch.optim.Optimizer | LRScheduler]:
     elif isinstance(returned, LRScheduler):
         yield from _parts({"scheduler": returned})
     elif returned is not None:
-        raise UserError(f"`configure_optimizers` returned {returned!r:.80}; {FORM} of these")
+        found = " ".join(repr(returned).split())  # an optimizer has several lines
+        raise UserError(f"`configure_optimizers` returned {found:.80}; {FORM} of these")
 
 
 def _grouped(
@@ -116,7 +131,7 @@ def _grouped(
 
 
 def _groups(role: str, given: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> Iterator[dict[str, Any]]:
-    """Each group's weights by name, and its options; refuses groups that could not be trained or saved."""
+    """Each group's weights by name, and its learning rate; refuses groups that could not be trained or saved."""
     first, left = given.param_groups[0], set(names.values())
     for number, group in enumerate(given.param_groups):
         weights = [names[parameter] for parameter in group["params"]]
@@ -129,7 +144,7 @@ def _groups(role: str, given: torch.optim.Optimizer, names: dict[nn.Parameter, s
                     f" {number}; groups may differ in `lr`, `weight_decay`, `betas` and `eps`: give one `{name}`"
                 )
         left -= {*weights}
-        yield {"weights": weights, **{name: group[name] for name in OWN if name in group}}
+        yield {"weights": weights, "lr": group["lr"]}
     if left:
         raise UserError(
             f"`configure_optimizers` leaves out {len(left)} weights of `{role}`, {min(left)!r} among them; put each in"

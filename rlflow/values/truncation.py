@@ -27,8 +27,8 @@ class Truncation:
 
     1. `min_p` cuts off tokens whose probability is below `min_p` times that of the likeliest token.
     2. `top_k` cuts off all but the `top_k` likeliest tokens.
-    3. `top_p` cuts off the tokens behind the fewest likeliest ones with a probability of at least `top_p` together,
-       among those that are left.
+    3. `top_p` keeps the likeliest tokens, as few as have a probability of at least `top_p` in sum, and cuts off the
+       others. Probabilities are those over the tokens that `min_p` and `top_k` left.
 
     With the probabilities 0.5, 0.3, 0.15, 0.05, `top_p: 0.7` leaves the first two; a response has them with 0.625 and
     0.375. Of tokens with equal probabilities, each engine decides which stay.

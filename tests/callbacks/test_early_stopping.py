@@ -54,6 +54,18 @@ def test_a_value_that_is_not_finite_or_too_bad_ends_the_run() -> None:
     assert stops_after(EarlyStopping("val/accuracy", divergence_threshold=0.5), [0.4, 0.5, 0.6]) == 3
 
 
+def test_a_name_that_only_begins_as_those_of_validation_is_one_of_training() -> None:
+    trainer = Trainer()
+    EarlyStopping("value/loss", stopping_threshold=1.0).on_step_end(trainer, RLModule(), 1, {"value/loss": 0.5})
+    assert trainer.should_stop
+
+
+def test_a_fast_dev_run_makes_all_its_steps() -> None:
+    trainer = Trainer(fast_dev_run=True)
+    EarlyStopping("reward/mean", stopping_threshold=1.0).on_step_end(trainer, RLModule(), 1, {"reward/mean": 0.5})
+    assert not trainer.should_stop
+
+
 def test_a_metric_of_training_is_looked_at_after_each_step() -> None:
     trainer, callback = Trainer(), EarlyStopping("reward/mean", mode="max", stopping_threshold=0.9)
     callback.on_validation_end(trainer, RLModule(), 0, {"val/accuracy": 1.0})

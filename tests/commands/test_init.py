@@ -28,6 +28,16 @@ def test_it_writes_a_project_whose_graph_can_be_drawn(
         sys.modules.pop(name, None)
 
 
+def test_the_next_line_can_be_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    init(tmp_path / "my project")
+    assert f"next: cd '{tmp_path}/my project' && rlflow" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_one_line() -> None:
+    with pytest.raises(UserError, match=r"`/proc/mine` cannot be written: .*No such file or .*; name another"):
+        init(Path("/proc/mine"))
+
+
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     init(tmp_path / "empty")
     (tmp_path / "other").mkdir()

@@ -14,11 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from rlflow.callbacks import LearningRateMonitor
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
+from rlflow.module import RLModule
 from rlflow.run.optimizers import configure_optimizers
 from rlflow.run.prepare import configure
+from rlflow.trainer import Trainer
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.grouped import (
@@ -112,6 +115,14 @@ def test_the_schedule_of_the_settings_holds_for_each_group_s_own_rate(tiny: Path
     assert found == [{name: pytest.approx(lr * part) for name, lr in highest.items()} for part in (0.5, 1, 1, 0.5)]
 
 
+def test_the_logged_momentum_is_that_of_the_update_though_a_scheduler_changes_it(tiny: Path) -> None:
+    strategy, metrics = single("fp32"), dict[str, float]()
+    module = Grouped(grouped_role(strategy, tiny))
+    strategy.roles["actor"].optimizer.param_groups[0]["betas"] = (0.7, 0.9)  # type: ignore[union-attr]  # as OneCycleLR
+    LearningRateMonitor(log_momentum=True).on_step_end(Trainer(), module, 1, metrics)
+    assert metrics == {"actor/momentum/pg1": 0.7, "actor/momentum/pg2": 0.5}
+
+
 def refused(returns: Callable[[Any], Any], folder: Path, **settings: Any) -> str:
     class Returns(Grouped):
         def configure_optimizers(self) -> Any:
@@ -128,6 +139,17 @@ def scheduled_by(interval: str) -> Callable[[Any], Any]:
     def returns(actor: Any) -> Any:
         optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates_of_one(optimizer), "interval": interval}}
+
+    return returns
+
+
+def with_schedulers(*of_each: int) -> Callable[[Any], Any]:
+    """An optimizer, with a scheduler for each number: of it (0), or of one that is not returned (1)."""
+
+    def returns(actor: Any) -> Any:
+        pair = [torch.optim.SGD(actor.parameters(), lr=0.1) for _ in range(2)]
+        schedulers = [{"scheduler": rates_of_one(pair[number]), "interval": "step"} for number in of_each]
+        return pair[:1], schedulers
 
     return returns
 
@@ -150,6 +172,9 @@ def rates_of_one(optimizer: torch.optim.Optimizer) -> Any:
             {},
             "`momentum` is 0 in group 0 .* and 0.9 in group 1",
         ),
+        (with_schedulers(1), {}, "a LambdaLR of `configure_optimizers` is for an optimizer that it does not return"),
+        (with_schedulers(0, 0), {}, "or that has another scheduler too; .* such as a ChainedScheduler"),
+        (lambda actor: {"of": torch.optim.SGD(actor.parameters(), lr=0.1)}, {}, r"returned {'of': SGD \( Parameter"),
         (scheduled_by("epoch"), {}, "a LambdaLR by 1 epoch; a rate changes with each update"),
         (
             scheduled_by("step"),
@@ -169,6 +194,33 @@ def test_what_cannot_train_the_model_is_refused_in_one_line(
     message = refused(returns, tiny, **settings)
     assert re.search(said, message), message
     assert "\n" not in message
+
+
+class Everything(RLModule):
+    """Two models, whose parameters it asks for as Lightning's modules do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.actor, self.other = CausalLM(str(folder)), CausalLM(str(folder))
+        self.reference = CausalLM(str(folder), trainable=False)
+
+    def configure_optimizers(self) -> Any:
+        self.names = [name for name, _ in self.named_parameters()]
+        assert len([*self.parameters()]) == len(self.names)
+        return torch.optim.SGD(
+            [weight for name, weight in self.named_parameters() if name.startswith("actor.")], lr=1.0
+        )
+
+
+def test_a_module_has_the_parameters_of_all_models_that_are_trained(tiny: Path) -> None:
+    module = Everything(tiny)
+    configure(module)
+    configure_optimizers(module, {"actor": tiny, "other": tiny}, torch.float32)
+    of_one = [name for name in module.names if name.startswith("actor.")]
+    assert module.names == [*of_one, *(name.replace("actor.", "other.", 1) for name in of_one)]
+    assert "actor.model.norm.weight" in of_one
+    assert (module.actor.optimizer.lr, module.other.optimizer.lr) == (1.0, Optimizer().lr)  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="are asked for outside of `configure_optimizers`"):
+        next(module.parameters())
 
 
 def test_parameters_are_there_within_the_hook_alone(tiny: Path) -> None:
