@@ -122,7 +122,8 @@ def test_a_run_with_all_of_it(policy: Path, tmp_path: Path, capfd: pytest.Captur
 
 def the_hyperparameters_and_the_state_come_back(run: Path, policy: Path) -> None:
     assert json.loads((run / "hparams.json").read_text())["group_size"] == 2
-    loaded = Mine.load_from_checkpoint(run, reward=length)
+    with pytest.warns(UserWarning, match="has no config, so settings of `actor`, .* are the defaults; set them in"):
+        loaded = Mine.load_from_checkpoint(run, reward=length)
     assert (loaded.group_size, loaded.hparams["max_response_length"], loaded.seen) == (2, 5, 1)
     assert loaded.actor.model == str(run / "model")
     (*_, last) = sorted((run / "checkpoint").iterdir())
@@ -362,6 +363,11 @@ class Stepping(RaggedGRPO):
         pass
 
 
+class Preparing(RaggedGRPO):
+    def prepare_data(self) -> None:
+        pass
+
+
 class Starting(RaggedGRPO):
     def on_train_start(self) -> None:
         pass
@@ -391,12 +397,16 @@ def fitted(kind: type[RaggedGRPO]) -> Callable[[], Any]:
         (lambda: ModelCheckpoint(save_top_k=3), "`save_top_k` of ModelCheckpoint is 3 and `monitor` is not set"),
         (lambda: ModelCheckpoint(dirpath="x"), "`dirpath` of ModelCheckpoint is 'x', and checkpoints are in `checkp"),
         (lambda: ModelCheckpoint(every_n_epochs=1), "give `every_n_train_steps`"),
+        (lambda: ModelCheckpoint(None, None, "x", True), "`verbose` of ModelCheckpoint is True, and `checkpo"),
+        (lambda: ModelCheckpoint(enable_version_counter=False), "is False, and a checkpoint is named after its step"),
+        (lambda: ModelCheckpoint(save_top_k=0), "`save_top_k` of ModelCheckpoint is 0, so it saves nothing"),
         (lambda: Timer("12:00:00"), "`duration` of Timer is '12:00:00'; give DD:HH:MM:SS"),
         (lambda: Timer(interval="epoch"), "`interval` of Timer is 'epoch'"),
         (lambda: LearningRateMonitor("epoch"), "`logging_interval` of LearningRateMonitor is 'epoch'"),
         (lambda: ThroughputMonitor(batch_size_fn=len), "`batch_size_fn` of ThroughputMonitor is given"),
         (lambda: Trainer(callbacks=Forgotten()), "`on_train_batch_end` of .* is never called; write `on_step_end`"),
         (fitted(Stepping), "`training_step` of Stepping is never called; write a node"),
+        (fitted(Preparing), "`prepare_data` of Preparing is never called; prepare the rows before the run"),
         (fitted(Starting), "`on_train_start` of Starting is never called; write it in a `Callback`"),
         (lambda: Trainer(callbacks=SetUp()), "`setup` of the callback SetUp is never called; write `on_fit_start`"),
         (lambda: EarlyStopping("x", patience=None), "would never stop; set one of them"),

@@ -49,13 +49,18 @@ class ModelCheckpoint(Preset):
         every_n_train_steps: Steps between checkpoints. If neither this nor `train_time_interval` is given, checkpoints
             are written after each `val_check_interval`.
         train_time_interval: Time after which the next step is followed by a checkpoint, as Timer's `duration`.
-        dirpath: Not used: checkpoints are in the run's folder.
-        filename: Not used: a checkpoint is named after its step.
-        save_weights_only: Not used: the model is written with each checkpoint.
-        every_n_epochs: Not used: a run is counted in steps.
+        dirpath: Not used, like all below: checkpoints are in the run's folder.
+        filename: A checkpoint is named after its step.
+        verbose: `checkpoint/` shows what was saved.
+        save_on_exception: A run that failed resumes from its last checkpoint.
+        save_weights_only: The model is written with each checkpoint.
+        auto_insert_metric_name: A checkpoint is named after its step.
+        every_n_epochs: A run is counted in steps.
+        save_on_train_epoch_end: A run is counted in steps.
+        enable_version_counter: A checkpoint is named after its step.
 
     Raises:
-        UserError: An argument that is not used is given, or `save_top_k` needs a `monitor`.
+        UserError: An argument that is not used is given, `save_top_k` is 0, or it needs a `monitor`.
     """
 
     def __init__(
@@ -63,22 +68,35 @@ class ModelCheckpoint(Preset):
         dirpath: str | None = None,
         filename: str | None = None,
         monitor: str | None = None,
+        verbose: bool = False,
         save_last: bool | int | None = None,
         save_top_k: int = 1,
+        save_on_exception: bool = False,
         save_weights_only: bool = False,
         mode: Literal["min", "max"] = "min",
+        auto_insert_metric_name: bool = True,
         every_n_train_steps: int | None = None,
         train_time_interval: Duration | None = None,
         every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
     ) -> None:
-        for name, value, instead in (
-            ("dirpath", dirpath, "checkpoints are in `checkpoint/` of `trainer.run_dir`"),
-            ("filename", filename, "a checkpoint is named after its step"),
-            ("save_weights_only", save_weights_only, "the model is written to `model/` with each checkpoint"),
-            ("every_n_epochs", every_n_epochs, "a run is counted in steps; give `every_n_train_steps`"),
+        named, counted = "a checkpoint is named after its step", "a run is counted in steps; give `every_n_train_steps`"
+        for name, value, default, instead in (
+            ("dirpath", dirpath, None, "checkpoints are in `checkpoint/` of `trainer.run_dir`"),
+            ("filename", filename, None, named),
+            ("verbose", verbose, False, "`checkpoint/` shows what was saved"),
+            ("save_on_exception", save_on_exception, False, "a run that failed resumes from its last checkpoint"),
+            ("save_weights_only", save_weights_only, False, "the model is written to `model/` with each checkpoint"),
+            ("auto_insert_metric_name", auto_insert_metric_name, True, named),
+            ("every_n_epochs", every_n_epochs, None, counted),
+            ("save_on_train_epoch_end", save_on_train_epoch_end, None, counted),
+            ("enable_version_counter", enable_version_counter, True, named),
         ):
-            if value:
+            if value != default:
                 raise UserError(f"`{name}` of ModelCheckpoint is {value!r}, and {instead}; leave it out")
+        if save_top_k == 0:
+            raise UserError("`save_top_k` of ModelCheckpoint is 0, so it saves nothing; leave the callback out")
         if monitor is None and save_top_k not in (1, -1):
             raise UserError(
                 f"`save_top_k` of ModelCheckpoint is {save_top_k} and `monitor` is not set, so no checkpoint is better"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,12 @@ def load_module(cls: type[Module], path: Path, arguments: Mapping[str, Any]) -> 
     if not weights:
         raise UserError(f"{str(path)!r} is no folder of a run with a model of {cls.__name__}, and no checkpoint of one")
     if module is None:
+        if defaults := [role for role in weights if role not in arguments]:
+            warnings.warn(
+                f"{run.path} has no config, so settings of `{defaults[0]}`, such as its temperature and LoRA, are the"
+                " defaults; set them in the module that is returned",
+                stacklevel=3,
+            )
         kept = json.loads(run.hparams.read_text()) if run.hparams.is_file() else {}
         module = cls(**{**weights, **_taken(cls, kept), **_known(cls, arguments)})
     elif arguments:

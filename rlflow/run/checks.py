@@ -294,6 +294,11 @@ NOT_CALLED = {
     "train_dataloader": "give the rows to `Trainer.fit`",
     "val_dataloader": "give the rows to `Trainer.fit`",
     "configure_callbacks": "give them to the `Trainer`",
+    "configure_model": "models are the module's attributes, such as `self.actor = CausalLM(...)` in `__init__`",
+    "configure_gradient_clipping": "set `gradient_clipping` of a model's `optimizer`",
+    "prepare_data": "prepare the rows before the run, and give them to `Trainer.fit`",
+    "setup": "do it in `__init__`, or in `on_fit_start` of a `Callback`",
+    "teardown": "do it in `on_fit_end` of a `Callback`",
     "optimizer_step": "updates are made by the strategy; set `optimizer`, or write `configure_optimizers`",
     "lr_scheduler_step": "schedulers go by their number of updates; set `optimizer`, or write `configure_optimizers`",
 }
@@ -306,7 +311,6 @@ def check_hooks(module: RLModule, graph: Graph) -> None:
         UserError: The module has one.
     """
     for name in dir(type(module)):
-        hook = name.startswith(LIGHTNING) and name not in graph.nodes
-        if hook or name in NOT_CALLED:
+        if name not in graph.nodes and (name.startswith(LIGHTNING) or name in NOT_CALLED):
             mend = NOT_CALLED.get(name, "write it in a `Callback`, whose hooks are in docs/callbacks.md")
             raise UserError(f"`{name}` of {type(module).__name__} is never called; {mend}")
