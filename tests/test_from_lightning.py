@@ -343,6 +343,7 @@ def fitted(kind: type[RaggedGRPO]) -> Callable[[], Any]:
         (lambda: Timer(interval="epoch"), "`interval` of Timer is 'epoch'"),
         (lambda: LearningRateMonitor("epoch"), "`logging_interval` of LearningRateMonitor is 'epoch'"),
         (lambda: ThroughputMonitor(batch_size_fn=len), "`batch_size_fn` of ThroughputMonitor is given"),
+        (lambda: Trainer(callbacks=object()), "`callbacks` is <object object at .*; give a Callback, or the name"),  # type: ignore[arg-type]
         (lambda: Trainer(callbacks=Forgotten()), "`on_train_batch_end` of .* is never called; write `on_step_end`"),
         (fitted(Stepping), "`training_step` of Stepping is never called; write a node"),
         (fitted(Starting), "`on_train_start` of Starting is never called; write it in a `Callback`"),
