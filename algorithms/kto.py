@@ -13,7 +13,9 @@ from rlflow.types import Ragged, Scalar, Sourced
 class RowsWithLabels(Sourced, Protocol):
     """The fields of the dataset's rows that say which responses are good."""
 
-    lengths: PerSample
+    @property
+    def lengths(self) -> PerSample:
+        """`[B]`, tokens of each response."""
 
 
 @dataclass(eq=False)
@@ -22,7 +24,8 @@ class KTO(RLModule):
 
     Equations 7 and 8, one loss for each response of the dataset: r = log pi(y|x) - log ref(y|x), summed over tokens,
     and z the policy's divergence from the reference. As the authors do, z is the mean of r over all rows of the step,
-    each prompt with the response of the next row, and at least 0; it is that of the policy before the step.
+    each prompt with the response of the next row, and at least 0; it is that of the policy before the step. Validation
+    logs `margin`, the mean of beta r over good responses minus that over bad ones.
 
     Args:
         actor: The model to train.
@@ -80,6 +83,11 @@ class KTO(RLModule):
         self.log("actor/good_reward", self.beta * ratios.detach(), good)
         self.log("actor/bad_reward", self.beta * ratios.detach(), ~good)
         return kto_loss(ratios, divergence, good, self.beta, self.good_weight, self.bad_weight)
+
+    def validation_step(self, batch: Batch) -> None:
+        ratios = whole(self.actor.logprobs(batch), batch) - whole(self.reference.logprobs(batch), batch)
+        good = self.labels(batch).bool()
+        self.log("val/margin", self.beta * (self.mean(ratios, good) - self.mean(ratios, ~good)), batch_size=1)
 
     def swapped(self, batch: Batch) -> Batch:
         """Each row's prompt with the response of the next row of the step, of the last with that of the first."""

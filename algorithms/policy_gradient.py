@@ -385,7 +385,7 @@ class PolicyGradient(OnPolicy):
         kl = self.kl.estimate(sampled, ref_logprobs).where(rollout.turn >= 0, 0.0)  # not of what an environment wrote
         coefficient, mask = self.kl_coefficient.value, rollout.loss_mask
         self.kl_coefficient.update(float(self.mean(kl, mask)), rows=len(self.all_rows(rollout.lengths)))
-        self.log("actor/kl_coef", kl.new_tensor(coefficient))
+        self.log("actor/kl_coef", coefficient, batch_size=1)
         return coefficient * kl
 
     @node(role="actor", type="train")

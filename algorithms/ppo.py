@@ -133,7 +133,7 @@ class PPO(Clipped, Scored):
         earned = reinforce_returns(r, mask, self.gamma)  # has no value in it, as `returns` has below 1
         ended = mask if bootstrap is None else mask & rollout.finished[:, None]  # what the others earn is not known
         error, spread = (self.mean((x - self.mean(x, ended)) ** 2, ended) for x in (earned - values, earned))
-        self.log("critic/explained_variance", torch.where(spread > 0, 1 - error / spread, 0.0))
+        self.log("critic/explained_variance", torch.where(spread > 0, 1 - error / spread, 0.0), batch_size=1)
         return Estimates(advantages, returns)
 
     @node

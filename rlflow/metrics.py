@@ -6,22 +6,49 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlflow.databuffer.transport import Transport
+from rlflow.errors import UserError
 
-Kind = Literal["mean", "sum", "largest", "seconds", "worked"]
-_Entries = Mapping[tuple[Kind, str], tuple[float, float]]  # value and count of each; a count of 0: there is none
-_EMPTY = {"mean": (0.0, 0.0), "sum": (0.0, 1.0), "largest": (-math.inf, 1.0), "seconds": (0.0, 1.0)}
+Kind = Literal["mean", "sum", "largest", "smallest", "seconds", "worked"]
+_COMPARED = ("largest", "smallest", "seconds")  # of ranks; the others are added
+
+
+class How(NamedTuple):
+    """How a metric is logged; each name has one way.
+
+    Attributes:
+        kind: How the values of calls and ranks become one number.
+        by_module: Whether a module logs it, by `self.log`.
+        prog_bar: Whether the terminal shows it.
+        logger: Whether loggers, `metrics.jsonl` among them, record it.
+    """
+
+    kind: Kind
+    by_module: bool = False
+    prog_bar: bool = False
+    logger: bool = True
+
+    def number(self, total: float, count: float, largest: float) -> float:
+        """The metric of all ranks, from the totals of values and counts, and the largest value."""
+        if self.kind in _COMPARED:
+            return math.nan if math.isnan(count) else -largest if self.kind == "smallest" else largest
+        return total / count if self.kind == "mean" else total
+
+
+MEAN = How("mean")
+_Entries = Mapping[tuple[How, str], tuple[float, float]]  # value and count of each; a count of 0: there is none
 
 
 @dataclass
 class _Entry:
     """A value and a count in float64: what came from the CPU, and what stays on its device until the host needs it."""
 
+    how: How
     here: list[float]
     there: list[Tensor | None] = field(default_factory=lambda: [None, None])  # 0-dim each
 
@@ -32,6 +59,24 @@ class _Entry:
             else:
                 before = self.there[i]
                 self.there[i] = value.detach().double() if before is None else before + value.detach()
+
+    def raise_to(self, value: Tensor | float) -> None:
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            self.here[0] = _largest(self.here[0], float(value))
+        else:
+            value, before = value.detach().double(), self.there[0]
+            self.there[0] = value if before is None else torch.maximum(value, before)
+
+    def bring_over(self, i: int, number: float) -> None:
+        """Take the number that was in `there[i]` to the host."""
+        raises = i == 0 and self.how.kind in ("largest", "smallest")
+        self.here[i] = _largest(number, self.here[i]) if raises else self.here[i] + number
+        self.there[i] = None
+
+
+def _largest(a: float, b: float) -> float:
+    """The larger number; NaN if one is NaN, which Python's `max` does not say."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 @dataclass
@@ -46,18 +91,18 @@ class StepMetrics:
 
     Attributes:
         step: Step, from 0.
-        logged: Entries by kind and name.
+        logged: Entries by name.
     """
 
     step: int
-    logged: dict[tuple[Kind, str], _Entry] = field(default_factory=dict)
+    logged: dict[str, _Entry] = field(default_factory=dict)
 
     def mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add `total` over `count` entries, 0-dim; the metric is the global total over the global count.
 
         The two may be on different devices.
         """
-        self._entry("mean", name).add(total, count)
+        self.add(name, MEAN, total, count)
 
     def number(self, name: str, value: float) -> None:
         """Add a number that every rank knows alike."""
@@ -65,43 +110,54 @@ class StepMetrics:
 
     def sum(self, name: str, value: Tensor | float) -> None:
         """Add to the total over ranks and calls, as fits bytes and tokens; a tensor is 0-dim."""
-        self._entry("sum", name).add(value)
+        self.add(name, How("sum"), value, 1.0)
 
     def largest(self, name: str, value: Tensor | float) -> None:
         """Keep the largest over ranks and calls, as fits peaks; a tensor is 0-dim."""
-        entry = self._entry("largest", name)
-        if isinstance(value, Tensor):
-            value, before = value.detach().double(), entry.there[0]
-            entry.there[0] = value if before is None else torch.maximum(value, before)
-        else:
-            entry.here[0] = max(value, entry.here[0])
+        self.add(name, How("largest"), value, 1.0)
 
     def seconds(self, name: str, value: float) -> None:
         """Add to this rank's total; the metric is the largest total of a rank, as fits times."""
-        self._entry("seconds", name).add(value)
+        self.add(name, How("seconds"), value, 1.0)
 
-    def of_kind(self, kind: Kind) -> dict[str, list[float]]:
-        """Value and count on the host of each metric of a kind, by name."""
-        return {name: entry.here for (each, name), entry in self.logged.items() if each == kind}
+    def add(self, name: str, how: How, value: Tensor | float, count: Tensor | float) -> None:
+        """Add a value, 0-dim, of `count` entries to a metric, as `how` says; for `smallest` give its negative.
+
+        Raises:
+            UserError: The step has logged the name in another way.
+        """
+        raises = how.kind in ("largest", "smallest")
+        entry = self.logged.setdefault(name, _Entry(how, [-math.inf if raises else 0.0, 0.0]))
+        if entry.how != how:
+            raise in_two_ways(name, entry.how, how)
+        if raises:
+            entry.raise_to(value)
+        entry.add(0.0 if raises else value, count)
 
     def bring_over(self) -> None:
         """Bring what was left on a device to the host, all in one transfer."""
-        places = [(kind, entry, i) for (kind, _), entry in self.logged.items() for i in (0, 1)]
-        waiting = [(kind, entry, i, value) for kind, entry, i in places if (value := entry.there[i]) is not None]
+        places = [(entry, i, value) for entry in self.logged.values() for i, value in enumerate(entry.there)]
+        waiting = [(entry, i, value) for entry, i, value in places if value is not None]
         numbers = torch.stack([value for *_, value in waiting]).tolist() if waiting else []
-        for (kind, entry, i, _), number in zip(waiting, numbers, strict=True):
-            entry.here[i] = max(number, entry.here[i]) if kind == "largest" else entry.here[i] + number
-            entry.there[i] = None
+        for (entry, i, _), number in zip(waiting, numbers, strict=True):
+            entry.bring_over(i, number)
 
-    def entries(self, worked: float | None) -> dict[tuple[Kind, str], tuple[float, float]]:
+    def entries(self, worked: float | None) -> dict[tuple[How, str], tuple[float, float]]:
         """Value and count of each metric as ranks reduce them, in which a count of 0 says that there is none."""
-        entries: dict[tuple[Kind, str], tuple[float, float]] = {}
-        for (kind, name), entry in self.logged.items():
-            entries["largest" if kind == "seconds" else kind, name] = (entry.here[0], entry.here[1])
-        return entries if worked is None else entries | {("worked", ""): (worked, 1.0)}
+        entries = {(entry.how, name): (entry.here[0], entry.here[1]) for name, entry in self.logged.items()}
+        return entries if worked is None else entries | {(How("worked"), ""): (worked, 1.0)}
 
-    def _entry(self, kind: Kind, name: str) -> _Entry:
-        return self.logged.setdefault((kind, name), _Entry([*_EMPTY[kind]]))
+
+def in_two_ways(name: str, one: How, other: How) -> UserError:
+    """The error for a name that is logged in two ways."""
+    if one.by_module != other.by_module:
+        return UserError(f"`self.log` has the name {name!r}, under which rlflow logs a metric of its own; take another")
+    kinds = {"largest": "max", "smallest": "min"}
+    ways = [
+        f"reduce_fx={kinds.get(how.kind, how.kind)!r}, prog_bar={how.prog_bar}, logger={how.logger}"
+        for how in (one, other)
+    ]
+    return UserError(f"`self.log` has {name!r} with {ways[0]}, and with {ways[1]}; log a name in one way, or take two")
 
 
 class Metrics:
@@ -115,34 +171,35 @@ class Metrics:
 
     def __init__(self) -> None:
         self._steps: dict[int, StepMetrics] = {}
-        self._known: list[tuple[Kind, str]] = []  # names of all ranks so far, in the same order on each
+        self._known: list[tuple[How, str]] = []  # names of all ranks so far, in the same order on each
 
     def of(self, step: int) -> StepMetrics:
         """Those of a step, counted from 0, until they are reduced."""
         return self._steps.setdefault(step, StepMetrics(step))
+
+    def on_bar(self) -> set[str]:
+        """Names that any rank logged with `prog_bar`, in any step so far; the same on all ranks."""
+        return {name for how, name in self._known if how.prog_bar}
+
+    def off_loggers(self) -> set[str]:
+        """Names that any rank logged without `logger`, in any step so far; the same on all ranks."""
+        return {name for how, name in self._known if not how.logger}
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank logged of steps that are not reduced yet, JSON-able."""
         steps = []
         for step, logged in self._steps.items():
             logged.bring_over()
-            kinds: dict[str, Kind] = {"sums": "sum", "largest": "largest", "seconds": "seconds"}
-            rest = {key: {name: x for name, (x, _) in logged.of_kind(kind).items()} for key, kind in kinds.items()}
-            steps.append({"step": step, "means": logged.of_kind("mean"), **rest})
+            entries = [[name, [*entry.how], *entry.here] for name, entry in logged.logged.items()]
+            steps.append({"step": step, "entries": entries})
         return {"steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Log what `state_dict` gave; one after another of several ranks."""
         for stored in state["steps"]:
             logged = self.of(stored["step"])
-            for name, (total, count) in stored["means"].items():
-                logged.mean(name, total, count)
-            for name, value in stored["sums"].items():
-                logged.sum(name, value)
-            for name, value in stored["largest"].items():
-                logged.largest(name, value)
-            for name, value in stored["seconds"].items():
-                logged.seconds(name, value)
+            for name, how, value, count in stored["entries"]:
+                logged.add(name, How(*how), value, count)
 
     def reduce(self, step: int, transport: Transport, worked: float | None = None, asks: int = 0) -> dict[str, float]:
         """The step's metrics over all ranks, the same on each, sorted by name; starts afresh.
@@ -150,8 +207,8 @@ class Metrics:
         Two reductions of tensors are made. Their size does not depend on the number of ranks, except for one number of
         each rank. The first finds the largest value of every metric, which for a total sets the unit it is counted in.
         The second adds the totals as whole numbers, so that they do not depend on the order of adding and two runs give
-        the same bytes. A step in which a rank logs a name for the first time takes three more collectives. A mean over
-        no entry is left out, and a total with an entry that is not finite is NaN.
+        the same bytes. A step in which a rank logs a name for the first time takes three more collectives. A mean, a
+        largest or a smallest value over no entry is left out, and a total with an entry that is not finite is NaN.
 
         Args:
             step: Step whose metrics are reduced, and then dropped.
@@ -170,11 +227,11 @@ class Metrics:
         totals, seconds = self._totals(mine, largest[:-1], transport, worked)
         reduced: dict[str, float] = {}
         rows = zip(self._known, totals.tolist(), largest[:, 0].tolist(), strict=False)
-        for (kind, name), (total, count), most in rows:
-            if kind == "worked":
+        for (how, name), (total, count), most in rows:
+            if how.kind == "worked":
                 reduced |= straggler(seconds.tolist()) if count else {}
             elif count:
-                reduced[name] = {"mean": total / count, "sum": total, "largest": most}[kind]
+                reduced[name] = how.number(total, count, most)
         return dict(sorted(reduced.items()))
 
     def _table(self, mine: _Entries) -> Tensor:
@@ -187,11 +244,13 @@ class Metrics:
         The last row has whether a rank has names that are not known to all, and what ranks ask.
         """
         table = self._table(mine)
-        are_largest = torch.tensor([kind == "largest" for kind, _ in self._known], dtype=torch.bool)
+        are_largest = torch.tensor([how.kind in _COMPARED for how, _ in self._known], dtype=torch.bool)
         values = torch.where(table[:, 1] > 0, table[:, 0], -math.inf)
         unknown = float(not mine.keys() <= set(self._known))
         last = torch.tensor([[unknown, float(asks)]], dtype=torch.float64)
-        rows = torch.stack([torch.where(are_largest, values, table[:, 0].abs()), table[:, 1]], dim=1)
+        # A largest value that is NaN makes its count infinite, and the total of counts NaN.
+        counts = torch.where(are_largest & values.isnan(), math.inf, table[:, 1])
+        rows = torch.stack([torch.where(are_largest, values, table[:, 0].abs()), counts], dim=1)
         return transport.all_reduce(torch.cat([rows.where(~rows.isnan(), math.inf), last]), "max")
 
     def _totals(
@@ -218,10 +277,18 @@ class Metrics:
         return torch.where(finite, counted.view(-1, 2) * unit, math.nan), nanoseconds / 1e9
 
     def _learn_names(self, mine: _Entries, transport: Transport) -> None:
-        """Know what every rank logged; a collective of all ranks."""
+        """Know what every rank logged; a collective of all ranks.
+
+        Raises:
+            UserError: Ranks, or steps, have logged a name in different ways; on all ranks.
+        """
         news = [*(mine.keys() - set(self._known))]
-        names = {(kind, name) for of_rank in transport.gather_json(news) for kind, name in of_rank}
+        names = {(How(*how), name) for of_rank in transport.gather_json(news) for how, name in of_rank}
         self._known = sorted(names.union(self._known))
+        ways = dict[str, How]()
+        for how, name in self._known:
+            if ways.setdefault(name, how) != how:
+                raise in_two_ways(name, ways[name], how)
 
 
 def straggler(worked: Sequence[float]) -> dict[str, float]:

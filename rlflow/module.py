@@ -14,6 +14,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from rlflow.context.logged import (
+    ReduceFx,
+    check_levels,
+    check_ranks,
+    check_unused,
+    check_value,
+    check_weight,
+    how_logged,
+)
 from rlflow.context.node_context import AllRows, NodeContext
 from rlflow.dag.node import NodeConfig
 from rlflow.dotted_path import object_at
@@ -448,25 +457,64 @@ class RLModule:
             )
         return parts
 
-    def log(self, name: str, x: Tensor | float, mask: Tensor | None = None) -> None:
-        """Log the mean of `x` over all rows of all ranks, or over the entries where `mask` is True.
+    def log(
+        self,
+        name: str,
+        value: Tensor | float,
+        mask: Tensor | None = None,
+        *,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: ReduceFx = "mean",
+        sync_dist: bool | None = None,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+        enable_graph: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        metric_attribute: str | None = None,
+    ) -> None:
+        """Log the mean of `value` over all rows of all ranks, or over the entries where `mask` is True.
+
+        The arguments are those of Lightning's `self.log`. A metric is one number of a step, or of a validation: each
+        entry counts once, whatever ranks and micro-batches hold, and the calls of a step add up.
 
         Args:
-            name: The metric, such as `actor/kl`.
-            x: `[B]` or `[B, T]`; 0-dim, or a number, for what is equal on all ranks.
-            mask: Entries that count, in the shape of `x`; needed for `[B, T]`, where padding must not count.
+            name: The metric, such as `actor/kl`; it is logged with the same arguments each time.
+            value: `[B]` or `[B, T]`; or 0-dim, or a number, which counts as often as this rank has rows of the node.
+            mask: Entries that count, in the shape of `value`; needed for `[B, T]`, where padding must not count.
+            prog_bar: Whether the terminal shows it in the step's line.
+            logger: Whether loggers, `metrics.jsonl` among them, record it. Callbacks get it in any case.
+            on_step: True is what nodes do, and is refused in `validation_step`.
+            on_epoch: True is what `validation_step` does, and is refused in nodes.
+            reduce_fx: `mean`, `sum`, `max` or `min` of the entries, or torch's function of that name.
+            sync_dist: True is what is done.
+            batch_size: For a mean of a 0-dim `value`, the rows that it is of: how often it counts.
+            rank_zero_only: Refused: a metric is over all ranks.
+            enable_graph: Refused: what is logged has no gradient.
+            sync_dist_group: Refused, as `rank_zero_only`; `mask` leaves rows out.
+            add_dataloader_idx: False is refused: a name is as it was written in any case.
+            metric_attribute: Refused: a torchmetrics.Metric cannot be logged.
+
+        Raises:
+            UserError: An argument has no meaning here, or the name is logged in another way.
         """
-        if not isinstance(x, Tensor):
-            x = torch.tensor(float(x), dtype=torch.float64, device=self._running().device)
-        if x.dim() > 1 and mask is None:
-            raise UserError(
-                f"log({name!r}) was given {list(x.shape)} without a mask; padding would count. Pass `mask=`"
-            )
-        if mask is not None and mask.shape != x.shape:
-            raise UserError(
-                f"log({name!r}) was given {list(x.shape)} with a mask of {list(mask.shape)}; give both one shape"
-            )
-        self._running().log(name, x, mask)
+        check_value(name, value, mask)
+        check_ranks(name, sync_dist, rank_zero_only)
+        check_unused(name, enable_graph, sync_dist_group, add_dataloader_idx, metric_attribute)
+        how = how_logged(name, prog_bar, logger, reduce_fx)
+        if not isinstance(value, Tensor):
+            value = torch.tensor(float(value), dtype=torch.float64, device=self._running().device)
+        check_weight(name, value, how, batch_size)
+        check_levels(name, on_step, on_epoch, self._running().validates)
+        self._running().log(name, value, mask, how, batch_size)
+
+    def log_dict(self, dictionary: Mapping[str, Tensor | float], mask: Tensor | None = None, **arguments: Any) -> None:
+        """Log several values, by name; with the arguments of `log`, which hold for each."""
+        for name, value in dictionary.items():
+            self.log(name, value, mask, **arguments)
 
     def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The mean over all rows of all ranks, 0-dim float64; over the entries where `mask` is True if given.

@@ -78,8 +78,9 @@ class Trainer(RunningTrainer):
     def __post_init__(self) -> None:
         if self.fast_dev_run:
             self.max_steps = 2 if self.fast_dev_run is True else self.fast_dev_run
-        callbacks = [self.callbacks] if isinstance(self.callbacks, str | Callback) else self.callbacks
-        self.callbacks = self._callbacks = [made(each, "callbacks", Callback) for each in callbacks]
+        several = isinstance(self.callbacks, Sequence) and not isinstance(self.callbacks, str)
+        given: Sequence[Any] = self.callbacks if several else [self.callbacks]  # type: ignore[assignment]
+        self.callbacks = self._callbacks = [made(each, "callbacks", Callback) for each in given]
         for each in self._callbacks:
             if isinstance(each, Preset):
                 each.set_in(self)

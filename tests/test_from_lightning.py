@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from rlflow import CausalLM, RLModule, Trainer, UserError
+from rlflow import CausalLM, PerSample, RLModule, Trainer, UserError, node
 from rlflow.algorithms import GRPO
 from rlflow.callbacks import (
     Callback,
@@ -59,11 +59,26 @@ class Mine(RaggedGRPO):
     def choose_nothing(self) -> None:
         self.seen += 1
 
+    @node
+    def logs(self, rewards: PerSample) -> None:
+        self.log_dict({"mine/shortest": rewards, "mine/shown": rewards - 100}, prog_bar=True, reduce_fx="max")
+        self.log("mine/for_callbacks", rewards, logger=False, reduce_fx="sum")
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["seen"] = self.seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.seen = checkpoint["seen"]
+
+
+class Sums(Callback):
+    """Keeps a metric that no logger records."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def on_step_end(self, trainer: Any, module: Any, step: int, metrics: Any) -> None:
+        self.sums.append(metrics["mine/for_callbacks"])
 
 
 class Configs(Logger):
@@ -87,6 +102,7 @@ def test_a_run_with_all_of_it(policy: Path, tmp_path: Path, capfd: pytest.Captur
         LearningRateMonitor(log_momentum=True, log_weight_decay=True),
         ThroughputMonitor(window_size=2),
         SampleTable(every_n_steps=2, n=3),
+        seen := Sums(),
     ]
     module = Mine(CausalLM(str(policy)), reward=length, group_size=2, max_response_length=5)
     module.choose_nothing()
@@ -100,6 +116,11 @@ def test_a_run_with_all_of_it(policy: Path, tmp_path: Path, capfd: pytest.Captur
         assert (step["actor/lr/pg1"], step["actor/lr/pg2"]) == (1e-3, 1e-4)
         assert (step["actor/weight_decay/pg1"], step["actor/weight_decay/pg2"]) == (0.1, 0.0)
         assert (step["actor/momentum/pg1"], step["actor/momentum/pg2"]) == (0.9, 0.9)
+        assert step["mine/shown"] == step["mine/shortest"] - 100
+        assert "mine/for_callbacks" not in step
+    assert "mine/for_callbacks" not in (run / "metrics.csv").read_text()
+    assert len(seen.sums) == 3
+    assert seen.sums[-1] == pytest.approx(4 * steps[-1]["reward/mean"])  # two prompts with two responses
     # Over a window of two steps, between their ends: 1 step, 4 samples, and the tokens of the second.
     seconds = steps[2]["time/elapsed"] - steps[1]["time/elapsed"]
     assert steps[2]["train/batches_per_sec"] == pytest.approx(1 / seconds)
@@ -109,6 +130,10 @@ def test_a_run_with_all_of_it(policy: Path, tmp_path: Path, capfd: pytest.Captur
     assert [each["step"] for each in samples] == [2, 2, 2]
     assert 0 < callbacks[1].time_elapsed() < 3600  # type: ignore[attr-defined]
     printed = capfd.readouterr().out
+    assert (
+        f"step 3/3  mine/shortest {steps[2]['mine/shortest']:.4g}  mine/shown {steps[2]['mine/shown']:.4g}  r"
+        in printed
+    )
     assert re.search(r"^step +\d+\.\d{3} +3 +\d+\.\d\d +100\.0%$", printed, re.MULTILINE)
     assert re.search(r"^rollout +\d+\.\d{3} +3 ", printed, re.MULTILINE)
     # The best is the first, and the last two stay.
@@ -404,6 +429,7 @@ def fitted(kind: type[RaggedGRPO]) -> Callable[[], Any]:
         (lambda: Timer(interval="epoch"), "`interval` of Timer is 'epoch'"),
         (lambda: LearningRateMonitor("epoch"), "`logging_interval` of LearningRateMonitor is 'epoch'"),
         (lambda: ThroughputMonitor(batch_size_fn=len), "`batch_size_fn` of ThroughputMonitor is given"),
+        (lambda: Trainer(callbacks=object()), "`callbacks` is <object object at .*; give a Callback, or the name"),  # type: ignore[arg-type]
         (lambda: Trainer(callbacks=Forgotten()), "`on_train_batch_end` of .* is never called; write `on_step_end`"),
         (fitted(Stepping), "`training_step` of Stepping is never called; write a node"),
         (fitted(Preparing), "`prepare_data` of Preparing is never called; prepare the rows before the run"),

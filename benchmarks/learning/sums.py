@@ -83,6 +83,8 @@ CLAIMS = (
     Claim("self_distillation", trained="actor/teacher_kl", falls=True),
     Claim("gail", "val/reward", trained="rollout/truncated", falls=True),
     Claim("dpo", "val/margin", trained="actor/margin"),
+    Claim("simpo", "val/margin", trained="actor/margin"),
+    Claim("kto", "val/margin", trained="actor/bad_reward", falls=True),
     Claim("reward_model_training"),
 )
 

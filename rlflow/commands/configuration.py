@@ -17,24 +17,26 @@ from docstring_parser import parse
 from jsonargparse import Namespace
 
 from rlflow.commands.parser import OneLineParser, add_parameters, keys_of
-from rlflow.config.arguments import Argument, Group, arguments_of
+from rlflow.config.arguments import Argument, Group, arguments_of, chosen_classes, entry_hint
 from rlflow.config.building import built, instance
 from rlflow.config.checking import mistakes_of, unreal_numbers
 from rlflow.config.keys import WrittenKeys
 from rlflow.config.merging import merged
-from rlflow.config.reading import CONFIG, layers
+from rlflow.config.reading import CONFIG, layers, options
 from rlflow.dag.node import NodeConfig
 from rlflow.data.prompts import PromptData
+from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule
 from rlflow.process.status import refusing_exits
+from rlflow.short_names import class_named, names_of
 from rlflow.trainer import Trainer
 
 if TYPE_CHECKING:  # the simulator is imported where it is asked for
     from rlflow.simulate.simulation import Simulation
 
 MODELS, NODES = "models", "nodes"
-HELP_ALL = "--help-all"
+HELP, HELP_ALL = ".help", "--help-all"
 READERS = ("validate", "test", "predict")  # commands that read a model and train none
 # Options that `--help` lists, with the command's own; `--help-all` lists all.
 OFTEN = (
@@ -163,13 +165,20 @@ def configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configu
         print(parser.format_help() if HELP_ALL in asked_for else _short_help(parser))
         parser.exit()
     with chdir("."):  # back at the end, wherever a module of the user's went when it was imported
-        asked = [argument for argument in arguments if _asks(argument)]
+        asked, shape = [argument for argument in arguments if _asks(argument)], _shape(parser)
+        for argument in asked:
+            option, name = next(options(arguments[arguments.index(argument) :]))
+            key = option.removesuffix(HELP)
+            if (of_trainer := key.removeprefix("trainer.")) in TOP_LEVEL:
+                key = of_trainer
+            if bases := _bases(key, shape):
+                print(_class_help(parser.prog, key, name, bases))
+                parser.exit()
         if not all(argument.startswith("--print_config") for argument in asked):
             parser.parse_args(list(arguments))  # prints help and ends
         alone = {action.dest: action.const for action in parser._actions if action.nargs in (0, "?")}
         given = layers([argument for argument in arguments if argument not in asked], alone)
         _replace_nodes(given)
-        shape = _shape(parser)
         tree = merged(given, shape)
         keys = WrittenKeys(given, tree)
         parsed = _parsed(parser, tree, shape, keys)
@@ -235,7 +244,39 @@ def _shape(parser: OneLineParser) -> Group:
 def _asks(argument: str) -> bool:
     """Whether an argument asks for help of a class or for the config, and is not of the config."""
     option = argument.partition("=")[0]
-    return option == "--print_config" or (option.startswith("--") and option.endswith(".help"))
+    return option == "--print_config" or (option.startswith("--") and option.endswith(HELP))
+
+
+def _bases(key: str, shape: Group) -> list[type]:
+    """The classes of which a config's key takes one, or several; none where it takes no class."""
+    first, *further = key.split(".")
+    found = shape.arguments.get(first)
+    while found is not None and further and isinstance(found.hint, Group):
+        found = found.hint.arguments.get(further.pop(0))
+    if found is None or isinstance(found.hint, Group):
+        return []
+    hints = (found.hint, entry_hint(found.hint, list), entry_hint(found.hint, dict))
+    classes = [cls for hint in hints for cls in chosen_classes(hint)]
+    return [object] if classes and further else classes  # below a class, such as `module.reward`, a key takes any
+
+
+def _class_help(command: str, key: str, name: str | None, bases: Sequence[type]) -> str:
+    """The settings of a class by its name, or without a name those of rlflow's classes that the key takes.
+
+    Raises:
+        UserError: There is no such class.
+    """
+    if name is None:
+        return f"`{command} --{key}{HELP} NAME` lists the settings of one of: {', '.join(names_of(bases)[::2])}"
+    try:
+        cls = class_named(name, bases)
+    except UserError as error:
+        raise UserError(f"`--{key}{HELP}` {error}") from error
+    usage = f"{command} --{key} {name} [--{key}.SETTING VALUE ...]"
+    description = parse(cls.__doc__ or "").short_description
+    parser = OneLineParser(usage=usage, description=description, add_help=False, allow_abbrev=False)
+    _add_arguments(parser, cls, f"{key}.", arguments_of(cls))
+    return parser.format_help()
 
 
 def _short_help(parser: OneLineParser) -> str:

@@ -8,6 +8,7 @@ passes the call on to the context, which knows the node, this rank's rows and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
-from rlflow.metrics import StepMetrics
+from rlflow.metrics import MEAN, How, Metrics, StepMetrics
 from rlflow.models.pictures import no_pictures
 from rlflow.rewards.early import EarlyScores
 from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState, scored
@@ -70,7 +71,8 @@ class Running:
         dropped: `[B]` bool on the CPU, the rows that a reward failed on and dropped; None where there are none.
         cut_off: `[K]` bool on the CPU, which of `K` sampled responses are unfinished; None without
             `trainer.partial_rollout`.
-        validates: Whether `validation_step`, or the loss of held-out rows, runs in place of a node of the graph.
+        validates: Whether `validation_step` runs in place of a node of the graph.
+        rows: How many rows the micro-batch of a train node has; None elsewhere.
     """
 
     node: Node
@@ -85,6 +87,7 @@ class Running:
     dropped: Tensor | None = None
     cut_off: Tensor | None = None
     validates: bool = False
+    rows: int | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,6 +126,8 @@ class NodeContext:
             reward may begin to score them as they end.
         memories: Record of what nodes gave to the module's `PromptMemory` objects.
         running: The node that all calls are for; None between nodes.
+        on_bar: Metrics that the terminal shows because modules asked for it; the same on all ranks.
+        off_loggers: Metrics that no logger records because modules asked for it; the same on all ranks.
     """
 
     engines: Mapping[str, RolloutEngine]
@@ -147,10 +152,13 @@ class NodeContext:
     scored_as_made: frozenset[str] = frozenset()
     memories: MemoryUpdates = field(init=False)
     running: Running | None = field(default=None, init=False)
+    on_bar: set[str] = field(default_factory=set, init=False)
+    off_loggers: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self.memories = MemoryUpdates(self.transport)
         self._early: dict[tuple[str, int], EarlyScores] = {}  # by the node that generated, and the step
+        self._validated: dict[str, bool] = {}  # whether `validation_step` logs a name
 
     def end_step(self, step: int) -> None:
         """Give up early scores that no node of the step has read."""
@@ -444,25 +452,47 @@ class NodeContext:
             self.on_scores(now.metrics.step, rollout, Scores(on_host(returns).tolist()))
         return returns
 
-    def log(self, name: str, x: Tensor, mask: Tensor | None) -> None:
-        """Add this rank's entries to a mean over all ranks, which is made when the step's metrics are reduced.
+    def log(self, name: str, x: Tensor, mask: Tensor | None, how: How = MEAN, batch_size: int | None = None) -> None:
+        """Add this rank's entries to a metric over all ranks, which is made when the step's metrics are reduced.
 
-        Sum and count are added up separately, so every row has the same weight:
+        Of a mean, sum and count are added up separately, so every row has the same weight:
 
             rank 0 logs [1.0, 3.0] and rank 1 logs [8.0]: (1 + 3 + 8) / 3 = 4.0
 
         `x` is `[B]`, `[B, T]` or 0-dim. `mask`, shaped as `x`, is nonzero on entries that count; without one all do. Of
-        a `[B]` dropped rows never count.
+        a `[B]` dropped rows never count. A mean of 0-dim counts `batch_size` times, by default once for each row.
         """
         now = self._now()
+        if how.by_module and self._validated.setdefault(name, now.validates) != now.validates:
+            raise UserError(f"`self.log` has {name!r} in `validation_step` and in a node; take two names")
         if not self._speaks(now):
             return
         if x.dim() == 1 and (kept := self.kept(x)) is not None:
             mask = kept if mask is None else mask.bool() & kept
-        if mask is None:
-            now.metrics.mean(name, x.detach().double().sum(), float(x.numel()))
-        else:
-            now.metrics.mean(name, x.detach().double().where(mask.bool(), 0.0).sum(), mask.bool().sum())
+        x, largest = x.detach().double(), how.kind in ("largest", "smallest")
+        x = -x if how.kind == "smallest" else x
+        counted = x if mask is None else x.where(mask.bool(), -math.inf if largest else 0.0)
+        count = float(x.numel()) if mask is None else mask.bool().sum()
+        if largest:
+            now.metrics.add(name, how, counted.max() if x.numel() else -math.inf, count)
+        elif x.dim() or how.kind == "sum":
+            now.metrics.add(name, how, counted.sum(), count if how.kind == "mean" else 1.0)
+        elif times := self._rows(now) if batch_size is None else batch_size:  # without rows it is NaN, or means nothing
+            now.metrics.add(name, how, counted * times, count * times)
+
+    def learn_names(self, metrics: Metrics) -> None:
+        """Take over what modules asked for metrics that were reduced; on all ranks alike."""
+        self.on_bar |= metrics.on_bar()
+        self.off_loggers |= metrics.off_loggers()
+
+    def _rows(self, now: Running) -> int:
+        """How many rows this rank has of the node, or of the micro-batch that a train node is called with."""
+        return len(now.space.held(now.layout, self.transport.rank)) if now.rows is None else now.rows
+
+    @property
+    def validates(self) -> bool:
+        """Whether `validation_step` runs, and no node of the graph."""
+        return self._now().validates
 
     def kept(self, x: Tensor) -> Tensor | None:
         """`[B]` bool on the device of `x`, the rows that were not dropped.

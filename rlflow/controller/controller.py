@@ -270,6 +270,7 @@ class Controller:
         worked = time.perf_counter() - self._slot_began - waited
         run.context.memories.learn(run.module.memories(), step.number)
         self._reduced = self._metrics.reduce(step.number, run.transport, worked, preemption.received())
+        run.context.learn_names(self._metrics)
         clock.settle()  # the wait for this collective must not count in a later step
         self._draws.learn(self._reduced)
         self.policies.check(self._reduced)

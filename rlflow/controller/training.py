@@ -196,7 +196,10 @@ class Training:
         balance_here: Tensor | None = None  # the load-balancing loss of experts, float64, on the device
         if most > len(parts):
             parts = handle.plan.split(scored, most, prompts)
+        running = self._run.context.running
+        assert running is not None
         for part, micro in enumerate(parts):
+            running.rows = len(micro)
             with handle.training():
                 loss = method(**self._take(mini, micro), **dict.fromkeys(node.after, Trained()))
             counts = rows_at(mask, micro)

@@ -16,6 +16,7 @@ from rlflow.context.node_context import Running
 from rlflow.controller.run import Run
 from rlflow.dag.node import BATCH, Node
 from rlflow.databuffer.rows import RowSpace
+from rlflow.errors import UserError
 from rlflow.functional import loss_count, loss_sum, loss_weights, pass_at_k
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_score
 from rlflow.metrics import Metrics, StepMetrics
@@ -55,8 +56,19 @@ def measure(run: Run, version: int, done: int) -> dict[str, float]:
             metrics = score_responses(run, version, done)
     if has_validation_step(run.module) or run.loss_node is not None:
         with memory_watched("validation, scoring", partial(to_score, strategy), strategy):
-            metrics |= score_rows(run)
+            of_rows = score_rows(run)
+        require_other_names(metrics, of_rows)
+        metrics |= of_rows
     return metrics
+
+
+def require_other_names(metrics: Mapping[str, float], of_rows: Mapping[str, float]) -> None:
+    """Refuse names of `validation_step` under which there are metrics already."""
+    if taken := sorted(metrics.keys() & of_rows.keys()):
+        raise UserError(
+            f"`self.log` has the name {taken[0]!r} in `validation_step`, under which rlflow logs a metric of its own;"
+            " take another"
+        )
 
 
 def score_responses(run: Run, version: int, done: int, on_scored: Scored | None = None) -> dict[str, float]:
@@ -169,22 +181,29 @@ def score_rows(run: Run) -> dict[str, float]:
     assert loader is not None
     layout, all_metrics = Layout(lead.ranks, lead.shards), Metrics()
     if transport.rank not in layout.ranks:
-        return all_metrics.reduce(0, transport)
+        return _reduced(run, all_metrics)
     metrics = all_metrics.of(0)
     rows, ids = loader.all(layout.shard(transport.rank), layout.shards)
     lengths = rows.lengths if isinstance(rows, Batch) else torch.zeros_like(ids)
     name = RLModule.validation_step.__name__
     space = RowSpace.gather(name, transport, layout, path=ids[:, None], lengths=lengths, tokens=rows.tokens)
-    node = Node(name, inputs=(), role=None, kind="compute", returns=Any, file="", line=0)
+    node = run.loss_node or Node(name, inputs=(), role=None, kind="compute", returns=Any, file="", line=0)
     batch = to_device(rows, run.strategy.root_device)
     logged = metrics if run.loss_node is None else Metrics().of(0)  # the train node's own metrics are dropped
-    with run.context.within(Running(node, space, layout, DRAW, {}, logged, validates=True)):
+    with run.context.within(Running(node, space, layout, DRAW, {}, logged, validates=run.loss_node is None)):
         if run.loss_node is None:
             module.validation_step(batch)
         else:
             counts = layout.publishes(transport.rank)
             measure_loss(module, run.loss_node, batch, metrics, counts, loader.masks)
-    return all_metrics.reduce(0, transport)
+    return _reduced(run, all_metrics)
+
+
+def _reduced(run: Run, metrics: Metrics) -> dict[str, float]:
+    """The metrics over all ranks."""
+    found = metrics.reduce(0, run.transport)
+    run.context.learn_names(metrics)
+    return found
 
 
 def measure_loss(

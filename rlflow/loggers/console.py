@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -102,12 +102,19 @@ class Console:
         steps_done, _ = self._ended.pop()
         self._ended.append((steps_done, self._clock()))
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float], asked: Collection[str] = ()) -> None:
         """Show that step `step` (the first is 1) is done.
 
         A line has only what the step logged; the bar, which is the only one, also has the last validation.
+
+        Args:
+            step: Number of the step.
+            metrics: Metrics of the step.
+            asked: Names of metrics that are shown first, because a module logs them with `prog_bar`.
         """
-        new = _fields(metrics)
+        labelled = {metric for metric, _ in SHOWN.values()}
+        new = {name: f"{name} {metrics[name]:.4g}" for name in sorted({*asked} - labelled) if name in metrics}
+        new |= _fields(metrics)
         left = f"left {self._left(step)}"
         if self._live is None:
             self.say("  ".join([f"step {step}/{self._total_steps}", *new.values(), left]))
@@ -116,7 +123,7 @@ class Console:
         before = len(f"step {step}/{self._total_steps}  ") + _bar_width(self._live.console) + 1
         fitting = _fitting([of[label] for label in sorted(of, key=_place)], left, self._live.console.width - before)
         self._live.update(self._live.task_ids[0], completed=step, shown=fitting)
-        validated = (label for label, (metric, _) in SHOWN.items() if metric.startswith("val/") and label in new)
+        validated = (label for label in new if SHOWN.get(label, (label,))[0].startswith("val/"))
         self._validated |= {label: f"{new[label]} (step {step})" for label in validated}
 
     @contextmanager
@@ -176,9 +183,10 @@ def _of_roles(label: str, metric: str, form: str, metrics: Mapping[str, float]) 
 
 
 def _place(label: str) -> int:
-    """The place of a label in a line; losses come first, times last."""
+    """The place of a label in a line: what modules asked for comes first, then losses, and times last."""
     labels = ["loss", *SHOWN, "tokens/s", "step"]
-    return labels.index(label.rpartition(" ")[2])
+    name = label.rpartition(" ")[2]
+    return labels.index(name) if name in labels else -1
 
 
 def _fitting(fields: Sequence[str], last: str, width: int) -> str:

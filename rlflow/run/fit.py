@@ -17,7 +17,7 @@ from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.policies import Policies
 from rlflow.controller.run import Run
 from rlflow.controller.training import StepGivenUp
-from rlflow.controller.validation import measure
+from rlflow.controller.validation import measure, require_other_names
 from rlflow.data.loader import Prefetch
 from rlflow.errors import Preempted, UserError
 from rlflow.loggers.console import Console, open_console
@@ -217,6 +217,7 @@ class Fit:
             validates = last or (settings.val_check_interval is not None and done % settings.val_check_interval == 0)
             if validates:
                 after = self._validate(done)
+                require_other_names(metrics, after)
                 metrics |= after
             self.recording.step(done, metrics, records=validates or done % settings.log_every_n_steps == 0)
             self.saving.monitor(state.callback_metrics)

@@ -90,7 +90,7 @@ class Recording:
         samples = self._write(metrics, done, records)
         if done == self._done_before + 1 and samples:
             self.console.say(scored_sample(samples[0]))
-        self.console.step(done, metrics)
+        self.console.step(done, metrics, self._run.context.on_bar)
 
     def state_dict(self) -> dict[str, float]:
         """Metrics of the validation before the first step."""
@@ -109,8 +109,8 @@ class Recording:
         """Pass metrics and the step's samples to the loggers; on rank 0 the samples are returned."""
         samples = self._run.samples.take(done - 1)
         for logger in self._loggers if records else ():
-            if metrics:
-                logger.log_metrics(metrics, done)
+            if recorded := {name: x for name, x in metrics.items() if name not in self._run.context.off_loggers}:
+                logger.log_metrics(recorded, done)
             if samples and done % (self._run.settings.log_samples_every_n_steps or 1) == 0:
                 logger.log_samples(samples, done)
         self._warn()

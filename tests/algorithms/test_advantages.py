@@ -156,4 +156,4 @@ def of_agents(module: Any, dropped: torch.Tensor | None = None) -> tuple[torch.T
     node = read_graph(module).nodes["advantages"]
     context.running = Running(node, space, here, draw=0, versions={}, metrics=metrics, dropped=dropped)
     found = module.advantages(rollout, torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0]))
-    return found, metrics.of_kind("mean")["actor/useful_share"]
+    return found, metrics.logged["actor/useful_share"].here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlflow import Batch, CausalLM, PerSample, PromptData, Trainer, node
 from rlflow.algorithms import KTO
+from rlflow.callbacks import Callback
 from rlflow.models.tiny import write_tiny_model
 
 CONVERSATION = [
@@ -33,14 +35,24 @@ class Watched(KTO):
         return super().ref_logprobs(batch)
 
 
-def logprob(folder: Path, batch: Batch) -> float:
-    """Of what the assistant says in the first row, by transformers."""
-    prompt = batch.prompt_ids.rows()[0]
-    response, mask = batch.response_ids[0, : batch.lengths[0]], batch.loss_mask[0, : batch.lengths[0]]
+class First(Callback):
+    """Keeps the validation before the first step."""
+
+    margin: float
+
+    def on_validation_end(self, trainer: Any, module: Any, step: int, metrics: Any) -> None:
+        if step == 0:
+            self.margin = metrics["val/margin"]
+
+
+def logprob(folder: Path, batch: Batch, row: int = 0) -> float:
+    """Of what the assistant says in a row, by transformers."""
+    prompt, length = batch.prompt_ids.rows()[row], batch.lengths[row]
+    response, mask = batch.response_ids[row, :length], batch.loss_mask[row, :length]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
     of_tokens = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
-    assert 0 < int(mask.sum()) < len(mask)  # tokens of the user are among them
+    assert row or 0 < int(mask.sum()) < len(mask)  # tokens of the user are among the first's
     return float(of_tokens[mask].sum())
 
 
@@ -50,9 +62,11 @@ def test_of_a_conversation_the_ratio_is_of_what_the_assistant_says(tmp_path: Pat
     )
     rows = [{"m": CONVERSATION, "label": True}, {"m": CONVERSATION[:2], "label": False}]
     module = Watched(CausalLM(str(actor)), reference=CausalLM(str(reference)), beta=0.1)
-    data = PromptData(rows, prompts_per_step=2, shuffle=False, response="m", chat_template=True)
-    trainer = Trainer(tmp_path / "run", accelerator="cpu", max_steps=1)
+    data = PromptData(rows, rows, prompts_per_step=2, shuffle=False, response="m", chat_template=True)
+    first = First()
+    trainer = Trainer(tmp_path / "run", accelerator="cpu", max_steps=1, callbacks=first)
     trainer.fit(module, data)
     (batch,) = module.seen
-    ratio = logprob(actor, batch) - logprob(reference, batch)
+    ratio, of_bad = (logprob(actor, batch, row) - logprob(reference, batch, row) for row in (0, 1))
     assert trainer.callback_metrics["actor/good_reward"] == pytest.approx(0.1 * ratio, abs=1e-5)
+    assert first.margin == pytest.approx(0.1 * (ratio - of_bad), abs=1e-5)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rlflow.callbacks import EarlyStopping, Timer
+from rlflow.databuffer.transport import Transport
 from rlflow.module import RLModule
 from tests.callbacks.test_early_stopping import stops_after
 
@@ -65,3 +66,37 @@ def test_hyperparameters_are_those_of_lightning_s_module() -> None:
         return dict(Child(7).hparams)
 
     assert of(RLModule) == of(LightningModule) == {"lr": 0.5, "wide": 3, "size": 7, "deep": 2}
+
+
+def test_what_is_logged_of_uneven_batches_is_what_lightning_logs() -> None:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader
+
+    from tests.context.test_logged import running
+
+    batches = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])]
+    reductions: list[Any] = ["mean", "sum", "MAX", torch.min]
+
+    def log(module: Any, batch: torch.Tensor) -> None:
+        for number, reduce_fx in enumerate(reductions):
+            module.log(f"{number}", batch.sum(), reduce_fx=reduce_fx, on_epoch=True, on_step=False, sync_dist=True)
+        module.log_dict({"weighted": batch.mean()}, batch_size=2 * len(batch) - 1, prog_bar=True)
+
+    class Theirs(LightningModule):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            log(self, batch)
+
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    (theirs,) = trainer.validate(Theirs(), DataLoader(batches, batch_size=None), verbose=False)  # type: ignore[arg-type]
+    module, metrics = running([0.0])
+    context = module._context
+    assert context is not None
+    assert context.running is not None
+    context.running.validates = True
+    for batch in batches:
+        context.running.rows = len(batch)
+        log(module, batch)
+    # Means weighted by rows: of 6 three times and 10 once; and of 2 five times and 10 once.
+    expected = {"0": 7.0, "1": 16.0, "2": 10.0, "3": 6.0, "weighted": 20 / 6}
+    assert metrics.reduce(0, Transport()) == pytest.approx(expected)
+    assert theirs == pytest.approx(expected)

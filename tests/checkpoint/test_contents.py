@@ -41,11 +41,10 @@ NORMS = st.fixed_dictionaries({"norms": st.lists(FINITE, max_size=32), "skipped"
 EPOCHS = st.fixed_dictionaries(
     {"number": st.integers(0, 9), "first_draw": st.integers(0, 99), "rows": st.lists(st.integers(0, 2**40))}
 )
-LOGGED = st.fixed_dictionaries(
-    {
-        "means": st.dictionaries(NAMES, st.lists(FINITE, min_size=2, max_size=2)),
-        **{kind: st.dictionaries(NAMES, FINITE) for kind in ("sums", "largest", "seconds")},
-    }
+KINDS = st.sampled_from(["mean", "sum", "largest", "smallest", "seconds"])
+HOW = st.tuples(KINDS, st.booleans(), st.booleans(), st.booleans()).map(list)
+LOGGED = st.dictionaries(NAMES, st.tuples(HOW, FINITE, FINITE).map(list)).map(
+    lambda entries: {"entries": [[name, *entry] for name, entry in entries.items()]}
 )
 MOMENTS = st.tuples(st.integers(1, 9).map(float), FINITE, FINITE).map(list)
 GIVEN = st.dictionaries(

@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlflow.algorithms import GRPO
+from rlflow.callbacks import ModelCheckpoint
 from rlflow.cli import COMMANDS, main
 from rlflow.commands.configuration import TOP_LEVEL
 from rlflow.commands.fit import read_fit
 from rlflow.config.arguments import arguments_of
+from rlflow.data import JSONL
 from rlflow.errors import UserError
+from rlflow.rewards import ExactMatch
+from rlflow.rollout import VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.own_folder import make, write
@@ -256,3 +261,50 @@ def test_help_fits_a_screen_and_help_all_has_every_key(
     assert {"--trainer.max_steps", "--predict"} <= set(shown["--help"].split())  # a key of OFTEN, and fit's own
     keys = {f"--trainer.{name}" for name in arguments_of(Trainer)} - {f"--trainer.{name}" for name in TOP_LEVEL}
     assert keys <= {word.rstrip(",") for word in shown["--help-all"].split()}  # Python 3.13 has commas between names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "cls"),
+    [
+        (["--module.help", "GRPO"], "module", GRPO),
+        (["--module.help", "rlflow.algorithms.GRPO"], "module", GRPO),
+        (["--config", "my.yaml", "--rollout.help=vllm"], "rollout", VLLMEngine),
+        (["--strategy.help", "fsdp"], "strategy", FSDPStrategy),
+        (["--trainer.callbacks.help", "ModelCheckpoint"], "callbacks", ModelCheckpoint),
+        (["--data.train.help", "jsonl"], "data.train", JSONL),
+        (["--module.reward.help", "exact_match"], "module.reward", ExactMatch),
+    ],
+)
+def test_help_of_a_class_by_any_of_its_names_has_its_settings(
+    arguments: list[str], key: str, cls: type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", *arguments])
+    assert not ended.value.code
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: rlflow fit --{key} ")
+    listed = {word.split(".")[key.count(".") + 1] for word in shown.split() if word.startswith(f"--{key}.")}
+    assert {*arguments_of(cls)} <= listed
+
+
+def test_help_of_a_key_without_a_class_names_the_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--strategy.help"])
+    assert not ended.value.code
+    assert capsys.readouterr().out.rstrip().endswith("lists the settings of one of: deepspeed, fsdp, single")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("GRP", """is 'GRP', and no class is known by that name. Did you mean "GRPO"?"""),
+        ("vllm", "is 'vllm', and no class is known by that name. Write module.Class, such as "),
+        ("rlflow.rewards.ExactMatch", "names the class rlflow.rewards.ExactMatch, which is no RLModule; "),
+    ],
+)
+def test_help_of_an_unknown_class_is_refused(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--module.help", name])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"rlflow: error: `--module.help` {said}")

@@ -79,7 +79,7 @@ def test_a_value_is_whitened_and_logged(tmp_path: Path) -> None:
         tmp_path,
         """
         white: {call: whiten, inputs: {x: rewards}, returns: PerSample}
-        logged: {call: log, inputs: {x: white}, settings: {name: reward/white}}
+        logged: {call: log, inputs: {value: white}, settings: {name: reward/white}}
         """,
     )
     assert not graph.nodes["logged"].makes_value

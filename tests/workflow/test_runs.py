@@ -35,8 +35,8 @@ LOGGED = """
 nodes:
   white: {call: whiten, inputs: {x: rewards}, returns: PerSample}
   squared: {call: tests.workflow.steps.squared, inputs: {x: white}}
-  log_white: {call: log, inputs: {x: white}, settings: {name: reward/white}}
-  log_squared: {call: log, inputs: {x: squared}, settings: {name: reward/white_squared}}
+  log_white: {call: log, inputs: {value: white}, settings: {name: reward/white}}
+  log_squared: {call: log, inputs: {value: squared}, settings: {name: reward/white_squared}}
 """
 
 
