@@ -84,6 +84,8 @@ class Draws:
         layout = task.layout
         self._choose(step.draw, layout)
         batch, ids = self._loader.batch(step.draw, layout.shard(self._transport.rank), layout.shards)
+        for dataset, of_it in self._run.train.masks(batch.rows).items():
+            step.metrics.mean(f"data/{dataset}/share", float(of_it.sum()), float(len(of_it)))
         lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # pairs have no values per token
         space = step.gather(BATCH, layout, ids[:, None], lengths, batch.tokens)
         on_device = to_device(batch, self._run.strategy.root_device)

@@ -242,7 +242,7 @@ class Loader:
     def _shuffled(self, epoch: int) -> Tensor:
         """The rows to draw from `[size]` in the order of this epoch."""
         if isinstance(self._source, Mixture):
-            return self._source.drawn(self._kept, epoch, self._permuted)
+            return self._source.drawn(self._kept, epoch, self._permuted, self._data.prompts_per_step)
         return self._permuted(self._kept, epoch)
 
     def _permuted(self, rows: Tensor, number: int, of: str = "") -> Tensor:

@@ -15,6 +15,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges
+from rlflow.data.mixture import Mixture
 from rlflow.data.prompts import Learned, PromptData
 from rlflow.errors import UserError, about, setting
 from rlflow.harness.harness import Harness
@@ -22,7 +23,7 @@ from rlflow.models.architecture import cached_bytes, check_positions, positions
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import check_moe
-from rlflow.module import RLModule, aggregation_of, environments, handles
+from rlflow.module import RLModule, aggregation_of, chooses_prompts, environments, handles
 from rlflow.settings import Settings
 from rlflow.values.batch import Pairs
 from rlflow.values.layout import Layout
@@ -134,6 +135,15 @@ def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
         )
     if max_steps is None and max_epochs is None:
         raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")
+
+
+def check_choice(module: RLModule, data: PromptData) -> None:
+    """Refuse a module that chooses the prompts of epochs where a mixture's weights change from step to step."""
+    if chooses_prompts(module) and isinstance(data.train, Mixture) and data.train.is_scheduled:
+        raise UserError(
+            f"a dataset's `weight` has a schedule of steps, and the `choose_prompts` of {type(module).__name__} chooses"
+            " the prompts of whole epochs; give each dataset one weight"
+        )
 
 
 def require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[str, Layout], lead: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow import Batch, CausalLM, PerSample, Rollout, node
+from rlflow.data import MixedDataset, Mixture, PromptData
 from rlflow.functional import group_has_signal
 from rlflow.state import PromptMemory
 from rlflow.types import Grouped, Written
@@ -127,6 +128,13 @@ def test_ranks_that_choose_other_prompts_end_in_one_line(policy: Path, tmp_path:
 def test_a_module_that_chooses_is_not_run_by_epochs(policy: Path, tmp_path: Path) -> None:
     result = failing_fit(run(policy, tmp_path, max_steps=None, max_epochs=2))
     assert "`choose_prompts` decides how many prompts an epoch has" in result.error
+
+
+def test_weights_of_each_step_do_not_go_with_prompts_of_whole_epochs(policy: Path, tmp_path: Path) -> None:
+    rows = [{"question": "1="}]
+    source = Mixture({"a": MixedDataset(rows, [(0, 1.0), (4, 0.0)]), "b": MixedDataset(rows)})
+    result = failing_fit(replace(run(policy, tmp_path), data=PromptData(source, None, 2)))
+    assert result.error.startswith("a dataset's `weight` has a schedule of steps, and the `choose_prompts` of Curri")
 
 
 class GroupedTexts(Grouped, Written, Protocol):

@@ -19,13 +19,19 @@ from rlflow.data.mixture import apportioned
 from rlflow.data.pictures import without_pictures
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import ByDataset, CallableReward, ExactMatch, RewardInput, WeightedSum
+from rlflow.strategies import SingleProcess
+from tests.controller.runs import ZERO2, Fit, RecordingSFT, StopsAfter, fit
+from tests.ranks import RankPool
 
 
 def rows(name: str, count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{name}{i}", "answer": str(i)} for i in range(count)]
 
 
-def mixed(**weights: tuple[int, float]) -> Mixture:
+Weight = float | list[tuple[int, float]]
+
+
+def mixed(**weights: tuple[int, Weight]) -> Mixture:
     return Mixture({name: MixedDataset(rows(name, count), weight) for name, (count, weight) in weights.items()})
 
 
@@ -68,11 +74,51 @@ def test_a_small_dataset_of_a_large_weight_is_passed_over_several_times(tokenize
     assert len({prompt for prompt in drawn(loader, range(8)) if prompt[0] == "a"}) == 16
 
 
-def test_a_draw_depends_neither_on_draws_before_nor_on_shards(tokenizer: PreTrainedTokenizerBase) -> None:
-    source = mixed(a=(13, 1.5), b=(7, 1.0), c=(3, 0.5))
+@pytest.mark.parametrize("of_a", [1.5, [(2, 1.0), (6, 0.0), (8, 3.0)]])
+def test_a_draw_depends_neither_on_draws_before_nor_on_shards(of_a: Weight, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = mixed(a=(13, of_a), b=(7, 1.0), c=(3, 0.5))
     one = drawn(loader_of(source, tokenizer, step=5), range(9))
     assert drawn(loader_of(source, tokenizer, step=5), range(9), shards=3) == one
-    assert drawn(loader_of(source, tokenizer, step=5), [7]) == one[35:40]
+    assert drawn(loader_of(mixed(a=(13, of_a), b=(7, 1.0), c=(3, 0.5)), tokenizer, step=5), [7]) == one[35:40]
+
+
+def test_weights_with_a_schedule_are_those_of_each_step(tokenizer: PreTrainedTokenizerBase) -> None:
+    loader = loader_of(mixed(a=(5, [(1, 1.0), (5, 0.0)]), b=(7, [(1, 0.0), (5, 1.0)])), tokenizer, step=4)
+    counts = [Counter(prompt[0] for prompt in drawn(loader, [draw])) for draw in range(8)]
+    assert [step["a"] for step in counts] == [4, 4, 3, 2, 1, 0, 0, 0]  # a quarter less in each step from 1 to 5
+    assert [step["b"] for step in counts] == [0, 0, 1, 2, 3, 4, 4, 4]
+    of_b = [prompt for prompt in drawn(loader, range(8)) if prompt[0] == "b"]
+    assert len({*of_b[:7]}) == len({*of_b[7:14]}) == 7  # passed over once, and again
+
+
+def test_shares_that_are_no_whole_prompts_are_made_up_for(tokenizer: PreTrainedTokenizerBase) -> None:
+    loader = loader_of(mixed(a=(9, [(0, 1.0), (999, 1.0)]), b=(9, 2.0), c=(9, 4.0)), tokenizer, step=1)
+    # of 70 prompts a seventh, two and four sevenths; a step of one prompt has one dataset
+    assert Counter(prompt[0] for prompt in drawn(loader, range(70))) == {"a": 10, "b": 20, "c": 40}
+
+
+def numbered(count: int, first: int, weight: Weight) -> MixedDataset:
+    return MixedDataset([{"prompt": f"{i}=", "answer": "1", "number": i} for i in range(first, first + count)], weight)
+
+
+def scheduled_run(model: Path, folder: Path, strategy: Any = SingleProcess, **settings: Any) -> Fit:
+    source = Mixture({"a": numbered(9, 0, [(0, 1.0), (5, 0.0)]), "b": numbered(5, 9, [(0, 0.0), (5, 1.0)])})
+    given = {"max_steps": 7, "save_every_n_steps": 1, **settings}
+    return Fit(
+        RecordingSFT(str(model)), PromptData(source, None, 6, response="answer"), folder, strategy, settings=given
+    )
+
+
+def test_a_run_with_a_schedule_draws_the_same_rows_on_three_ranks_and_after_a_resume(
+    model: Path, tmp_path: Path, ranks3: RankPool
+) -> None:
+    whole = fit(scheduled_run(model, tmp_path / "whole"))
+    first = ranks3.run(fit, scheduled_run(model, tmp_path / "3", ZERO2, callbacks=[StopsAfter(4)]))[0]
+    rest = fit(scheduled_run(model, tmp_path / "3", ckpt_path="last"))
+    assert first.record["drawn"] + rest.record["drawn"] == whole.record["drawn"]
+    # Of 6 prompts 6, 4.8, 3.6, 2.4, 1.2 and none are of `a`: 6, 10.8, 14.4, 16.8 and 18 in all.
+    assert [round(step["data/a/share"] * 6) for step in first.steps + rest.steps] == [6, 5, 3, 3, 1, 0, 0]
+    assert [sum(number < 9 for number in step) for step in whole.record["drawn"]] == [6, 5, 3, 3, 1, 0, 0]
 
 
 def test_a_limit_takes_rows_of_every_dataset(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -95,13 +141,21 @@ def test_a_dataset_writes_its_prompt_by_a_column_and_a_template() -> None:
     ("source", "message"),
     [
         (lambda: MixedDataset([], weight=0.0), "`weight` is 0.0"),
+        (lambda: MixedDataset([], weight=[(4, 1.0), (4, 2.0)]), r"points at the steps \[4, 4\]; give each a later"),
+        (lambda: MixedDataset([], weight=[(0, 1.0), (4, -2.0)]), r"has the weights \[1.0, -2.0\]; give 0 or more"),
+        (lambda: MixedDataset([], weight=[(0, 0.0)]), r"has the weights \[0.0\]"),
+        (
+            lambda: mixed(a=(3, [(0, 1.0), (4, 0.0)]), b=(3, [(5, 0.0), (6, 1.0)])),
+            "all datasets have the weight 0 at step 4",
+        ),
+        (lambda: len(mixed(a=(3, 1.0), b=(0, 1.0))), "`datasets.b` has no rows"),
         (lambda: Mixture({"a b": rows("a", 1)}), "has the name 'a b'"),
         (
             lambda: Mixture({"a": [{"prompt": "1", "dataset": "web"}]}).read([0]),
             "has a column `dataset` already, 'web'",
         ),
         (
-            lambda: mixed(a=(3, 1e6), b=(3, 1.0)).drawn(torch.arange(6), 0, lambda of, *_: of),
+            lambda: mixed(a=(3, 1e6), b=(3, 1.0)).drawn(torch.arange(6), 0, lambda of, *_: of, 2),
             "`b` of the mixture gets none",
         ),
     ],
