@@ -151,6 +151,11 @@ class Loader:
         return read_counted(self._key, rows) or counted
 
     @property
+    def offered(self) -> Tensor:
+        """The rows to draw from `[size]` int64, places in the dataset."""
+        return self._kept
+
+    @property
     def size(self) -> int:
         """Number of rows to draw from, up to the limit."""
         return len(self._kept)

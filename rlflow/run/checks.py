@@ -23,7 +23,7 @@ from rlflow.models.architecture import cached_bytes, check_positions, positions
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import check_moe
-from rlflow.module import RLModule, aggregation_of, chooses_prompts, environments, handles
+from rlflow.module import RLModule, aggregation_of, environments, handles
 from rlflow.settings import Settings
 from rlflow.values.batch import Pairs
 from rlflow.values.layout import Layout
@@ -115,15 +115,15 @@ def nothing_to_validate(module: RLModule, follows: str | None) -> str:
     )
 
 
-def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
+def require_end(planned: Plan, settings: Settings, chooses: str | None) -> None:
     """Raise `UserError` unless the run has an end: `max_steps`, or `max_epochs` where an epoch's steps are known.
 
-    The steps of an epoch are not known where prompts are drawn as often as needed, or the module `chooses` its prompts.
+    The steps of an epoch are not known where prompts are drawn as often as needed, or something `chooses` prompts.
     """
     max_steps, max_epochs = settings.max_steps, settings.max_epochs
     if chooses and max_epochs is not None:
         raise UserError(
-            f"`trainer.max_epochs` is {max_epochs}, and the module's `choose_prompts` decides how many prompts an epoch"
+            f"`trainer.max_epochs` is {max_epochs}, and {chooses} decides how many prompts an epoch"
             " has, so nobody knows how many steps that is; set `trainer.max_steps` instead"
         )
     if planned.fill is not None and max_epochs is not None:
@@ -137,13 +137,35 @@ def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
         raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")
 
 
-def check_choice(module: RLModule, data: PromptData) -> None:
-    """Refuse a module that chooses the prompts of epochs where a mixture's weights change from step to step."""
-    if chooses_prompts(module) and isinstance(data.train, Mixture) and data.train.is_scheduled:
+def check_choice(module: RLModule, data: PromptData, graph: Graph) -> None:
+    """Check what chooses the prompts of an epoch, if anything does, before it is given to the module.
+
+    Raises:
+        UserError: Two things choose, a mixture's weights change from step to step, or nothing measures a pass rate.
+    """
+    own = type(module).choose_prompts is not RLModule.choose_prompts
+    who = "the module's `choose_prompts`" if own else "`data.curriculum`"
+    if (own or data.curriculum is not None) and isinstance(data.train, Mixture) and data.train.is_scheduled:
         raise UserError(
-            f"a dataset's `weight` has a schedule of steps, and the `choose_prompts` of {type(module).__name__} chooses"
-            " the prompts of whole epochs; give each dataset one weight"
+            f"a dataset's `weight` has a schedule of steps, and {who} chooses the prompts of whole epochs; give each"
+            " dataset one weight"
         )
+    if data.curriculum is None:
+        return
+    found = environments(module)
+    if own:
+        why = "chooses prompts itself, by `choose_prompts`"
+    elif not any(node.kind == "rollout" for node in graph.order):
+        why = "samples no responses, of which some could pass"
+    elif module.writes_prompts:
+        why = "writes prompts of its own, so a row of the dataset has no pass rate"
+    elif module.reward is None and not found:
+        why = "has neither a `reward` nor an environment, by which a sample could pass"
+    elif any(definition.seats for environment in found.values() for definition in environment.definitions.values()):
+        why = "has an environment of several seats, whose rewards say who won"
+    else:
+        return
+    raise UserError(f"`data.curriculum` is set, and {type(module).__name__} {why}; leave it out")
 
 
 def require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[str, Layout], lead: str) -> None:
