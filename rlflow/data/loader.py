@@ -214,6 +214,10 @@ class Loader:
         """For each dataset of a mixture by name, which of these rows are of it: `[N]` bool; empty for one dataset."""
         return self._source.masks(rows) if isinstance(self._source, Mixture) else {}
 
+    def longest(self, rows: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        """Tokens of the longest response to each of these rows, where its dataset in a mixture says so."""
+        return self._source.longest(rows) if isinstance(self._source, Mixture) else [None] * len(rows)
+
     def check_gold(self) -> None:
         """Score the gold answers of some rows of each dataset, spread over it; see `rlflow.rewards.gold.check_gold`."""
         for kept in [] if self._reward is None else self._by_dataset(self._kept):

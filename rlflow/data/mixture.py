@@ -38,14 +38,19 @@ class MixedDataset:
         prompt: Column that becomes the column `prompt`; dots step into a column. None where rows are as they should be.
         template: Text that becomes the column `prompt`, with columns in braces, `{question} Answer with a number.`;
             `{prompt}` is the column `prompt`.
+        max_response_length: Tokens after which a response to its prompts is cut, at most those of the module, which
+            None takes.
     """
 
     data: DataLike
     weight: float | Sequence[tuple[int, float]] = 1.0
     prompt: str | None = None
     template: str | None = None
+    max_response_length: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_response_length is not None and self.max_response_length < 1:
+            raise UserError(f"`max_response_length` is {self.max_response_length}; it counts tokens, so give 1 or more")
         if not isinstance(self.weight, Sequence):
             if not 0 < self.weight < math.inf:
                 raise UserError(f"`weight` is {self.weight}; give more than 0, or leave the dataset out")
@@ -150,6 +155,11 @@ class Mixture(Source):
         return {
             name: torch.tensor([row.get(self.column) == name for row in rows], dtype=torch.bool) for name in self.names
         }
+
+    def longest(self, rows: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        """Tokens of the longest response to each of these rows; None for the module's."""
+        limits = {name: each.max_response_length for name, each in self.datasets.items()}
+        return [limits.get(str(row.get(self.column))) for row in rows]
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """These rows `[N]` int64, ascending, by dataset."""

@@ -137,6 +137,29 @@ def require_end(planned: Plan, settings: Settings, chooses: str | None) -> None:
         raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")
 
 
+def check_lengths(module: RLModule, data: PromptData, settings: Settings) -> None:
+    """Refuse a `max_response_length` of a dataset that is too large, or that something else would not know.
+
+    Raises:
+        UserError: A dataset has such a length.
+    """
+    sources = [source for source in (data.train, data.validation) if isinstance(source, Mixture)]
+    for name, each in (named for source in sources for named in source.datasets.items()):
+        longest, why = each.max_response_length, None
+        if longest is None:
+            continue
+        if longest > module.max_response_length:
+            why = f"`module.max_response_length` is {module.max_response_length}, for which memory is planned"
+        elif environments(module):
+            why = f"{type(module).__name__} has an environment, whose conversations have the length of the run"
+        elif settings.partial_rollout is not None:
+            why = "`trainer.partial_rollout` continues responses to the length of the run"
+        elif getattr(module, "overlong_buffer", None) is not None:
+            why = "`module.overlong_buffer` is set, whose penalty is for the length of the run"
+        if why is not None:
+            raise UserError(f"`max_response_length` of the dataset `{name}` is {longest}, and {why}; leave one out")
+
+
 def check_choice(module: RLModule, data: PromptData, graph: Graph) -> None:
     """Check what chooses the prompts of an epoch, if anything does, before it is given to the module.
 
