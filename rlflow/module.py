@@ -24,7 +24,7 @@ from rlflow.context.logged import (
     how_logged,
 )
 from rlflow.context.node_context import AllRows, NodeContext
-from rlflow.dag.node import NodeConfig
+from rlflow.dag.node import BATCH, NodeConfig
 from rlflow.dotted_path import object_at
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, did_you_mean
@@ -38,10 +38,12 @@ from rlflow.rewards.weighted_sum import RewardLike, as_reward
 from rlflow.rollout.engine import Sampling, check_asked
 from rlflow.rollout.sampling import to_be_continued, without_truncated
 from rlflow.state.adaptive_coefficient import AdaptiveCoefficient
+from rlflow.state.curriculum import Curriculum
 from rlflow.state.prompt_memory import PromptMemory
 from rlflow.state.replay_buffer import ReplayBuffer
 from rlflow.values.batch import Batch
 from rlflow.values.cuts import PerSample
+from rlflow.values.path import NO_GROUP
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
@@ -83,6 +85,7 @@ class RLModule:
         run_models: The handles of the last run, derived ones among them.
         run_settings: What was set of these when it was configured, by role.
         logs_hparams: Whether loggers get the `hparams` in a run without a config.
+        data_curriculum: What chooses the prompts of an epoch in a run with `data.curriculum`; None in others.
     """
 
     reward: RewardLike | None = None
@@ -101,6 +104,7 @@ class RLModule:
     run_models: Mapping[str, ModelHandle] = MappingProxyType({})
     run_settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     logs_hparams: bool = True
+    data_curriculum: Curriculum | None = None
     _context: NodeContext | None = None
 
     @property
@@ -242,7 +246,7 @@ class RLModule:
         """
 
     def choose_prompts(self, epoch: int, prompts: Tensor) -> Tensor:
-        """Which rows of the dataset an epoch draws; all of them unless it is overridden.
+        """Which rows of the dataset an epoch draws: unless it is overridden all, or those of `data.curriculum`.
 
         It is called when the first step of an epoch is loaded, on the ranks that load, and sees the module's
         `PromptMemory` as the steps before left it: with `trainer.max_staleness`, those that were trained by then. All
@@ -257,7 +261,7 @@ class RLModule:
             Some of them, in the order to draw them, `[M]` int64; one may be there several times. At least as many as
             a step takes.
         """
-        return prompts
+        return prompts if self.data_curriculum is None else self.data_curriculum.choose(epoch, prompts)
 
     def state_dict(self) -> dict[str, Any]:
         """What the module keeps from step to step: adaptive coefficients, memories of prompts, replay buffers.
@@ -276,7 +280,7 @@ class RLModule:
                 kept[name].load_state_dict(value)
             elif isinstance(coefficient := getattr(self, name, None), AdaptiveCoefficient):
                 coefficient.value = value
-            else:
+            elif name != "data_curriculum":  # which belongs to the data of a run, and this one is not resumed
                 found = f"the checkpoint has `{name}` of its module, and {type(self).__name__} keeps no such thing"
                 raise UserError(
                     f"{found}; continue with the algorithm that wrote it, or start a new run from its model"
@@ -433,7 +437,10 @@ class RLModule:
             rollout: Conversations, their texts and their dataset's rows among them.
             name: It is logged as `<name>/environment`, and as `<name>/mean` too where the module has no `reward`.
         """
-        return self._running().returned(rollout, name, self.reward is None)
+        returns = self._running().returned(rollout, name, self.reward is None)
+        if self.reward is None:
+            self._measure(rollout, returns, name)
+        return returns
 
     def reward_parts(self, rollout: Written, name: str = "reward") -> dict[str, PerSample]:
         """What the module's `reward` is made of: `[B]` float32 by the part's name, the same names on all ranks.
@@ -594,7 +601,19 @@ class RLModule:
     def _scored(self, rollout: Written, name: str) -> tuple[Tensor, dict[str, Tensor]]:
         if self.scorer is None:
             raise UserError(f"{type(self).__name__} has no reward to score responses with; set `module.reward`")
-        return self._running().score(self.scorer, rollout, name)
+        rewards, parts = self._running().score(self.scorer, rollout, name)
+        self._measure(rollout, rewards, name)
+        return rewards, parts
+
+    def _measure(self, rollout: Written, rewards: Tensor, name: str) -> None:
+        """Tell the curriculum which samples `[B]` of the step passed."""
+        if self.data_curriculum is None or name != "reward" or self._running().validates:
+            return
+        passed = (rewards >= self.data_curriculum.pass_reward).double()
+        self.log("curriculum/pass_rate", passed)
+        kept = self._running().kept(passed)
+        group = rollout.group_of(BATCH)
+        self.data_curriculum.update(group if kept is None else group.masked_fill(~kept, NO_GROUP), passed)
 
     def _running(self) -> NodeContext:
         if self._context is None:
@@ -602,9 +621,11 @@ class RLModule:
         return self._context
 
 
-def chooses_prompts(module: RLModule) -> bool:
-    """Whether the module chooses which prompts an epoch draws."""
-    return type(module).choose_prompts is not RLModule.choose_prompts
+def chooses_prompts(module: RLModule) -> str | None:
+    """What chooses which prompts an epoch draws, for errors; None where nothing does."""
+    if type(module).choose_prompts is not RLModule.choose_prompts:
+        return "the module's `choose_prompts`"
+    return None if module.data_curriculum is None else "`data.curriculum`"
 
 
 def aggregation_of(module: RLModule, handle: ModelHandle) -> Aggregation:

@@ -122,6 +122,7 @@ class NodeContext:
         trainer_state: A step (from 0) to the progress of the run, for rewards.
         reward: The module's reward; None without.
         masks: Rows of a mixture to which of them are of each dataset `[B]`, by name; empty for one dataset.
+        longest: Rows of the dataset to the tokens of the longest response to each; None for the module's.
         scored_as_made: Nodes that generate, and whose responses a node on this rank may score as they were made: the
             reward may begin to score them as they end.
         memories: Record of what nodes gave to the module's `PromptMemory` objects.
@@ -149,6 +150,7 @@ class NodeContext:
     trainer_state: Callable[[int], TrainerState] = TrainerState
     reward: Reward | None = None
     masks: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]] = lambda rows: {}
+    longest: Callable[[Sequence[Mapping[str, Any]]], Sequence[int | None]] = lambda rows: [None] * len(rows)
     scored_as_made: frozenset[str] = frozenset()
     memories: MemoryUpdates = field(init=False)
     running: Running | None = field(default=None, init=False)
@@ -213,6 +215,12 @@ class NodeContext:
         parents = parents_of(rows, now.node, own)
         if isinstance(rows, Rollout):
             require_own_rows(rows, now.node, policy, self.writers, cut_off=now.part is not None)
+        of_dataset = self.longest(rows.rows) if parents.depth == 1 or isinstance(rows, Rollout) else ()
+        if isinstance(rows, Rollout) and any(of_dataset):
+            raise UserError(
+                f"node `{now.node.id}` continues responses, and a dataset has a `max_response_length` of its own, at"
+                " which they were cut; leave that out"
+            )
         callers = callers_of(parents, now.node)
         early = None if isinstance(rows, Rollout) else self._score_early(now)
         rollout = sample(
@@ -232,6 +240,7 @@ class NodeContext:
             longest=longest,
             longest_prompt=self.longest_prompt,
             pictures=pictures_of(rows, self.album),
+            of_prompts=of_dataset,
             on_end=None if early is None else partial(early.add, messages=[]),
         )
         now.calls.add(callers, rollout)
@@ -565,6 +574,11 @@ class NodeContext:
         rows = [part.double() for part in (places, self.rows_of(on_host(group)[known]), x.detach().cpu()[known])]
         place = list(self.writers).index(now.node.id)
         self.memories.add(memory, now.metrics.step, now.draw, place, torch.stack(rows))
+
+    @property
+    def validates(self) -> bool:
+        """Whether validation runs in place of a node of the graph."""
+        return self._now().validates
 
     def _now(self) -> Running:
         assert self.running is not None, "no node is running"

@@ -82,8 +82,10 @@ class Draws:
     def load(self, task: Load, step: Step) -> None:
         """Read this rank's rows of a draw; prompts of unfinished groups come before them."""
         layout = task.layout
-        self._choose(step.draw, layout)
+        self._choose(step, layout)
         batch, ids = self._loader.batch(step.draw, layout.shard(self._transport.rank), layout.shards)
+        for dataset, of_it in self._run.train.masks(batch.rows).items():
+            step.metrics.mean(f"data/{dataset}/share", float(of_it.sum()), float(len(of_it)))
         lengths = batch.lengths if isinstance(batch, Batch) else torch.zeros_like(ids)  # pairs have no values per token
         space = step.gather(BATCH, layout, ids[:, None], lengths, batch.tokens)
         on_device = to_device(batch, self._run.strategy.root_device)
@@ -189,12 +191,17 @@ class Draws:
                 return False
         return True
 
-    def _choose(self, draw: int, layout: Layout) -> None:
-        """If an epoch begins with this draw, let the module choose its rows."""
+    def _choose(self, step: Step, layout: Layout) -> None:
+        """If an epoch begins with the step's draw, let the module choose its rows."""
         chosen = self._run.train.chosen
-        epoch = None if chosen is None else chosen.begin(draw)
+        epoch = None if chosen is None else chosen.begin(step.draw)
         if epoch is None:
             return
+        step.metrics.number("data/chosen", len(epoch.rows) / self._run.train.size)
+        if (curriculum := self._run.module.data_curriculum) is not None:
+            too_hard, too_easy = curriculum.shares(self._run.train.offered)
+            step.metrics.number("curriculum/too_hard", too_hard)
+            step.metrics.number("curriculum/too_easy", too_easy)
         ranks = self._transport.all_gather(to_message(epoch.digest), layout.ranks)
         if any(not torch.equal(ranks[0], other) for other in ranks):
             raise UserError(

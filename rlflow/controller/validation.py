@@ -123,6 +123,7 @@ def score_responses(run: Run, version: int, done: int, on_scored: Scored | None 
                 version=version,
                 decode=run.decode,
                 pictures=pictures_of(batch, run.album),
+                of_prompts=loader.longest(batch.rows),
             )
         else:
             assert run.context.conversations is not None

@@ -151,6 +151,11 @@ class Loader:
         return read_counted(self._key, rows) or counted
 
     @property
+    def offered(self) -> Tensor:
+        """The rows to draw from `[size]` int64, places in the dataset."""
+        return self._kept
+
+    @property
     def size(self) -> int:
         """Number of rows to draw from, up to the limit."""
         return len(self._kept)
@@ -209,6 +214,10 @@ class Loader:
         """For each dataset of a mixture by name, which of these rows are of it: `[N]` bool; empty for one dataset."""
         return self._source.masks(rows) if isinstance(self._source, Mixture) else {}
 
+    def longest(self, rows: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        """Tokens of the longest response to each of these rows, where its dataset in a mixture says so."""
+        return self._source.longest(rows) if isinstance(self._source, Mixture) else [None] * len(rows)
+
     def check_gold(self) -> None:
         """Score the gold answers of some rows of each dataset, spread over it; see `rlflow.rewards.gold.check_gold`."""
         for kept in [] if self._reward is None else self._by_dataset(self._kept):
@@ -242,7 +251,7 @@ class Loader:
     def _shuffled(self, epoch: int) -> Tensor:
         """The rows to draw from `[size]` in the order of this epoch."""
         if isinstance(self._source, Mixture):
-            return self._source.drawn(self._kept, epoch, self._permuted)
+            return self._source.drawn(self._kept, epoch, self._permuted, self._data.prompts_per_step)
         return self._permuted(self._kept, epoch)
 
     def _permuted(self, rows: Tensor, number: int, of: str = "") -> Tensor:

@@ -9,10 +9,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,20 +32,50 @@ class MixedDataset:
 
     Args:
         data: The rows, in any form that `PromptData` takes.
-        weight: Its share of the prompts, in proportion to the weights of the others.
+        weight: Its share of the prompts, in proportion to the weights of the others. Or a schedule of it: points
+            `[step, weight]`, steps from 0 and ascending. Between points it is a straight line; before the first and
+            after the last it stays.
         prompt: Column that becomes the column `prompt`; dots step into a column. None where rows are as they should be.
         template: Text that becomes the column `prompt`, with columns in braces, `{question} Answer with a number.`;
             `{prompt}` is the column `prompt`.
+        max_response_length: Tokens after which a response to its prompts is cut, at most those of the module, which
+            None takes.
     """
 
     data: DataLike
-    weight: float = 1.0
+    weight: float | Sequence[tuple[int, float]] = 1.0
     prompt: str | None = None
     template: str | None = None
+    max_response_length: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < math.inf:
-            raise UserError(f"`weight` is {self.weight}; give more than 0, or leave the dataset out")
+        if self.max_response_length is not None and self.max_response_length < 1:
+            raise UserError(f"`max_response_length` is {self.max_response_length}; it counts tokens, so give 1 or more")
+        if not isinstance(self.weight, Sequence):
+            if not 0 < self.weight < math.inf:
+                raise UserError(f"`weight` is {self.weight}; give more than 0, or leave the dataset out")
+            return
+        shown = [list(point) for point in self.weight]
+        if any(len(point) != 2 for point in shown):
+            raise UserError(f"`weight` is {shown}; give a number, or points `[step, weight]`")
+        steps, weights = [step for step, _ in shown], [weight for _, weight in shown]
+        if any(step != int(step) or step < 0 for step in steps) or sorted(set(steps)) != steps:
+            raise UserError(f"`weight` has points at the steps {steps}; give each a later step than the one before")
+        if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+            raise UserError(
+                f"`weight` has the weights {weights}; give 0 or more, and more than 0 at some step, or leave the"
+                " dataset out"
+            )
+
+    @property
+    def points(self) -> Sequence[tuple[int, float]]:
+        """The weight as a schedule."""
+        return self.weight if isinstance(self.weight, Sequence) else [(0, self.weight)]
+
+    def weight_at(self, step: int) -> float:
+        """The weight in this step, from 0."""
+        steps, weights = [at for at, _ in self.points], [weight for _, weight in self.points]
+        return float(np.interp(step, steps, weights))
 
 
 class Mixture(Source):
@@ -54,6 +85,9 @@ class Mixture(Source):
     prompts has 4 of the first and 2 of the second. Each is passed over in an order of its own, again and again, so a
     small one with a large weight comes several times in the time in which another is passed once. An epoch is as many
     prompts as there are rows in all. To validate on, all rows of all datasets are taken, and weights do not matter.
+
+    Weights may change from step to step, see `MixedDataset`. After each step a dataset has then had the sum of its
+    shares of the steps so far, within two prompts; it is passed over in the same way, and an epoch counts as many.
 
     Args:
         datasets: The datasets by name; what has no settings is given as it would be without the others.
@@ -79,6 +113,12 @@ class Mixture(Source):
                 f"`datasets.{played[0]}` has conversations that were played, whose form of calls is checked only where"
                 " they are all that is trained on; train on them alone"
             )
+        # By the prompts of a step: the sums of shares so far, and the prompts before each step.
+        self._known: dict[int, tuple[list[float], list[list[int]]]] = {}
+        points = {step for each in self.datasets.values() for step, _ in each.points}
+        for step in sorted(points):
+            if not any(each.weight_at(step) for each in self.datasets.values()):
+                raise UserError(f"all datasets have the weight 0 at step {step}; raise one of them")
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -116,41 +156,79 @@ class Mixture(Source):
             name: torch.tensor([row.get(self.column) == name for row in rows], dtype=torch.bool) for name in self.names
         }
 
+    def longest(self, rows: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        """Tokens of the longest response to each of these rows; None for the module's."""
+        limits = {name: each.max_response_length for name, each in self.datasets.items()}
+        return [limits.get(str(row.get(self.column))) for row in rows]
+
     def split(self, rows: Tensor) -> list[Tensor]:
         """These rows `[N]` int64, ascending, by dataset."""
         ends = torch.searchsorted(rows, torch.tensor(self._ends))
         return list(rows.tensor_split(ends[:-1]))
 
-    def drawn(self, rows: Tensor, epoch: int, shuffle: Shuffle) -> Tensor:
-        """The rows of an epoch in their order, as many as there are rows: `[N]` int64.
+    def drawn(self, rows: Tensor, epoch: int, shuffle: Shuffle, per_step: int) -> Tensor:
+        """The rows of an epoch in their order, `[N]` int64: as many as there are rows.
+
+        Where weights have a schedule, those that fill no step are left out.
 
         Args:
             rows: `[N]` int64, ascending, the rows to draw from.
             epoch: Epoch, from 0. It goes on where the one before ended in each dataset.
             shuffle: Function of a dataset's rows, the number of the pass over them and the dataset's name, which
                 returns them in the order of this pass.
+            per_step: Prompts of a step.
 
         Raises:
             UserError: A dataset has no row to draw from, or its weight is too small for one.
         """
-        counts = apportioned([each.weight for each in self.datasets.values()], len(rows))
+        steps = max(1, len(rows) // per_step)
+        if self.is_scheduled:
+            taken = self._taken((epoch + 1) * steps, per_step)[epoch * steps :]
+        else:
+            counts = apportioned([each.weight_at(0) for each in self.datasets.values()], len(rows))
+            taken = [[number * count for count in counts] for number in (epoch, epoch + 1)]
         parts = []
-        for name, of, count in zip(self.names, self.split(rows), counts, strict=True):
-            if not len(of) or not count:
+        for which, (name, of) in enumerate(zip(self.names, self.split(rows), strict=True)):
+            first, *ends = [of_all[which] for of_all in taken]
+            if not len(of) or (first == ends[-1] and not self.is_scheduled):
                 why = (
                     "has no rows" if not len(of) else f"gets none of the {len(rows)} prompts of an epoch by its weight"
                 )
                 raise UserError(f"dataset `{name}` of the mixture {why}; leave it out, or raise its weight")
-            first, end = epoch * count, (epoch + 1) * count
-            passes = [shuffle(of, number, name) for number in range(first // len(of), (end - 1) // len(of) + 1)]
-            start = first % len(of)
-            parts.append(torch.cat(passes)[start : start + count])
-        return interleaved(parts)
+            passes = [shuffle(of, number, name) for number in range(first // len(of), (ends[-1] - 1) // len(of) + 1)]
+            of_epoch = torch.cat([of[:0], *passes])[first % len(of) :][: ends[-1] - first]
+            parts.append(of_epoch.split([end - start for start, end in pairwise([first, *ends])]))
+        return torch.cat([interleaved(of_step) for of_step in zip(*parts, strict=True)])
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether weights change from step to step."""
+        return any(len(each.points) > 1 for each in self.datasets.values())
+
+    def _taken(self, steps: int, per_step: int) -> list[list[int]]:
+        """For each step up to `steps` how many prompts of each dataset were drawn before it.
+
+        A step is divided by what each dataset lacks of the sum of its shares, so roundings do not add up.
+        """
+        datasets = self.datasets.values()
+        due, known = self._known.get(per_step, ([0.0] * len(datasets), [[0] * len(datasets)]))
+        taken = [*known]  # another thread may read what is known
+        for step in range(len(taken) - 1, steps):
+            weights = [each.weight_at(step) for each in datasets]
+            due = [before + weight / sum(weights) * per_step for before, weight in zip(due, weights, strict=True)]
+            lacking = [max(0.0, all_ - before) for all_, before in zip(due, taken[-1], strict=True)]
+            counts = apportioned(lacking, per_step)
+            taken.append([before + count for before, count in zip(taken[-1], counts, strict=True)])
+        self._known[per_step] = due, taken
+        return taken[: steps + 1]
 
     @cached_property
     def _ends(self) -> list[int]:
         """For each dataset the rows up to its end."""
-        return [*accumulate(map(len, self._sources))]
+        lengths = [len(source) for source in self._sources]
+        if 0 in lengths:
+            raise UserError(f"`datasets.{self.names[lengths.index(0)]}` has no rows; leave it out, or check its data")
+        return [*accumulate(lengths)]
 
     def _place(self, row: int) -> tuple[int, int]:
         """The dataset of a row, by number, and the row's place in it."""

@@ -27,6 +27,7 @@ from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, about, one_line, readable_line
 from rlflow.models.pictures import FAMILIES, PictureProcessor
 from rlflow.rewards.reward import PROMPTS
+from rlflow.state.curriculum import Curriculum
 from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class PromptData:
             dataset's file, a `file:` or `data:` URL, bytes, an image of Pillow or of `datasets`. None where messages
             have the pictures, as `{"type": "image", "image": PATH}`, or there are none. In a prompt that is a text,
             `<image>` marks the place of a picture; without it pictures come first.
+        curriculum: Which prompts an epoch draws, by the share of their samples that passed; None for all. For
+            algorithms that sample responses and score them.
         allow_remote: Whether pictures may be `http:` and `https:` URLs, which each rank downloads.
     """
 
@@ -93,6 +96,7 @@ class PromptData:
         overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
         images: str | None = None,
+        curriculum: Curriculum | None = None,
         allow_remote: bool = False,
     ) -> None:
         if prompts_per_step < 1:
@@ -123,6 +127,7 @@ class PromptData:
         self.overlong = overlong
         self.shuffle = shuffle
         self.images = images
+        self.curriculum = curriculum
         self.allow_remote = allow_remote
 
     def resolved(self, learned: Learned | None = None) -> Self:

@@ -44,6 +44,7 @@ def sample(
     longest: int | None = None,
     longest_prompt: int | None = None,
     pictures: Sequence[Sequence[Picture]] = (),
+    of_prompts: Sequence[int | None] = (),
     on_end: Callable[[int, str, dict[str, Any]], None] | None = None,
 ) -> Rollout:
     """Generate `n` responses to each prompt, or `n` continuations of each response, with the policy `version`.
@@ -79,6 +80,8 @@ def sample(
             `sampling.max_tokens` at most.
         longest_prompt: Tokens of the longest prompt, for which memory is planned; None for any.
         pictures: Pictures of the `B` prompts, in the order of their places; empty where no prompt has any.
+        of_prompts: Tokens of the longest response to each of the `B` prompts, at most `sampling.max_tokens`, which is
+            meant by None; empty where all have that.
         on_end: Called with each response that has ended, while others are generated: the number of its row, its text
             and its row of the dataset. None for nothing.
 
@@ -110,12 +113,17 @@ def sample(
             begun = replace(begun, pictures=rows.pictures.on_host().take(parent))
         if part is not None and part.begun is not None:
             begun = _begun_before(part.begun, begun)
-    room = (most - begun.lengths).clamp(min=0).masked_fill(begun.finished, 0)  # [B * n], none where it has ended
+    own = [each or most for each in of_prompts] or [most] * len(parents)
+    room = (
+        (torch.tensor(own, dtype=torch.int64).clamp(max=most)[parent] - begun.lengths)
+        .clamp(min=0)
+        .masked_fill(begun.finished, 0)
+    )  # [B * n], none where it has ended
     limits = room.clamp(max=sampling.max_tokens if part is None else part.max_tokens)
     read = [prompt.tolist() + _tokens(begun, row) for row, prompt in enumerate(every_prompt.rows())]
     completions: dict[int, Completion] = {}
     texts: dict[int, str] = {}
-    for some in _together(limits, at_once=isinstance(rows, Rollout)):
+    for some in _together(limits, at_once=part is None):
         of_each = tuple(limits[some].tolist())
         how = replace(sampling, max_tokens=max(of_each), limits=of_each if len({*of_each}) > 1 else None)
         asked = [read[row] for row in some], [seeds[row] for row in some], how, version

@@ -15,6 +15,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges
+from rlflow.data.mixture import Mixture
 from rlflow.data.prompts import Learned, PromptData
 from rlflow.errors import UserError, about, setting
 from rlflow.harness.harness import Harness
@@ -100,15 +101,15 @@ def nothing_to_validate(module: RLModule, follows: str | None) -> str:
     )
 
 
-def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
+def require_end(planned: Plan, settings: Settings, chooses: str | None) -> None:
     """Raise `UserError` unless the run has an end: `max_steps`, or `max_epochs` where an epoch's steps are known.
 
-    The steps of an epoch are not known where prompts are drawn as often as needed, or the module `chooses` its prompts.
+    The steps of an epoch are not known where prompts are drawn as often as needed, or something `chooses` prompts.
     """
     max_steps, max_epochs = settings.max_steps, settings.max_epochs
     if chooses and max_epochs is not None:
         raise UserError(
-            f"`trainer.max_epochs` is {max_epochs}, and the module's `choose_prompts` decides how many prompts an epoch"
+            f"`trainer.max_epochs` is {max_epochs}, and {chooses} decides how many prompts an epoch"
             " has, so nobody knows how many steps that is; set `trainer.max_steps` instead"
         )
     if planned.fill is not None and max_epochs is not None:
@@ -120,6 +121,60 @@ def require_end(planned: Plan, settings: Settings, chooses: bool) -> None:
         )
     if max_steps is None and max_epochs is None:
         raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")
+
+
+def check_lengths(module: RLModule, data: PromptData, settings: Settings) -> None:
+    """Refuse a `max_response_length` of a dataset that is too large, or that something else would not know.
+
+    Raises:
+        UserError: A dataset has such a length.
+    """
+    sources = [source for source in (data.train, data.validation) if isinstance(source, Mixture)]
+    for name, each in (named for source in sources for named in source.datasets.items()):
+        longest, why = each.max_response_length, None
+        if longest is None:
+            continue
+        if longest > module.max_response_length:
+            why = f"`module.max_response_length` is {module.max_response_length}, for which memory is planned"
+        elif environments(module):
+            why = f"{type(module).__name__} has an environment, whose conversations have the length of the run"
+        elif settings.partial_rollout is not None:
+            why = "`trainer.partial_rollout` continues responses to the length of the run"
+        elif getattr(module, "overlong_buffer", None) is not None:
+            why = "`module.overlong_buffer` is set, whose penalty is for the length of the run"
+        if why is not None:
+            raise UserError(f"`max_response_length` of the dataset `{name}` is {longest}, and {why}; leave one out")
+
+
+def check_choice(module: RLModule, data: PromptData, graph: Graph) -> None:
+    """Check what chooses the prompts of an epoch, if anything does, before it is given to the module.
+
+    Raises:
+        UserError: Two things choose, a mixture's weights change from step to step, or nothing measures a pass rate.
+    """
+    own = type(module).choose_prompts is not RLModule.choose_prompts
+    who = "the module's `choose_prompts`" if own else "`data.curriculum`"
+    if (own or data.curriculum is not None) and isinstance(data.train, Mixture) and data.train.is_scheduled:
+        raise UserError(
+            f"a dataset's `weight` has a schedule of steps, and {who} chooses the prompts of whole epochs; give each"
+            " dataset one weight"
+        )
+    if data.curriculum is None:
+        return
+    found = environments(module)
+    if own:
+        why = "chooses prompts itself, by `choose_prompts`"
+    elif not any(node.kind == "rollout" for node in graph.order):
+        why = "samples no responses, of which some could pass"
+    elif module.writes_prompts:
+        why = "writes prompts of its own, so a row of the dataset has no pass rate"
+    elif module.reward is None and not found:
+        why = "has neither a `reward` nor an environment, by which a sample could pass"
+    elif any(definition.seats for environment in found.values() for definition in environment.definitions.values()):
+        why = "has an environment of several seats, whose rewards say who won"
+    else:
+        return
+    raise UserError(f"`data.curriculum` is set, and {type(module).__name__} {why}; leave it out")
 
 
 def require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[str, Layout], lead: str) -> None:

@@ -254,6 +254,9 @@ def prepare(
     check_schedules(module, graph, data.prompts_per_step)
     tokenizer = _same_tokenizer(module, policies | paths, lead)
     processor = _processor(module, configs, (policies | paths)[lead], lead, tokenizer)
+    checks.check_lengths(module, data, settings)
+    checks.check_choice(module, data, graph)
+    module.data_curriculum = None if data.curriculum is None else data.curriculum.begun(data.prompts_per_step)
     checks.require_end(made.plan, settings, chooses_prompts(module))
     ranks, seed = settings.world_size, settings.seed
     held_out = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step

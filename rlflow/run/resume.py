@@ -116,12 +116,12 @@ def _require_same(run: Run, folder: Path, progress: Progress) -> None:
     Raises:
         UserError: This run cannot resume from it.
     """
-    chosen, chooses = progress.state.get("chosen"), chooses_prompts(run.module)
+    chosen, chooses = progress.state.get("chosen"), chooses_prompts(run.module) is not None
     if (chosen is not None) != chooses:
         raise UserError(
-            f"{folder} was made by a module {'without' if chooses else 'with'} `choose_prompts`, and this one has"
-            f" {'one' if chooses else 'none'}, so the run would draw other prompts; continue with the same module,"
-            " or start a new run from its model"
+            f"{folder} was made {'without' if chooses else 'with'} `choose_prompts` or `data.curriculum`, and this run"
+            f" has {'one' if chooses else 'none'}, so it would draw other prompts; continue with the same, or start a"
+            " new run from its model"
         )
     now = run.data.prompts_per_step
     if chosen is not None and chosen["per_draw"] != now:

@@ -1,5 +1,6 @@
 """What a module keeps from step to step, in checkpoints too."""
 
 from rlflow.state.adaptive_coefficient import AdaptiveCoefficient as AdaptiveCoefficient
+from rlflow.state.curriculum import Curriculum as Curriculum
 from rlflow.state.prompt_memory import PromptMemory as PromptMemory
 from rlflow.state.replay_buffer import ReplayBuffer as ReplayBuffer

@@ -24,9 +24,15 @@ class PromptMemory:
         self.solved = PromptMemory()                        # in `__init__` or `__post_init__`
         self.solved.update(rollout.group, rewards)          # in a node
         self.solved.mean(prompts)                           # in `choose_prompts`
+
+    Args:
+        decay: Weight of a prompt's earlier numbers where those of a later step are learned; 1 weighs all alike.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = 1.0) -> None:
+        if not 0 <= decay <= 1:
+            raise UserError(f"`decay` is {decay}; it is a weight from 0 to 1")
+        self._decay = decay
         self._moments = torch.zeros(0, 3, dtype=torch.float64)  # [rows, 3], by the row's place in the dataset
         self._record: Callable[[Tensor, Tensor], None] | None = None
 
@@ -105,7 +111,10 @@ class PromptMemory:
         count = sums(torch.ones_like(x))
         mean = sums(x) / count
         squares = sums((x - mean[of_row]).square())
-        before, mean_before, squares_before = self._moments[rows].unbind(dim=1)
+        decay = self._decay
+        before, mean_before, squares_before = (
+            self._moments[rows] * torch.tensor([decay, 1.0, decay], dtype=torch.float64)
+        ).unbind(dim=1)
         total, apart = before + count, mean - mean_before  # Chan, Golub and LeVeque 1979
         self._moments[rows] = torch.stack(
             [

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow import Batch, CausalLM, PerSample, Rollout, node
+from rlflow.data import MixedDataset, Mixture, PromptData
 from rlflow.functional import group_has_signal
 from rlflow.state import PromptMemory
 from rlflow.types import Grouped, Written
@@ -129,6 +130,13 @@ def test_a_module_that_chooses_is_not_run_by_epochs(policy: Path, tmp_path: Path
     assert "`choose_prompts` decides how many prompts an epoch has" in result.error
 
 
+def test_weights_of_each_step_do_not_go_with_prompts_of_whole_epochs(policy: Path, tmp_path: Path) -> None:
+    rows = [{"question": "1="}]
+    source = Mixture({"a": MixedDataset(rows, [(0, 1.0), (4, 0.0)]), "b": MixedDataset(rows)})
+    result = failing_fit(replace(run(policy, tmp_path), data=PromptData(source, None, 2)))
+    assert result.error.startswith("a dataset's `weight` has a schedule of steps, and the module's `choose_prompts`")
+
+
 class GroupedTexts(Grouped, Written, Protocol):
     pass
 
@@ -171,9 +179,14 @@ CHANGES: dict[str, tuple[type[Curriculum], type[Curriculum], int, str]] = {
         Plain,
         Curriculum,
         PER_STEP,
-        "was made by a module without `choose_prompts`, and this one has",
+        "was made without `choose_prompts` or `data.curriculum`, and this run has one",
     ),
-    "chooses no more": (Curriculum, Plain, PER_STEP, "was made by a module with `choose_prompts`, and this one has"),
+    "chooses no more": (
+        Curriculum,
+        Plain,
+        PER_STEP,
+        "was made with `choose_prompts` or `data.curriculum`, and this run has none",
+    ),
     "takes more": (Curriculum, Curriculum, 4, "`data.prompts_per_step` is 4, and .* chose prompts for steps of 2"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,29 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlflow import Trainer, UserError
+from rlflow import Batch, Rollout, Trainer, UserError, node
 from rlflow.algorithms import GRPO, SFT
 from rlflow.data import MixedDataset, Mixture, PromptData
 from rlflow.data.loader import Loader
 from rlflow.data.mixture import apportioned
 from rlflow.data.pictures import without_pictures
+from rlflow.environments.environment import Environment
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import ByDataset, CallableReward, ExactMatch, RewardInput, WeightedSum
+from rlflow.strategies import SingleProcess
+from rlflow.types import Written
+from tests.controller.runs import ZERO2, Fit, RecordingSFT, StopsAfter, failing_fit, fit
+from tests.ranks import RankPool
 
 
 def rows(name: str, count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{name}{i}", "answer": str(i)} for i in range(count)]
 
 
-def mixed(**weights: tuple[int, float]) -> Mixture:
+Weight = float | list[tuple[int, float]]
+
+
+def mixed(**weights: tuple[int, Weight]) -> Mixture:
     return Mixture({name: MixedDataset(rows(name, count), weight) for name, (count, weight) in weights.items()})
 
 
@@ -68,11 +77,51 @@ def test_a_small_dataset_of_a_large_weight_is_passed_over_several_times(tokenize
     assert len({prompt for prompt in drawn(loader, range(8)) if prompt[0] == "a"}) == 16
 
 
-def test_a_draw_depends_neither_on_draws_before_nor_on_shards(tokenizer: PreTrainedTokenizerBase) -> None:
-    source = mixed(a=(13, 1.5), b=(7, 1.0), c=(3, 0.5))
+@pytest.mark.parametrize("of_a", [1.5, [(2, 1.0), (6, 0.0), (8, 3.0)]])
+def test_a_draw_depends_neither_on_draws_before_nor_on_shards(of_a: Weight, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = mixed(a=(13, of_a), b=(7, 1.0), c=(3, 0.5))
     one = drawn(loader_of(source, tokenizer, step=5), range(9))
     assert drawn(loader_of(source, tokenizer, step=5), range(9), shards=3) == one
-    assert drawn(loader_of(source, tokenizer, step=5), [7]) == one[35:40]
+    assert drawn(loader_of(mixed(a=(13, of_a), b=(7, 1.0), c=(3, 0.5)), tokenizer, step=5), [7]) == one[35:40]
+
+
+def test_weights_with_a_schedule_are_those_of_each_step(tokenizer: PreTrainedTokenizerBase) -> None:
+    loader = loader_of(mixed(a=(5, [(1, 1.0), (5, 0.0)]), b=(7, [(1, 0.0), (5, 1.0)])), tokenizer, step=4)
+    counts = [Counter(prompt[0] for prompt in drawn(loader, [draw])) for draw in range(8)]
+    assert [step["a"] for step in counts] == [4, 4, 3, 2, 1, 0, 0, 0]  # a quarter less in each step from 1 to 5
+    assert [step["b"] for step in counts] == [0, 0, 1, 2, 3, 4, 4, 4]
+    of_b = [prompt for prompt in drawn(loader, range(8)) if prompt[0] == "b"]
+    assert len({*of_b[:7]}) == len({*of_b[7:14]}) == 7  # passed over once, and again
+
+
+def test_shares_that_are_no_whole_prompts_are_made_up_for(tokenizer: PreTrainedTokenizerBase) -> None:
+    loader = loader_of(mixed(a=(9, [(0, 1.0), (999, 1.0)]), b=(9, 2.0), c=(9, 4.0)), tokenizer, step=1)
+    # of 70 prompts a seventh, two and four sevenths; a step of one prompt has one dataset
+    assert Counter(prompt[0] for prompt in drawn(loader, range(70))) == {"a": 10, "b": 20, "c": 40}
+
+
+def numbered(count: int, first: int, weight: Weight) -> MixedDataset:
+    return MixedDataset([{"prompt": f"{i}=", "answer": "1", "number": i} for i in range(first, first + count)], weight)
+
+
+def scheduled_run(model: Path, folder: Path, strategy: Any = SingleProcess, **settings: Any) -> Fit:
+    source = Mixture({"a": numbered(9, 0, [(0, 1.0), (5, 0.0)]), "b": numbered(5, 9, [(0, 0.0), (5, 1.0)])})
+    given = {"max_steps": 7, "save_every_n_steps": 1, **settings}
+    return Fit(
+        RecordingSFT(str(model)), PromptData(source, None, 6, response="answer"), folder, strategy, settings=given
+    )
+
+
+def test_a_run_with_a_schedule_draws_the_same_rows_on_three_ranks_and_after_a_resume(
+    model: Path, tmp_path: Path, ranks3: RankPool
+) -> None:
+    whole = fit(scheduled_run(model, tmp_path / "whole"))
+    first = ranks3.run(fit, scheduled_run(model, tmp_path / "3", ZERO2, callbacks=[StopsAfter(4)]))[0]
+    rest = fit(scheduled_run(model, tmp_path / "3", ckpt_path="last"))
+    assert first.record["drawn"] + rest.record["drawn"] == whole.record["drawn"]
+    # Of 6 prompts 6, 4.8, 3.6, 2.4, 1.2 and none are of `a`: 6, 10.8, 14.4, 16.8 and 18 in all.
+    assert [round(step["data/a/share"] * 6) for step in first.steps + rest.steps] == [6, 5, 3, 3, 1, 0, 0]
+    assert [sum(number < 9 for number in step) for step in whole.record["drawn"]] == [6, 5, 3, 3, 1, 0, 0]
 
 
 def test_a_limit_takes_rows_of_every_dataset(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -95,13 +144,22 @@ def test_a_dataset_writes_its_prompt_by_a_column_and_a_template() -> None:
     ("source", "message"),
     [
         (lambda: MixedDataset([], weight=0.0), "`weight` is 0.0"),
+        (lambda: MixedDataset([], weight=[(4, 1.0), (4, 2.0)]), r"points at the steps \[4, 4\]; give each a later"),
+        (lambda: MixedDataset([], weight=[(0, 1.0), (4, -2.0)]), r"has the weights \[1.0, -2.0\]; give 0 or more"),
+        (lambda: MixedDataset([], weight=[(0, 0.0)]), r"has the weights \[0.0\]"),
+        (
+            lambda: mixed(a=(3, [(0, 1.0), (4, 0.0)]), b=(3, [(5, 0.0), (6, 1.0)])),
+            "all datasets have the weight 0 at step 4",
+        ),
+        (lambda: MixedDataset([], max_response_length=0), "`max_response_length` is 0"),
+        (lambda: len(mixed(a=(3, 1.0), b=(0, 1.0))), "`datasets.b` has no rows"),
         (lambda: Mixture({"a b": rows("a", 1)}), "has the name 'a b'"),
         (
             lambda: Mixture({"a": [{"prompt": "1", "dataset": "web"}]}).read([0]),
             "has a column `dataset` already, 'web'",
         ),
         (
-            lambda: mixed(a=(3, 1e6), b=(3, 1.0)).drawn(torch.arange(6), 0, lambda of, *_: of),
+            lambda: mixed(a=(3, 1e6), b=(3, 1.0)).drawn(torch.arange(6), 0, lambda of, *_: of, 2),
             "`b` of the mixture gets none",
         ),
     ],
@@ -145,6 +203,96 @@ def test_a_picture_of_a_dataset_whose_prompt_is_another_column_is_not_sent() -> 
     messages = [{"role": "user", "content": [{"type": "image", "image": url}]}]
     (row,) = Mixture({"a": MixedDataset([{"chat": messages}], prompt="chat")}).read([0])
     assert url not in str(without_pictures(row, "prompt", None))
+
+
+@dataclass(eq=False)
+class Lengths(GRPO):
+    """Records of each step the rows' first characters, and the lengths of their responses."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.record: list[tuple[str, int]] = []
+
+    @node
+    def look(self, rollout: Written) -> None:
+        lengths = rollout.lengths.tolist()
+        self.record += zip([row["prompt"][0] for row in rollout.rows], lengths, strict=True)
+
+
+def limited() -> Mixture:
+    return Mixture({"a": MixedDataset(rows("a", 4), max_response_length=2), "b": rows("b", 4)})
+
+
+def test_a_response_has_the_longest_length_of_its_dataset(model: Path, tmp_path: Path) -> None:
+    records = []
+    for name, source in {"limited": limited(), "plain": mixed(a=(4, 1.0), b=(4, 1.0))}.items():
+        module = Lengths(str(model), reward=CallableReward(starts_with_a_digit), group_size=4, max_response_length=6)
+        held_out = Mixture({"a": source.datasets["a"]})
+        trainer = Trainer(tmp_path / name, accelerator="cpu", max_steps=1)
+        trainer.fit(module, PromptData(source, held_out, prompts_per_step=8))
+        assert (trainer.callback_metrics["val/length"] <= 2) == (name == "limited")
+        records.append(module.record)
+    limited_, plain = records
+    assert {of for of, length in limited_ if length > 2} == {"b"}
+    # Seeds follow from the row, so each response begins as it would without a limit.
+    assert limited_ == [(of, min(2, length) if of == "a" else length) for of, length in plain]
+
+
+class Continues(GRPO):
+    @node(generates="actor")
+    def rollout(self, batch: Batch) -> Rollout:
+        return self.generate(self.actor.generate(batch, self.group_size, max_new_tokens=1))
+
+
+def test_responses_that_were_cut_at_the_length_of_a_dataset_are_not_continued(model: Path, tmp_path: Path) -> None:
+    module = Continues(str(model), reward=CallableReward(tenth), group_size=2, max_response_length=4)
+    error = failing_fit(Fit(module, PromptData(limited(), None, prompts_per_step=4), tmp_path)).error
+    assert "node `rollout` continues responses, and a dataset has a `max_response_length` of its own" in error
+
+
+class Spells:
+    """Says the row's prompt again, and is over."""
+
+    def reset(self, prompt: str) -> None:
+        self.prompt = prompt
+
+    def initial_observation(self) -> str:
+        return self.prompt
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"reward": float(self.prompt[0] == "a"), "episode_done": True}
+
+
+class Counts(Spells):
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"reward": 10.0 + float(self.prompt[0] == "b"), "episode_done": True}
+
+
+def test_a_row_is_answered_by_the_environment_of_its_dataset(model: Path, tmp_path: Path) -> None:
+    environment = Environment({"a": Spells, "b": Counts}, by="dataset")
+    module = GRPO(str(model), environment=environment, group_size=2, max_response_length=3)
+    data = PromptData(mixed(a=(4, 1.0), b=(4, 3.0)), None, prompts_per_step=4, chat_template=True, max_prompt_length=40)
+    (step,) = fit(Fit(module, data, tmp_path)).steps
+    assert step["reward/mean"] == pytest.approx((1 + 3 * 11) / 4)
+
+
+LONGER: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "too long": ({"max_response_length": 1}, {}, "`module.max_response_length` is 1, for which memory is planned"),
+    "overlong": ({"overlong_buffer": 0.5}, {}, "`module.overlong_buffer` is set"),
+    "environment": ({"environment": Environment(Spells)}, {}, "GRPO has an environment"),
+    "in parts": ({}, {"partial_rollout": 4}, "`trainer.partial_rollout` continues responses"),
+}
+
+
+@pytest.mark.parametrize("why", LONGER)
+def test_a_length_of_a_dataset_that_something_would_not_know_is_refused(why: str, model: Path, tmp_path: Path) -> None:
+    settings, of_trainer, message = LONGER[why]
+    given = {"group_size": 2, "max_response_length": 6, **settings}
+    module = GRPO(str(model), reward=CallableReward(tenth), **given)
+    run = Fit(module, PromptData(limited(), None, prompts_per_step=4), tmp_path, settings=of_trainer)
+    error = failing_fit(run).error
+    assert error.startswith("`max_response_length` of the dataset `a` is 2, and ")
+    assert message in error
 
 
 def starts_with_a_digit(response: str) -> float:
