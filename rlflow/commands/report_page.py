@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -17,8 +17,9 @@ import yaml
 
 from rlflow.commands.fit import read_fit
 from rlflow.commands.replay import config_of
-from rlflow.commands.report_charts import Curve, chart, graph_drawing
+from rlflow.commands.report_charts import Curve, chart, graph_drawing, in_bytes
 from rlflow.commands.report_health import MetricsLine, findings
+from rlflow.dag.tasks import rank_ranges
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.jsonl import SAMPLES_FILE, read_metrics, read_samples
 from rlflow.loggers.secrets import without_secrets
@@ -91,13 +92,31 @@ class ReportedRun:
         return [(line["step"] or 0, value) for line in self.lines if (value := line.get(metric)) is not None]
 
 
-def page(folders: Sequence[Path], timeline: str, picture: Path | None, version: str = "") -> str:
+@dataclass(frozen=True)
+class Traced:
+    """What the traces of a run say.
+
+    Attributes:
+        timeline: Text of the timeline, or why there is none.
+        picture: PNG of the timeline; empty for none.
+        step: The step whose exchanges were counted, from 1.
+        sent: Bytes that the ranks together sent in each exchange of that step, by its line in the plan.
+        missing: Ranks without traces here.
+    """
+
+    timeline: str
+    picture: bytes = b""
+    step: int = 0
+    sent: Mapping[str, int] = field(default_factory=dict)
+    missing: Sequence[int] = ()
+
+
+def page(folders: Sequence[Path], traced: Traced, version: str = "") -> str:
     """The page of some runs.
 
     Args:
         folders: Folders of the runs; the first one is shown with its timeline and graph.
-        timeline: Text of the timeline, or why there is none.
-        picture: PNG of the timeline, if there is one.
+        traced: What the traces of the first run say.
         version: What the server of the page answers until there is a newer one; empty for a file.
 
     Raises:
@@ -115,8 +134,8 @@ def page(folders: Sequence[Path], timeline: str, picture: Path | None, version: 
     )
     title = f"rlflow: {', '.join(names)}"
     image = ""
-    if picture is not None:
-        encoded = base64.b64encode(picture.read_bytes()).decode()
+    if traced.picture:
+        encoded = base64.b64encode(traced.picture).decode()
         image = f'<div class="wide"><img alt="timeline of ranks and nodes" src="data:image/png;base64,{encoded}"></div>'
     block = json.dumps({"runs": names, "samples": samples}, ensure_ascii=False).replace("<", "\\u003c")
     return "\n".join(
@@ -138,9 +157,9 @@ def page(folders: Sequence[Path], timeline: str, picture: Path | None, version: 
             f'<div class="charts">{"".join(_charts(runs, names))}</div>',
             f"<h2>Where the time went{escape(f': {names[0]}' if len(runs) > 1 else '')}</h2>",
             image,
-            f"<pre>{escape(timeline)}</pre>",
+            f"<pre>{escape(traced.timeline)}</pre>",
             f"<h2>Graph{escape(f': {names[0]}' if len(runs) > 1 else '')}</h2>",
-            _graph(runs[0]),
+            _graph(runs[0], traced),
             "<h2>Samples</h2>",
             f'<p class="faint">{escape(note)} Choose a row to see its samples side by side, step by step.</p>',
             FILTERS,
@@ -317,7 +336,7 @@ def _cut(value: Any) -> Any:
     return [_cut(each) for each in value] if isinstance(value, list) else value
 
 
-def _graph(run: ReportedRun) -> str:
+def _graph(run: ReportedRun, traced: Traced) -> str:
     """The graph of the run's config; or why it cannot be drawn, as where the algorithm's own file is elsewhere."""
     file = run.folder / "config.yaml"
     if not file.is_file():
@@ -327,12 +346,22 @@ def _graph(run: ReportedRun) -> str:
         planned = plan_run(found.module, found.trainer.settings, found.trainer.engine_settings)
     except UserError as error:
         return f"<p>No graph: {escape(one_line(error))}. Start the command where the run was started.</p>"
-    sent = run.points("exchange/bytes")
-    moved = f" The edges of the last recorded step moved {sent[-1][1]:,.0f} bytes together." if sent else ""
-    return (
-        f'<p class="faint">Each box is a node and its value; a dashed edge is exchanged between ranks.{moved}</p>'
-        f'<div class="wide">{graph_drawing(planned.graph, planned.plan)}</div>'
+    drawing = graph_drawing(planned.graph, planned.plan, traced.sent)
+    return f'<p class="faint">{" ".join(_about_edges(traced))}</p><div class="wide">{drawing}</div>'
+
+
+def _about_edges(traced: Traced) -> Iterator[str]:
+    yield "Each box is a node and its value. A local edge is read on the ranks that made its rows."
+    if not traced.sent:
+        yield "A dashed edge is exchanged between ranks; no traces of this run have its bytes."
+        return
+    yield (
+        "A dashed edge is exchanged between ranks: beside it are the bytes of the rows that went from one rank to"
+        f" another in step {traced.step}, {in_bytes(sum(traced.sent.values()))} over all edges. Readers with one"
+        " layout share an exchange."
     )
+    if traced.missing:
+        yield f"Without what {rank_ranges(tuple(traced.missing))} sent, whose traces are not here."
 
 
 def _configs(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str]:

@@ -21,13 +21,16 @@ import yaml
 
 from rlflow import UserError
 from rlflow.cli import main
+from rlflow.commands.fit import read_fit
 from rlflow.commands.parser import call
 from rlflow.commands.report import report
-from rlflow.commands.report_charts import Z, short, thinned, ticks, wilson
+from rlflow.commands.report_charts import Z, graph_drawing, in_bytes, short, thinned, ticks, wilson
 from rlflow.commands.report_health import RANGES, findings
 from rlflow.commands.report_page import MOST_BYTES, MOST_SAMPLES, ReportedRun, chosen_samples
 from rlflow.commands.report_server import open_server
+from rlflow.dag.tasks import Exchange
 from rlflow.loggers.jsonl import JSONLLogger
+from rlflow.run.prepare import plan_run
 from tests.test_docs import metric_rows
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +130,22 @@ def test_the_page_draws_the_graph_and_says_what_differs_between_runs(page: str) 
     assert "1 setting differs" in page
 
 
+def test_readers_that_share_an_exchange_are_not_counted_twice(tmp_path: Path) -> None:
+    config = yaml.safe_load((ROOT / "configs/ppo.yaml").read_text())
+    config["module"]["init_args"] |= {"actor": "tiny", "critic": "tiny"}
+    config["trainer"] = {"devices": 2, "accelerator": "cpu"}
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(config))
+    found = read_fit(["--config", str(tmp_path / "ppo.yaml")])
+    run = plan_run(found.module, found.trainer.settings, found.trainer.engine_settings)
+    lines = [str(task) for task in run.plan.every() if isinstance(task, Exchange)]
+    drawn = graph_drawing(run.graph, run.plan, {line: 1000 + number for number, line in enumerate(lines)})
+    carried = re.findall(r'<text class="carried"[^>]*>([^<]*)</text>', drawn)
+    assert len(carried) == len(re.findall('class="edge', drawn)) > 10
+    assert sorted(each for each in carried if each.endswith(" B")) == [f"{1000 + n} B" for n in range(len(lines))]
+    reader = run.graph.readers("rollout")[1].id  # the first one scores where the rollout was made
+    assert f"with {reader}" in carried
+
+
 def test_a_metric_outside_its_range_is_named_with_what_to_do(page: str) -> None:
     found = re.findall(r"<tr><td><code>rollout/truncated</code></td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
     assert found[0][:2] == ("0.5 (median of the last 3); outside in 3 of 3 records", "below 0.05")
@@ -186,6 +205,16 @@ def test_numbers_are_short() -> None:
         "128.5k",
         "2.5G",
         "5.6e-07",
+    ]
+
+
+def test_bytes_are_thousands() -> None:
+    assert [in_bytes(number) for number in (0, 512, 9_999, 128_456, 2.5e9)] == [
+        "0 B",
+        "512 B",
+        "9999 B",
+        "128.5 kB",
+        "2.5 GB",
     ]
 
 
