@@ -15,11 +15,15 @@ from typing import Any
 
 import yaml
 
+from rlflow.commands.configuration import Configured
 from rlflow.commands.fit import read_fit
 from rlflow.commands.replay import config_of
 from rlflow.commands.report_charts import Curve, chart, graph_drawing, in_bytes
 from rlflow.commands.report_health import MetricsLine, findings
+from rlflow.commands.report_pictures import MOST_BYTES as MOST_PICTURE_BYTES
+from rlflow.commands.report_pictures import SIDE, PagePictures
 from rlflow.dag.tasks import rank_ranges
+from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.jsonl import SAMPLES_FILE, read_metrics, read_samples
 from rlflow.loggers.secrets import without_secrets
@@ -87,6 +91,21 @@ class ReportedRun:
             raise UserError(f"`{file}` is damaged (no object); move it away, and report the run without it")
         return found
 
+    @cached_property
+    def configured(self) -> Configured:
+        """The objects of its config.
+
+        Raises:
+            UserError: It has none, or one that cannot be read here, as where the algorithm's own file is elsewhere.
+        """
+        file = self.folder / "config.yaml"
+        if not file.is_file():
+            raise UserError("the run was started from Python and has no config.yaml")
+        try:
+            return read_fit(["--config", str(file)])
+        except UserError as error:
+            raise UserError(f"{one_line(error)}. Start the command where the run was started") from error
+
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Step and value of each finite record of a metric."""
         return [(line["step"] or 0, value) for line in self.lines if (value := line.get(metric)) is not None]
@@ -125,6 +144,7 @@ def page(folders: Sequence[Path], traced: Traced, version: str = "") -> str:
     runs = [ReportedRun(folder) for folder in folders]
     names = _names(folders)
     samples, note = chosen_samples(runs)
+    pictures, about_pictures = with_pictures(runs, samples)
     script = (Path(__file__).with_suffix(".js")).read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     connects = "'self'" if version else "'none'"
@@ -137,7 +157,8 @@ def page(folders: Sequence[Path], traced: Traced, version: str = "") -> str:
     if traced.picture:
         encoded = base64.b64encode(traced.picture).decode()
         image = f'<div class="wide"><img alt="timeline of ranks and nodes" src="data:image/png;base64,{encoded}"></div>'
-    block = json.dumps({"runs": names, "samples": samples}, ensure_ascii=False).replace("<", "\\u003c")
+    shown = {"runs": names, "samples": samples, "pictures": pictures}
+    block = json.dumps(shown, ensure_ascii=False).replace("<", "\\u003c")
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -161,7 +182,8 @@ def page(folders: Sequence[Path], traced: Traced, version: str = "") -> str:
             f"<h2>Graph{escape(f': {names[0]}' if len(runs) > 1 else '')}</h2>",
             _graph(runs[0], traced),
             "<h2>Samples</h2>",
-            f'<p class="faint">{escape(note)} Choose a row to see its samples side by side, step by step.</p>',
+            f'<p class="faint">{escape(note)} {about_pictures}Choose a row to see its samples side by side,'
+            " step by step.</p>",
             FILTERS,
             "<h2>Config</h2>",
             *_configs(runs, names),
@@ -324,7 +346,40 @@ def _chosen(run: ReportedRun, steps: Mapping[int, int], repeated: Sequence[int],
             yield {name: sample[name] for name in SHOWN if sample.get(name) is not None}
 
 
-SHOWN = ("step", "row", "sample", "prompt", "response", "reward", "failed", "parts", "columns", "ended", "messages")
+SHOWN = (
+    *("step", "row", "sample", "prompt", "response", "reward", "failed", "parts", "columns", "ended", "messages"),
+    *("path", "episode", "continues", "pictures"),
+)
+
+
+def with_pictures(runs: Sequence[ReportedRun], samples: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
+    """Put the pictures of prompts into the samples, see `PagePictures.of_sample`.
+
+    Returns:
+        The pictures as `data:` URLs, and a note; both are empty where no sample has a picture.
+    """
+    found, data = PagePictures(), dict[int, PromptData | str]()
+    shown = [sample for sample in samples if sample.get("pictures")]
+    for sample in shown:
+        run = sample["run"]
+        if run not in data:
+            try:
+                data[run] = runs[run].configured.data.resolved()
+            except UserError as error:
+                data[run] = one_line(error)
+        names, of_run = sample["pictures"], data[run]
+        if isinstance(of_run, str):
+            sample["pictures"] = [{"name": name, "why": of_run} for name in names]
+        else:
+            sample["pictures"] = found.of_sample(sample["row"], names, of_run)
+    if not shown:
+        return [], ""
+    note = f"{len(found.encoded)} pictures of prompts, {SIDE} pixels a side or less, from the dataset as it is now; "
+    if found.left_out:
+        note += f"{found.left_out} are left out beyond {MOST_PICTURE_BYTES:,} bytes. "
+    else:
+        note += f"there is room for {MOST_PICTURE_BYTES:,} bytes. "
+    return found.encoded, note
 
 
 def _cut(value: Any) -> Any:
@@ -337,15 +392,12 @@ def _cut(value: Any) -> Any:
 
 
 def _graph(run: ReportedRun, traced: Traced) -> str:
-    """The graph of the run's config; or why it cannot be drawn, as where the algorithm's own file is elsewhere."""
-    file = run.folder / "config.yaml"
-    if not file.is_file():
-        return "<p>No graph: the run was started from Python and has no config.yaml.</p>"
+    """The graph of the run's config; or why it cannot be drawn."""
     try:
-        found = read_fit(["--config", str(file)])
+        found = run.configured
         planned = plan_run(found.module, found.trainer.settings, found.trainer.engine_settings)
     except UserError as error:
-        return f"<p>No graph: {escape(one_line(error))}. Start the command where the run was started.</p>"
+        return f"<p>No graph: {escape(one_line(error))}.</p>"
     drawing = graph_drawing(planned.graph, planned.plan, traced.sent)
     return f'<p class="faint">{" ".join(_about_edges(traced))}</p><div class="wide">{drawing}</div>'
 
