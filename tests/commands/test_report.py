@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -223,6 +226,16 @@ def test_a_line_that_a_killed_rank_left_unfinished_is_passed_over(tmp_path: Path
     whole, half = json.dumps(EVENTS[0]), json.dumps(EVENTS[1])[:20]
     (tmp_path / "traces/rank0.jsonl").write_text(f"{whole}\n{half}")
     report(tmp_path)
+    assert (tmp_path / "timeline.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_notebook_of_another_environment_can_start_the_command(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces/rank0.jsonl").write_text(f"{json.dumps(EVENTS[0])}\n")
+    backend = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # which is not installed where rlflow is
+    command = [sys.executable, "-m", "rlflow.cli", "report", str(tmp_path)]
+    subprocess.run(command, env=os.environ | backend, check=True, capture_output=True, timeout=120)
     assert (tmp_path / "timeline.png").is_file()
 
 
