@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     of_process = arguments is None
     if of_process:
         environment.take_arguments()
+        os.environ.pop("MPLBACKEND", None)  # a notebook's, whose environment may be another; rlflow draws into files
     parser = _OneLineParser(
         prog="rlflow",
         description="Reinforcement-learning post-training of language models, without a central node.",

@@ -22,6 +22,7 @@ from rlflow import Callback, CausalLM, Optimizer, RLModule, Trainer, algorithms,
 from rlflow.algorithms import GRPO
 from rlflow.algorithms.grpo import GroupRelative
 from rlflow.callbacks.hooks import HOOKS
+from rlflow.cli import main
 from rlflow.commands.fit import read_fit
 from rlflow.controller.gap import GAP, LARGEST_GAP
 from rlflow.data.prompts import PromptData
@@ -408,3 +409,35 @@ def plain(thing: Any) -> Any:
         return thing
     said = {name: plain(value) for name, value in vars(thing).items() if not name.startswith("_")}
     return {"class": type(thing).__name__, **said}
+
+
+@pytest.mark.parametrize(
+    ("column", "machine"),
+    [
+        (1, {"like": "h100", "gpus_per_node": 1}),
+        (
+            2,
+            {"like": "a100", "gpus_per_node": 1, "peak_flops": 165e12, "memory": 24e9, "memory_bandwidth": 1.01e12},
+        ),
+    ],
+)
+def test_the_recipe_of_a_real_model_has_what_is_predicted(
+    column: int, machine: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "machine.yaml").write_text(yaml.safe_dump(machine))
+    config = str(ROOT / "configs/qwen3_gsm8k_1gpu.yaml")
+    options = ["--hardware", str(tmp_path / "machine.yaml"), "--prompt_tokens", "130", "--response_tokens", "250"]
+    main(["simulate", "--config", config, *options])
+    told = capsys.readouterr().out
+    page = (DOCS / "recipe_gsm8k.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(rf"^\| ([^|]+?) \|(?:[^|]+\|){{{column - 1}}} ([^|]+?) \|", page, re.MULTILINE))
+    step = rows["a step"]
+    assert f"\nstep {step}, " in told
+    assert rows["100 steps, without validation"] == f"{100 * float(step.split()[0]) / 60:.0f} minutes"
+    taken = dict(re.findall(r"^  \* (\w+) +\w+ +\S+ \w+ +(\S+ s) ", told, re.MULTILINE))
+    assert rows["of it generating, training"] == f"{taken['rollout']}, {taken['actor_loss']}"
+    generating, training = rows["memory generating, most of it vLLM's cache"], rows["memory training"]
+    assert f"memory of a rank: {generating} generating, {training} training" in told
+    weights, gradients, optimizer = rows["weights, gradients, optimizer, in float32"].removesuffix(" GB").split(", ")
+    assert f"weights {weights} GB, gradients {gradients} GB, optimizer {optimizer} GB" in told
+    assert re.search(rf"saving .* {rows['a checkpoint']}$", told, re.MULTILINE)

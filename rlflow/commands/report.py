@@ -16,7 +16,7 @@ from rlflow.commands.parser import call
 from rlflow.commands.trace import chosen_steps, print_missing, traces_of
 from rlflow.errors import UserError
 from rlflow.loggers.jsonl import METRICS_FILE
-from rlflow.loggers.trace import FLIGHT, SAVE, TURN, WAIT, read_events, step_windows, window_of
+from rlflow.loggers.trace import FLIGHT, SAVE, TURN, WAIT, missing_ranks, read_events, step_windows, window_of
 from rlflow.metrics import straggler
 
 PICTURE_FILE = "timeline.png"
@@ -92,20 +92,23 @@ def _page_of(folders: Sequence[Path], step: int | None, steps: int, file: Path, 
 
 def page_text(folders: Sequence[Path], step: int | None, steps: int, version: str = "") -> str:
     """The page of some runs, see `report_page.page`; without a timeline if the first run has no traces."""
-    from rlflow.commands.report_page import page
+    from rlflow.commands.report_page import Traced, page
 
-    with tempfile.TemporaryDirectory() as scratch:
-        picture = Path(scratch, PICTURE_FILE)
-        try:
-            traces = traces_of(folders[0])
-            windows = step_windows(traces)
-            shown = chosen_steps(folders[0], windows, step, steps)
-            timeline = Timeline(spans(read_events(traces, window=window_of(windows, shown))))
-            text = "\n".join(screen(timeline, shown, last=max(windows)))
+    try:
+        traces = traces_of(folders[0])
+        windows = step_windows(traces)
+        shown = chosen_steps(folders[0], windows, step, steps)
+        events = list(read_events(traces, window=window_of(windows, shown)))
+        timeline = Timeline(spans(events))
+        text = "\n".join(screen(timeline, shown, last=max(windows)))
+        with tempfile.TemporaryDirectory() as scratch:
+            picture = Path(scratch, PICTURE_FILE)
             draw_timeline(timeline, shown, picture)
-        except UserError as error:
-            text = f"no timeline: {error}"
-        return page(folders, text, picture if picture.is_file() else None, version)
+            drawn = picture.read_bytes()
+        traced = Traced(text, drawn, shown[-1], sent_bytes(events, shown[-1]), missing_ranks(traces))
+    except UserError as error:
+        traced = Traced(f"no timeline: {error}")
+    return page(folders, traced, version)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -155,12 +158,13 @@ def _row(name: str, seconds: dict[int, float]) -> str:
 
 # Tasks in which a rank does nothing but wait for the others.
 WAITS = {WAIT, "Reduce", "Tell"}
+EXCHANGE = "Exchange"
 KINDS = {
     "Load": "load",
     "SyncWeights": "weight sync",
     "Tell": "tell",
     "Sleep": "sleep",
-    "Exchange": "exchange",
+    EXCHANGE: "exchange",
     "Reduce": "reduce metrics",
     "Save": "save",
 }
@@ -270,6 +274,20 @@ def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
         name = event["name"] if category == WAIT else _name(event["name"], category)
         found.append(Span(rank, name, category, step, start, end))
     return found
+
+
+def sent_bytes(events: Iterable[dict[str, Any]], step: int) -> dict[str, int]:
+    """Bytes that the ranks together sent to one another in each exchange of a step, by its line in the plan.
+
+    Args:
+        events: Events of a trace, those of this step among them.
+        step: Step of the run, from 1.
+    """
+    sent: dict[str, int] = defaultdict(int)
+    for event in events:
+        if event.get("cat") == EXCHANGE and event["args"]["step"] + 1 == step and "bytes" in event["args"]:
+            sent[event["name"]] += event["args"]["bytes"]  # a filter repeats exchanges
+    return dict(sent)
 
 
 def is_task(span: Span) -> bool:

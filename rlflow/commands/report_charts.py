@@ -11,7 +11,7 @@ from rlflow.commands.graph import TYPES
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH
 from rlflow.dag.planner import Plan
-from rlflow.dag.tasks import rank_ranges
+from rlflow.dag.tasks import Exchange, rank_ranges
 
 MOST_POINTS = 400  # of a drawn curve
 WIDTH, HEIGHT = 420, 200
@@ -99,6 +99,12 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
+def in_bytes(number: float) -> str:
+    """Four digits, such as `512 B` or `128.5 kB`; a kB is 1,000 bytes."""
+    text = short(number)
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
+
+
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
     """At most `most` points: the ends, and the least and the largest of even parts between, so that spikes stay."""
     if len(points) <= most:
@@ -133,10 +139,17 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y = 190, 58, 34, 44
+LABEL_WIDTH, LABEL_HEIGHT = 64, 13
 
 
-def graph_drawing(graph: Graph, plan: Plan) -> str:
-    """The nodes in rows, each below all that it reads; a dashed edge is exchanged between ranks."""
+def graph_drawing(graph: Graph, plan: Plan, sent: Mapping[str, int]) -> str:
+    """The nodes in rows, each below all that it reads; a dashed edge is exchanged between ranks.
+
+    Args:
+        graph: Graph of the run.
+        plan: Its plan.
+        sent: Bytes that were sent in each exchange, by its line in the plan.
+    """
     layouts = plan.layouts()
     depth = {BATCH: 0}
     for node in graph.order:
@@ -153,7 +166,7 @@ def graph_drawing(graph: Graph, plan: Plan) -> str:
         for number, name in enumerate(names)
     }
     out = _reach(height) - BOX_WIDTH / 2
-    parts = list(_edges(graph, plan, places))
+    parts = list(_edges(graph, plan, places, sent))
     for name, (x, y) in places.items():
         kind = "dataset" if name == BATCH else graph.nodes[name].kind
         lines = [name, "DATASET" if name == BATCH else f"{graph.nodes[name].models} {TYPES[graph.nodes[name].kind]}"]
@@ -171,20 +184,50 @@ def graph_drawing(graph: Graph, plan: Plan) -> str:
     return f'<svg class="graph" viewBox="0 0 {across:g} {height:g}" style="width:{across:g}px">{"".join(parts)}</svg>'
 
 
-def _edges(graph: Graph, plan: Plan, places: Mapping[str, tuple[float, float]]) -> Iterator[str]:
+def _edges(
+    graph: Graph, plan: Plan, places: Mapping[str, tuple[float, float]], sent: Mapping[str, int]
+) -> Iterator[str]:
+    """The edges, and on each what it carried, where no box and no other label is."""
+    first: dict[Exchange, str] = {}
+    taken = [(x, y + BOX_HEIGHT / 2, (BOX_WIDTH + LABEL_WIDTH) / 2, BOX_HEIGHT / 2) for x, y in places.values()]
+    labels = []
     for node in graph.order:
         for name in node.needs:
-            if name in places:
-                sent = name in node.reads and plan.exchange(name, node, graph.seen_in(node, name)) is not None
-                (x0, y0), (x1, y1) = places[name], places[node.id]
-                if y1 - y0 > BOX_HEIGHT + GAP_Y:  # past the boxes between
-                    right0, right1, out = x0 + BOX_WIDTH / 2, x1 + BOX_WIDTH / 2, max(x0, x1) + _reach(y1 - y0)
-                    path = f"M{right0:g} {y0 + 40:g}C{out:g} {y0 + 50:g} {out:g} {y1 + 10:g} {right1:g} {y1 + 20:g}"
-                else:
-                    y0 += BOX_HEIGHT
-                    middle = (y0 + y1) / 2
-                    path = f"M{x0:g} {y0:g}C{x0:g} {middle:g} {x1:g} {middle:g} {x1:g} {y1:g}"
-                yield f'<path class="edge{" sent" * sent}" d="{path}"/>'
+            if name not in places:
+                continue
+            exchange = plan.exchange(name, node, graph.seen_in(node, name)) if name in node.reads else None
+            label = "local" if name in node.reads else "trained"
+            if exchange is not None:
+                reader = first.setdefault(exchange, node.id)
+                number = sent.get(str(exchange))
+                label = f"with {reader}" if reader != node.id else "" if number is None else in_bytes(number)
+            (x0, y0), (x1, y1) = places[name], places[node.id]
+            if y1 - y0 > BOX_HEIGHT + GAP_Y:  # past the boxes between
+                out = max(x0, x1) + _reach(y1 - y0)
+                ends = (x0 + BOX_WIDTH / 2, y0 + 40), (out, y0 + 50), (out, y1 + 10), (x1 + BOX_WIDTH / 2, y1 + 20)
+            else:
+                y0 += BOX_HEIGHT
+                ends = (x0, y0), (x0, (y0 + y1) / 2), (x1, (y0 + y1) / 2), (x1, y1)
+            path = "M{:g} {:g}C{:g} {:g} {:g} {:g} {:g} {:g}".format(*(end for point in ends for end in point))
+            said = f"<title>{escape(str(exchange))}</title>" if exchange is not None else ""
+            yield f'<path class="edge{" sent" * bool(said)}" d="{path}">{said}</path>'
+            along = [_at(ends, part / 20) for part in (10, 8, 12, 6, 14, 5, 15)]
+            x, y = next((each for each in along if _is_free(each, taken)), along[0])
+            taken.append((x, y, LABEL_WIDTH, LABEL_HEIGHT))
+            labels.append(f'<text class="carried" x="{x:g}" y="{y:g}" text-anchor="middle">{escape(label)}</text>')
+    yield from labels  # above all edges
+
+
+def _at(ends: Sequence[tuple[float, float]], part: float) -> tuple[float, float]:
+    """A point of a cubic Bezier curve, `part` of its parameter from 0 to 1."""
+    weights = [(1 - part) ** 3, 3 * part * (1 - part) ** 2, 3 * part**2 * (1 - part), part**3]
+    x, y = (sum(weight * end[axis] for weight, end in zip(weights, ends, strict=True)) for axis in (0, 1))
+    return x, y
+
+
+def _is_free(place: tuple[float, float], taken: Sequence[tuple[float, float, float, float]]) -> bool:
+    """Whether a label has room at a place: `taken` are middles, and how far off a label's middle must be."""
+    return not any(abs(place[0] - x) < across and abs(place[1] - y) < down for x, y, across, down in taken)
 
 
 def _reach(height: float) -> float:

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -15,10 +15,15 @@ from typing import Any
 
 import yaml
 
+from rlflow.commands.configuration import Configured
 from rlflow.commands.fit import read_fit
 from rlflow.commands.replay import config_of
-from rlflow.commands.report_charts import Curve, chart, graph_drawing
+from rlflow.commands.report_charts import Curve, chart, graph_drawing, in_bytes
 from rlflow.commands.report_health import MetricsLine, findings
+from rlflow.commands.report_pictures import MOST_BYTES as MOST_PICTURE_BYTES
+from rlflow.commands.report_pictures import SIDE, PagePictures
+from rlflow.dag.tasks import rank_ranges
+from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.jsonl import SAMPLES_FILE, read_metrics, read_samples
 from rlflow.loggers.secrets import without_secrets
@@ -86,18 +91,51 @@ class ReportedRun:
             raise UserError(f"`{file}` is damaged (no object); move it away, and report the run without it")
         return found
 
+    @cached_property
+    def configured(self) -> Configured:
+        """The objects of its config.
+
+        Raises:
+            UserError: It has none, or one that cannot be read here, as where the algorithm's own file is elsewhere.
+        """
+        file = self.folder / "config.yaml"
+        if not file.is_file():
+            raise UserError("the run was started from Python and has no config.yaml")
+        try:
+            return read_fit(["--config", str(file)])
+        except UserError as error:
+            raise UserError(f"{one_line(error)}. Start the command where the run was started") from error
+
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Step and value of each finite record of a metric."""
         return [(line["step"] or 0, value) for line in self.lines if (value := line.get(metric)) is not None]
 
 
-def page(folders: Sequence[Path], timeline: str, picture: Path | None, version: str = "") -> str:
+@dataclass(frozen=True)
+class Traced:
+    """What the traces of a run say.
+
+    Attributes:
+        timeline: Text of the timeline, or why there is none.
+        picture: PNG of the timeline; empty for none.
+        step: The step whose exchanges were counted, from 1.
+        sent: Bytes that the ranks together sent in each exchange of that step, by its line in the plan.
+        missing: Ranks without traces here.
+    """
+
+    timeline: str
+    picture: bytes = b""
+    step: int = 0
+    sent: Mapping[str, int] = field(default_factory=dict)
+    missing: Sequence[int] = ()
+
+
+def page(folders: Sequence[Path], traced: Traced, version: str = "") -> str:
     """The page of some runs.
 
     Args:
         folders: Folders of the runs; the first one is shown with its timeline and graph.
-        timeline: Text of the timeline, or why there is none.
-        picture: PNG of the timeline, if there is one.
+        traced: What the traces of the first run say.
         version: What the server of the page answers until there is a newer one; empty for a file.
 
     Raises:
@@ -106,6 +144,7 @@ def page(folders: Sequence[Path], timeline: str, picture: Path | None, version: 
     runs = [ReportedRun(folder) for folder in folders]
     names = _names(folders)
     samples, note = chosen_samples(runs)
+    pictures, about_pictures = with_pictures(runs, samples)
     script = (Path(__file__).with_suffix(".js")).read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     connects = "'self'" if version else "'none'"
@@ -115,10 +154,11 @@ def page(folders: Sequence[Path], timeline: str, picture: Path | None, version: 
     )
     title = f"rlflow: {', '.join(names)}"
     image = ""
-    if picture is not None:
-        encoded = base64.b64encode(picture.read_bytes()).decode()
+    if traced.picture:
+        encoded = base64.b64encode(traced.picture).decode()
         image = f'<div class="wide"><img alt="timeline of ranks and nodes" src="data:image/png;base64,{encoded}"></div>'
-    block = json.dumps({"runs": names, "samples": samples}, ensure_ascii=False).replace("<", "\\u003c")
+    shown = {"runs": names, "samples": samples, "pictures": pictures}
+    block = json.dumps(shown, ensure_ascii=False).replace("<", "\\u003c")
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -138,11 +178,12 @@ def page(folders: Sequence[Path], timeline: str, picture: Path | None, version: 
             f'<div class="charts">{"".join(_charts(runs, names))}</div>',
             f"<h2>Where the time went{escape(f': {names[0]}' if len(runs) > 1 else '')}</h2>",
             image,
-            f"<pre>{escape(timeline)}</pre>",
+            f"<pre>{escape(traced.timeline)}</pre>",
             f"<h2>Graph{escape(f': {names[0]}' if len(runs) > 1 else '')}</h2>",
-            _graph(runs[0]),
+            _graph(runs[0], traced),
             "<h2>Samples</h2>",
-            f'<p class="faint">{escape(note)} Choose a row to see its samples side by side, step by step.</p>',
+            f'<p class="faint">{escape(note)} {about_pictures}Choose a row to see its samples side by side,'
+            " step by step.</p>",
             FILTERS,
             "<h2>Config</h2>",
             *_configs(runs, names),
@@ -305,7 +346,40 @@ def _chosen(run: ReportedRun, steps: Mapping[int, int], repeated: Sequence[int],
             yield {name: sample[name] for name in SHOWN if sample.get(name) is not None}
 
 
-SHOWN = ("step", "row", "sample", "prompt", "response", "reward", "failed", "parts", "columns", "ended", "messages")
+SHOWN = (
+    *("step", "row", "sample", "prompt", "response", "reward", "failed", "parts", "columns", "ended", "messages"),
+    *("path", "episode", "continues", "pictures"),
+)
+
+
+def with_pictures(runs: Sequence[ReportedRun], samples: Sequence[dict[str, Any]]) -> tuple[list[str], str]:
+    """Put the pictures of prompts into the samples, see `PagePictures.of_sample`.
+
+    Returns:
+        The pictures as `data:` URLs, and a note; both are empty where no sample has a picture.
+    """
+    found, data = PagePictures(), dict[int, PromptData | str]()
+    shown = [sample for sample in samples if sample.get("pictures")]
+    for sample in shown:
+        run = sample["run"]
+        if run not in data:
+            try:
+                data[run] = runs[run].configured.data.resolved()
+            except UserError as error:
+                data[run] = one_line(error)
+        names, of_run = sample["pictures"], data[run]
+        if isinstance(of_run, str):
+            sample["pictures"] = [{"name": name, "why": of_run} for name in names]
+        else:
+            sample["pictures"] = found.of_sample(sample["row"], names, of_run)
+    if not shown:
+        return [], ""
+    note = f"{len(found.encoded)} pictures of prompts, {SIDE} pixels a side or less, from the dataset as it is now; "
+    if found.left_out:
+        note += f"{found.left_out} are left out beyond {MOST_PICTURE_BYTES:,} bytes. "
+    else:
+        note += f"there is room for {MOST_PICTURE_BYTES:,} bytes. "
+    return found.encoded, note
 
 
 def _cut(value: Any) -> Any:
@@ -317,22 +391,29 @@ def _cut(value: Any) -> Any:
     return [_cut(each) for each in value] if isinstance(value, list) else value
 
 
-def _graph(run: ReportedRun) -> str:
-    """The graph of the run's config; or why it cannot be drawn, as where the algorithm's own file is elsewhere."""
-    file = run.folder / "config.yaml"
-    if not file.is_file():
-        return "<p>No graph: the run was started from Python and has no config.yaml.</p>"
+def _graph(run: ReportedRun, traced: Traced) -> str:
+    """The graph of the run's config; or why it cannot be drawn."""
     try:
-        found = read_fit(["--config", str(file)])
+        found = run.configured
         planned = plan_run(found.module, found.trainer.settings, found.trainer.engine_settings)
     except UserError as error:
-        return f"<p>No graph: {escape(one_line(error))}. Start the command where the run was started.</p>"
-    sent = run.points("exchange/bytes")
-    moved = f" The edges of the last recorded step moved {sent[-1][1]:,.0f} bytes together." if sent else ""
-    return (
-        f'<p class="faint">Each box is a node and its value; a dashed edge is exchanged between ranks.{moved}</p>'
-        f'<div class="wide">{graph_drawing(planned.graph, planned.plan)}</div>'
+        return f"<p>No graph: {escape(one_line(error))}.</p>"
+    drawing = graph_drawing(planned.graph, planned.plan, traced.sent)
+    return f'<p class="faint">{" ".join(_about_edges(traced))}</p><div class="wide">{drawing}</div>'
+
+
+def _about_edges(traced: Traced) -> Iterator[str]:
+    yield "Each box is a node and its value. A local edge is read on the ranks that made its rows."
+    if not traced.sent:
+        yield "A dashed edge is exchanged between ranks; no traces of this run have its bytes."
+        return
+    yield (
+        "A dashed edge is exchanged between ranks: beside it are the bytes of the rows that went from one rank to"
+        f" another in step {traced.step}, {in_bytes(sum(traced.sent.values()))} over all edges. Readers with one"
+        " layout share an exchange."
     )
+    if traced.missing:
+        yield f"Without what {rank_ranges(tuple(traced.missing))} sent, whose traces are not here."
 
 
 def _configs(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str]:

@@ -89,7 +89,11 @@ def show(sample: Mapping[str, Any], screen: Screen) -> None:
     )
     messages, ended = sample["messages"], sample["ended"]
     why = messages[-1].get("ended") if messages else ""
-    facts = [f"{name} {sample[name]}" for name in ("step", "row", "sample")]
+    facts = [f"step {sample['step']}", f"row {sample['row']}", f"sample {sample.get('path', sample['sample'])}"]
+    if begins := sample.get("continues"):
+        facts.append(f"begins with {begins['tokens']} tokens of sample {begins['sample']}")
+    elif first := sample.get("episode"):
+        facts.append(f"of the episode of sample {first}")
     facts += [f"reward {sample['reward']:g}" + (f" ({parts})" if parts else "")]
     facts += [f"the reward failed on it ({sample['failed']})"] if sample.get("failed") else []
     if messages:

@@ -575,11 +575,6 @@ class NodeContext:
         place = list(self.writers).index(now.node.id)
         self.memories.add(memory, now.metrics.step, now.draw, place, torch.stack(rows))
 
-    @property
-    def validates(self) -> bool:
-        """Whether validation runs in place of a node of the graph."""
-        return self._now().validates
-
     def _now(self) -> Running:
         assert self.running is not None, "no node is running"
         return self.running

@@ -236,8 +236,10 @@ class Controller:
 
     @contextmanager
     def _watching(self, task: Task, step: int) -> Iterator[None]:
-        """A context for a task: traces and logs its time, reports it as this rank's status, and adds it to errors."""
+        """A context for a task: traces its time and the bytes it sends, logs the time, and names the task in errors."""
         started, rank = time.perf_counter(), self._run.rank
+        buffer = self._steps[step].buffer
+        sent_before = buffer.bytes_sent
         report(rank, f"step {step + 1}, {task}")
         try:
             yield
@@ -248,7 +250,8 @@ class Controller:
             raise
         ended = time.perf_counter()
         report(rank, f"step {step + 1}")
-        self._trace.span(str(task), type(task).__name__, started, ended, step=step)
+        sent = {"bytes": buffer.bytes_sent - sent_before} if isinstance(task, Exchange) else {}
+        self._trace.span(str(task), type(task).__name__, started, ended, step=step, **sent)
         if (name := time_metric(task)) is not None:  # a reduced step must not log again
             self._metrics.of(step).seconds(name, ended - started)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlflow.dag.node import BATCH
@@ -50,12 +52,13 @@ class Samples:
         self._steps: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
 
     def keep(self, step: int, rollout: Written, scores: Scores) -> None:
-        """Collect some samples of a rollout; on other ranks than `speaker` nothing is done."""
+        """Collect some samples of a rollout, those of a tree together; other ranks than `speaker` do nothing."""
         if self._transport.rank != self._speaker:
             return
         samples, prompts = self._steps[step], rollout.prompt_ids.on_host().rows()
         of_parents, turns, ended = (on_host(x).tolist() for x in (rollout.index, rollout.turns, rollout.ended))
-        failed_first = sorted(range(len(prompts)), key=lambda i: ended[i] != Ending.FAILED)
+        trees = Trees.of(rollout)
+        failed_first = sorted(range(len(prompts)), key=lambda i: (ended[i] != Ending.FAILED, trees.paths[i]))
         kept = failed_first[: self._most - len(samples)]
         places = dict(zip(kept, self._rows_of(on_host(rollout.group_of(BATCH))[kept]).tolist(), strict=True))
         for i in kept:
@@ -76,6 +79,7 @@ class Samples:
                 | ({"columns": {name: _json(of[i]) for name, of in scores.columns.items()}} if scores.columns else {})
                 | ({"pictures": pictures} if pictures else {})
                 | ({"read": self._decode_with_special(prompts[i].tolist())} if rollout.messages[i] else {})
+                | trees.place(i, self._decode)
             )
 
     def take(self, step: int) -> list[dict[str, Any]]:
@@ -93,6 +97,65 @@ class Samples:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Add the samples that `state_dict` returned; called for each rank's state if this rank gets several."""
         self._steps.update(dict(state["steps"]))
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Which samples of a rank continue which: leaves of a trunk, or rows of the episode of an agent.
+
+    Attributes:
+        rollout: The samples.
+        paths: Path of each sample, from its prompt.
+        branches: Number of each sample among the rows of its episode.
+        inherited: How many of the first tokens of each sample are of another row.
+    """
+
+    rollout: Written
+    paths: list[list[int]]
+    branches: list[int]
+    inherited: list[int]
+
+    @classmethod
+    def of(cls, rollout: Written) -> Trees:
+        """The trees of these samples."""
+        return cls(rollout, *(on_host(x).tolist() for x in (rollout.path.numbers, rollout.branch, rollout.inherited)))
+
+    def place(self, row: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+        """What is logged of a sample's place in a tree; nothing if it answers a prompt by itself."""
+        found = dict[str, Any]()
+        if len(self.paths[row]) > 2:
+            found["path"] = _below_prompt(self.paths[row])
+        if self.branches[row]:
+            found["episode"] = _below_prompt(self._episode(row))
+        if (tokens := self.inherited[row]) and (earlier := self._earlier(row)) is not None:
+            found["continues"] = {"sample": _below_prompt(earlier), "tokens": tokens}
+            if not self.rollout.messages[row]:  # a conversation shows messages
+                found["continues"]["text"] = decode(self.rollout.response_ids[row, :tokens].tolist())
+        return found
+
+    def _earlier(self, row: int) -> list[int] | None:
+        """The path of the first sample of the same trunk or episode that begins with the tokens `row` inherits."""
+        prompts, ids, tokens = self.rollout.prompt_ids.rows(), self.rollout.response_ids, self.inherited[row]
+        alike = (
+            path
+            for other, path in enumerate(self.paths)
+            if path < self.paths[row]
+            and self._episode(other) == self._episode(row)
+            and torch.equal(prompts[other], prompts[row])
+            and torch.equal(ids[other, :tokens], ids[row, :tokens])
+        )
+        return min(alike, default=None)
+
+    def _episode(self, row: int) -> list[int]:
+        """The path of the first row of an agent's episode; of leaves, that of their trunk."""
+        *above, number = self.paths[row]
+        continues = self.inherited[row] > 0 and self.branches[row] == 0
+        return above if continues else [*above, number - self.branches[row]]
+
+
+def _below_prompt(path: Sequence[int]) -> str:
+    """The numbers of a path without the prompt's id: `2.1` is the second row below the third one."""
+    return ".".join(map(str, path[1:]))
 
 
 def _json(value: Any) -> Any:

@@ -41,7 +41,7 @@ class Logger(ABC):
             rows: For each sample: the place of its prompt in the dataset, from 0 (`row`), its number among that
                 prompt's samples (`sample`), `prompt`, `response`, `reward` and its `parts`, `failed` (what it got if
                 the reward failed on it, or None), `turns`, `ended` (why it ended), and for a conversation `messages`,
-                as in `Rollout`.
+                as in `Rollout`. One that continues another has `continues`, see `rlflow.controller.samples`.
             step: Step of the run, from 1.
         """
 

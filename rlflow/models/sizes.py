@@ -160,6 +160,7 @@ KNOWN: dict[str, ModelSize] = {
     "Qwen/Qwen2.5-14B": ModelSize(5120, 13_824, 48, 40, 8, 152_064, bias=True),
     "Qwen/Qwen2.5-32B": ModelSize(5120, 27_648, 64, 40, 8, 152_064, bias=True),
     "Qwen/Qwen2.5-72B": ModelSize(8192, 29_568, 80, 64, 8, 152_064, bias=True),
+    "Qwen/Qwen3-0.6B": ModelSize(1024, 3072, 28, 16, 8, 151_936, tied=True, head_dim=128, qk_norm=True),
     "Qwen/Qwen3.5-0.8B": ModelSize(
         1024,
         3584,

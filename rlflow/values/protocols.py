@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
 _COMPUTED_FROM = "__rlflow_computed_from__"
@@ -137,12 +138,24 @@ class Written(Sourced, Protocol):
         """`[B]` int64, why a conversation is over, see `Rollout`."""
 
     @property
+    def path(self) -> RowPath:
+        """Path of each sample, from its prompt."""
+
+    @property
     def index(self) -> PerSample:
         """`[B]` int64, the number of each sample among its siblings."""
 
     @property
     def episode(self) -> PerSample:
         """`[B]` int64, equal for samples of a group that are of one episode, which counts once in the group."""
+
+    @property
+    def branch(self) -> PerSample:
+        """`[B]` int64, number of each row among the rows of its episode, see `Rollout`."""
+
+    @property
+    def inherited(self) -> PerSample:
+        """`[B]` int64, how many of the first tokens are of the row that this one continues, see `Rollout`."""
 
     def group_of(self, level: str) -> PerSample:
         """`[B]` int64, equal for all rows below one row of `level`, such as `batch`."""

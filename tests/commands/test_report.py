@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from rlflow import CausalLM, PerSample, UserError, node
 from rlflow.cli import main
 from rlflow.commands.parser import call
-from rlflow.commands.report import Timeline, report, spans
+from rlflow.commands.report import Timeline, report, sent_bytes, spans
+from rlflow.commands.report_charts import in_bytes
 from rlflow.commands.trace import trace
 from rlflow.loggers.trace import read_events, step_windows, window_of
 from rlflow.models.tiny import write_tiny_model
 from rlflow.types import Written
-from tests.controller.runs import ZERO2, Fit, OddCharacters, RaggedGRPO, fit, sums
+from tests.controller.runs import SGD, ZERO2, Fit, MovingGRPO, OddCharacters, RaggedGRPO, fit, sums
 from tests.ranks import RankPool
 
 SLOW_S = 0.4
@@ -91,6 +97,44 @@ def test_the_report_of_some_steps_is_made_of_their_events(folder: Path, tmp_path
         assert some.window([step]) == every.window([step])
         assert some.worked(step) == pytest.approx(every.worked(step))
         assert len(some.spans) < len(every.spans)
+
+
+def test_the_page_has_the_bytes_that_each_edge_of_the_graph_carried(ranks2: RankPool, tmp_path: Path) -> None:
+    model = str(write_tiny_model(tmp_path / "policy", hidden_size=64, layers=1, max_position=256))
+    module = MovingGRPO(CausalLM(model, optimizer=SGD), OddCharacters(), group_size=6, max_response_length=12)
+    moved = ranks2.run(fit, Fit(module, sums(4, prompts_per_step=1), tmp_path / "run", ZERO2))[0].record
+    config = {  # as `rlflow fit` leaves it; this run was started from Python
+        "module": {
+            "class_path": "tests.controller.runs.MovingGRPO",
+            "init_args": {"actor": model, "reward": {"class_path": "tests.controller.runs.OddCharacters"}},
+        },
+        "data": {"train": str(tmp_path / "sums.jsonl")},
+        "trainer": {"devices": 2, "accelerator": "cpu"},
+        "strategy": {"class_path": "deepspeed"},
+        "rollout": {"class_path": "transformers"},
+    }
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(config))
+    report(tmp_path / "run", html=True)
+    page = (tmp_path / "run/report.html").read_text()
+    # The one prompt is loaded on rank 1; the rows that rank 0 trains came to it. Of each row went the ids (8 bytes a
+    # token), the mask (1), logprobs (4) and versions (4) of its response, and 8 + 1 + 5 * 8 for the row, as in
+    # tests/controller/test_ranks.py; of its advantage one float32.
+    rollout = sum(8 * prompt + 17 * response + 49 for prompt, response in moved)
+    advantages = 4 * len(moved)
+    assert 0 < len(moved) < 6
+    carried = re.findall(r'<text class="carried"[^>]*>([^<]*)</text>', page)
+    #   batch -> rollout -> rewards -> advantages (which reads the groups too) -> actor_loss
+    assert sorted(carried) == sorted([*4 * ["local"], in_bytes(rollout), in_bytes(advantages)])
+    assert f"in step 1, {in_bytes(rollout + advantages)} over all edges" in page
+
+
+def test_bytes_of_exchanges_that_a_filter_repeats_are_added_of_the_step_alone() -> None:
+    sent = [event(rank, "exchange  a: b -> c", "Exchange", 0.0, 1.0) for rank in (0, 1, 1)]
+    later = event(0, "exchange  a: b -> c", "Exchange", 2.0, 3.0)
+    untold = event(0, "exchange  d: e -> f", "Exchange", 0.0, 1.0)  # by a version that did not count them
+    for number, each in enumerate([*sent, later], 1):
+        each["args"] = {"step": int(each is later), "bytes": 10**number}
+    assert sent_bytes([*EVENTS, *sent, later, untold], step=1) == {"exchange  a: b -> c": 10 + 100 + 1000}
 
 
 def joined(folder: Path, to: Path, *options: str) -> list[dict[str, Any]]:
@@ -182,6 +226,16 @@ def test_a_line_that_a_killed_rank_left_unfinished_is_passed_over(tmp_path: Path
     whole, half = json.dumps(EVENTS[0]), json.dumps(EVENTS[1])[:20]
     (tmp_path / "traces/rank0.jsonl").write_text(f"{whole}\n{half}")
     report(tmp_path)
+    assert (tmp_path / "timeline.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_notebook_of_another_environment_can_start_the_command(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces/rank0.jsonl").write_text(f"{json.dumps(EVENTS[0])}\n")
+    backend = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # which is not installed where rlflow is
+    command = [sys.executable, "-m", "rlflow.cli", "report", str(tmp_path)]
+    subprocess.run(command, env=os.environ | backend, check=True, capture_output=True, timeout=120)
     assert (tmp_path / "timeline.png").is_file()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import random
 import re
 import shutil
 import subprocess
@@ -11,23 +13,30 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import closing
+from html import unescape
 from html.parser import HTMLParser
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from rlflow import UserError
 from rlflow.cli import main
+from rlflow.commands import report_pictures
+from rlflow.commands.fit import read_fit
 from rlflow.commands.parser import call
 from rlflow.commands.report import report
-from rlflow.commands.report_charts import Z, short, thinned, ticks, wilson
+from rlflow.commands.report_charts import Z, graph_drawing, in_bytes, short, thinned, ticks, wilson
 from rlflow.commands.report_health import RANGES, findings
-from rlflow.commands.report_page import MOST_BYTES, MOST_SAMPLES, ReportedRun, chosen_samples
+from rlflow.commands.report_page import MOST_BYTES, MOST_SAMPLES, ReportedRun, chosen_samples, with_pictures
 from rlflow.commands.report_server import open_server
+from rlflow.dag.tasks import Exchange
 from rlflow.loggers.jsonl import JSONLLogger
+from rlflow.run.prepare import plan_run
 from tests.test_docs import metric_rows
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +136,22 @@ def test_the_page_draws_the_graph_and_says_what_differs_between_runs(page: str) 
     assert "1 setting differs" in page
 
 
+def test_readers_that_share_an_exchange_are_not_counted_twice(tmp_path: Path) -> None:
+    config = yaml.safe_load((ROOT / "configs/ppo.yaml").read_text())
+    config["module"]["init_args"] |= {"actor": "tiny", "critic": "tiny"}
+    config["trainer"] = {"devices": 2, "accelerator": "cpu"}
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(config))
+    found = read_fit(["--config", str(tmp_path / "ppo.yaml")])
+    run = plan_run(found.module, found.trainer.settings, found.trainer.engine_settings)
+    lines = [str(task) for task in run.plan.every() if isinstance(task, Exchange)]
+    drawn = graph_drawing(run.graph, run.plan, {line: 1000 + number for number, line in enumerate(lines)})
+    carried = re.findall(r'<text class="carried"[^>]*>([^<]*)</text>', drawn)
+    assert len(carried) == len(re.findall('class="edge', drawn)) > 10
+    assert sorted(each for each in carried if each.endswith(" B")) == [f"{1000 + n} B" for n in range(len(lines))]
+    reader = run.graph.readers("rollout")[1].id  # the first one scores where the rollout was made
+    assert f"with {reader}" in carried
+
+
 def test_a_metric_outside_its_range_is_named_with_what_to_do(page: str) -> None:
     found = re.findall(r"<tr><td><code>rollout/truncated</code></td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
     assert found[0][:2] == ("0.5 (median of the last 3); outside in 3 of 3 records", "below 0.05")
@@ -186,6 +211,16 @@ def test_numbers_are_short() -> None:
         "128.5k",
         "2.5G",
         "5.6e-07",
+    ]
+
+
+def test_bytes_are_thousands() -> None:
+    assert [in_bytes(number) for number in (0, 512, 9_999, 128_456, 2.5e9)] == [
+        "0 B",
+        "512 B",
+        "9999 B",
+        "128.5 kB",
+        "2.5 GB",
     ]
 
 
@@ -278,30 +313,185 @@ document.title = JSON.stringify(results);
 """
 
 
-@pytest.mark.slow
-def test_a_browser_shows_the_page_without_errors_and_its_filters_work(page: str, tmp_path: Path) -> None:
+def opened(text: str, folder: Path, width: int) -> str:
+    """The page as a browser of this width has it once its script has run; the browser must not complain."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium here: install Debian's package `chromium`")
+    file = folder / "page.html"
+    file.write_text(text)
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    of_window = [f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900"]
+    ran = subprocess.run([*command, *of_window, file.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in ran.stderr, ran.stderr
+    return ran.stdout
 
-    def opened(text: str, width: int) -> str:
-        file = tmp_path / "page.html"
-        file.write_text(text)
-        of_window = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"]
-        ran = subprocess.run(
-            [*command, *of_window, file.as_uri()], capture_output=True, text=True, timeout=120, check=True
-        )
-        assert "CONSOLE" not in ran.stderr, ran.stderr
-        return ran.stdout
 
+def used(page: str, script: str, folder: Path) -> Any:
+    """What a script that uses the page as a reader would leaves as its title, in JSON."""
+    # The page admits no script but its own: here this one is let in.
+    free = re.sub("script-src [^;]*;", "script-src 'unsafe-inline';", page)
+    shown = opened(free.replace("</body>", f"<script>{script}</script></body>"), folder, 1300)
+    title, *_ = re.findall("<title>(.*?)</title>", shown)  # edges of the graph have others
+    return json.loads(unescape(title))
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_without_errors_and_its_filters_work(page: str, tmp_path: Path) -> None:
     for width in (400, 1300):
-        shown = opened(page, width)
+        shown = opened(page, tmp_path, width)
         assert "<title>rlflow: " in shown  # the response's script did not run
         assert "of 12 samples" in shown
-    # The page admits no script but its own: here it is let in to use the filters as a reader would.
-    free = re.sub("script-src [^;]*;", "script-src 'unsafe-inline';", page)
-    used = opened(free.replace("</body>", f"<script>{USES}</script></body>"), 1300)
-    (title,) = re.findall("<title>(.*?)</title>", used)
     # two runs of three steps, of each step one of row 7 and one conversation with two turns of the policy
-    assert json.loads(title.replace("&quot;", '"')) == [2, 6, 12, 6, "beside", 12, 6, 12, 6, 3, 2]
+    assert used(page, USES, tmp_path) == [2, 6, 12, 6, "beside", 12, 6, 12, 6, 3, 2]
+
+
+FORK = {"sample": "0.0", "tokens": 2, "text": "12"}
+TREES = [  # leaves of row 9, two of which go on from the first; and of row 8 an agent's episode of two rows
+    sample(9, path="0.0", response="1234"),
+    sample(9, path="0.1", sample=1, response=f"12{ATTACK}", continues=FORK, reward=0.5),
+    sample(9, path="0.2", sample=2, response="129", continues=FORK),
+    sample(8, messages=TALK),
+    sample(8, sample=1, messages=[*TALK[:3], {"role": "assistant", "content": "12"}], episode="0"),
+]
+READ = """
+const articles = (within) => [...within.querySelectorAll(":scope > article")].map((article) => {
+  const texts = [...article.querySelectorAll(":scope > div > .text")].map((text) => text.textContent);
+  return [...texts, ...articles(article)];
+});
+const least = document.forms[0].elements.least, whole = articles(list);
+const begins = [...document.querySelectorAll(".text .faint")].map((text) => text.textContent);
+const folded = document.querySelector("details").textContent;
+least.value = "0.7";
+document.forms[0].dispatchEvent(new Event("input"));
+const filtered = articles(list);
+least.value = "";
+document.forms[0].elements.search.value = "document.title";
+document.forms[0].dispatchEvent(new Event("input"));
+document.title = JSON.stringify([whole, begins.filter((text) => text), folded, filtered, articles(list)]);
+"""
+
+
+@pytest.mark.slow
+def test_a_browser_shows_which_sample_goes_on_from_which(tmp_path: Path) -> None:
+    logger = JSONLLogger()
+    logger.start(tmp_path)
+    logger.log_metrics({"reward/mean": 1.0}, 1)
+    logger.log_samples(TREES, 1)
+    logger.finalize("success")
+    report(tmp_path, html=True)
+    page = (tmp_path / "report.html").read_text()
+    first, middle, last = ["9+1=", "1234"], [f"12{ATTACK}"], ["129"]
+    talk, again = [each["content"] for each in TALK], ["12"]
+    whole, begins, folded, filtered, searched = used(page, READ, tmp_path)
+    assert whole == [[*first, middle, last], [*talk, again]]
+    assert begins == ["12", "12"]  # faint, as those of the first leaf
+    assert folded.startswith("3 messages as in sample 0user9+2")
+    assert filtered == [[*first, last], [*talk, again]]
+    assert searched == [["9+1=", *middle], talk]  # by itself, with its prompt
+
+
+def pictured(folder: Path, *images: str) -> ReportedRun:
+    """A run whose dataset has a row for each of these pictures, and a sample of each in the first step."""
+    written(folder / "run", steps=1)
+    lines = [json.dumps({"question": "?", "image": image}) for image in images]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    config = {
+        "module": {
+            "class_path": "rlflow.algorithms.GRPO",
+            "init_args": {"actor": "tiny_vision", "reward": "exact_match"},
+        },
+        "data": {"train": str(folder / "rows.jsonl"), "images": "image"},
+        "trainer": {"accelerator": "cpu"},
+    }
+    (folder / "run/config.yaml").write_text(yaml.safe_dump(config))
+    shown = [image if not image.startswith("data:") else f"{image[:40]}..., {len(image):,} letters" for image in images]
+    with (folder / "run/samples.jsonl").open("a") as file:
+        rows = [{"step": 1, **sample(row, pictures=[name])} for row, name in enumerate(shown)]
+        file.writelines(json.dumps(each) + "\n" for each in rows)
+    return ReportedRun(folder / "run")
+
+
+def pictures_of(run: ReportedRun) -> tuple[list[dict[str, Any]], list[str], str]:
+    """The picture of each sample that has one, all pictures, and the note."""
+    samples, _ = chosen_samples([run])
+    encoded, note = with_pictures([run], samples)
+    return [picture for each in samples for picture in each.get("pictures", ())], encoded, note
+
+
+def noise(file: Path, seed: int, size: tuple[int, int] = (900, 300)) -> str:
+    """The name of a picture of coloured noise."""
+    pixels = random.Random(seed).randbytes(size[0] * size[1] * 3)
+    Image.frombytes("RGB", size, pixels).save(file)
+    return file.name
+
+
+def red(file: Path) -> None:
+    """A red picture of 8 x 4 pixels."""
+    file.parent.mkdir()
+    Image.new("RGB", (8, 4), "red").save(file)
+
+
+BREAKING = '"><script>document.title = 1</script>.png'  # a file in a folder
+
+
+def test_a_picture_is_in_the_page_once_and_scaled_down(tmp_path: Path) -> None:
+    red(tmp_path / BREAKING)
+    url = f"data:;base64,{base64.b64encode((tmp_path / BREAKING).read_bytes()).decode()}"
+    run = pictured(tmp_path, BREAKING, noise(tmp_path / "noise.png", 0), url)
+    found, encoded, note = pictures_of(run)
+    assert [each["number"] for each in found] == [0, 1, 0]  # the third is the first one's file
+    first, second = (Image.open(BytesIO(base64.b64decode(each.partition(",")[2]))) for each in encoded)
+    assert (first.size, first.getcolors()) == ((8, 4), [(32, (255, 0, 0))])
+    assert second.size == (320, 107)
+    assert note.startswith("2 pictures of prompts, 320 pixels a side or less")
+    report(run.folder, html=True)
+    page = (run.folder / "report.html").read_text()
+    data, _ = Parsed(page).scripts  # no third one
+    assert [each["pictures"][0]["name"] for each in json.loads(data)["samples"][2:4]] == [BREAKING, "noise.png"]
+
+
+def test_a_picture_that_cannot_be_shown_is_a_line(tmp_path: Path) -> None:
+    for name in ("cut.png", "changed.png"):
+        noise(tmp_path / name, 0, (60, 60))
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:2000])
+    (tmp_path / "text.png").write_text("no picture")
+    names = ["gone.png", "text.png", "cut.png", "https://example.org/a.png", "changed.png"]
+    run = pictured(tmp_path, *names)
+    rows = (tmp_path / "rows.jsonl").read_text().replace("changed.png", "cut.png")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    found, encoded, _ = pictures_of(run)
+    assert (encoded, [each["name"] for each in found]) == ([], names)
+    reasons = ["No such file", "is no picture", "cannot be decoded", "without a network", "has other pictures now"]
+    for each, reason in zip(found, reasons, strict=True):
+        assert reason in each["why"]
+        assert "\n" not in each["why"]
+
+
+def test_pictures_have_a_bound_of_their_own_which_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = pictured(tmp_path, *(noise(tmp_path / f"{number}.png", number) for number in range(4)))
+    whole = pictures_of(run)[1]
+    monkeypatch.setattr(report_pictures, "MOST_BYTES", sum(map(len, whole[:3])))
+    found, encoded, note = pictures_of(run)
+    assert encoded == whole[:3]
+    assert found[3]["why"].startswith("left out, as the pictures of the page have")
+    assert "1 are left out beyond" in note
+
+
+@pytest.mark.slow
+def test_a_browser_shows_pictures_whatever_their_names(tmp_path: Path) -> None:
+    red(tmp_path / BREAKING)
+    run = pictured(tmp_path, BREAKING, "gone.png")
+    talk = [{"role": "user", "content": [{"type": "text", "text": "look:"}, {"type": "image"}]}, *TALK[1:]]
+    with (run.folder / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1, **sample(0, pictures=[BREAKING], messages=talk)}) + "\n")
+    report(run.folder, html=True)
+    read = """document.title = JSON.stringify([
+      [...document.querySelectorAll("article img")].map((image) => [image.naturalWidth, image.alt]),
+      [...document.querySelectorAll("article p.text.faint")].map((line) => line.textContent.slice(0, 20)),
+      [...document.querySelectorAll("article:last-of-type .other:nth-of-type(1) > *")].map((part) => part.tagName)]);"""
+    page = (run.folder / "report.html").read_text()
+    loaded = f"addEventListener('load', () => {{ {read} }});"
+    assert used(page, loaded, tmp_path) == [2 * [[8, BREAKING]], ["no picture gone.png:"], ["DIV", "P", "IMG"]]

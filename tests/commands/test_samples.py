@@ -96,6 +96,17 @@ def test_a_conversation_begins_with_what_the_policy_read_tools_among_it(
     assert capsys.readouterr().out.split("\n") == [*printed("tooled", 1), ""]
 
 
+def test_a_sample_of_a_tree_says_which_one_it_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leaf = PLAIN | {"path": "2.1", "continues": {"sample": "2.0", "tokens": 3, "text": "2"}}
+    write(tmp_path, {1: [leaf, PLAIN | {"sample": 5, "episode": "4"}]})
+    main(["samples", str(tmp_path)])
+    first = [line for line in capsys.readouterr().out.split("\n") if line.startswith("step")]
+    assert first == [
+        "step 1  row 7  sample 2.1  begins with 3 tokens of sample 2.0  reward 1 (right 0.5)  ended: done",
+        "step 1  row 7  sample 5  of the episode of sample 4  reward 1 (right 0.5)  ended: done",
+    ]
+
+
 def test_where_none_is_so_a_line_says_of_how_many(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["samples", str(folder), "--step", "2", "--ended", "turns"])
     assert capsys.readouterr().out == "none of 2 samples is so\n"

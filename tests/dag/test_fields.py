@@ -85,6 +85,7 @@ def fields_of(annotation: Any) -> set[str]:
                 "turn_rewards",
                 "ended",
                 "branch",
+                "inherited",
                 "seat",
                 "calls",
             },

@@ -25,6 +25,17 @@ from tests.slow import slow_but
 
 # Of each config.json what its class does not say by itself.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen/Qwen3-0.6B": (
+        "Qwen3",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
     "Qwen/Qwen3-8B": (
         "Qwen3",
         {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_key_value_heads": 8},
