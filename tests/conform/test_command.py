@@ -59,7 +59,7 @@ def run(*arguments: str) -> int:
 def test_a_loss_that_conforms_has_code_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--algorithm", "GRPO", "--loss", "others_losses:right") == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "loss: others_losses:right beside grpo (arXiv 2402.03300)"
+    assert printed[0] == "loss: others_losses:right compared with grpo (arXiv 2402.03300)"
     assert printed[-1] == "  it conforms (returns scalar)"
 
 
@@ -89,7 +89,7 @@ def test_parameters_with_other_names_are_said_by_options() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("zeta", "takes `zeta`, which is none of what it can be given"),
+        ("zeta", "has a parameter `zeta`, which is none of advantages, "),
         ("shape", "returned the shape [4, 2] on 'on-policy, rows of one length'; one number or [4, 6] is expected"),
         ("nan", "returned NaN on 'on-policy, rows of one length'; finite numbers are expected"),
         ("no_gradient", "returned a value without a gradient to `logprobs`"),
