@@ -243,7 +243,7 @@ FAULTS = {
     ),
     "temperature-forgotten": Fault(
         "the trainer's logprobs leave the temperature out",
-        in_method(CausalLM, "_scores", lambda old, model, rows, *_: old(model, rows, 1.0)),
+        in_method(CausalLM, "_forward_pass", lambda old, model, rows, _, *more, **o: old(model, rows, 1.0, *more, **o)),
         GRPO_STEP,
     ),
     "denominator-wrong": Fault(
