@@ -76,6 +76,13 @@ def test_the_example_of_the_page_prints_what_the_page_shows(tmp_path: Path, caps
     assert capsys.readouterr().out == printed
 
 
+def test_the_loss_of_the_page_that_takes_counts_conforms_in_parts(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "conform.md").read_text()
+    wrong, _, _, right, command = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)[:5]
+    (tmp_path / "my_losses_in_parts.py").write_text(wrong + right)
+    assert run(*shlex.split(command.replace("my_losses", "my_losses_in_parts"))[2:]) == 0
+
+
 def test_a_trainer_that_averages_ranks_is_said_by_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--aggregation", "others_losses:by_rank", "--ranks", "mean") == 1
     assert "  differs  denominator of ranks  each part divides by its own count" in capsys.readouterr().out
