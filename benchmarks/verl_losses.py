@@ -69,7 +69,7 @@ def main() -> None:
         of_config = name.removeprefix("compute_policy_loss_") in ("gspo", "cispo", "sapo")
         found = conform(kind, configured(function) if of_config else function, algorithm, name=name, **options)
         setting = f" {options['settings']['loss_agg_mode']}" if options else ""
-        print("\n".join([f"{name}{setting} beside {algorithm}", *lines(found)]))
+        print("\n".join([f"{name}{setting} compared with {algorithm}", *lines(found)]))
     print("\n".join(["masked_whiten", *lines(conform("normalization", masked_whiten))]))
 
 

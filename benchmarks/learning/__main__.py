@@ -48,12 +48,12 @@ def failures(task: Task) -> list[str]:
     """What a finished training did not show."""
     runs = table.runs_of(task)
     if task in GATES:
-        verdict = table.verdict(GATES[task], runs)
-        return [] if verdict == "yes" else [f"{task.name} failed: {verdict}"]
+        failed = table.failed_gates(GATES[task], runs)
+        return [] if failed == "none" else [f"{task.name} failed: {failed}"]
     if task in AGENTS:
         return agents.failed(task)
     if task in FAULTY:
-        passed = table.verdict(FAULTY[task], runs) == "yes"
+        passed = table.failed_gates(FAULTY[task], runs) == "none"
         return [f"{task.name} passed, with a fault in it"] if passed else []
     if task == THEIRS:
         both = table.runs_of(OURS) if OURS.complete() else []

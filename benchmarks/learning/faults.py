@@ -100,10 +100,10 @@ def wrong_values(move: Callable[[Tensor], Tensor]) -> Callable[[], None]:
     return around(functional.gae, lambda old, r, v, *more, **named: old(r, move(v), *more, **named))
 
 
-def _cut_groups(old: Callable[..., Tensor], rewards: Tensor, group: Tensor, *more: Any) -> Tensor:
+def _cut_groups(old: Callable[..., Tensor], rewards: Tensor, group: Tensor, *more: Any, **named: Any) -> Tensor:
     same = group[:, None] == group
     place, size = same.tril(-1).sum(dim=1), same.sum(dim=1)
-    return old(rewards, 2 * group + (2 * place >= size), *more)
+    return old(rewards, 2 * group + (2 * place >= size), *more, **named)
 
 
 def _one_late(mask: Tensor) -> Tensor:
@@ -121,13 +121,13 @@ def _reference_follows(old: Callable[..., float], strategy: SingleProcess, name:
     return norm
 
 
-def _one_line(old: Callable[..., ModelInput], rows: Any) -> ModelInput:
-    packed = old(rows)
+def _one_line(old: Callable[..., ModelInput], *given: Any) -> ModelInput:
+    packed = old(*given)
     return replace(packed, position_ids=torch.arange(packed.position_ids.numel())[None])
 
 
-def _joined(old: Callable[..., ModelInput], rows: Any) -> ModelInput:
-    packed = old(rows)
+def _joined(old: Callable[..., ModelInput], *given: Any) -> ModelInput:
+    packed = old(*given)
     total = packed.input_ids.numel()
     return replace(packed, cu_seqlens=torch.tensor([0, total], dtype=torch.int32), max_seqlen=total)
 
@@ -179,7 +179,7 @@ FAULTS = {
     ),
     "sign-flipped": Fault(
         "advantages have the wrong sign",
-        around(functional.group_normalized_advantages, lambda old, *given: -old(*given)),
+        around(functional.group_normalized_advantages, lambda old, *given, **named: -old(*given, **named)),
         GRPO_STEP,
         "grpo",
     ),
@@ -243,7 +243,7 @@ FAULTS = {
     ),
     "temperature-forgotten": Fault(
         "the trainer's logprobs leave the temperature out",
-        in_method(CausalLM, "_scores", lambda old, model, rows, *_: old(model, rows, 1.0)),
+        in_method(CausalLM, "_forward_pass", lambda old, model, rows, _, *more, **o: old(model, rows, 1.0, *more, **o)),
         GRPO_STEP,
     ),
     "denominator-wrong": Fault(

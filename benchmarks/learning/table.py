@@ -51,7 +51,7 @@ def of_gates(gates: dict[Task, tuple[Gate, ...]]) -> list[str]:
     """A line for each task: validation of each seed, its gain, and what else its gates measure."""
     names = list(dict.fromkeys(gate.name for each in gates.values() for gate in each if gate.name != "gain"))
     lines = [
-        f"| config | steps | before | after | gain | {' | '.join(names)} | passed |",
+        f"| config | steps | before | after | gain | {' | '.join(names)} | failed gates |",
         "|---|---|---|---|---|" + "---|" * (len(names) + 1),
     ]
     for task, of_task in gates.items():
@@ -62,7 +62,7 @@ def of_gates(gates: dict[Task, tuple[Gate, ...]]) -> list[str]:
         starts, ends = zip(*(before_and_after(run) for run in runs), strict=True)
         gains = [after - before for before, after in zip(starts, ends, strict=True)]
         measured = {gate.name: each([gate.measure(run) for run in runs]) for gate in of_task}
-        cells = [with_error(gains), *(measured.get(name, "") for name in names), verdict(of_task, runs)]
+        cells = [with_error(gains), *(measured.get(name, "") for name in names), failed_gates(of_task, runs)]
         lines.append(
             f"| `{called(task)}` | {int(runs[0][-1]['step'])} | {each(starts)} | {each(ends)} | {' | '.join(cells)} |"
         )
@@ -74,14 +74,14 @@ def called(task: Task) -> str:
     return task.name.removeprefix("learn/")
 
 
-def verdict(gates: Iterable[Gate], runs: Sequence[Run]) -> str:
-    """`yes`, or the names of the gates that a seed failed."""
-    return ", ".join(gate.name for gate in gates if not all(gate.passes(run) for run in runs)) or "yes"
+def failed_gates(gates: Iterable[Gate], runs: Sequence[Run]) -> str:
+    """The names of the gates that a seed failed, or `none`."""
+    return ", ".join(gate.name for gate in gates if not all(gate.passes(run) for run in runs)) or "none"
 
 
 def of_both(ours: Sequence[Run], theirs: Sequence[Run], metrics: Iterable[str]) -> list[str]:
-    """rlflow beside TRL: the last tenth of training, mean over seeds with its standard error."""
-    lines = ["| over the last tenth of the steps | rlflow | TRL | difference |", "|---|---|---|---|"]
+    """rlflow beside TRL: mean over seeds with its standard error, of what a metric has late in training."""
+    lines = ["| metric | rlflow | TRL | difference |", "|---|---|---|---|"]
     for metric in metrics:
         (mine, error), (other, their_error) = (last_tenth(runs, metric) for runs in (ours, theirs))
         apart = math.hypot(error, their_error)

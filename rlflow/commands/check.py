@@ -18,7 +18,7 @@ def check(configured: Configured, /, depends_on: list[str] | None = None, parts:
 
     Args:
         configured: The algorithm. Small seeded models, recorded rows and recorded rewards take the place of its own.
-        depends_on: Columns of the table on which the gradient is meant to depend, such as `[order]`.
+        depends_on: Names of lines of the table: changes that the gradient may depend on, such as `[order]`.
         parts: Names of the reward's parts, for an algorithm that reads them from a function's dict.
     """
     row, note = _first_row(configured)

@@ -77,7 +77,7 @@ def conform(
             options: dict[str, Any] = {"micro": micro, "ranks": ranks, "settings": settings or {}, "names": names}
             function = _function(kind, path, options, Path(scratch))
             found = conform_function(kind, function, name, name=path, **options, dtype=getattr(torch, dtype))
-            print(f"{kind}: {path} beside {name} ({paper.source})")
+            print(f"{kind}: {path} compared with {name} ({paper.source})")
             print("\n".join(lines(found)))
             verdicts.append(found.verdict)
     raise Answered(int("differs" in verdicts))

@@ -146,7 +146,9 @@ class Function:
                 raise UserError(f"`--names` has {given!r}, and {name} takes {', '.join(parameters)}")
             if meant not in known:
                 told = ", ".join(sorted(known))
-                raise UserError(f"`--names.{given}` is {meant!r}, which it cannot be given; give one of {told}")
+                raise UserError(
+                    f"`--names.{given}` is {meant!r}, which such a function is not called with; give one of {told}"
+                )
         takes: dict[str, str] = {}
         constants: dict[str, Any] = {}
         for each in parameters.values():
@@ -161,8 +163,8 @@ class Function:
                 told = ", ".join(sorted(known))
                 hint = did_you_mean(each.name, [name for quantity in known for name in NAMES[quantity]])
                 raise UserError(
-                    f"{name} takes `{each.name}`, which is none of what it can be given: {told}.{hint} Give a number by"
-                    f" --settings.{each.name}, or what it stands for by --names.{each.name}"
+                    f"{name} has a parameter `{each.name}`, which is none of {told}.{hint} Give its number by"
+                    f" --settings.{each.name}, or which of these it stands for by --names.{each.name}"
                 )
         chosen = {quantity_of(key, SETTINGS) or key: value for key, value in settings.items()}
         taken = {*takes.values()}

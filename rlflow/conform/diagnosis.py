@@ -342,7 +342,7 @@ class _Watched:
         for key, x in view.given.items():
             if isinstance(x, Tensor) and not torch.equal(fresh.given[key].detach(), x):
                 raise UserError(
-                    f"{name} changes its argument {key} `{list(x.shape)}`; inputs that stay as they are, are expected"
+                    f"{name} changes its argument {key} `{list(x.shape)}`; arguments are expected to stay unchanged"
                 )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
@@ -504,7 +504,7 @@ class _Watched:
         function = self._function
         if function.has("ref_logprobs") and not function.has("kl_coef") and "kl_coef" not in function.chosen:
             expected = function.settings["kl_coef"]
-            return [f"it takes no `kl_coef`, and {expected} was expected: set --settings.kl_coef"]
+            return [f"it has no parameter `kl_coef`, and {expected} was expected: give its value by --settings.kl_coef"]
         if self._interface.differentiates is None or self.observed[0].view.form != "scalar":
             return []
         return [] if len(self._cuts) > 1 or function.has("parts", "reduce") else [self._parts_note()]
@@ -514,10 +514,11 @@ class _Watched:
         whole = [each for each in self.observed if each.view.case.parts and not each.gradient]
         for combine in ("sum", "mean"):
             if all(self._of_parts(each, combine) for each in whole):
-                return f"the {combine} of its values on two micro-batches of as many rows is its value on the whole"
+                return f"the {combine} of its values on two micro-batches of equal size is its value on the whole batch"
         return (
-            "neither the sum nor the mean of its values on two micro-batches is its value on the whole: each part"
-            " divides by its own count. Say how a trainer joins them by --micro and --ranks, or take `total_tokens`"
+            "neither the sum nor the mean of its values on two micro-batches is its value on the whole batch, as each"
+            " value is divided by the count of its own micro-batch: state by --micro and --ranks whether the trainer"
+            " sums or averages such values, or divide by a parameter `total_tokens`, the count of the whole batch"
         )
 
     def _of_parts(self, observed: Observed, combine: str) -> bool:

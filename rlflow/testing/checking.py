@@ -165,9 +165,7 @@ def examine(
     meant = {*depends_on, *type(module).depends_on}
     for name in meant:
         if name not in NAMES:
-            raise UserError(
-                f"`depends_on` names {name!r}.{did_you_mean(name, NAMES)} The columns are {', '.join(NAMES)}"
-            )
+            raise UserError(f"`depends_on` names {name!r}.{did_you_mean(name, NAMES)} The lines are {', '.join(NAMES)}")
     rows = recorded_rows(row or {}, pictures)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -59,7 +59,7 @@ def run(*arguments: str) -> int:
 def test_a_loss_that_conforms_has_code_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--algorithm", "GRPO", "--loss", "others_losses:right") == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "loss: others_losses:right beside grpo (arXiv 2402.03300)"
+    assert printed[0] == "loss: others_losses:right compared with grpo (arXiv 2402.03300)"
     assert printed[-1] == "  it conforms (returns scalar)"
 
 
@@ -76,6 +76,13 @@ def test_the_example_of_the_page_prints_what_the_page_shows(tmp_path: Path, caps
     assert capsys.readouterr().out == printed
 
 
+def test_the_loss_of_the_page_that_takes_counts_conforms_in_parts(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "conform.md").read_text()
+    wrong, _, _, right, command = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)[:5]
+    (tmp_path / "my_losses_in_parts.py").write_text(wrong + right)
+    assert run(*shlex.split(command.replace("my_losses", "my_losses_in_parts"))[2:]) == 0
+
+
 def test_a_trainer_that_averages_ranks_is_said_by_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--aggregation", "others_losses:by_rank", "--ranks", "mean") == 1
     assert "  differs  denominator of ranks  each part divides by its own count" in capsys.readouterr().out
@@ -89,7 +96,7 @@ def test_parameters_with_other_names_are_said_by_options() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("zeta", "takes `zeta`, which is none of what it can be given"),
+        ("zeta", "has a parameter `zeta`, which is none of advantages, "),
         ("shape", "returned the shape [4, 2] on 'on-policy, rows of one length'; one number or [4, 6] is expected"),
         ("nan", "returned NaN on 'on-policy, rows of one length'; finite numbers are expected"),
         ("no_gradient", "returned a value without a gradient to `logprobs`"),
