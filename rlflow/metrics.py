@@ -190,7 +190,7 @@ class Metrics:
         steps = []
         for step, logged in self._steps.items():
             logged.bring_over()
-            entries = [[name, [*entry.how], *entry.here] for name, entry in logged.logged.items()]
+            entries = {name: [[*entry.how], *entry.here] for name, entry in sorted(logged.logged.items())}
             steps.append({"step": step, "entries": entries})
         return {"steps": steps}
 
@@ -198,7 +198,7 @@ class Metrics:
         """Log what `state_dict` gave; one after another of several ranks."""
         for stored in state["steps"]:
             logged = self.of(stored["step"])
-            for name, how, value, count in stored["entries"]:
+            for name, (how, value, count) in stored["entries"].items():
                 logged.add(name, How(*how), value, count)
 
     def reduce(self, step: int, transport: Transport, worked: float | None = None, asks: int = 0) -> dict[str, float]:

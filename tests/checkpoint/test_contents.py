@@ -44,7 +44,7 @@ EPOCHS = st.fixed_dictionaries(
 KINDS = st.sampled_from(["mean", "sum", "largest", "smallest", "seconds"])
 HOW = st.tuples(KINDS, st.booleans(), st.booleans(), st.booleans()).map(list)
 LOGGED = st.dictionaries(NAMES, st.tuples(HOW, FINITE, FINITE).map(list)).map(
-    lambda entries: {"entries": [[name, *entry] for name, entry in entries.items()]}
+    lambda entries: {"entries": dict(sorted(entries.items()))}
 )
 MOMENTS = st.tuples(st.integers(1, 9).map(float), FINITE, FINITE).map(list)
 GIVEN = st.dictionaries(

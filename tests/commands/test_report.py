@@ -28,7 +28,7 @@ from rlflow.types import Written
 from tests.controller.runs import SGD, ZERO2, Fit, MovingGRPO, OddCharacters, RaggedGRPO, fit, sums
 from tests.ranks import RankPool
 
-SLOW_S = 0.4
+SLOW_S = 1.0
 
 
 class SlowOnRank1(RaggedGRPO):
@@ -67,10 +67,11 @@ def test_the_report_names_the_slowest_rank_of_each_step(printed: list[str]) -> N
 
 def test_a_rank_that_waits_for_another_is_seen_to_wait(folder: Path) -> None:
     timeline = timeline_of(folder)
-    (scored,) = [span for span in timeline.tasks if (span.name, span.step, span.rank) == ("rewards", 2, 1)]
-    # Rank 0 first waits for rank 1 where all agree on what was scored.
-    waits = [span for span in timeline.spans if (span.name, span.step, span.rank) == ("gather_bytes", 2, 0)]
-    assert any(wait.category == "Wait" and wait.start < scored.end < wait.end for wait in waits)
+    # Rank 1 comes late to the gather by which all agree on what was scored.
+    waits = [span for span in timeline.spans if (span.name, span.category, span.step) == ("gather_bytes", "Wait", 2)]
+    early = max((wait for wait in waits if wait.rank == 0), key=lambda wait: wait.end - wait.start)
+    assert any(early.start < late.start <= early.end for late in waits if late.rank == 1)
+    assert early.end - early.start > SLOW_S / 4  # rank 0 may be late itself, where others use the cores
 
 
 def test_an_exchange_is_under_way_from_its_issue_to_its_reader(folder: Path) -> None:

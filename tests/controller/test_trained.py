@@ -126,7 +126,7 @@ class OnlyRead(RLModule):
 
     @node
     def length(self, again: Masked) -> PerSample:
-        self.log("again/length", again.lengths.double())
+        self.log("read/length", again.lengths.double())
         return again.lengths
 
 
