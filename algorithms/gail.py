@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, pad
 
-from rlflow import Batch, Each, PerSample, PerToken, RewardModel, node
-from rlflow.types import Grown, Masked, Ragged, RowPath, Tokens, Trained
+from rlflow import Batch, PerSample, PerToken, RewardModel, node
+from rlflow.types import Each, Grown, Masked, Ragged, RowPath, Tokens, Trained
 
 from .grpo import GRPO
 from .policy_gradient import Clipped, GroupBaseline

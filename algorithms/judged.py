@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from rlflow import CausalLM, Each, PerSample, RLModule, Rollout, UserError, node
+from rlflow import CausalLM, PerSample, RLModule, Rollout, UserError, node
 from rlflow.rewards import Rubric
-from rlflow.types import Written
+from rlflow.types import Each, Written
 
 OnTooLong = Literal["raise", "zero"]
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from rlflow import Batch, CausalLM, Each, PerSample, PerToken, RLModule, Rollout, UserError, node
+from rlflow import Batch, CausalLM, PerSample, PerToken, RLModule, Rollout, UserError, node
 from rlflow.functional import Aggregation
 from rlflow.rewards import RewardLike
-from rlflow.types import Grouped, Grown, MaskedTokens, Written
+from rlflow.types import Each, Grouped, Grown, MaskedTokens, Written
 
 
 @dataclass(eq=False)

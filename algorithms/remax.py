@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlflow import Batch, Each, PerSample, PerToken, Rollout, node
+from rlflow import Batch, PerSample, PerToken, Rollout, node
 from rlflow.functional import last_token_rewards, reinforce_returns
-from rlflow.types import Grouped, Masked, Tokens, Written
+from rlflow.types import Each, Grouped, Masked, Tokens, Written
 
 from .policy_gradient import Clipped, Scored
 

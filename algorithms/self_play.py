@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rlflow import Batch, CausalLM, Each, PerSample, PerToken, RLModule, Rollout, UserError, node
+from rlflow import Batch, CausalLM, PerSample, PerToken, RLModule, Rollout, UserError, node
 from rlflow.functional import Aggregation, group_normalized_advantages
 from rlflow.rewards import RewardLike
-from rlflow.types import Grouped, MaskedTokens, Written
+from rlflow.types import Each, Grouped, MaskedTokens, Written
 
 
 @dataclass(eq=False)

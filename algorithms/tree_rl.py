@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import pad
 
-from rlflow import Batch, Each, PerSample, PerToken, Rollout, UserError, node
-from rlflow.types import Grouped, Masked, Sampled
+from rlflow import Batch, PerSample, PerToken, Rollout, UserError, node
+from rlflow.types import Each, Grouped, Masked, Sampled
 
 from .policy_gradient import Clipped, GroupBaseline, Scored
 

@@ -35,6 +35,7 @@ GIB = 2**30
 STEPS = 4
 WARM_UP = 1  # steps that are not counted
 SYNC = ("sync/verified_tensors", "sync/logprob_gap", "time/sync")
+ALARMS = ("logprob_gap_max", "logprob_gap_uncertain", "logprob_spread")  # by which a run ends, see docs/metrics.md
 LONGEST = 512
 SPEED = {"hidden_size": 2048, "intermediate_size": 8192, "layers": 16, "heads": 16, "kv_heads": 8}
 # Two layers of Qwen2.5-7B, whose matrices are those of the whole model.
@@ -102,6 +103,7 @@ def run_grpo(
     verified, gaps = logged["sync/verified_tensors"], logged["sync/logprob_gap"]
     values = {
         "logprob_gap": max(gaps, default=math.inf),
+        **{name: max(step.get(f"sync/{name}", 0.0) for step in kept.steps) for name in ALARMS},
         "not_finite": float(sum(not all(map(math.isfinite, step.values())) for step in kept.steps)),
         "steps_missing": float(STEPS - len(kept.steps)),
         "steps_without_sync": float(STEPS - sum(count > 0 for count in verified)),

@@ -18,6 +18,5 @@ from rlflow.values.batch import Batch as Batch
 from rlflow.values.batch import Pairs as Pairs
 from rlflow.values.cuts import PerSample as PerSample
 from rlflow.values.cuts import PerToken as PerToken
-from rlflow.values.each import Each as Each
 from rlflow.values.rollout import Rollout as Rollout
 from rlflow.values.rollout import RolloutWithTexts as RolloutWithTexts

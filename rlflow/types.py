@@ -1,9 +1,10 @@
-"""Types of parts of a value: a node with a parameter of such a type is sent these fields alone.
+"""Types of parts of a value, and of values at other levels: a node is sent what the type of its parameter names.
 
-`Rollout` and `RolloutWithTexts` of `rlflow` have all fields; these are for what a node needs no more of.
+`Rollout` and `RolloutWithTexts` of `rlflow` have all fields; a node that needs less takes one of these.
 """
 
 from rlflow.values.cuts import Scalar as Scalar
+from rlflow.values.each import Each as Each
 from rlflow.values.each import Grown as Grown
 from rlflow.values.each import Trained as Trained
 from rlflow.values.path import RowPath as RowPath

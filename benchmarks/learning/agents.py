@@ -48,8 +48,9 @@ AGENTS: Mapping[Task, tuple[Move, ...]] = {
     # Four calls in five do what they should, so who never tries again is right in 0.8 at most.
     agent("agent_failing_tool", "agent_sft"): (Move(CALLS, 0.4), Move(ACCURACY, 0.3, to=0.8)),
     agent("agent_guess", "agent_guess_sft"): (Move(TURNS, -0.5), Move(REWARD, 0.05)),
-    agent("agent_harness", "agent_harness_sft"): (Move(CALLS, 0.3), Move(ACCURACY, 0.3)),
-    agent("agent_curl", "agent_harness_sft"): (Move(CALLS, 0.3), Move(ACCURACY, 0.3)),
+    # Of 128 rows: a difference of two accuracies has a standard error of 0.055.
+    agent("agent_harness", "agent_harness_sft"): (Move(CALLS, 0.3), Move(ACCURACY, 0.2)),
+    agent("agent_curl", "agent_harness_sft"): (Move(CALLS, 0.3), Move(ACCURACY, 0.2)),
 }
 
 

@@ -136,6 +136,7 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
                         version=0,
                         decode=run.decode,
                         pictures=pictures_of(batch, run.album),
+                        of_prompts=loader.longest(batch.rows),
                     )
                     if layout.publishes(transport.rank):
                         read = run.context.reward_input(rollout, 0)

@@ -20,8 +20,8 @@ from tests.ranks import RankError, RankPool
 MINE = """
 import os
 
-from rlflow import Each, PerSample, node
-from rlflow.types import Grouped
+from rlflow import PerSample, node
+from rlflow.types import Each, Grouped
 from rlflow.algorithms import PPO
 from rlflow.rewards import SampleReward
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import Each, PerSample, PerToken, Rollout, UserError, node
+from rlflow import PerSample, PerToken, Rollout, UserError, node
 from rlflow.algorithms import RAFT, REINFORCEPlusPlusBaseline
 from rlflow.algorithms.reinforce_plus_plus_baseline import MaskedGroups
 from rlflow.rewards import WeightedSum
 from rlflow.rewards.reward import OnError
 from rlflow.strategies import SingleProcess
-from rlflow.types import Grouped, Grown, Sampled, Written
+from rlflow.types import Each, Grouped, Grown, Sampled, Written
 from rlflow.values.path import NO_GROUP
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlflow import CausalLM, Each, PerSample, RewardModel, Rollout, UserError, node
+from rlflow import CausalLM, PerSample, RewardModel, Rollout, UserError, node
 from rlflow.algorithms import DPO, GRPO, ReMax
 from rlflow.algorithms.judged import Judged
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import Rubric
-from rlflow.types import Written
+from rlflow.types import Each, Written
 from tests.controller.policies import paths_of
 from tests.controller.runs import FSDP, SGD, Fit, Result, fit, sums
 from tests.ranks import RankPool

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlflow import Batch, CausalLM, Each, Optimizer, Pairs, PerSample, PerToken, RLModule, Rollout, node
-from rlflow.types import Grouped, Grown, Ragged, RowPath, Written
+from rlflow import Batch, CausalLM, Optimizer, Pairs, PerSample, PerToken, RLModule, Rollout, node
+from rlflow.types import Each, Grouped, Grown, Ragged, RowPath, Written
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rlflow import Each, PerSample, PerToken, Rollout, node
+from rlflow import PerSample, PerToken, Rollout, node
 from rlflow.dag.graph import Graph
 from rlflow.dag.planner import plan
 from rlflow.dag.tasks import Exchange, RunNode, Tell
-from rlflow.types import Grouped, Written
+from rlflow.types import Each, Grouped, Written
 from rlflow.values.layout import Layout
 from tests.dag.modules import GRPO, ROLES, ReMax
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlflow import Each
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
-from rlflow.types import Grouped, Grown
+from rlflow.types import Each, Grouped, Grown
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.cuts import PerSample, PerToken, Scalar
 from rlflow.values.rollout import Rollout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -236,6 +237,14 @@ def test_a_response_has_the_longest_length_of_its_dataset(model: Path, tmp_path:
     assert {of for of, length in limited_ if length > 2} == {"b"}
     # Seeds follow from the row, so each response begins as it would without a limit.
     assert limited_ == [(of, min(2, length) if of == "a" else length) for of, length in plain]
+
+
+def test_predicted_responses_have_it_too(model: Path, tmp_path: Path) -> None:
+    module = GRPO(str(model), reward=CallableReward(starts_with_a_digit), group_size=4, max_response_length=6)
+    found = Trainer(tmp_path / "run", accelerator="cpu", val_samples=4).predict(module, PromptData(limited()))
+    lines = [json.loads(line) for line in Path(found["path"]).read_text().splitlines()]
+    longest = {of: max(line["tokens"] for line in lines if line["prompt"][0] == of) for of in "ab"}
+    assert longest["a"] == 2 < longest["b"]
 
 
 class Continues(GRPO):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow import Each, PerSample, PerToken, Rollout, node
+from rlflow import PerSample, PerToken, Rollout, node
 from rlflow.controller.policies import scores_its_rows
 from rlflow.dag.graph import Graph
-from rlflow.types import Trained
+from rlflow.types import Each, Trained
 from rlflow.values.batch import Batch
 from tests.dag.modules import GRPO
 

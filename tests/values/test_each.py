@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow import Each, UserError
+from rlflow import UserError
+from rlflow.types import Each
 from rlflow.values.ragged import Ragged
 
 NUMBERS = Each(torch.tensor([3.0, -1.0, 3.0, 5.0]), torch.tensor([3, 0, 1]))  # of three rows, the second has none

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rlflow import Each, Rollout
+from rlflow import Rollout
+from rlflow.types import Each
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending
