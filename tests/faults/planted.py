@@ -72,9 +72,8 @@ def the_prefix_cache_is_stale(patch: pytest.MonkeyPatch) -> None:
     from vllm import LLM
 
     patch.setattr(LLM, "reset_prefix_cache", lambda engine: True)
-    patch.setattr(
-        VLLMEngine, "_prompt", lambda engine, tokens: {"prompt_token_ids": list(tokens), "cache_salt": SALT_BEFORE}
-    )
+    whole = VLLMEngine._prompt
+    patch.setattr(VLLMEngine, "_prompt", lambda *given: whole(*given) | {"cache_salt": SALT_BEFORE})
 
 
 SALT_BEFORE = "3"  # of the syncs before the third step: the third's
