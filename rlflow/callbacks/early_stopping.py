@@ -104,7 +104,7 @@ class EarlyStopping(Callback):
         self._seen = True
         value = metrics[self.monitor]
         reason = self._reason(value)
-        if trainer.fast_dev_run:  # of which all steps are to be seen
+        if trainer.fast_dev_run:  # which takes all of its steps
             return
         trainer.should_stop |= reason is not None
         if self.verbose and (reason is not None or not self._looks_without_better):

@@ -111,7 +111,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
         for name in HOOKS:
             _check_hook(callback, name)
         for name in dir(callback):
-            if (name.startswith("on_") or name in ("setup", "teardown")) and name not in HOOKS:
+            if (name.startswith("on_") or name in OTHERS) and name not in HOOKS:
                 instead = OTHERS.get(name)
                 mend = f"write `{instead}`" if instead else f"the hooks are {', '.join(HOOKS)}"
                 raise UserError(f"`{name}` of the callback {type(callback).__qualname__} is never called; {mend}")

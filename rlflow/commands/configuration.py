@@ -248,7 +248,7 @@ def _asks(argument: str) -> bool:
 
 
 def _bases(key: str, shape: Group) -> list[type]:
-    """The classes of which a config's key takes one, or several; none where it takes no class."""
+    """The base classes of what a config's key takes: a class, or a list or dict of classes. Empty for other keys."""
     first, *further = key.split(".")
     found = shape.arguments.get(first)
     while found is not None and further and isinstance(found.hint, Group):

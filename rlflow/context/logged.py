@@ -14,6 +14,7 @@ from rlflow.metrics import How, Kind
 
 ReduceFx = str | Callable[..., Any]
 _KINDS: Mapping[str, Kind] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "largest", "min": "smallest"}
+_OF_TORCH = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}
 
 
 def check_value(name: str, value: Any, mask: Any) -> None:
@@ -31,8 +32,7 @@ def check_value(name: str, value: Any, mask: Any) -> None:
 
 def how_logged(name: str, prog_bar: bool, logger: bool | None, reduce_fx: ReduceFx) -> How:
     """How the metric of a module is logged."""
-    of_torch = {word: getattr(torch, word, None) for word in _KINDS}
-    word = reduce_fx if isinstance(reduce_fx, str) else next((w for w, f in of_torch.items() if f is reduce_fx), "")
+    word = reduce_fx if isinstance(reduce_fx, str) else next((w for w, f in _OF_TORCH.items() if f is reduce_fx), "")
     if word.lower() not in _KINDS:
         raise _refused(name, f"`reduce_fx={reduce_fx!r:.60}`; give mean, sum, max or min")
     return How(_KINDS[word.lower()], by_module=True, prog_bar=prog_bar, logger=logger is not False)

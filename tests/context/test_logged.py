@@ -189,6 +189,7 @@ def test_a_name_is_logged_in_one_way(said: str) -> None:
 
 
 REFUSED: dict[str, Callable[[RLModule], None]] = {
+    "`reduce_fx=None`; give mean, sum, max or min": lambda module: module.log("x", 1, reduce_fx=None),  # type: ignore[arg-type]
     "a dict; give a number, or a tensor": lambda module: module.log("x", {"a": 1}),  # type: ignore[arg-type]
     "True as its mask; write what it is, such as `prog_bar=True`": lambda module: module.log("x", 1, True),  # type: ignore[arg-type]
     "`reduce_fx='median'`; give mean, sum, max or min": lambda module: module.log("x", 1, reduce_fx="median"),
