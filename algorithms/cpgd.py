@@ -32,10 +32,10 @@ class CPGD(GroupBaseline, Ratio, TurnCredit):
     an estimate of this divergence, which the value of the term is not.
 
     Args:
-        clip: How far the ratio may leave 1 and still count.
-        weight: The factor w of a prompt's advantages. `std`: 1 over the standard deviation of the prompt's rewards.
-            `filter`: all groups over the groups whose rewards differ, at most `weight_cap`; so groups of equal rewards
-            do not make the step smaller. `none`: 1.
+        clip: Range around 1 to which the ratio is clipped.
+        weight: The factor w of a prompt's advantages. `std`: 1 / (standard deviation of the prompt's rewards).
+            `filter`: number of groups / number of groups whose rewards differ, at most `weight_cap`. So groups of equal
+            rewards do not make the step smaller. `none`: 1.
         weight_cap: The largest w of `filter`; 1 or more.
         drift_coef: Weight of the drift from the policy at the start of the step; 0 is off.
         drift_clip: The largest factor of log pi in the drift; more than 0.

@@ -21,9 +21,9 @@ class DPO(RLModule):
 
     Args:
         actor: The model to train.
-        beta: Weight of the divergence from the reference, above 0; the larger it is, the nearer the policy stays.
-        reference: The frozen model that log ratios are taken to; None for the actor as it is before training. To
-            validate a trained model, name the model that it started from.
+        beta: Weight of the divergence from the reference, above 0. The larger it is, the nearer the policy stays to it.
+        reference: The frozen model in the denominator of log ratios; None for the actor's initial weights. To validate
+            a trained model, name the model from which its training started.
     """
 
     actor: CausalLM | str

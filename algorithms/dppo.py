@@ -21,7 +21,7 @@ class DPPO(GroupRelative):
     a positive advantage that went from 0.5 to 0.7 is dropped, with a ratio of 1.4.
 
     Args:
-        delta: The difference of probabilities, from 0 to 1, up to which every token counts.
+        delta: The difference of probabilities, from 0 to 1, up to which no token is masked.
     """
 
     anchor: Anchor = "rollout"

@@ -21,7 +21,7 @@ class GMPO(GroupBaseline, Ratio, Scored):
 
     Args:
         normalize_std: Divide advantages by the standard deviation of the group's rewards.
-        clip: How far the log ratio of a token may leave 0 and still count.
+        clip: Range around 0 to which the log ratio of a token is clipped.
     """
 
     normalize_std: bool = True

@@ -20,7 +20,7 @@ class GSPO(GroupRelative):
     equations 5 and 7, and it allows an advantage for each token, too.
 
     Args:
-        clip: How far the ratio of a response may leave 1 and still count; far less than for the ratio of a token.
+        clip: Range around 1 to which the ratio of a response is clipped; much smaller than for a token's ratio.
     """
 
     clip: Bounds = Bounds(3e-4, 4e-4)

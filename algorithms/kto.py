@@ -30,11 +30,11 @@ class KTO(RLModule):
     Args:
         actor: The model to train.
         beta: How soon gains and losses saturate, above 0.
-        reference: The frozen model that log ratios are taken to; None for the actor as it is before training.
+        reference: The frozen model in the denominator of log ratios; None for the actor's initial weights.
         good_weight: lambda_D. If good and bad rows are not as many, the paper lets lambda_D times the number of good
             rows be from 1 to 1.5 times lambda_U times the number of bad ones (equation 9).
         bad_weight: lambda_U.
-        label: Column that is true where the response is good.
+        label: Column that is true if the response is good.
     """
 
     actor: CausalLM | str

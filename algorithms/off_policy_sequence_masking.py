@@ -20,8 +20,8 @@ class OffPolicySequenceMasking(GRPO):
     Equation 9. KL to the reference is not masked. `actor/masked_fraction` is the share of tokens that M drops.
 
     Args:
-        delta: The mean of log rollout - log pi over a response's tokens up to which it counts, in nats a token: 0.5 is
-            a mean ratio of 1.6.
+        delta: The mean of log rollout - log pi over a response's tokens, in nats a token, up to which the response is
+            not masked. 0.5 is a mean ratio of 1.6.
     """
 
     anchor: Anchor = "rollout"

@@ -24,9 +24,9 @@ class OnPolicyDistillation(Clipped):
 
     Args:
         teacher: The frozen model that scores the student's tokens, at the student's temperature.
-        reverse_kl: The divergence whose gradient the loss descends. `token`: KL(pi || teacher) of the next token at the
-            prefixes that the student visits; GKD with beta 1, from the sampled token alone, and blind to how a token
-            changes what comes after it. `sequence`: KL(pi || teacher) of whole responses; MiniLLM's equation 2, without
+        reverse_kl: The divergence whose gradient the loss descends. `token`: KL(pi || teacher) of the next token, as in
+            GKD with beta 1, estimated from the sampled token. The effect of a token on later tokens is left out.
+            `sequence`: KL(pi || teacher) of whole responses, as in MiniLLM's equation 2, without
             its mixed sampling and length normalization.
     """
 

@@ -77,8 +77,8 @@ class OnPolicy(RLModule):
         max_response_length: Tokens after which a response is cut.
         mask_truncated: Leave responses that were cut out of the loss; they still count in their group's baseline.
         stop_token_ids: Tokens that end a response, in addition to those of the model and its tokenizer.
-        environment: Answers the actor turn by turn, so that a response is a conversation; the sum of the rewards that
-            it gives for turns is added to the score.
+        environment: The environment that answers the actor turn by turn, so a response is a conversation. The sum of
+            its rewards for turns is added to the score.
     """
 
     actor: CausalLM | str
@@ -129,8 +129,8 @@ class Scored(OnPolicy):
     is 0 up to 800 tokens, -0.5 at 900 and -1 at 1000.
 
     Args:
-        overlong_buffer: Tokens before `max_response_length` over which a penalty grows to 1 (DAPO), as a number or,
-            below 1, as a share of `max_response_length`; of a conversation the policy's tokens count. None is off.
+        overlong_buffer: Tokens before `max_response_length` over which a penalty grows to 1 (DAPO). A number below 1
+            is a share of `max_response_length`. In a conversation only the policy's tokens count. None is off.
         reward_model: The frozen model whose score is added to the reward; None is off.
         reward_model_coef: Weight of the reward model's score.
     """
@@ -303,9 +303,9 @@ class PolicyGradient(OnPolicy):
 
     Args:
         kl: How the divergence from the reference restrains the policy, in the loss or in the reward.
-        reference: The frozen model that KL is measured from; None for the actor as it was, without adapters under LoRA.
+        reference: The frozen reference of the KL; None for the actor's initial weights (with LoRA: without adapters).
         entropy_coef: Weight of the entropy bonus.
-        importance: Correction w for the gap between rollout and training logprobs; None is off.
+        importance: Correction w for the difference between rollout and training logprobs; None is off.
         loss_aggregation: How per-token losses become one number.
     """
 
@@ -428,9 +428,9 @@ class Ratio(PolicyGradient):
     """A policy gradient whose surrogate has the ratio to an older policy, so that a step may make several updates.
 
     Args:
-        anchor: The policy in the ratio's denominator: the trainer's at the start of the step (`old`), or the engine's
-            when it sampled (`rollout`), with no forward pass for old logprobs; then set `importance` to null, since the
-            ratio itself corrects for the engine.
+        anchor: The policy in the ratio's denominator: `old` is the trainer's at the start of the step, `rollout` is the
+            engine's when it sampled. `rollout` needs no forward pass for old logprobs. With it set `importance` to
+            null, since the ratio itself corrects for the engine.
     """
 
     anchor: Anchor = "old"
@@ -467,7 +467,7 @@ class Clipped(Ratio):
     negative advantage none where it is below 0.8. `actor/clip_fraction` is the share of such tokens.
 
     Args:
-        clip: How far the ratio may leave 1 and still count.
+        clip: Range around 1 to which the ratio is clipped.
     """
 
     clip: Clip = Clip()

@@ -60,9 +60,9 @@ class PPO(Clipped, Scored):
         gamma: Discount of a token.
         lam: Decay of the sum over temporal differences in the actor's advantages.
         critic_lam: The same decay in the critic's targets.
-        value_clip: How far a value may move from its old one and still count; None is off.
-        on_truncation: What follows the last token of a response that was cut: nothing, as if it had ended (`terminal`);
-            the critic's value (`bootstrap`); or the response is left out of both losses (`mask`).
+        value_clip: How far a value may move from its old value before it is clipped; None is off.
+        on_truncation: How to treat a response that was cut: as one that has ended (`terminal`); with the critic's value
+            after its last token (`bootstrap`); or leave it out of both losses (`mask`).
     """
 
     critic: ValueModel | str | None = None

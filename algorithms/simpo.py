@@ -19,7 +19,7 @@ class SimPO(RLModule):
     Args:
         actor: The model to train.
         beta: Scale of the mean log-probabilities, above 0.
-        gamma: Margin by which the chosen response is to be ahead.
+        gamma: Margin by which the chosen response should be ahead.
     """
 
     actor: CausalLM | str

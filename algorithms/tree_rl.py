@@ -26,8 +26,8 @@ class TreeRL(GroupBaseline, Clipped, Scored):
     is trained once, and needs no weight.
 
     Args:
-        branches: Leaves of each trunk, so that a prompt has `group_size / branches` trunks; the trunk itself, to its
-            end, is one of its leaves.
+        branches: Number of leaves of each trunk, so a prompt has `group_size / branches` trunks. The trunk itself,
+            generated to its end, is one of the leaves.
         trunk_tokens: Tokens after which a trunk forks. None to fork before the token that was least likely when it was
             sampled, TreeRL's measure of what the policy is unsure of.
     """

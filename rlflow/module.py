@@ -53,39 +53,38 @@ from rlflow.values.truncation import Truncation
 class RLModule:
     """An algorithm: settings and models in `__init__`, its graph in methods marked `@node`.
 
-    Models are handles (`CausalLM`, ...) that the constructor is given; an attribute's name is the role's name. What is
-    derived from them, such as a reference, is made in `configure_models`.
+    Models are handles (`CausalLM`, ...) that are passed to the constructor. The name of an attribute is the name of the
+    role. `configure_models` makes handles that are derived from these, such as a reference.
 
-    A node's name is the value that it makes; its parameters are the values that it reads; `batch` is the rows of the
-    dataset. The first dimension of every tensor is the rows of this rank, and nothing in a module needs to know of
-    ranks.
+    A node's name is the name of the value that it makes, and its parameters are the values that it reads. `batch` is
+    the rows of the dataset. The first dimension of every tensor is the rows of this rank, and a module needs no code
+    for ranks.
 
-    `log`, `mean`, `whiten`, `quantile`, `all_rows` and `dataset_rows` go over the rows of all ranks, and all ranks call
-    them alike. Rows on which a reward with `on_error` `drop` failed do not count.
+    `log`, `mean`, `whiten`, `quantile`, `all_rows` and `dataset_rows` read the rows of all ranks, and all ranks must
+    make the same calls. Rows on which a reward with `on_error` `drop` failed do not count.
 
     Attributes:
-        reward: What scores responses; `reward_function` calls it. A `Reward`, a function, its dotted path, or a list or
-            dict of these, see `rlflow.rewards.as_reward`, which makes it a `Reward`. None where nothing is scored.
+        reward: The reward that scores responses; `reward_function` calls it. A `Reward`, a function, its dotted path,
+            or a list or dict of these, of which `rlflow.rewards.as_reward` makes a `Reward`. None for no scores.
         loss_aggregation: How per-token losses become one number; see `rlflow.functional.aggregate`.
-        group_size: Samples of each prompt in one step.
+        group_size: Number of samples of each prompt in one step.
         max_response_length: Tokens after which a response is cut, and the divisor of the `constant` aggregation.
-        stop_token_ids: Tokens that end a response, in addition to those of the model and its tokenizer.
-        mask_truncated: Whether responses that were cut at the longest length are left out of losses; they stay in their
-            group's baseline. The overlong filtering of DAPO, arXiv 2503.14476, section 3.4.
-        max_draws: Batches of prompts that a filter draws at most to fill a step.
-        unclipped: Whether the loss has no clip, cap or mask at all. A run that makes several updates a step, or trains
-            on samples of older weights, is then warned of it, once.
-        writes_prompts: Whether nodes write prompts from the texts of rows, in which a picture would have no place. Rows
-            with pictures are then refused before models are loaded.
+        stop_token_ids: Tokens that end a response, in addition to the end tokens of the model and its tokenizer.
+        mask_truncated: Whether responses that were cut at `max_response_length` are left out of losses. They stay in
+            their group's baseline. The overlong filtering of DAPO, arXiv 2503.14476, section 3.4.
+        max_draws: Maximum number of batches of prompts that a filter draws to fill a step.
+        unclipped: Whether the loss has no clip, cap or mask at all. If a run then makes several updates a step, or
+            trains on samples of older weights, it prints one warning.
+        writes_prompts: Whether nodes write prompts from the texts of rows. A picture would have no place in them, so
+            rows with pictures are refused before models are loaded.
         depends_on: Names of columns of `rlflow check` on which the gradient is meant to depend, such as `order`.
-        config_models: Model handles by role that a config gives in addition to or in place of those of
-            `configure_models`.
-        config_nodes: Nodes, by name, that a config adds or puts in the place of others; None removes one.
+        config_models: Model handles by role from a config, in addition to or in place of those of `configure_models`.
+        config_nodes: Nodes by name that a config adds, or that replace other nodes; None removes a node.
         given_models: Model handles by role as the constructor set them, before a run changed copies of them.
-        run_models: The handles of the last run, derived ones among them.
-        run_settings: What was set of these when it was configured, by role.
+        run_models: The handles of the last run, including derived handles.
+        run_settings: By role, the settings of these handles when the run was configured.
         logs_hparams: Whether loggers get the `hparams` in a run without a config.
-        data_curriculum: What chooses the prompts of an epoch in a run with `data.curriculum`; None in others.
+        data_curriculum: The curriculum that chooses the prompts of an epoch in a run with `data.curriculum`; else None.
     """
 
     reward: RewardLike | None = None
@@ -109,7 +108,7 @@ class RLModule:
 
     @property
     def ignores_sampler(self) -> bool:
-        """Whether nothing in the loss holds the policy near the one that sampled, where that had older weights."""
+        """Whether no term of the loss holds the policy near the policy that sampled, if that one had older weights."""
         return self.unclipped
 
     def __post_init__(self) -> None:
@@ -120,24 +119,25 @@ class RLModule:
 
     @property
     def scorer(self) -> Reward | None:
-        """The module's `reward`, which nodes score with."""
+        """The module's `reward` as a `Reward`, with which nodes score."""
         if self.reward is not None and not isinstance(self.reward, Reward):
             self.reward = as_reward(self.reward)
         return self.reward
 
     def configure_models(self) -> None:
-        """Assign the handles that follow from those of the constructor: a reference, an average.
+        """Assign the handles that are derived from those of the constructor, such as a reference or an average.
 
-        It is called for each run, graph or simulation, and finds copies of the constructor's handles, to be changed.
+        It is called for each run, graph or simulation. The handles of the constructor are then copies, which it may
+        change.
         """
 
     def configure_optimizers(self) -> Any:
-        """Make the optimizers of models that are trained, in the forms of Lightning; by default models have their own.
+        """Make the optimizers of models that are trained, in the forms of Lightning. By default models make their own.
 
-        It is called before processes start. Parameters come from `self.actor.named_parameters()`, or of all models from
-        `self.named_parameters()`: they have shapes and no values. A model whose optimizer is not made here has that of
-        its settings. Of these, `warmup_steps`, `schedule`, `by` and `gradient_clipping` hold for an optimizer that is
-        made here too.
+        It is called before processes start. Get parameters from `self.actor.named_parameters()`, or those of all models
+        from `self.named_parameters()`. They have shapes and no values. A model without an optimizer from here has the
+        optimizer of its settings. The settings `warmup_steps`, `schedule`, `by` and `gradient_clipping` also hold for
+        an optimizer that is made here.
 
         Example:
             ```python
@@ -150,14 +150,14 @@ class RLModule:
 
         Returns:
             A torch optimizer, `{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}}`, or several
-            of these; each over the parameters of one model.
+            of these. Each has the parameters of one model.
         """
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights of all models that are trained, with names such as `actor.model.norm.weight`.
 
         Raises:
-            UserError: It is called elsewhere than in `configure_optimizers`.
+            UserError: It is called outside `configure_optimizers`.
         """
         for role, handle in handles(self).items():
             if handle.trainable:
@@ -171,18 +171,18 @@ class RLModule:
     def save_hyperparameters(
         self, *given: str | Mapping[str, Any] | Namespace, ignore: str | Sequence[str] = (), logger: bool = True
     ) -> None:
-        """Keep the arguments of the constructor in `hparams`, as Lightning's; called in `__init__` or `__post_init__`.
+        """Store the constructor's arguments in `hparams`, as in Lightning. Call it in `__init__` or `__post_init__`.
 
-        Those that are numbers, texts, lists or dicts are in `hparams.json` of the run's folder, and in the loggers of a
-        run without a config. `load_from_checkpoint` reads them.
+        Arguments that are numbers, texts, lists or dicts are written to `hparams.json` of the run's folder. In a run
+        without a config, loggers get them too. `load_from_checkpoint` reads them.
 
         Args:
-            given: Names of arguments to keep, all if there are none; or a dict or `Namespace` of further values.
-            ignore: Name, or names, of arguments to leave out, also of those that the parent's constructor kept.
-            logger: Whether loggers get them.
+            given: Names of arguments to store (none given: all arguments); or a dict or `Namespace` of further values.
+            ignore: One or more names of arguments to leave out, even if the parent's constructor stored them.
+            logger: Whether loggers get the arguments.
 
         Raises:
-            UserError: A name is that of no argument, or a value is none of these.
+            UserError: There is no argument of a given name, or a given value has none of these forms.
         """
         found, frame = dict[str, Any](), sys._getframe(1)
         while frame.f_locals.get("self") is self and frame.f_code.co_name in ("__init__", "__post_init__"):
@@ -208,7 +208,7 @@ class RLModule:
 
     @property
     def hparams(self) -> dict[str, Any]:
-        """What `save_hyperparameters` kept, which is read as `hparams["lr"]` or `hparams.lr`."""
+        """The values that `save_hyperparameters` stored, which are read as `hparams["lr"]` or `hparams.lr`."""
         from lightning.fabric.utilities.data import AttributeDict
 
         found: dict[str, Any] = vars(self).setdefault("_hparams", AttributeDict())
@@ -216,19 +216,20 @@ class RLModule:
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path, **arguments: Any) -> Self:
-        """The module of a run, with the weights and the state that the run left: to go on with, or to generate with.
+        """The module of a run, with the run's last weights and state, for more training or for generating.
 
-        Its arguments are those of the run's config or, of a run without one, those that `save_hyperparameters` kept.
-        Settings of models, such as a temperature, are not among the latter: set them in the module that is returned.
+        Its arguments are those of the run's config. If the run had no config, they are those that
+        `save_hyperparameters` stored. These do not include settings of models, such as a temperature: set them in the
+        module that is returned.
 
         Args:
-            checkpoint_path: Folder of a run; or one of its checkpoints, whose weights are then exported to `exported/`
-                of the run's folder.
-            arguments: Arguments of the constructor in place of those of the run: a reward function, say.
+            checkpoint_path: Folder of a run, or one of its checkpoints. The weights of a checkpoint are exported to
+                `exported/` of the run's folder.
+            arguments: Arguments of the constructor in place of those of the run, such as a reward function.
 
         Raises:
-            UserError: There is no run, its config has another class, it has no weights of a model, or an argument is
-                not known.
+            UserError: There is no run, its config has another class, the weights of a model are missing, or an argument
+                is not known.
         """
         # Configs and runs are above this module, and nothing else here needs them.
         load = object_at("rlflow.commands.loading.load_module", "`load_from_checkpoint`")
@@ -236,44 +237,46 @@ class RLModule:
         return module
 
     def validation_step(self, batch: Any) -> None:
-        """Measure on held-out rows what generating and scoring do not measure: `self.log("val/margin", margin)`.
+        """Log metrics of held-out rows that generating and scoring do not give: `self.log("val/margin", margin)`.
 
-        Where it is overridden, it runs with each validation, without gradients, over this rank's share of
-        `data.validation`. Every rank calls the models alike, ranks without rows too.
+        If it is overridden, it runs in each validation, without gradients, over this rank's share of `data.validation`.
+        All ranks must make the same calls of models, even ranks that have no rows.
 
         Args:
             batch: A `Batch`, or `Pairs` in an algorithm of pairs.
         """
 
     def choose_prompts(self, epoch: int, prompts: Tensor) -> Tensor:
-        """Which rows of the dataset an epoch draws: unless it is overridden all, or those of `data.curriculum`.
+        """Choose the rows of the dataset that an epoch draws. By default all rows, or those of `data.curriculum`.
 
-        It is called when the first step of an epoch is loaded, on the ranks that load, and sees the module's
-        `PromptMemory` as the steps before left it: with `trainer.max_staleness`, those that were trained by then. All
-        ranks must choose alike: what is drawn at random follows from `epoch`. A run of a module that chooses ends by
-        `trainer.max_steps`.
+        It is called when the first step of an epoch is loaded, on the ranks that load rows. The module's `PromptMemory`
+        then has the results of all steps that are trained. With `trainer.max_staleness` these are fewer than the steps
+        that are generated. All ranks must choose the same rows, so random draws must follow from `epoch`. If a module
+        overrides this method, its run must end by `trainer.max_steps`.
 
         Args:
             epoch: Epoch, from 0.
-            prompts: `[N]` int64, places in the dataset, counted from 0, in the order that the seed gives the epoch.
+            prompts: `[N]` int64, places in the dataset, counted from 0, in the epoch's order, which follows from the
+                seed.
 
         Returns:
-            Some of them, in the order to draw them, `[M]` int64; one may be there several times. At least as many as
-            a step takes.
+            `[M]` int64, some of `prompts` in the order in which to draw them. A prompt may occur several times. There
+            must be at least as many as a step takes.
         """
         return prompts if self.data_curriculum is None else self.data_curriculum.choose(epoch, prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the module keeps from step to step: adaptive coefficients, memories of prompts, replay buffers.
+        """The module's state from step to step: adaptive coefficients, memories of prompts, replay buffers.
 
-        An override may add what is JSON-able, and tensors, by name and in dicts of any depth. Ranks that change a
-        tensor change it alike: from `all_rows`, `mean` and the like. Checkpoints have tensors in a file of their own.
+        An override may add JSON-able values and tensors, by name and in dicts of any depth. All ranks must change a
+        tensor in the same way, so compute the change from `all_rows`, `mean` or the like. Checkpoints have tensors in a
+        separate file.
         """
         coefficients = {name: x.value for name, x in vars(self).items() if isinstance(x, AdaptiveCoefficient)}
         return coefficients | {name: kept.state_dict() for name, kept in self._kept().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, before the first step of a continued run."""
+        """Restore the state from `state_dict`, before the first step of a resumed run."""
         kept = self._kept()
         for name, value in state.items():
             if name in kept:
@@ -287,19 +290,20 @@ class RLModule:
                 )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint what a resumed run needs: `checkpoint["seen"] = self.seen`.
+        """Add values to a checkpoint that a resumed run needs: `checkpoint["seen"] = self.seen`.
 
-        Called on every rank, also without a checkpoint being written: before each step that a signal may interrupt.
+        It is called on every rank. It is also called when no checkpoint is written: before each step that a signal may
+        interrupt.
 
         Args:
-            checkpoint: Empty at first; it may be given what `state_dict` may return.
+            checkpoint: An empty dict. It may get values of the kinds that `state_dict` may return.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take back what `on_save_checkpoint` added, if it added anything, before the first step of a resumed run."""
+        """Restore what `on_save_checkpoint` added, if anything, before the first step of a resumed run."""
 
     def memories(self) -> dict[str, PromptMemory]:
-        """What the module remembers of prompts, by the names of the attributes."""
+        """The module's `PromptMemory` objects, by the names of their attributes."""
         return {name: value for name, value in vars(self).items() if isinstance(value, PromptMemory)}
 
     def _kept(self) -> dict[str, PromptMemory | ReplayBuffer]:
@@ -317,28 +321,28 @@ class RLModule:
     def generate(self, batch: Batch, n: int = 1, temperature: float | None = None) -> Rollout:
         """Sample `n` responses to each prompt; the samples of a prompt are consecutive rows.
 
-        The short word for `self.actor.generate(batch, n)` where the node names one policy.
+        This is short for `self.actor.generate(batch, n)` if the node names one policy.
 
-        With `trainer.partial_rollout` the node that calls this sees responses as far as they got; later nodes see those
-        that have ended.
+        With `trainer.partial_rollout`, the node that calls this gets unfinished responses too. Later nodes get only
+        responses that have ended.
 
         Args:
             batch: Prompts, `B` rows.
-            n: Responses to each prompt; the result has `B * n` rows.
-            temperature: Instead of the policy's own; 0 takes the likeliest token.
+            n: Number of responses to each prompt; the result has `B * n` rows.
+            temperature: Temperature in place of the policy's own; 0 for greedy decoding.
         """
         return self._generate(None, batch, n, temperature, None, ())
 
     def converse(self, batch: Batch, environment: Environment, n: int = 1, temperature: float | None = None) -> Rollout:
         """Hold `n` conversations with an environment from each prompt.
 
-        The short word for `self.actor.converse(batch, environment, n)` where the node names one policy.
+        This is short for `self.actor.converse(batch, environment, n)` if the node names one policy.
 
         Args:
             batch: Prompts, `B` rows.
-            environment: What answers.
-            n: Conversations from each prompt; the result has `B * n` rows.
-            temperature: Instead of the policy's own; 0 takes the likeliest token.
+            environment: The environment that answers.
+            n: Number of conversations from each prompt; the result has `B * n` rows.
+            temperature: Temperature in place of the policy's own; 0 for greedy decoding.
         """
         return self._converse(None, batch, environment, n, temperature, (), {})
 
@@ -398,22 +402,22 @@ class RLModule:
         return self._policy(name)
 
     def tokens(self, text: str) -> list[int]:
-        """The token ids of a text, as those of a prompt are read: what `Rollout.as_prompts` is given, for one."""
+        """The token ids of a text as a prompt, for example for `Rollout.as_prompts`."""
         return self._running().encode(text)
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt that a node may write, `data.max_prompt_length`; None for any."""
+        """Tokens of the longest prompt that a node may write, `data.max_prompt_length`; None for no limit."""
         return self._running().longest_prompt
 
     def prompts(self, rows: Sequence[dict[str, Any]], template: str) -> Ragged:
         """Token ids of prompts that a template writes from rows of the dataset, in the dataset's chat template if any.
 
         Args:
-            rows: `B` rows of the dataset; a node that reads them asks for `Sourced` or `Written`.
-            template: Template such as `{prompt} The answer is {answer}.`. `{prompt}` is the dataset's own prompt (of
-                messages, what the user says last), other names are columns, into which dots step; `{{` and `}}` are
-                braces.
+            rows: `B` rows of the dataset. To read them, a node's parameter has the type `Sourced` or `Written`.
+            template: Template such as `{prompt} The answer is {answer}.`. `{prompt}` is the dataset's own prompt; if it
+                is a list of messages, it is the last message of the user. Other names are columns; dots step into a
+                column. `{{` and `}}` are braces.
 
         Raises:
             UserError: The template cannot be read, a row lacks one of its columns, or a prompt is longer than
@@ -422,20 +426,21 @@ class RLModule:
         return self._running().prompts(rows, template)
 
     def reward_function(self, rollout: Written, name: str = "reward") -> PerSample:
-        """The module's `reward` of each sample `[B]` float32; called by all ranks of the node alike.
+        """The module's `reward` of each sample, `[B]` float32. All ranks of the node must call it.
 
         Args:
-            rollout: The samples, their texts and their dataset's rows among them.
-            name: Name under which it is logged: `<name>/mean`, and each of its parts.
+            rollout: The samples, with their texts and their rows of the dataset.
+            name: Name under which the reward is logged, as `<name>/mean`, and under which its parts are logged.
         """
         return self._scored(rollout, name)[0]
 
     def environment_returns(self, rollout: Written, name: str = "reward") -> PerSample:
-        """What an environment gave for each conversation `[B]`, over all its turns; called by all ranks of the node.
+        """The sum of an environment's rewards for each conversation, `[B]`. All ranks of the node must call it.
 
         Args:
-            rollout: Conversations, their texts and their dataset's rows among them.
-            name: It is logged as `<name>/environment`, and as `<name>/mean` too where the module has no `reward`.
+            rollout: Conversations, with their texts and their rows of the dataset.
+            name: The rewards are logged as `<name>/environment`, and also as `<name>/mean` if the module has no
+                `reward`.
         """
         returns = self._running().returned(rollout, name, self.reward is None)
         if self.reward is None:
@@ -443,18 +448,19 @@ class RLModule:
         return returns
 
     def reward_parts(self, rollout: Written, name: str = "reward") -> dict[str, PerSample]:
-        """What the module's `reward` is made of: `[B]` float32 by the part's name, the same names on all ranks.
+        """The parts of the module's `reward`: `[B]` float32 by the part's name, with the same names on all ranks.
 
-        Called by all ranks of the node alike. The parts are those of a `WeightedSum`, before they are weighted, or
-        those of a dict that a reward's function returns. It scores as `reward_function` does, so call one of the two. A
-        node hands parts on as `dict[str, PerSample]`, or as a frozen dataclass of `PerSample` that it makes from them.
+        All ranks of the node must call it. The parts are those of a `WeightedSum`, before they are weighted, or those
+        of the dict that a reward function returns. This method scores the samples like `reward_function`, so call only
+        one of the two. A node returns parts as `dict[str, PerSample]`, or as a frozen dataclass of `PerSample` that it
+        makes from them.
 
         Args:
-            rollout: The samples, their texts and their dataset's rows among them.
-            name: Name under which it is logged: `<name>/mean`, and each of its parts.
+            rollout: The samples, with their texts and their rows of the dataset.
+            name: Name under which the reward is logged, as `<name>/mean`, and under which its parts are logged.
 
         Raises:
-            UserError: The reward gives a number alone. Reading a part that it lacks is one too, on all ranks alike.
+            UserError: The reward has no parts. Reading a part that it lacks raises one too, on all ranks.
         """
         parts = self._scored(rollout, name)[1]
         if not parts:
@@ -485,28 +491,29 @@ class RLModule:
     ) -> None:
         """Log the mean of `value` over all rows of all ranks, or over the entries where `mask` is True.
 
-        The arguments are those of Lightning's `self.log`. A metric is one number of a step, or of a validation: each
-        entry counts once, whatever ranks and micro-batches hold, and the calls of a step add up.
+        The arguments are those of Lightning's `self.log`. A metric is one number of a step, or of a validation. Each
+        entry counts once, on whatever rank and in whatever micro-batch it is. Several calls in a step are reduced
+        together.
 
         Args:
-            name: The metric, such as `actor/kl`; it is logged with the same arguments each time.
-            value: `[B]` or `[B, T]`; or 0-dim, or a number, which counts as often as this rank has rows of the node.
+            name: The metric, such as `actor/kl`. Each call with this name must have the same arguments.
+            value: `[B]` or `[B, T]`; or 0-dim, or a number, which counts once for each row of the node on this rank.
             mask: Entries that count, in the shape of `value`; needed for `[B, T]`, where padding must not count.
-            prog_bar: Whether the terminal shows it in the step's line.
-            logger: Whether loggers, `metrics.jsonl` among them, record it. Callbacks get it in any case.
-            on_step: True is what nodes do, and is refused in `validation_step`.
-            on_epoch: True is what `validation_step` does, and is refused in nodes.
+            prog_bar: Whether the terminal shows the metric in the step's line.
+            logger: Whether loggers and `metrics.jsonl` record the metric. Callbacks always get it.
+            on_step: True changes nothing in nodes, which log for each step, and is refused in `validation_step`.
+            on_epoch: True changes nothing in `validation_step`, and is refused in nodes.
             reduce_fx: `mean`, `sum`, `max` or `min` of the entries, or torch's function of that name.
-            sync_dist: True is what is done.
-            batch_size: For a mean of a 0-dim `value`, the rows that it is of: how often it counts.
+            sync_dist: True changes nothing: metrics are always over all ranks.
+            batch_size: For the mean of a 0-dim `value`, the number of rows for which it counts.
             rank_zero_only: Refused: a metric is over all ranks.
-            enable_graph: Refused: what is logged has no gradient.
-            sync_dist_group: Refused, as `rank_zero_only`; `mask` leaves rows out.
-            add_dataloader_idx: False is refused: a name is as it was written in any case.
+            enable_graph: Refused: logged values have no gradient.
+            sync_dist_group: Refused, as `rank_zero_only`; use `mask` to leave rows out.
+            add_dataloader_idx: False is refused: names are never changed.
             metric_attribute: Refused: a torchmetrics.Metric cannot be logged.
 
         Raises:
-            UserError: An argument has no meaning here, or the name is logged in another way.
+            UserError: An argument has no meaning here, or the name is logged with other arguments.
         """
         check_value(name, value, mask)
         check_ranks(name, sync_dist, rank_zero_only)
@@ -519,15 +526,15 @@ class RLModule:
         self._running().log(name, value, mask, how, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Tensor | float], mask: Tensor | None = None, **arguments: Any) -> None:
-        """Log several values, by name; with the arguments of `log`, which hold for each."""
+        """Log several values by name. The further arguments are those of `log`, and hold for each value."""
         for name, value in dictionary.items():
             self.log(name, value, mask, **arguments)
 
     def mean(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The mean over all rows of all ranks, 0-dim float64; over the entries where `mask` is True if given.
+        """The mean over all rows of all ranks, 0-dim float64; with a `mask`, over the entries where it is True.
 
-        The same bits on any number of ranks, as with `whiten`: each row is summed by itself, and then the rows in
-        order.
+        The result has the same bits on any number of ranks, as with `whiten`: each row is summed by itself, and then
+        the rows in order.
         """
         mean: Tensor = self._moments(x, self._all_of(x, mask))[1]
         return mean
@@ -541,7 +548,7 @@ class RLModule:
             unbiased: `N - 1` in the variance's denominator instead of `N`.
 
         Raises:
-            UserError: An entry that counts is infinite or NaN, on any rank: all raise it, with the row of the step.
+            UserError: An entry that counts is infinite or NaN on any rank. All ranks raise it, and it names the row.
         """
         counts = self._all_of(x, mask)
         statistics = self._moments(x, counts)
@@ -550,10 +557,10 @@ class RLModule:
         return standardize(x, counts, statistics, unbiased)
 
     def quantile(self, x: Tensor, q: float | Sequence[float], mask: Tensor | None = None) -> Tensor:
-        """The number below which a share `q` of the entries of all rows of all ranks is; as `torch.quantile` of all.
+        """The `q`-quantile of the entries of all rows of all ranks, as `torch.quantile` would give for all of them.
 
-        Exact, and the same on any number of ranks; what ranks exchange does not grow with the entries. It
-        chooses some tokens of a step, such as those of highest entropy, arXiv 2506.01939.
+        The result is exact, and the same on any number of ranks. The data that ranks exchange does not grow with the
+        number of entries. Use it to choose some tokens of a step, such as those of highest entropy, arXiv 2506.01939.
 
         Args:
             x: `[B]` or `[B, T]`.
@@ -564,24 +571,24 @@ class RLModule:
             0-dim float64, or `[Q]` for several; NaN where no entry counts.
 
         Raises:
-            UserError: A `q` is not from 0 to 1, or an entry that counts is NaN; on all ranks alike.
+            UserError: A `q` is not from 0 to 1, or an entry that counts is NaN. All ranks raise it.
         """
         context = self._running()
         entries = x[self._all_of(x, mask).bool()]
         return quantiles(entries, q, lambda counts: context.of_each_shard(counts).sum(dim=0)).to(x.device)
 
     def all_rows(self, x: AllRows) -> AllRows:
-        """The entries `[N]` of all ranks' rows `[B]`, ordered by the rows' ids, the same on every rank.
+        """The entries of the rows of all ranks, `[N]`, ordered by the rows' ids. The result is the same on every rank.
 
         Args:
-            x: `[B]`, a number a row; or `Ragged`, such as token ids.
+            x: `[B]`, a number for each row of this rank; or `Ragged`, such as token ids.
         """
         if isinstance(x, Tensor) and x.dim() != 1:
             raise UserError(f"all_rows takes one number a row, `[B]`, or Ragged; it was given {list(x.shape)}")
         return self._running().all_rows(x)
 
     def dataset_rows(self, group: Tensor) -> Tensor:
-        """Places in the dataset `[B]` int64, counted from 0, of prompts as `rollout.group` names them, `[B]`.
+        """Places of prompts in the dataset, `[B]` int64, counted from 0. `group` is `rollout.group`, `[B]`.
 
         Raises:
             UserError: It was called in a train node or in validation.

@@ -21,15 +21,15 @@ MOST_NODES = 65_536
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks that a role is on. By default all ranks, each with rows of its own.
+    """The ranks that a role is on. By default a role is on all ranks, and each rank has its own rows.
 
     Args:
-        ranks: Numbers and ranges, such as `1-3` or `[0, "4-7"]`; counted from 0 over all machines.
-        sequence_parallel_size: Consecutive ranks that share each sequence of a model's forward pass.
-        tensor_parallel_size: Consecutive ranks that share each layer of a model, in training and in scoring; for
-            `strategy: fsdp`. If sequences are shared too, so many ranks share a layer, and then so many a sequence.
-        expert_parallel_size: Consecutive ranks that share the experts of each layer, each with some of them; for
-            `strategy: fsdp`.
+        ranks: Ranks as numbers and ranges, such as `1-3` or `[0, "4-7"]`. Ranks are counted from 0 over all machines.
+        sequence_parallel_size: Number of consecutive ranks that share each sequence of a model's forward pass.
+        tensor_parallel_size: Number of consecutive ranks that share each layer of a model, in training and in scoring.
+            Needs `strategy: fsdp`. If sequences are shared too, `sequence_parallel_size` such groups share a sequence.
+        expert_parallel_size: Number of consecutive ranks that share the experts of each layer; each rank holds some of
+            the experts. Needs `strategy: fsdp`.
     """
 
     ranks: list[int | str] | int | str | None = None
@@ -44,13 +44,13 @@ Placed = Place | list[int | str] | int | str
 
 @dataclass(frozen=True)
 class ValSampling(Truncation):
-    """How held-out responses are sampled. Nothing is trained on them, so any tokens may be cut off.
+    """How responses to held-out prompts are sampled. They are not trained on, so `top_p` and `min_p` need no `top_k`.
 
     Args:
-        top_p: Sample from the likeliest tokens, as few as have at least this probability in sum; 1 for all.
+        top_p: Sample from the smallest set of likeliest tokens with at least this total probability; 1 for all tokens.
         top_k: Sample from this number of likeliest tokens; None for no limit.
-        min_p: Sample from tokens of at least this share of the likeliest token's probability; 0 for all.
-        temperature: Temperature of sampling, above 0; responses at temperature 0 are made in addition.
+        min_p: Sample from tokens with at least this share of the likeliest token's probability; 0 for all tokens.
+        temperature: Temperature of sampling, above 0. A response at temperature 0 is generated in addition.
     """
 
     temperature: float = 1.0
@@ -63,61 +63,64 @@ class ValSampling(Truncation):
 
 @dataclass(eq=False)
 class Settings:
-    """The arguments of `Trainer` that are numbers and choices. This is the one place where each is written.
+    """The arguments of `Trainer` that are numbers or choices. Each of them is defined only here.
 
     Args:
-        run_dir: Folder of the results. Results of an earlier run there are moved to a folder of another name.
+        run_dir: Folder of the results. If it has results of an earlier run, they are moved to a folder of another name.
         max_steps: Maximum number of steps; a step is one batch of prompts through the whole graph.
         max_epochs: Maximum number of passes over the training rows.
-        max_seconds: Stop after the step in which the run has lasted so long.
-        devices: Processes on this machine, one for each accelerator; `auto` for one on each GPU that is there, or for
-            one on the CPU.
+        max_seconds: Stop after the first step at whose end the run has lasted this many seconds.
+        devices: Number of processes on this machine, one for each accelerator. `auto` for one process on each GPU, or
+            for one process on the CPU if there is no GPU.
         num_nodes: Number of machines.
-        accelerator: `cpu`, `cuda` (also `gpu`), or `auto` for what is there.
-        precision: Precision of training as Lightning names it, such as `bf16-mixed`, in place of the strategy's own.
-            `mixed` keeps float32 weights, `true` does not. None for that of the strategy.
-        val_check_interval: Steps between validations; one comes before the first step and one after the last.
-        limit_val_batches: Maximum number of batches of `data.prompts_per_step` held-out prompts in a validation.
+        accelerator: `cpu`, `cuda` (also `gpu`), or `auto` for the one that the machine has.
+        precision: Precision of training by Lightning's name, such as `bf16-mixed`. Set it here or in the strategy.
+            `mixed` keeps weights in float32, `true` does not. None for the precision of the strategy.
+        val_check_interval: Steps between validations. There is also one before the first step and one after the last.
+        limit_val_batches: Maximum number of batches in a validation, each of `data.prompts_per_step` held-out prompts.
         val_samples: Responses to each held-out prompt, sampled by `val_sampling`; with 2 or more, pass@k is logged.
-        val_sampling: How the responses of validation, `rlflow test` and `rlflow predict` are sampled; None as in steps.
-        log_every_n_steps: Metrics and samples are logged every so many steps; validations always are.
-        log_samples: Number of samples that are logged of a step.
-        log_samples_every_n_steps: Steps between those of which samples are logged; None for `log_every_n_steps`.
-        profiler: `simple` prints the seconds of each node and other parts of a step at the end; `pytorch` writes what
-            torch's profiler records of steps 3 to 5 into `profiler/` of the run's folder. None for neither.
-        save_every_n_steps: Steps between checkpoints, with one at the end and the model with them; None for only the
-            model at the end.
-        save_every_seconds: Seconds after which the next step is followed by a checkpoint; may be combined with steps.
-        save_last: Number of latest checkpoints that stay, 2 at least: if one is damaged, there is another. True for 2.
-        save_top_k: Number of best checkpoints by `monitor` that stay, which may be among the latest; -1 for all.
-        monitor: The metric that `save_top_k` compares, as it was when the checkpoint was written.
+        val_sampling: How validations, `rlflow test` and `rlflow predict` sample responses. None to sample them as in
+            training.
+        log_every_n_steps: Log metrics and samples once in this number of steps. Steps with a validation are always
+            logged.
+        log_samples: Maximum number of samples that are logged in one step.
+        log_samples_every_n_steps: Log samples once in this number of steps; None for `log_every_n_steps`.
+        profiler: `simple` prints, at the end, the seconds of each node and of the other parts of a step. `pytorch`
+            writes what torch's profiler records in steps 3 to 5 to `profiler/` of the run's folder. None for neither.
+        save_every_n_steps: Steps between checkpoints; there is also one at the end, and the model is written with each
+            checkpoint. None for only the model at the end.
+        save_every_seconds: Seconds after which the next step is followed by a checkpoint. Can be combined with
+            `save_every_n_steps`.
+        save_last: Number of latest checkpoints that are kept, at least 2, since one may be damaged. True for 2.
+        save_top_k: Number of best checkpoints by `monitor` that are kept; -1 for all. They may be among the latest.
+        monitor: Metric by which `save_top_k` compares checkpoints, with its value when each checkpoint was written.
         mode: Whether a smaller (`min`) or a larger (`max`) value of `monitor` is better.
-        async_save: Write checkpoints and models in the background: a step waits only until its rank's part of the
+        async_save: Write checkpoints and models in the background. A step then waits only until its rank's part of the
             state is copied to the CPU's memory.
-        ckpt_path: Continue from a checkpoint, to the bit: `last` of `run_dir`, `best` of it by `monitor`, or a
-            checkpoint's folder; `auto` for the last if there is one, and else a new run.
-        grace_s: Seconds from a signal that ends `rlflow fit` (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C) to its end, in which
-            the step is dropped or finished, and saved; a second signal ends the run immediately.
-        keep_inputs: Steps for which node inputs and outputs are stored for `rlflow replay`; those of a node that raises
-            always are.
+        ckpt_path: Checkpoint from which the run resumes bit-exactly: `last` of `run_dir`, `best` of `run_dir` by
+            `monitor`, or a checkpoint's folder. `auto` for the last checkpoint, or for a new run if there is none.
+        grace_s: Seconds that the run has to end after a signal (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C). In this time it
+            finishes or drops the step, and saves. A second signal ends the run immediately.
+        keep_inputs: Steps whose node inputs and outputs are stored for `rlflow replay`. The inputs of a node that
+            raises are always stored.
         keep_inputs_of: The nodes to which `keep_inputs` applies; empty for all.
-        balance: `auto` moves rows between ranks to even out tokens where it pays, `off` leaves them; or the constants
-            by which that is decided.
-        logprob_gap_limit: Largest mean difference of rollout and training logprobs; None for 1e-3 (0.05 in bf16, 0.01
-            in fp16), and for two more limits that follow from the run itself, see `sync/logprob_gap_uncertain`.
-        skip_spikes: Skip an update if its gradient norm is more than so many times the median of the role's last 32
-            above 0; None for none. An infinite or NaN norm is always skipped, by all ranks.
-        max_skipped: Number of updates of a role skipped in a row that ends the run.
-        sync_bucket_bytes: Bytes of weights that are gathered together on their way into the rollout engine.
-        fast_dev_run: Run two steps of every part, or as many as a number says, with validation, and write nothing but
-            logs and traces, in `<run_dir>-dev`.
-        placement: Ranks by role, with `actor.rollout` for the engines of `actor` and `rollout` for those of all other
-            policies; all ranks where a role is not named.
-        max_staleness: Steps that generation runs ahead of training, with weights so many steps old; needs ranks of its
-            own for `rollout`.
-        partial_rollout: Tokens by which a response grows at most with one draw of prompts (in a conversation, those of
-            the policy); longer ones are cut off, and continue with the weights of the next. None for whole responses.
-        seed: Seed of everything random.
+        balance: `auto` moves rows between ranks to even out their tokens where this saves time; `off` does not. Or a
+            `Balance`, which has the constants of this decision.
+        logprob_gap_limit: Largest mean difference of rollout and training logprobs. None for 1e-3 (0.05 in bf16, 0.01
+            in fp16) and two more limits, which follow from the run itself, see `sync/logprob_gap_uncertain`.
+        skip_spikes: Skip an update if its gradient norm is more than this many times the median of the role's last 32
+            norms above 0; None to skip no spikes. If a norm is infinite or NaN, all ranks always skip the update.
+        max_skipped: Number of skipped updates of a role in a row after which the run ends.
+        sync_bucket_bytes: Bytes of weights that a weight sync gathers and sends to the rollout engine at a time.
+        fast_dev_run: Run only two steps, or the given number, with validation, as a test of all parts. Only logs and
+            traces are written, in `<run_dir>-dev`.
+        placement: Ranks by role. `actor.rollout` is for the engine of `actor`, and `rollout` for the engines of all
+            other policies. A role that is not named is on all ranks, or with the role whose node `uses` it.
+        max_staleness: Number of steps that generation runs ahead of training; its weights are then this many steps old.
+            `placement` must give `rollout` its own ranks.
+        partial_rollout: Maximum number of tokens (in a conversation, of the policy's tokens) that one draw of prompts
+            adds to a response. A longer response is continued in the next draw, with newer weights. None for no limit.
+        seed: Seed of all random numbers of the run.
 
     Raises:
         UserError: A number is out of its range.

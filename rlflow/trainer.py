@@ -48,10 +48,10 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class Trainer(RunningTrainer):
-    """Runs an algorithm: processes, models, steps, validation, and what is left behind.
+    """Runs an algorithm: starts processes, loads models, runs steps and validations, and writes the results.
 
     A strategy, an engine, a logger or a callback may be given by its short name (`rlflow.short_names`) or by the dotted
-    path of its class, and is then made with the defaults of the class.
+    path of its class. It is then constructed with the defaults of its class.
 
     Example:
         ```python
@@ -60,12 +60,12 @@ class Trainer(RunningTrainer):
         ```
 
     Args:
-        strategy: How training is spread over ranks; None for one process without DeepSpeed (FSDP if `precision` is
-            mixed), else ZeRO-2.
-        rollout: The engine that generates; None for transformers' own.
-        engines: Engines by policy: an engine other than `rollout`, or a `Share` of another policy's.
-        logger: Where metrics are logged in addition to the run's own files; one or several of ours or of Lightning's.
-            As in Lightning, True is TensorBoard where it is installed and else CSV, which a run writes in any case.
+        strategy: How training is distributed over ranks. None for ZeRO-2 on several ranks, and for `SingleProcess` on
+            one rank (for FSDP if `precision` is mixed).
+        rollout: The engine that generates; None for `TransformersEngine`.
+        engines: For policies that do not use `rollout`: by policy, another engine, or a `Share` of another policy's.
+        logger: One or several loggers, of rlflow or Lightning, in addition to the run's own files. As in Lightning,
+            True is TensorBoard if it is installed, and CSV if not. A run writes CSV in any case.
         callbacks: Callbacks for steps, nodes and validations.
     """
 
@@ -105,7 +105,7 @@ class Trainer(RunningTrainer):
         self.resolved_config: str | None = None
 
     def fit(self, module: RLModule, train: DataLike | PromptData, validation: DataLike | None = None) -> dict[str, Any]:
-        """Train, and return the run's summary: validation before and after, steps, seconds.
+        """Train, and return the run's summary: validation before and after training, steps, seconds.
 
         With more than one device, the first process starts the others by running its own command line again.
 
@@ -116,7 +116,7 @@ class Trainer(RunningTrainer):
             validation: Rows to validate on, in the same forms; None for no validation, or if `train` is a `PromptData`.
 
         Raises:
-            UserError: Something that the user can mend; before processes start where it can be known then.
+            UserError: The user can correct something. It is raised before processes start if it can be known by then.
         """
         data = _data(train, validation)
         check_monitors(self.settings, self._callbacks, data)
@@ -124,10 +124,10 @@ class Trainer(RunningTrainer):
         return self._launch(module, data, self.settings, run)
 
     def validate(self, module: RLModule, validation: DataLike | PromptData) -> dict[str, Any]:
-        """Validate the module's model; the metrics, and the number of problems.
+        """Validate the module's model, and return the metrics and the number of problems.
 
-        They are those of `fit` before its first step, and are in `<run_dir>-validate/validation.json`. No optimizer is
-        built, and no model is loaded but the one that generates; if the module scores rows, all models are loaded.
+        The metrics are those of `fit` before its first step, and are in `<run_dir>-validate/validation.json`. No
+        optimizer is built. Only the model that generates is loaded; if the module scores rows, all models are loaded.
 
         Args:
             module: The algorithm.
@@ -142,11 +142,12 @@ class Trainer(RunningTrainer):
     def test(self, module: RLModule, validation: DataLike | PromptData) -> dict[str, Any]:
         """Score responses to every held-out prompt, with intervals over prompts: avg@k, pass@k, and greedy accuracy.
 
-        `val_samples` responses are sampled as `val_sampling` says, and one at temperature 0. The results, see
-        `rlflow.run.validation.test`, are in `<run_dir>-test/test.json`, the responses in `responses.jsonl` there.
+        For each prompt, `val_samples` responses are sampled by `val_sampling`, and one at temperature 0. The results
+        (see `rlflow.run.validation.test`) are in `<run_dir>-test/test.json`, and the responses in `responses.jsonl`
+        of the same folder.
 
         Args:
-            module: The algorithm: a model and a reward. The model may be that of a run, by the run's folder.
+            module: The algorithm: a model and a reward. If the model is a run's folder, the run's model is loaded.
             validation: As for `validate`; rows to train on are not read.
 
         Raises:
@@ -160,9 +161,10 @@ class Trainer(RunningTrainer):
         return self._measure(test, module, data if isinstance(data, PromptData) else _validated(data))
 
     def predict(self, module: RLModule, prompts: DataLike | PromptData) -> dict[str, Any]:
-        """Write responses to prompts, `val_samples` to each, as JSON Lines: `<run_dir>-predict/responses.jsonl`.
+        """Write `val_samples` responses to each prompt, as JSON Lines, to `<run_dir>-predict/responses.jsonl`.
 
-        Started again with the same model, prompts and settings, it goes on with the prompts that lack responses.
+        If it is started again with the same model, prompts and settings, it continues with the prompts that have no
+        responses yet.
 
         Args:
             module: An algorithm that generates, such as GRPO. No reward is called.
@@ -206,7 +208,7 @@ class Trainer(RunningTrainer):
         node: str | None = None,
         debugs: bool = False,
     ) -> list[Replayed]:
-        """Run nodes of a step of an earlier run once more, in this process, on the inputs that that run stored.
+        """Run nodes of a step of an earlier run again, in this process, on the inputs that the earlier run stored.
 
         Args:
             module: Module of that run.

@@ -74,13 +74,13 @@ def policy_loss(
         self: The module; its `actor` is trained.
         rollout: The actor's samples.
         advantages: `[B]`, or `[B, T]`.
-        old_logprobs: `[B, T]` of the policy at the start of the step; where None, the trained one is the old one, which
-            holds for one update a step.
-        ref_logprobs: `[B, T]` of the reference; None is no KL.
-        clip: How far the ratio may leave 1 and still count.
+        old_logprobs: `[B, T]` of the policy at the start of the step. None to use those of the policy in training,
+            which are the same if a step makes one update.
+        ref_logprobs: `[B, T]` of the reference; None for no KL.
+        clip: Range around 1 to which the ratio is clipped.
         kl: Weight and estimator of the divergence from the reference.
         entropy_coef: Weight of the entropy bonus.
-        importance: Correction for the gap between rollout and training logprobs; None is off.
+        importance: Correction for the difference between rollout and training logprobs; None is off.
     """
     if kl.in_reward or kl.target is not None:
         raise UserError(

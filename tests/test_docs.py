@@ -431,13 +431,15 @@ def test_the_recipe_of_a_real_model_has_what_is_predicted(
     told = capsys.readouterr().out
     page = (DOCS / "recipe_gsm8k.md").read_text(encoding="utf-8")
     rows = dict(re.findall(rf"^\| ([^|]+?) \|(?:[^|]+\|){{{column - 1}}} ([^|]+?) \|", page, re.MULTILINE))
-    step = rows["a step"]
+    step = rows["time of a step"]
     assert f"\nstep {step}, " in told
-    assert rows["100 steps, without validation"] == f"{100 * float(step.split()[0]) / 60:.0f} minutes"
+    assert rows["time of 100 steps, without validation"] == f"{100 * float(step.split()[0]) / 60:.0f} minutes"
     taken = dict(re.findall(r"^  \* (\w+) +\w+ +\S+ \w+ +(\S+ s) ", told, re.MULTILINE))
-    assert rows["of it generating, training"] == f"{taken['rollout']}, {taken['actor_loss']}"
-    generating, training = rows["memory generating, most of it vLLM's cache"], rows["memory training"]
+    assert rows["time of the generation in a step"] == taken["rollout"]
+    assert rows["time of the training in a step"] == taken["actor_loss"]
+    generating = rows["memory during generation, most of it for vLLM's cache"]
+    training = rows["memory during training"]
     assert f"memory of a rank: {generating} generating, {training} training" in told
-    weights, gradients, optimizer = rows["weights, gradients, optimizer, in float32"].removesuffix(" GB").split(", ")
-    assert f"weights {weights} GB, gradients {gradients} GB, optimizer {optimizer} GB" in told
-    assert re.search(rf"saving .* {rows['a checkpoint']}$", told, re.MULTILINE)
+    parts = (f"{part} {rows[f'memory of the {part}, in float32']}" for part in ("weights", "gradients", "optimizer"))
+    assert ", ".join(parts) in told
+    assert re.search(rf"saving .* {rows['size of a checkpoint']}$", told, re.MULTILINE)

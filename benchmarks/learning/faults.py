@@ -167,7 +167,7 @@ def _whiten_all(old: Callable[..., Tensor], module: RLModule, x: Tensor, mask: T
 
 FAULTS = {
     "values-shifted": Fault(
-        "GAE reads the value of the token before",
+        "GAE reads, for each token, the value of the token before it",
         wrong_values(lambda v: v.roll(1, dims=1)),
         PPO_STEP,
     ),
@@ -184,7 +184,7 @@ FAULTS = {
         "grpo",
     ),
     "mask-shifted": Fault(
-        "the loss's mask lies one token late",
+        "the mask of the loss is shifted by one token",
         around(rlflow.controller.training._mask, lambda old, *a, **o: _one_late(old(*a, **o))),
         GRPO_STEP,
     ),
@@ -194,12 +194,12 @@ FAULTS = {
         GRPO_STEP,
     ),
     "group-cut": Fault(
-        "a group is cut in two",
+        "each group is split into two groups",
         around(functional.group_normalized_advantages, _cut_groups),
         "tests/functional/test_advantages.py::test_group_normalized_advantages_are_those_of_grpo",
     ),
     "importance-inverted": Fault(
-        "the importance weight is that of rollout over old",
+        "the importance weight is rollout / old instead of old / rollout",
         around(
             functional.importance_weights, lambda old, o, rollout, *more, **options: old(rollout, o, *more, **options)
         ),
@@ -212,62 +212,62 @@ FAULTS = {
         "grpo_kl",
     ),
     "positions-go-on": Fault(
-        "position ids go on from one packed sequence to the next",
+        "position ids do not start at 0 in each packed sequence, but continue from the previous one",
         around(packing.pack, _one_line),
         "tests/models/test_packing.py::test_packed_rows_follow_one_another_without_their_last_tokens",
     ),
     "sequences-joined": Fault(
-        "packed sequences attend to those before them",
+        "packed sequences attend to the sequences before them in the line",
         around(packing.pack, _joined),
         SEVERAL_IN_A_LINE,
     ),
     "old-is-current": Fault(
-        "the ratio is taken to the policy in training, so it is always 1",
+        "the ratio's denominator is the policy in training, so the ratio is always 1",
         _current_as_old,
         GRPO_UPDATES,
     ),
     "whitened-with-padding": Fault(
-        "padding counts when advantages are whitened",
+        "the mean and the standard deviation of whitening include padding",
         in_method(RLModule, "whiten", _whiten_all),
         PPO_STEP,
     ),
     "lam-for-gamma": Fault(
-        "GAE takes gamma and lambda for one another",
+        "GAE swaps gamma and lambda",
         around(functional.gae, lambda old, r, v, m, gamma, lam, *more: old(r, v, m, lam, gamma, *more)),
         "tests/functional/test_returns.py::test_gae_is_that_of_the_paper",
     ),
     "rewards-shuffled": Fault(
-        "each sample gets the reward of the one before",
+        "each sample gets the reward of the sample before it",
         in_method(RLModule, "reward_function", lambda old, *given: old(*given).roll(1)),
         GRPO_STEP,
     ),
     "temperature-forgotten": Fault(
-        "the trainer's logprobs leave the temperature out",
+        "the trainer's logprobs are computed without the temperature",
         in_method(CausalLM, "_forward_pass", lambda old, model, rows, _, *more, **o: old(model, rows, 1.0, *more, **o)),
         GRPO_STEP,
     ),
     "denominator-wrong": Fault(
-        "the loss is divided by half of the tokens",
+        "the loss is divided by half of the number of tokens",
         in_method(Training, "_agree", _half_counted),
         GRPO_STEP,
     ),
     "engine-stale": Fault(
-        "the engine keeps the first weights that it is sent",
+        "the engine ignores all weights that it receives after the first sync",
         in_method(TransformersEngine, "_load", _first_weights),
         "tests/rollout/test_parts.py::test_each_token_has_the_version_and_logprob_of_the_weights_that_made_it",
     ),
     "kl-sign": Fault(
-        "the divergence takes the reference for the policy",
+        "the KL estimate swaps policy and reference",
         around(functional.kl_estimate, lambda old, p, q, *more, **options: old(q, p, *more, **options)),
         "tests/functional/test_kl.py::test_values_of_the_estimators",
     ),
     "clip-inverted": Fault(
-        "the clipped loss takes the larger of the two",
+        "the clipped objective of the policy is the larger of its two terms, not the smaller",
         around(functional.ppo_clip_loss, lambda old, p, o, a, *clips, **named: -old(p, o, -a, *clips, **named)),
         "tests/functional/test_policy_losses.py::test_the_clip_is_one_sided",
     ),
     "value-clip-inverted": Fault(
-        "the clipped value loss takes the smaller of the two",
+        "the clipped value loss is the smaller of its two squared errors, not the larger",
         around(functional.value_loss, _smaller),
         "tests/functional/test_value_losses.py::test_a_value_that_moved_far_towards_its_target_has_no_gradient",
     ),

@@ -117,13 +117,13 @@ def moved(claim: Claim) -> str:
     if claim.beside is not None:
         other = replace(claim, config=claim.beside)
         mine, theirs = (statistics.mean(mean(run, claim.trained) for run in each.runs) for each in (claim, other))
-        return f"`{claim.trained}` {mine:.3f}, where `{claim.beside}` has {theirs:.3f}"
+        return f"`{claim.trained}` is {mine:.3f}; for `{claim.beside}` it is {theirs:.3f}"
     ends = [tenths(run, claim.trained) for run in claim.runs]
     gains = [last - first for first, last in ends]
     first, last = (statistics.mean(end) for end in zip(*ends, strict=True))
     word = "falls" if claim.falls else "rises"
     in_errors = statistics.mean(gains) / standard_error(gains) * (-1 if claim.falls else 1)
-    return f"`{claim.trained}` {word} {first:.3f} to {last:.3f}, {in_errors:.1f} standard errors"
+    return f"`{claim.trained}` {word} from {first:.3f} to {last:.3f}, by {in_errors:.1f} standard errors"
 
 
 def learns(claim: Claim) -> bool:

@@ -13,18 +13,19 @@ from rlflow.settings import Settings
 
 @dataclass(eq=False)
 class RunningTrainer(Settings):
-    """The trainer as callbacks see it: its settings, each by its name, and how far the run is.
+    """The trainer as callbacks see it: its settings as attributes, and the progress of the run.
 
     Attributes:
-        should_stop: Whether the run ends after this step; a callback may set it, on all ranks alike.
-        global_step: Steps of the run that are done, those before a resume included. A step may be several updates.
-        current_epoch: The pass over the training rows that the last step drew from, from 0. Where a module's
-            `choose_prompts` chooses, counted as if it chose all of them.
+        should_stop: Whether the run ends after this step. A callback may set it, but must do so on all ranks alike.
+        global_step: Number of steps that are done, including steps before a resume. A step may have several updates.
+        current_epoch: Number, from 0, of the pass over the training rows from which the last step drew. If a module
+            overrides `choose_prompts`, epochs are counted as if it chose all rows.
         callback_metrics: The metrics of the last step and of the last validation, the same on every rank.
-        global_rank: This process among all of the run, from 0; 0 before the run's processes have started.
+        global_rank: Rank of this process in the run, from 0; 0 before the run's processes have started.
         loggers: The loggers that the trainer was given.
-        logger: The first of them; None without.
-        print: Function that shows a line on the terminal, on rank 0 alone. Python's own writes to `logs/` in a run.
+        logger: The first of the loggers; None if there is none.
+        print: Function that prints a line on the terminal, only on rank 0. In a run, Python's `print` writes to
+            `logs/`.
     """
 
     should_stop: bool = field(default=False, init=False)
@@ -38,7 +39,7 @@ class RunningTrainer(Settings):
 
     @property
     def settings(self) -> Settings:
-        """The settings alone, as they are now; the run reads those of its start."""
+        """A copy of the settings as they are now. The run uses the settings that it had at its start."""
         return Settings(**{each.name: getattr(self, each.name) for each in fields(Settings)})
 
     @property
@@ -48,10 +49,10 @@ class RunningTrainer(Settings):
 
 
 class Callback:
-    """Code of a user's own at fixed points of a run. Override the hooks that matter.
+    """A user's own code that runs at fixed points of a run. Override the hooks that you need.
 
-    Every rank calls its callbacks, with the same metrics, so a decision taken from them is the same on all ranks. A
-    hook that differs between ranks (that writes a file, say) asks `trainer.is_global_zero`.
+    Every rank calls its callbacks with the same metrics, so a decision that follows from metrics is the same on all
+    ranks. A hook that only one rank should run, such as one that writes a file, checks `trainer.is_global_zero`.
 
     Example:
         ```python
@@ -64,22 +65,22 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name of the state in a checkpoint; override it where a run has several callbacks of one class."""
+        """The name of the state in a checkpoint; override it if a run has several callbacks of one class."""
         return type(self).__qualname__
 
     def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
         """Everything is loaded; no step has run."""
 
     def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
-        """Step `step` (the first is 1) is done, not yet validated; `metrics` are its own, over all ranks.
+        """Step `step` (the first is 1) is done, and not yet validated; `metrics` are of this step, over all ranks.
 
-        What a callback adds to `metrics` is logged with them.
+        If a callback adds values to `metrics`, they are logged too.
         """
 
     def on_validation_end(
         self, trainer: RunningTrainer, module: RLModule, step: int, metrics: Mapping[str, float]
     ) -> None:
-        """Validation after step `step` is done (0: before the first)."""
+        """The validation after step `step` is done; `step` is 0 for the validation before the first step."""
 
     def on_task_start(self, trainer: RunningTrainer, module: RLModule, task: str, step: int) -> None:
         """This rank is about to run a task of its plan, as `rlflow graph` prints it, for step `step` (from 0)."""
@@ -91,20 +92,20 @@ class Callback:
         """This rank ran a node."""
 
     def on_weight_sync(self, trainer: RunningTrainer, module: RLModule, policy: str, version: int) -> None:
-        """The engine that generates with `policy` on this rank holds its weights of version `version`."""
+        """The engine of `policy` on this rank now holds version `version` of the policy's weights."""
 
     def on_fit_end(self, trainer: RunningTrainer, module: RLModule) -> None:
-        """The last step is done, and saved."""
+        """The last step is done, and its model or checkpoint is saved."""
 
     def on_exception(self, trainer: RunningTrainer, module: RLModule, error: BaseException) -> None:
-        """The run is ending with `error`, which is raised after this."""
+        """The run ends with `error`, which is raised after this hook."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this callback for the checkpoint, JSON-able. Called on every rank; rank 0's state is stored."""
+        """State of this callback for a checkpoint, JSON-able. Called on every rank; the state of rank 0 is stored."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; not called where the checkpoint has nothing under `state_key`."""
+        """Restore the state from `state_dict`; not called if the checkpoint has no state under `state_key`."""
 
     def _generate_state_key(self, **arguments: Any) -> str:
         """The class, with the arguments that distinguish callbacks of it, for `state_key`."""

@@ -14,7 +14,7 @@ from rlflow.module import RLModule
 class EarlyStopping(Callback):
     """Ends the run once a metric is good enough, or no longer gets better.
 
-    A metric of validation (`val...`) is looked at after each validation, any other after each step.
+    A metric of validation (`val...`) is checked after each validation, any other metric after each step.
 
     Example:
         `EarlyStopping("val/accuracy", mode="max", patience=None, stopping_threshold=0.8)` ends the run after the first
@@ -23,11 +23,11 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: Name of the metric.
-        min_delta: Difference by which a value must beat the best one to count as better.
-        patience: Stop after this many looks in a row without a better value; None for no such rule.
-        verbose: Whether the end, and each better value, is said in a line.
-        mode: Whether smaller (`min`) or larger (`max`) is better.
-        strict: Whether a metric that the run does not log is an error; else it is looked for again.
+        min_delta: Difference by which a value must beat the best value to count as better.
+        patience: Stop after this many checks in a row without a better value; None for no such rule.
+        verbose: Whether a line is printed when the run ends, and for each better value.
+        mode: Whether a smaller (`min`) or a larger (`max`) value is better.
+        strict: Whether a metric that the run does not log is an error. If not, the next check looks for it again.
         check_finite: Stop as soon as the metric is infinite or NaN.
         stopping_threshold: Stop as soon as the metric is at least this good; None for no such rule.
         divergence_threshold: Stop as soon as the metric is worse than this; None for no such rule.

@@ -13,12 +13,12 @@ from rlflow.module import RLModule, handles
 
 
 class LearningRateMonitor(Callback):
-    """Logs momentum and weight decay beside the learning rate; that is logged as `actor/lr` in any case.
+    """Logs momentum and weight decay. The learning rate is always logged, as `actor/lr`, with or without this callback.
 
-    With several groups of weights the names end as Lightning's, in `/pg1`, `/pg2`, ...
+    With several groups of weights the names end in `/pg1`, `/pg2`, ..., as in Lightning.
 
     Args:
-        logging_interval: Only `step`, or None for the same.
+        logging_interval: Only `step`; None is `step` too.
         log_momentum: Log `<role>/momentum`: AdamW's first beta, or the momentum of SGD.
         log_weight_decay: Log `<role>/weight_decay`.
     """
@@ -51,15 +51,15 @@ class LearningRateMonitor(Callback):
 
 
 class ThroughputMonitor(Callback):
-    """Logs what a run generates per second, over a window of steps: of all ranks, validation and waits included.
+    """Logs rates per second over a window of steps, for all ranks together. Validation and waits count as time.
 
-    `train/batches_per_sec` counts steps. If something is sampled, `train/samples_per_sec` counts samples and
-    `train/items_per_sec` the tokens that the policies wrote. For a rate per GPU divide by the number of ranks.
+    `train/batches_per_sec` counts steps. If something is sampled, `train/samples_per_sec` counts samples, and
+    `train/items_per_sec` counts the tokens that the policies wrote. For a rate per GPU, divide by the number of ranks.
 
     Args:
         batch_size_fn: Not used: a run counts its samples.
         length_fn: Not used: a run counts its tokens.
-        window_size: Number of last steps over which rates are taken.
+        window_size: Number of last steps over which rates are computed.
         separator: Text between `train` and the name of the rate.
     """
 

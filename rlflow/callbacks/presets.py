@@ -36,20 +36,20 @@ class Preset(Callback):
 
 
 class ModelCheckpoint(Preset):
-    """When checkpoints are written and which stay: the trainer's `save_...`, `monitor` and `mode` by Lightning's names.
+    """When checkpoints are written and which are kept: the trainer's `save_...`, `monitor` and `mode` as in Lightning.
 
-    Checkpoints are in `checkpoint/` of the run's folder. The last two stay in any case: if one is damaged, there is
-    another.
+    Checkpoints are in `checkpoint/` of the run's folder. The last two are always kept, since one may be damaged.
 
     Args:
-        monitor: The metric by which checkpoints are compared; None to keep the last ones alone.
+        monitor: The metric by which checkpoints are compared; None to keep only the last checkpoints.
         mode: Whether a smaller (`min`) or a larger (`max`) value is better.
-        save_top_k: Number of best checkpoints that stay, or -1 for all.
-        save_last: Whether the last checkpoints stay, which they do in any case; or their number, 2 or more.
+        save_top_k: Number of best checkpoints that are kept, or -1 for all.
+        save_last: Number of last checkpoints that are kept, 2 or more. True, False and None keep the trainer's number.
         every_n_train_steps: Steps between checkpoints. If neither this nor `train_time_interval` is given, checkpoints
-            are written after each `val_check_interval`.
-        train_time_interval: Time after which the next step is followed by a checkpoint, as Timer's `duration`.
-        dirpath: Not used, like all below: checkpoints are in the run's folder.
+            are written every `val_check_interval` steps.
+        train_time_interval: Time after which the next step is followed by a checkpoint, in the forms of Timer's
+            `duration`.
+        dirpath: Not used, like all arguments below. Checkpoints are in the run's folder.
         filename: A checkpoint is named after its step.
         verbose: `checkpoint/` shows what was saved.
         save_on_exception: A run that failed resumes from its last checkpoint.
@@ -60,7 +60,7 @@ class ModelCheckpoint(Preset):
         enable_version_counter: A checkpoint is named after its step.
 
     Raises:
-        UserError: An argument that is not used is given, `save_top_k` is 0, or it needs a `monitor`.
+        UserError: An argument that is not used is given, `save_top_k` is 0, or `save_top_k` needs a `monitor`.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class ModelCheckpoint(Preset):
 class SampleTable(Preset):
     """How many samples loggers get, and how often: `log_samples` and `log_samples_every_n_steps` of the trainer.
 
-    W&B shows them as a table, and `rlflow samples` reads them from `samples.jsonl` of the run's folder.
+    W&B shows samples as a table. `rlflow samples` reads them from `samples.jsonl` of the run's folder.
 
     Args:
-        every_n_steps: Steps between those whose samples are logged.
-        n: Number of samples of a step.
+        every_n_steps: Log samples once in this number of steps.
+        n: Maximum number of samples that are logged in one step.
     """
 
     def __init__(self, every_n_steps: int = 1, n: int = 4) -> None:

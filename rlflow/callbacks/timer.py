@@ -15,17 +15,17 @@ Duration = dict[str, float] | str | timedelta  # in this order: jsonargparse rea
 
 
 class Timer(Callback):
-    """Ends the run after the step in which its training has lasted so long, runs that it resumes included.
+    """Ends the run after the step in which training has lasted for a duration. The runs that it resumes count too.
 
-    `trainer.max_seconds` instead counts the time of this run alone.
+    `trainer.max_seconds` counts only the time of this run.
 
     Args:
-        duration: `DD:HH:MM:SS`, a `timedelta`, or the arguments of one: `{"hours": 3}`. None to measure alone.
+        duration: `DD:HH:MM:SS`, a `timedelta`, or its arguments, such as `{"hours": 3}`. None to only measure the time.
         interval: Only `step`: the time is compared after each step.
-        verbose: Whether the end is said in a line.
+        verbose: Whether a line is printed when the run ends.
 
     Raises:
-        UserError: The duration is none of these, or `interval` is another.
+        UserError: The duration has none of these forms, or `interval` is not `step`.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Range:
 
 RANGES = (
     Range("reward/errors", "0", "read the warning in `logs/`; it names the first such sample", high=0),
-    Range("val/errors", "0", "mend the reward: each failure lowers `val/accuracy`", high=0),
+    Range("val/errors", "0", "correct the reward: each failure lowers `val/accuracy`", high=0),
     Range(
         "rollout/truncated",
         "below 0.05",
@@ -43,34 +43,34 @@ RANGES = (
     ),
     Range(
         "rollout/ended_failed",
-        "`ended_failed` 0",
-        "for failures, `ended` of a conversation's last message in `samples.jsonl` has the reason",
+        "0",
+        "`ended` of a conversation's last message in `samples.jsonl` has the reason",
         high=0,
     ),
     Range(
         "rollout/requests_refused",
         "0",
-        "the last lines of the agent's output have the errors; name fields that do not matter in `ignore`, raise"
+        "the last lines of the agent's output have the errors. Name fields that do not matter in `ignore`, or raise"
         " `data.max_prompt_length`, `max_response_length` or `max_calls`",
         high=0,
     ),
     Range(
         "actor/useful_share",
         "above 0.5",
-        "prompts too easy or too hard, so nothing is learned from most of them; choose others, raise `group_size`, or"
-        " filter them (DAPO)",
+        "most prompts are too easy or too hard, so nothing is learned from them. Choose other prompts, raise"
+        " `group_size`, or filter prompts (DAPO)",
         low=0.5,
     ),
     Range(
         "filter/kept",
         "above 0.3",
-        "prompts too easy or too hard; choose others, raise `group_size`",
+        "most prompts are too easy or too hard. Choose other prompts, or raise `group_size`",
         low=0.3,
     ),
     Range(
         "actor/clip_fraction",
         "below 0.2",
-        "too many updates per step, or too large a learning rate",
+        "a step makes too many updates, or the learning rate is too large",
         high=0.2,
     ),
     Range(
@@ -94,20 +94,27 @@ RANGES = (
     Range(
         "actor/drift",
         "below 0.01",
-        "fewer updates per step, a smaller learning rate, or a larger `drift_coef`",
+        "make fewer updates per step, or use a smaller learning rate or a larger `drift_coef`",
         high=0.01,
     ),
     Range(
         "sync/logprob_gap",
         "0.005 to 0.02 in bf16",
-        "wrong weights, wrong temperature, or another model",
+        "the engine has wrong weights, another temperature or another model",
         high=0.02,
     ),
-    Range("sync/logprob_spread", "within 0.005 of 1", "temperatures differ", low=0.995, high=1.005),
+    Range(
+        "sync/logprob_spread",
+        "within 0.005 of 1",
+        "engine and trainer have different temperatures",
+        low=0.995,
+        high=1.005,
+    ),
     Range(
         "verdict/readable",
         "above 0.95",
-        "answers are cut (`judge_length`), or the judge does not use the form; change the question in `rubric`",
+        "raise `judge_length` if answers are cut, or change the question in `rubric` if the judge does not use the"
+        " form",
         low=0.95,
     ),
     Range(
@@ -126,7 +133,7 @@ RANGES = (
     Range(
         "time/load",
         "below a hundredth of the step",
-        "put the dataset on a faster disk, use shorter prompts",
+        "put the dataset on a faster disk, or use shorter prompts",
         high=0.01,
         share_of="time/step",
     ),

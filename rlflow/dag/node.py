@@ -57,23 +57,23 @@ def node(
     generates: str | Sequence[str] = (),
     uses: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Mark a method as a node of the graph: it makes a value of the method's name from those that its parameters name.
+    """Mark a method as a node of the graph. Its value has the method's name; its parameters name the values it reads.
 
-    The method itself is returned unchanged. A subclass overrides it without repeating the mark; `name = None` in a
+    The method itself is returned unchanged. A subclass overrides it without repeating the mark. `name = None` in a
     subclass or on an instance removes the node.
 
     Args:
-        function: The method, where the mark is written without parentheses.
-        role: The model handle on `self` that the node scores with or trains; None for a node without a model. `rollout`
-            is short for `generates=` the first language model that is trained.
-        type: `train` for a loss that trains its role; `filter` for a node that says which groups the step keeps.
-        generates: The policy that the node generates with, or several: names of language models on `self`, trained or
-            frozen. The responses that it returns are new rows, below the rows that it reads.
-        uses: One or more frozen model handles on `self` that the node calls in addition to that of its role; they live
-            on the role's ranks. All ranks of the role must make the same calls.
+        function: The method, if the mark is written without parentheses.
+        role: The model handle on `self` with which the node scores, or which it trains; None for a node without a
+            model. `rollout` is short for `generates=` the first language model that is trained.
+        type: `train` for a loss that trains its role; `filter` for a node that decides which groups the step keeps.
+        generates: One or more policies with which the node generates: names of language models on `self`, trained or
+            frozen. The responses that the node returns are new rows, children of the rows that it reads.
+        uses: One or more frozen model handles on `self` that the node calls in addition to that of its role. They are
+            placed on the role's ranks. All ranks of the role must make the same calls.
 
     Raises:
-        UserError: A role was passed without its name, as in `@node("actor")`.
+        UserError: A role was passed without `role=`, as in `@node("actor")`.
     """
     if isinstance(function, str):
         raise UserError(f'`@node("{function}")` names no parameter. Write `@node(role="{function}")`')

@@ -32,14 +32,14 @@ class MixedDataset:
 
     Args:
         data: The rows, in any form that `PromptData` takes.
-        weight: Its share of the prompts, in proportion to the weights of the others. Or a schedule of it: points
-            `[step, weight]`, steps from 0 and ascending. Between points it is a straight line; before the first and
-            after the last it stays.
-        prompt: Column that becomes the column `prompt`; dots step into a column. None where rows are as they should be.
-        template: Text that becomes the column `prompt`, with columns in braces, `{question} Answer with a number.`;
+        weight: Share of the prompts, in proportion to the weights of the other datasets. Or a schedule of weights:
+            points `[step, weight]`, with ascending steps from 0. Between two points the weight changes linearly; before
+            the first point and after the last it is constant.
+        prompt: Column that becomes the column `prompt`; dots step into a column. None if rows need no such change.
+        template: Text that becomes the column `prompt`. Columns are in braces: `{question} Answer with a number.`;
             `{prompt}` is the column `prompt`.
-        max_response_length: Tokens after which a response to its prompts is cut, at most those of the module, which
-            None takes.
+        max_response_length: Tokens after which responses to these prompts are cut, at most the module's own limit. None
+            for the module's limit.
     """
 
     data: DataLike
@@ -79,19 +79,19 @@ class MixedDataset:
 
 
 class Mixture(Source):
-    """Several datasets as one. A row has its dataset's name in a column, by which `ByDataset` chooses the reward.
+    """Several datasets as one. A column of each row has the name of its dataset; `ByDataset` chooses the reward by it.
 
-    To train on, datasets are drawn in proportion to their weights, evenly spread: with weights 2 and 1, a step of 6
-    prompts has 4 of the first and 2 of the second. Each is passed over in an order of its own, again and again, so a
-    small one with a large weight comes several times in the time in which another is passed once. An epoch is as many
-    prompts as there are rows in all. To validate on, all rows of all datasets are taken, and weights do not matter.
+    In training, prompts are drawn in proportion to the weights, evenly spread: with weights 2 and 1, a step of 6
+    prompts has 4 of the first dataset and 2 of the second. Each dataset is read in its own order, pass after pass. So a
+    small dataset with a large weight is read several times while another is read once. An epoch has as many prompts as
+    all datasets have rows together. A validation takes all rows of all datasets, and ignores weights.
 
-    Weights may change from step to step, see `MixedDataset`. After each step a dataset has then had the sum of its
-    shares of the steps so far, within two prompts; it is passed over in the same way, and an epoch counts as many.
+    Weights may change from step to step, see `MixedDataset`. After any step, a dataset has then had as many prompts as
+    its shares of all steps add up to, give or take two. Passes and the length of an epoch are as above.
 
     Args:
-        datasets: The datasets by name; what has no settings is given as it would be without the others.
-        column: Column of the name.
+        datasets: The datasets by name: a `MixedDataset`, or only its rows if it needs no settings.
+        column: Column that gets the name of the dataset.
     """
 
     def __init__(self, datasets: Mapping[str, MixedDataset | DataLike], column: str = "dataset") -> None:

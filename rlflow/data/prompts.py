@@ -43,39 +43,41 @@ class PromptData:
 
     Args:
         train: Rows to train on: the path of a JSON Lines or Parquet file, or of a folder of them; a dataset of the hub,
-            such as `openai/gsm8k/main`; a `Source` by its class. In Python also a `datasets.Dataset`, a list of dicts,
-            a map-style dataset of torch, or a `LightningDataModule`.
+            such as `openai/gsm8k/main`; or a `Source`, by its class. In Python also a `datasets.Dataset`, a list of
+            dicts, a map-style dataset of torch, or a `LightningDataModule`.
         validation: Rows to validate on, in the same forms; None for no validation.
-        prompts_per_step: Prompts of one step, over all ranks. An epoch leaves out the rows that fill no step.
-        prompt: Column of the prompt, a text or a list of messages; None for `prompt`, else `question`. Dots step into a
-            column, as in `metadata.expression`.
-        response: Column of the response to learn, a text; None for `response`, else `completion` or `messages`, where
-            an algorithm learns from responses, and for none where responses are sampled. For pairs, the response that
-            was chosen; None for `chosen`. With the chat template also a list of messages whose turns of role
-            `assistant` are learned: what follows the prompt, or a whole conversation, which begins with another role;
-            `prompt` is then not read.
-        rejected: Column of the response that was rejected, a text, for algorithms that read `Pairs`; None for
-            `rejected` there, and for none in other algorithms.
-        chat_template: Write prompts in the tokenizer's chat template, a text as the user's message; None where the
-            first row has a list of messages.
+        prompts_per_step: Number of prompts in one step, over all ranks. An epoch leaves out rows that do not fill a
+            step.
+        prompt: Column of the prompt, which is a text or a list of messages. None for the column `prompt`, or `question`
+            if there is no `prompt`. Dots step into a column, as in `metadata.expression`.
+        response: Column of the response to learn, a text. None for `response`, else `completion`, else `messages`; in
+            algorithms that read `Pairs`, None for `chosen`; where responses are sampled, None for no column. With the
+            chat template also a list of messages, of which turns of role `assistant` are learned. The list follows the
+            prompt, or is a whole conversation, which begins with another role; then `prompt` is not read.
+        rejected: Column of the rejected response, a text, for algorithms that read `Pairs`. None for `rejected` in
+            these algorithms, and for no column in others.
+        chat_template: Whether prompts are written in the tokenizer's chat template; a text becomes the user's message.
+            None to use the template if the first row has a list of messages, or if `images` is set.
         system_prompt: System message before each prompt; needs the chat template.
         renderer: Renderer that writes conversations with environments in place of the chat template: the name of a
-            renderer of the package `renderers`, such as `qwen3`; a mapping of its `name` and settings; or `auto`, by
-            its table of models. Needs `pip install 'rlflow-llm[renderers]'`.
-        tool_calls: The form in which the model calls tools: `hermes`, `qwen3_coder`, `llama3` or `mistral`; None for
-            that of its chat template.
-        max_prompt_length: Longest prompt, in tokens: of the dataset, to which conversations add the tools; and of those
-            that nodes and environments write.
-        max_response_length: Longest response of the dataset, in tokens with the end-of-sequence token; None for any.
-        overlong: What becomes of rows that are longer: stop with an error, or drop them before anything is dealt out.
-            What the reward reads must be in these too. Rows with a picture that cannot be read are dropped with them.
+            renderer of the package `renderers`, such as `qwen3`; a mapping with its `name` and settings; or `auto`, to
+            choose it by the package's table of models. Needs `pip install 'rlflow-llm[renderers]'`.
+        tool_calls: The form in which the model calls tools: `hermes`, `qwen3_coder`, `llama3` or `mistral`. None for
+            the form of its chat template.
+        max_prompt_length: Longest prompt, in tokens, including the tools of a conversation. It also limits prompts that
+            nodes and environments write.
+        max_response_length: Longest response of the dataset, in tokens, the end-of-sequence token included; None for no
+            limit.
+        overlong: What to do with longer rows: stop with an error, or drop them before rows are distributed to ranks.
+            Rows that are dropped must still have the columns that the reward reads. `drop` also drops rows with a
+            picture that cannot be read.
         shuffle: Draw the rows in another order in every epoch.
-        images: Column of a row's picture, or of a list of them, for a model that reads pictures: a path from the
-            dataset's file, a `file:` or `data:` URL, bytes, an image of Pillow or of `datasets`. None where messages
+        images: Column of a row's picture, or of a list of pictures, for a model that reads pictures: a path from the
+            dataset's file, a `file:` or `data:` URL, bytes, or an image of Pillow or of `datasets`. None if messages
             have the pictures, as `{"type": "image", "image": PATH}`, or there are none. In a prompt that is a text,
-            `<image>` marks the place of a picture; without it pictures come first.
-        curriculum: Which prompts an epoch draws, by the share of their samples that passed; None for all. For
-            algorithms that sample responses and score them.
+            `<image>` marks the place of a picture. Without this mark, pictures come first.
+        curriculum: Which prompts an epoch draws, by the share of each prompt's samples that passed; None for all
+            prompts. For algorithms that sample responses and score them.
         allow_remote: Whether pictures may be `http:` and `https:` URLs, which each rank downloads.
     """
 

@@ -1,7 +1,7 @@
 """Sources of a dataset's rows: JSON Lines and Parquet files, Hugging Face datasets, lists, map-style torch datasets.
 
-`as_source` makes one of whatever `data.train` is. No file is opened before the first row is read. A row is a dict of
-what JSON can hold (text, numbers, lists, dicts, null), since rows are sent between ranks as JSON:
+`as_source` makes a source from any form of `data.train`. No file is opened before the first row is read. A row is a
+dict of values that JSON can hold (text, numbers, lists, dicts, null), since ranks send rows to each other as JSON:
 
     {"question": "2+3=", "answer": "5", "metadata": {"difficulty": 1}}
 """
@@ -86,12 +86,12 @@ class JSONL(Source):
         {"question": "2+3=", "answer": "5"}
         {"question": "4-1=", "answer": "3"}
 
-    The first access notes where lines begin; then reading a row reads its line alone. A line that is not a JSON object,
-    or has a key twice, is refused with a `UserError` when it is read.
+    The first access finds where each line begins. After that, only the line of a row is read. A line that is not a JSON
+    object, or has a key twice, raises a `UserError` when it is read.
 
     Args:
-        path: The file, or a folder whose `.jsonl` files, also those of folders in it, are read in the order of their
-            paths.
+        path: The file, or a folder. All `.jsonl` files in the folder and in its subfolders are read, in the order of
+            their paths.
     """
 
     def __init__(self, path: str) -> None:
@@ -163,10 +163,10 @@ class JSONL(Source):
 
 
 class Parquet(Source):
-    """A Parquet file, or a folder of them, read by row groups. The groups read last are cached, up to 256 MiB as Arrow.
+    """A Parquet file, or a folder of them. It is read by row groups; the last ones are cached, up to 256 MiB as Arrow.
 
     Args:
-        path: The file or folder; all files have one schema.
+        path: The file or folder. All files must have the same schema.
     """
 
     def __init__(self, path: str) -> None:
@@ -273,11 +273,11 @@ class _LoadedDataset(Source):
 class HuggingFace(_LoadedDataset):
     """A dataset of the Hugging Face hub, a folder that `save_to_disk` wrote, or a folder of data files.
 
-    It is loaded when the first row is read; what cannot be loaded, or lacks the split, is refused with a `UserError`.
+    It is loaded when the first row is read. A dataset that cannot be loaded, or lacks the split, raises a `UserError`.
 
     Args:
         path: The name on the hub, such as `openai/gsm8k`, or the folder.
-        split: The split, such as `train`. A folder to which `save_to_disk` wrote a single split is taken as it is.
+        split: The split, such as `train`. It is ignored for a folder to which `save_to_disk` wrote a single split.
         subset: The configuration of a hub dataset that has several, such as `main`.
     """
 

@@ -26,19 +26,19 @@ DrawRow = Callable[[random.Random], dict[str, Any]]
 
 @dataclass(eq=False)
 class ReasoningGym(Source):
-    """Problems of a reasoning-gym task, each question once. Training and validation problems share none.
+    """Problems of a reasoning-gym task, each question once. No problem is both in training and in validation.
 
-    The two splits are given the same `task`, `size`, `seed`, `validation_size` and `config`. A row is an entry of
-    reasoning-gym: `question`, `answer` and `metadata`, so `ReasoningGymScore` scores it with the task's own scorer.
-    One of `chain_sum` has the question "State the final answer to the following arithmetic problem: 4 - 1 - 7 =", the
+    Give both splits the same `task`, `size`, `seed`, `validation_size` and `config`. A row is an entry of
+    reasoning-gym, with `question`, `answer` and `metadata`. `ReasoningGymScore` scores it with the task's own scorer.
+    A row of `chain_sum` has the question "State the final answer to the following arithmetic problem: 4 - 1 - 7 =", the
     answer "-4" and `metadata.expression` "4 - 1 - 7".
 
     Args:
         task: Name of the task, such as `chain_sum`.
         size: Number of problems drawn from the generator; a question that repeats is used once.
-        seed: Seed of the draws, and of the choice of those for validation.
-        split: Which problems these are.
-        validation_size: Number of problems reserved for validation, a random choice of all.
+        seed: Seed of the draws, and of the choice of validation problems.
+        split: Which of the two splits this is.
+        validation_size: Number of problems reserved for validation, chosen at random from all problems.
         config: Settings of the task, such as `{max_terms: 2}`.
     """
 
@@ -108,8 +108,9 @@ class ReasoningGym(Source):
 class ReasoningGymPairs(ReasoningGym):
     """The problems of `ReasoningGym`, each with a wrong answer as well: for `response: answer, rejected: rejected`.
 
-    The wrong one is the answer of another problem, drawn by the seed, that the task's own scorer scores lower; so it is
-    as likely as a right one where the question is not looked at. The arguments are those of `ReasoningGym`.
+    The wrong answer is drawn from the answers to other problems that the task's own scorer scores lower. So a model
+    that does not read the question cannot tell wrong answers from right ones. The arguments are those of
+    `ReasoningGym`.
     """
 
     def _draw(self) -> list[dict[str, Any]]:
@@ -131,13 +132,13 @@ class ReasoningGymPairs(ReasoningGym):
 
 @dataclass(eq=False)
 class ReasoningGymHints(ReasoningGym):
-    """The problems of `ReasoningGym`, half of them with a hint, to teach a model what one is: for `prompt: prompt`.
+    """The problems of `ReasoningGym`, half of them with a hint, to teach a model to use hints: for `prompt: prompt`.
 
-    Which ones is drawn by the seed. See `ReasoningGym` for the other arguments.
+    The seed decides which problems have a hint. See `ReasoningGym` for the other arguments.
 
     Args:
-        column: Column of the prompt without a hint; dots step into it, as in `data.prompt`.
-        hint: Text that is written in its place, a template as in `RLModule.prompts`.
+        column: Column of the prompt without a hint; dots step into a column, as in `data.prompt`.
+        hint: Text that replaces the prompt of a problem with a hint: a template as in `RLModule.prompts`.
     """
 
     column: str = "question"
@@ -153,11 +154,11 @@ class ReasoningGymHints(ReasoningGym):
 
 
 class RandomRows(Source):
-    """Rows that a function draws, each from the seed and its number alone.
+    """Rows that a function draws. Each row depends only on the seed and on the row's number.
 
     Args:
-        draw: `draw(draws)` or its dotted path: a row, its columns by name, drawn from a `random.Random`.
-        size: How many rows.
+        draw: Function, or its dotted path, that draws a row from a `random.Random`: a dict of the row's columns.
+        size: Number of rows.
         seed: Seed of the draws.
     """
 

@@ -20,12 +20,14 @@ OnFailure = Literal["raise", "zero", "mask"]
 class Environment:
     """An environment that answers a policy, turn by turn.
 
-    An environment is a class of one of two forms. In TRL's, its public methods with docstrings and types are tools that
-    the policy may call; it is over when a turn calls none. In Tinker's `MessageEnv`, `initial_observation` and `step`
-    answer the policy's messages; `step` says when it is over. Both may have `reset(**row)`, which gets the columns of
-    the dataset's row that it names, and what TRL's returns is added to the prompt. Both may have `get_reward`, asked at
-    the end; `step` gives rewards of turns, and in TRL's form an attribute `reward` will do. Methods may be coroutines.
-    There is one instance for each conversation.
+    An environment is a class in one of two forms. In TRL's form, public methods with docstrings and types are tools
+    that the policy may call, and a conversation ends when a turn calls no tool. In the form of Tinker's `MessageEnv`,
+    `initial_observation` and `step` answer the policy's messages, and `step` ends the conversation.
+
+    In both forms, `reset(**row)` may take columns of the dataset's row; the text that it returns in TRL's form is added
+    to the prompt. In both forms, `get_reward` may return a reward at the end of a conversation. `step` also returns a
+    reward for each turn; in TRL's form an attribute `reward` may replace `get_reward`. Methods may be coroutines. Each
+    conversation has its own instance.
 
         class Echo:                                   # Tinker's form: `Environment("my_env.Echo", max_turns=1)`
             def reset(self, word):                    # the row's column `word`
@@ -37,33 +39,34 @@ class Environment:
             def step(self, message):
                 return {"reward": float(message["content"] == self.word), "episode_done": True}
 
-    With `trainer.partial_rollout` a conversation may wait for a later step. Where the class has `state_dict()`, which
-    gives JSON, and `load_state_dict(state)`, called in place of `reset` on one made anew, it waits in checkpoints too.
+    With `trainer.partial_rollout` a conversation may be continued in a later step. Checkpoints can store it if the
+    class has `state_dict()`, which returns JSON, and `load_state_dict(state)`, which is called on a new instance in
+    place of `reset`.
 
     Args:
-        environment: Dotted path of the class, or the class; None where there are `tools` alone. For several, a mapping
-            by name: each row is answered by the one that its column `by` names.
+        environment: Dotted path of the class, or the class; None if there are only `tools`. For several environments, a
+            mapping by name: the column `by` of each row names the one that answers.
         tools: Functions that the policy may call in addition to methods, or their dotted paths.
-        arguments: Arguments that the class is made with; for several, by the same names.
-        by: The column of the dataset that chooses one of several.
-        max_turns: Turns of the policy, at most.
-        max_tool_calls: Calls after these are refused. The policy reads what the last one gave and may answer; a turn
-            that calls again ends the conversation. None for any number.
-        max_turn_length: Tokens of a turn of the policy, at most; None for as many as the response has left.
-        seconds: Seconds that a call of the environment may take. It then runs in a process of its own that can be
-            killed; None for in the rank's own process, with no limit.
-        workers: Number of such processes that a rank has, and so of its conversations in progress together.
-        memory_mb: Memory that each of them may take, in MB; needs `seconds`.
-        on_failure: What becomes of a conversation whose environment raises, takes too long or dies: `raise` ends the
-            run, `zero` gives it 0 in place of what the environment gave, `mask` leaves it out of the loss too. A tool
-            that raises is no failure: the policy reads why.
-        lockstep: With `seconds`, all conversations of a rank that are open take their turns together, so that engines
-            compute the same batches in every run, whoever answers first. Without `seconds` they always do.
-        at_once: Calls in progress together on a rank where methods or tools are coroutines, which leave each other room
-            when they await. Without `seconds`; code that has no coroutine is called once at a time.
+        arguments: Arguments of the class. For several environments, the arguments of each, by the same names.
+        by: The column of the dataset that names one of several environments.
+        max_turns: Maximum number of turns of the policy.
+        max_tool_calls: Maximum number of tool calls; further calls are refused. A turn whose calls are all refused ends
+            the conversation. None for no limit.
+        max_turn_length: Maximum number of tokens in a turn of the policy; None for as many as the response has left.
+        seconds: Time limit of each call of the environment. The environment then runs in another process, which can be
+            killed. None to run it in the rank's own process, with no limit.
+        workers: Number of such processes on each rank, which is also its number of conversations at the same time.
+        memory_mb: Memory limit of each of these processes, in MB; needs `seconds`.
+        on_failure: What happens to a conversation whose environment raises, takes too long or dies. `raise` ends the
+            run. `zero` replaces the environment's rewards by 0. `mask` does the same, and leaves the conversation out
+            of the loss. A tool that raises is not a failure: the policy reads the error.
+        lockstep: With `seconds`, let all open conversations of a rank take their turns together. Then engines compute
+            the same batches in every run, in whatever order environments answer. Without `seconds` this is always so.
+        at_once: Maximum number of calls in progress at the same time on a rank, if methods or tools are coroutines and
+            `seconds` is not set. Code without coroutines is called one call at a time.
 
     Raises:
-        UserError: There is no such class, or it has no form that is known; or a setting cannot be.
+        UserError: There is no such class, it has neither of the two forms, or a setting is not possible.
     """
 
     def __init__(
@@ -107,14 +110,14 @@ class Environment:
 
     @cached_property
     def definitions(self) -> dict[str, Definition]:
-        """What each class has, read once: by the name that a row calls it by, or "" where there is one for all."""
+        """The methods and tools of each class, read once: by the class's name in rows, or "" if there is one class."""
         return {name: defined(cls, self._tools, self._arguments[name]) for name, cls in self._classes.items()}
 
     def definition_of(self, row: Mapping[str, Any]) -> Definition:
-        """The definition of what answers this row of the dataset.
+        """The definition of the environment that answers this row of the dataset.
 
         Raises:
-            UserError: There are several, and the row names none of them.
+            UserError: There are several environments, and the row names none of them.
         """
         if self.by is None:
             return self.definitions[""]
@@ -132,14 +135,14 @@ class Environment:
         return self.definitions[name]
 
     def seats_of(self, policy: str, players: Mapping[str, str]) -> tuple[str, ...]:
-        """The seats for which a policy speaks, in their order; one without a name where there are none.
+        """The seats that a policy plays, in their order; one seat without a name if the environment has no seats.
 
         Args:
-            policy: Policy that speaks for all seats that others do not.
-            players: Policy that speaks for a seat, by the seat's name.
+            policy: Policy that plays all seats that no other policy plays.
+            players: The other policies, by the name of the seat that each plays.
 
         Raises:
-            UserError: There is no such seat, or none is left; or several environments have other seats.
+            UserError: There is no such seat, no seat is left, or several environments have different seats.
         """
         first, *more = self.definitions.values()
         for other in more:
@@ -164,19 +167,19 @@ class Environment:
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether calls in the rank's own process are made concurrently: a method or tool is a coroutine."""
+        """Whether calls in the rank's own process run concurrently: they do if a method or tool is a coroutine."""
         return self.workers is None and any(each.awaits for each in self.definitions.values())
 
     @property
     def calls_at_once(self) -> int:
-        """How many calls a rank makes together."""
+        """Number of calls that a rank makes at the same time."""
         return self.workers or (self._at_once if self.overlaps else 1)
 
     def __str__(self) -> str:
         return ", ".join(each.path or "tools" for each in self.definitions.values())
 
     def host(self, coroutines: Coroutines | None = None) -> Host:
-        """Where the code of one conversation's environment runs; in the rank's own process with these coroutines."""
+        """Where the environment of one conversation runs; in the rank's own process it runs with `coroutines`."""
         return InProcess(coroutines, self.overlaps) if self._limits is None else Worker(self._limits)
 
 

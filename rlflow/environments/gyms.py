@@ -22,9 +22,9 @@ from rlflow.values.path import hashed
 class TextGym:
     """An environment of Gymnasium's form, whose observations and actions are texts.
 
-    If its `reset` has the parameters `seed` and `options`, they are the row's column `seed` and the whole row. It
-    returns an observation, or an observation and a mapping. `step(action)` returns observation, reward, terminated,
-    truncated and info:
+    If its `reset` has a parameter `seed`, it gets the row's column `seed`; a parameter `options` gets the whole row.
+    `reset` returns an observation, or an observation and a mapping. `step(action)` returns observation, reward,
+    terminated, truncated and info:
 
         class Guess:
             def reset(self, seed=None):
@@ -59,8 +59,9 @@ class TextGym:
 class SkyRLGym:
     """An environment of SkyRL-Gym's form: `init(prompt)`, `step(text) -> {observations, reward, done, metadata}`.
 
-    For each conversation the class is constructed with the arguments `env_config`, and `extras`, the dataset's row. Its
-    `step` gets the text of a turn, and its `observations` are the messages that answer, unless `done` is true.
+    For each conversation the class is constructed with two arguments: `env_config`, and `extras`, which is the
+    dataset's row. `step` gets the text of a turn. Its `observations` are the messages that answer the turn, unless
+    `done` is true.
 
     Args:
         gym: Dotted path of the class, such as `skyrl_gym.envs.gsm8k.multi_turn_env.GSM8kMultiTurnEnv`.
@@ -102,21 +103,21 @@ class TextArena:
     """A game of textarena, in which each message of the policy is a move.
 
     Its seats are `player` and `opponent`; with more than two players they are `player`, `opponent_1`, `opponent_2` and
-    so on. The row of the dataset decides the game, by its column `seed`, or by a hash of the row if that is no whole
-    number: what is drawn in the game, and which seat is Player 0. With two seats and the seed 3 it is `opponent`.
-    `step` returns one of two mappings:
+    so on. The column `seed` of the dataset's row seeds the game; if it is not a whole number, a hash of the row does.
+    The seed decides what is drawn in the game, and which seat is Player 0. With two seats and the seed 3, Player 0 is
+    `opponent`. `step` returns one of two mappings:
 
         {"next_seat": "opponent", "next_messages": [{"role": "user", "content": "[Player 1] [4]\\n[GAME] ..."}]}
         {"rewards": {"player": 1.0, "opponent": -1.0}, "episode_done": True}
 
-    Games draw from the process-wide `random` and NumPy. Each game has states of its own, which replace those of the
-    process during its moves.
+    Games draw from the process-wide `random` and NumPy. Each game has its own random states, which replace the states
+    of the process during the game's moves.
 
     Args:
         env_id: Id of the game, such as `GuessTheNumber-v0`, `TicTacToe-v0`, `Nim-v0` or `KuhnPoker-v0`. Some load word
             lists from the network.
         players: Number of players.
-        options: Arguments with which textarena makes the game, such as `{max_number: 50}`.
+        options: Arguments of textarena for the game, such as `{max_number: 50}`.
 
     Raises:
         UserError: textarena is not installed, or has no such game.
@@ -137,7 +138,7 @@ class TextArena:
 
     @classmethod
     def seats(cls, env_id: str, players: int = 1, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """Names of the seats, known before a game is made: `("player", "opponent_1", "opponent_2")` for 3 players.
+        """Names of the seats, before a game is constructed: `("player", "opponent_1", "opponent_2")` for 3 players.
 
         Raises:
             UserError: textarena is not installed, or has no such game.

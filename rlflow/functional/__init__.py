@@ -1,6 +1,7 @@
-"""The maths of algorithms as pure functions: tensors in, tensors out, nothing of ranks, models or configuration.
+"""The maths of algorithms as pure functions from tensors to tensors. They know nothing of ranks, models or configs.
 
-`B` is the number of samples, `T` the longest response among them; tensors are `[B]` or `[B, T]`, right-padded.
+`B` is the number of samples, and `T` is the number of tokens of the longest response. Tensors are `[B]` or `[B, T]`,
+right-padded.
 """
 
 from rlflow.functional.advantages import group_has_signal as group_has_signal

@@ -1,16 +1,16 @@
 """Advantages from the rewards of samples that answer the same prompt.
 
-All of them are constants to the gradient: they are computed from detached rewards, in float64, and returned in the
-dtype of the rewards. A prompt's samples may be anywhere in the batch; `group` says which belong together. Where all
-rewards of a group are equal, its advantages are exactly 0, whatever the rounding of their mean. A reward that is
-infinite or NaN is refused by name: of its whole group nothing could be learned.
+All advantages are constants to the gradient: they are computed from detached rewards, in float64, and returned in the
+dtype of the rewards. A prompt's samples may be anywhere in the batch; samples with the same `group` belong together. If
+all rewards of a group are equal, its advantages are exactly 0, even if their mean is rounded. An infinite or NaN reward
+is refused, since nothing could be learned from its whole group; the error names the row.
 
-An agent may make several rows of one episode. `episode` says which belong together, and an episode counts once in the
-mean and deviation of its group, however the agent divides its work: each of its rows weighs 1 over their number. So
-where rows of one episode have other rewards, as branches may, the deviation is that of these too.
+An agent may make several rows in one episode. Rows with the same `episode` belong together. An episode counts once in
+the mean and deviation of its group, however many rows it has: each of its n rows has the weight 1 / n. Rows of one
+episode may have different rewards, as branches may; these differences then add to the deviation.
 
-Samples on which a reward failed have the group `NO_GROUP` and are in no mean and no deviation: the others are compared
-as if they were not there, and their own advantages are 0, as is that of one that is left alone.
+Samples on which a reward failed have the group `NO_GROUP`. They are left out of all means and deviations, and their
+advantages are 0. If they leave only one sample in a group, its advantage is 0 too.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def group_normalized_advantages(
 ) -> Tensor:
     """`A_i = (r_i - mean_g) / (std_g + eps)`, with the unbiased standard deviation of the sample's group.
 
-    GRPO, arXiv 2402.03300. Without the division it is Dr. GRPO's, arXiv 2503.20783. Detached.
+    GRPO, arXiv 2402.03300. Without the division it is the advantage of Dr. GRPO, arXiv 2503.20783. Detached.
 
     Args:
-        rewards: `[B]`, finite; or `[B, K]`, where each column is compared by itself.
+        rewards: `[B]`, finite; or `[B, K]`, where each column has its own advantages.
         group: `[B]` int, the prompt that each sample answers.
         normalize_std: Divide by the standard deviation (`N - 1` in its denominator).
         eps: Added to the standard deviation.
-        episode: `[B]` int, equal for the rows of a group that are of one episode; None where each row is one.
+        episode: `[B]` int, equal for the rows of one episode in a group; None if each row is an episode.
 
     Returns:
         Advantages, in the shape of the rewards.
 
     Raises:
-        UserError: A group has one sample only, or a reward is infinite or NaN.
+        UserError: A group has only one sample, or a reward is infinite or NaN.
     """
     samples = _GroupedSamples(rewards, group, episode)
     advantages = samples.rewards - samples.mean(samples.rewards)
@@ -58,15 +58,15 @@ def rloo_advantages(rewards: Tensor, group: Tensor, episode: Tensor | None = Non
     RLOO, arXiv 2402.14740. Detached.
 
     Args:
-        rewards: `[B]`, finite; or `[B, K]`, where each column is compared by itself.
+        rewards: `[B]`, finite; or `[B, K]`, where each column has its own advantages.
         group: `[B]` int, the prompt that each sample answers.
-        episode: `[B]` int, equal for the rows of a group that are of one episode; None where each row is one.
+        episode: `[B]` int, equal for the rows of one episode in a group; None if each row is an episode.
 
     Returns:
         Advantages, in the shape of the rewards.
 
     Raises:
-        UserError: A group has one sample only, or a reward is infinite or NaN.
+        UserError: A group has only one sample, or a reward is infinite or NaN.
     """
     samples = _GroupedSamples(rewards, group, episode)
     centred = samples.rewards - samples.mean(samples.rewards)
@@ -76,8 +76,8 @@ def rloo_advantages(rewards: Tensor, group: Tensor, episode: Tensor | None = Non
 def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
     """`A_i = r_i - b_g`, with the length-weighted baseline `b_g = sum_j l_j r_j / sum_j l_j` over the group.
 
-    It is the baseline of least gradient variance where the squared gradient norm of a response grows with its length.
-    OPO, arXiv 2505.23585. Detached.
+    This baseline has the least gradient variance if the squared gradient norm of a response is proportional to its
+    length. OPO, arXiv 2505.23585. Detached.
 
     Args:
         rewards: `[B]`, finite.
@@ -88,7 +88,7 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
         `[B]`.
 
     Raises:
-        UserError: A group has one sample only, or a reward is infinite or NaN.
+        UserError: A group has only one sample, or a reward is infinite or NaN.
     """
     samples = _GroupedSamples(rewards, group)
     tokens = lengths.double()
@@ -97,19 +97,19 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
 
 
 def group_has_signal(rewards: Tensor, group: Tensor) -> Tensor:
-    """True where the rewards of the sample's group are not all equal, so that its samples can be compared.
+    """True for samples whose group has different rewards, so that its samples can be compared.
 
     The condition of DAPO's dynamic sampling, arXiv 2503.14476, equation 11, for any rewards.
 
     Args:
-        rewards: `[B]`, finite; or `[B, K]`, where one column that differs is enough.
+        rewards: `[B]`, finite; or `[B, K]`, where differences in one column are enough.
         group: `[B]` int, the prompt that each sample answers.
 
     Returns:
         `[B]` bool, equal within a group; False for a sample that was dropped.
 
     Raises:
-        UserError: A group has one sample only, or a reward is infinite or NaN.
+        UserError: A group has only one sample, or a reward is infinite or NaN.
     """
     samples = _GroupedSamples(rewards, group)
     differs = samples.sum(samples.rewards) > 0  # less the group's smallest, so all are 0 where they are equal

@@ -1,4 +1,4 @@
-"""How often at least one of several responses is right, and how sure a mean over prompts is."""
+"""How often at least one of several responses is right, and the confidence interval of a mean over prompts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def pass_at_k(correct: Tensor, n: int, k: int) -> Tensor:
 
         pass@k = 1 - C(n - c, k) / C(n, k) = 1 - prod_{j < k} (n - c - j) / (n - j)
 
-    arXiv 2107.03374, equation 1. The product stops at 0: among fewer than `k` wrong responses no `k` can be drawn.
+    arXiv 2107.03374, equation 1. If fewer than `k` responses are wrong, a factor of the product is 0, and pass@k is 1.
 
     Args:
-        correct: `[B]`, right responses `c` among the `n` of each prompt.
-        n: Responses to each prompt.
-        k: Responses drawn of them, from 1 to `n`.
+        correct: `[B]`, number of right responses `c` among the `n` of each prompt.
+        n: Number of responses to each prompt.
+        k: Number of responses that are drawn from them, from 1 to `n`.
 
     Returns:
         `[B]` float64.
@@ -36,16 +36,16 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """The percentile bootstrap interval of a mean over prompts: Efron and Tibshirani 1993, chapter 13.
 
-    Prompts are drawn with replacement, each with all its responses, since responses to one prompt are alike.
+    Prompts are drawn with replacement, each with all of its responses, since responses to one prompt are correlated.
 
     Args:
-        values: `[B]`, one number of each prompt, such as its share of right responses.
-        level: How often such an interval has the true mean.
-        resamples: How often the prompts are drawn.
+        values: `[B]`, one number for each prompt, such as its share of right responses.
+        level: Confidence level: how often such an interval contains the true mean.
+        resamples: Number of times that the prompts are drawn.
         seed: Seed of the draws.
 
     Returns:
-        The lower and the upper end.
+        The lower and the upper end of the interval.
     """
     generator = torch.Generator().manual_seed(seed)
     values = values.double().cpu()

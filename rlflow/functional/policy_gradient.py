@@ -1,6 +1,7 @@
-"""The loss of a policy gradient: PPO's; GRPO's is a case of it.
+"""The loss of a policy gradient: PPO's loss, of which GRPO's is a special case.
 
-With the policy `pi` in training, `old` at the start of the step and `rollout`, the engine's when it sampled, it is
+`pi` is the policy in training, `old` the policy at the start of the step, and `rollout` the policy of the engine when
+it sampled. The loss is
 
     loss_t = w_t surrogate_t + kl.coef KL_t - entropy_coef H_t        policy_objective
 
@@ -9,12 +10,13 @@ With the policy `pi` in training, `old` at the start of the step and `rollout`, 
     w_t = min(old_t / rollout_t, high)                                importance_weights
     KL_t = r_t k3(pi_t, ref_t)                                        kl_estimate
 
-and becomes one number by `aggregate`. Gradients flow through the logprobs and the entropy of `pi` alone: all others are
-detached, and so are advantages. Losses per token are not masked: what stands on padding has no part in `aggregate`.
-With one update per step, `logprobs.detach()` serves as `old_logprobs`: the ratio is exactly 1 and the gradient that of
+and `aggregate` makes it one number. Gradients flow only through the logprobs and the entropy of `pi`: all other inputs
+are detached, advantages included. Losses per token are not masked, since `aggregate` ignores values on padding. With
+one update per step, `logprobs.detach()` serves as `old_logprobs`: the ratio is exactly 1, and the gradient is that of
 REINFORCE.
 
-The modes of `aggregate` for a loss `l` per token with mask `m`; `N` counts samples with at least one token, `S` all:
+The modes of `aggregate` for a loss `l` per token with mask `m`. `N` is the number of samples with at least one token,
+and `S` is the number of all samples:
 
     token-mean                  sum_it m l / sum_it m               DAPO, arXiv 2503.14476
     sequence-mean-token-mean    sum_i (sum_t m l / sum_t m) / N     GRPO, arXiv 2402.03300
@@ -22,19 +24,19 @@ The modes of `aggregate` for a loss `l` per token with mask `m`; `N` counts samp
     constant                    sum_it m l / (max_length S)         Dr. GRPO, arXiv 2503.20783
     episode-mean                sum_e (sum_it m l / sum_it m) / E   i: the rows of episode e; E: episodes with a token
 
-Every mode is a sum of weighted losses over a count, and neither looks beyond its own rows. So a batch may be cut by
-rows over micro-batches and ranks in any way, and its gradient is that of the whole:
+Every mode is a sum of weighted losses divided by a count, and both can be added up over parts of a batch. So the rows
+of a batch may be divided over micro-batches and ranks in any way, and the gradient is that of the whole batch:
 
     aggregate(whole) = sum over parts of loss_sum(loss, loss_weights(mask, ...)) / sum over parts of loss_count(mask)
 
-An agent, a game or a tree makes several rows in one episode. By `episode-mean` the loss does not depend on how the
-tokens of an episode are divided into rows. For this each row must know what its whole episode has (`Episodes`). Where
-each row is an episode, the mode is `sequence-mean-token-mean`.
+An agent, a game or a tree makes several rows in one episode. With `episode-mean` the loss does not depend on how the
+tokens of an episode are divided into rows. For this, each row has the number of tokens of its whole episode
+(`Episodes`). If each row is an episode, the mode is `sequence-mean-token-mean`.
 
-Rows without a token, such as responses that `mask_truncated` leaves out, count in `constant` alone: its divisor does
-not depend on what was sampled. A loss per sample `[B]`, with the mask of the samples that count `[B]`
-(`loss_mask.any(dim=1)`), is averaged over those samples in every mode but `episode-mean`, which averages it over the
-samples of each episode first.
+Rows without a token, such as responses that `mask_truncated` leaves out, count only in `constant`, whose divisor does
+not depend on what was sampled. A loss may also be per sample, `[B]`, with a mask `[B]` of the samples that count
+(`loss_mask.any(dim=1)`). It is then averaged over these samples. Only `episode-mean` first averages it over the samples
+of each episode.
 """
 
 from __future__ import annotations
@@ -70,19 +72,19 @@ def policy_objective(
     kl: KL,
     entropy_coef: float = 0.0,
 ) -> Tensor:
-    """`w_t surrogate_t + kl.coef KL_t - entropy_coef H_t`, with w the importance weights of old over rollout.
+    """`w_t surrogate_t + kl.coef KL_t - entropy_coef H_t`; w are the importance weights of old over rollout.
 
     Args:
-        surrogate: `[B, T]`, or `[B]` of whole sequences: the mean over a sequence's tokens is then the sequence's.
+        surrogate: `[B, T]`, or `[B]` for whole sequences: each token of a sequence then has the sequence's surrogate.
         logprobs: `[B, T]` of the policy.
         entropy: `[B, T]` of the policy.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         rollout_logprobs: `[B, T]` of the engine when it sampled.
-        ref_logprobs: `[B, T]` of the reference; None where there is none.
+        ref_logprobs: `[B, T]` of the reference; None if there is no reference.
         mask: `[B, T]`, True on tokens that count.
         log: Function that logs `actor/entropy`, `actor/kl` and `actor/importance_dropped`, each with the mask.
-        importance: Correction for the gap between old and rollout; None is off.
-        kl: Weight and estimator of the divergence from the reference; one that comes off the rewards is logged alone.
+        importance: Correction for the difference between old and rollout; None is off.
+        kl: Weight and estimator of the divergence from the reference; only logged if it is taken off the rewards.
         entropy_coef: Weight of the entropy bonus.
 
     Returns:
@@ -103,9 +105,10 @@ def policy_objective(
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """`log pi - log old` of each token, clamped to -20 and 20; `old_logprobs` is detached.
+    """`log pi - log old` of each token, clamped to the range from -20 to 20; `old_logprobs` is detached.
 
-    Beyond them the gradient is 0. In float32 `exp` overflows at 89, and infinity times a gradient of 0 is NaN.
+    Outside this range the gradient is 0. Without the clamp, `exp` overflows at 89 in float32, and infinity times a
+    gradient of 0 is NaN.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
@@ -124,11 +127,11 @@ def bounded(log_ratios: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far something may leave its middle, a ratio 1 or a log ratio 0, and still count.
+    """Range to which a ratio is clipped, around its middle: 1 for a ratio, 0 for a log ratio.
 
     Attributes:
-        low: How far it may fall.
-        high: How far it may rise.
+        low: How far below its middle (1 for a ratio, 0 for a log ratio) the range begins.
+        high: How far above its middle the range ends.
     """
 
     low: float = 0.2
@@ -141,10 +144,11 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Clip(Bounds):
-    """The clip of PPO, arXiv 1707.06347, of the ratio of the policy to the old one.
+    """The clip of PPO, arXiv 1707.06347, for the ratio of the policy to the old policy.
 
     Attributes:
-        dual: Ratio, above 1, from which a negative advantage no longer counts (arXiv 1912.09729); None is off.
+        dual: Ratio, above 1, beyond which a token with a negative advantage has no gradient (arXiv 1912.09729); None is
+            off.
     """
 
     dual: float | None = None
@@ -163,18 +167,19 @@ def ppo_clip_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`; with dual clip, where `A < 0`, at most `-dual_clip A`.
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`; with dual clip, it is at most `-dual_clip A` where `A < 0`.
 
-    PPO, arXiv 1707.06347, equation 7; a `clip_high` above `clip_low` is DAPO's clip-higher, arXiv 2503.14476; dual
-    clip is arXiv 1912.09729.
+    PPO, arXiv 1707.06347, equation 7. A `clip_high` above `clip_low` is the clip-higher of DAPO, arXiv 2503.14476.
+    Dual clip is from arXiv 1912.09729.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
-        clip_low: How far below 1 the ratio still counts.
-        clip_high: How far above 1 the ratio still counts.
-        dual_clip: The ratio, above 1, from which a negative advantage no longer counts (3 in the paper); None is off.
+        clip_low: Distance below 1 at which the ratio is clipped.
+        clip_high: Distance above 1 at which the ratio is clipped.
+        dual_clip: The ratio, above 1, beyond which a token with a negative advantage has no gradient (3 in the paper);
+            None is off.
 
     Returns:
         `[B, T]`.
@@ -194,15 +199,15 @@ def ppo_is_clipped(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """1 at tokens that the clips of `ppo_clip_loss` leave without a gradient, else 0; the mean is the clip fraction.
+    """1 at tokens that have no gradient because of a clip of `ppo_clip_loss`, else 0. The mean is the clip fraction.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
-        clip_low: How far below 1 the ratio still counts.
-        clip_high: How far above 1 the ratio still counts.
-        dual_clip: The ratio from which a negative advantage no longer counts; None is off.
+        clip_low: Distance below 1 at which the ratio is clipped.
+        clip_high: Distance above 1 at which the ratio is clipped.
+        dual_clip: The ratio beyond which a token with a negative advantage has no gradient; None is off.
 
     Returns:
         `[B, T]`, detached, in the dtype of `logprobs`.
@@ -223,13 +228,14 @@ def _ratio_and_advantages(logprobs: Tensor, old_logprobs: Tensor, advantages: Te
 
 @dataclass(frozen=True)
 class Importance:
-    """How the gap between the policy that sampled and the one that the trainer computes is corrected.
+    """Correction for the difference between the log-probs of the engine, which sampled, and those of the trainer.
 
     Attributes:
-        level: What the ratio is taken over: each `token`, the whole `sequence`, or its `geometric` mean.
+        level: Tokens over which the ratio is taken: each `token`, the whole `sequence`, or the `geometric` mean of the
+            sequence.
         mode: `truncate` cuts weights at `high`; `mask` drops tokens whose weight is not between `low` and `high`.
-        low: The smallest weight that `mask` keeps; `truncate` has no lower end.
-        high: The largest weight; `inf` leaves all as they are.
+        low: The smallest weight that `mask` keeps; `truncate` has no lower limit.
+        high: The largest weight; `inf` for no upper limit.
     """
 
     level: ImportanceLevel = "token"
@@ -254,24 +260,24 @@ class Importance:
 def importance_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, settings: Importance = Importance()
 ) -> Tensor:
-    """Weights that a loss on sampled tokens is multiplied by; with `d_t = log old_t - log rollout_t`:
+    """Weights by which a loss on sampled tokens is multiplied; with `d_t = log old_t - log rollout_t`:
 
         token        w_t = exp(d_t)
-        sequence     w_t = exp(sum_s d_s)       its noise grows with the length; prefer one of the other two
+        sequence     w_t = exp(sum_s d_s)       its noise grows with the length; prefer the other two
         geometric    w_t = exp(mean_s d_s)
 
         truncate     min(w, high)               truncated importance sampling, arXiv 1802.01561
         mask         w where low <= w <= high, else 0    IcePop, arXiv 2510.18855
 
-    `old` is the trainer's policy at the start of the step; the ratio of the policy in training to `old` is in the
-    loss, so do not use these weights where that ratio is taken to `rollout` directly (decoupled PPO, arXiv 2110.00641).
-    A token that is masked still counts in the loss's denominator. Detached.
+    `old` is the trainer's policy at the start of the step. The loss has the ratio of the policy in training to `old`
+    (decoupled PPO, arXiv 2110.00641). If a loss has the ratio to `rollout` instead, do not use these weights. A token
+    that is masked still counts in the loss's denominator. Detached.
 
     Args:
-        old_logprobs: `[B, T]`, the trainer's at the start of the step.
-        rollout_logprobs: `[B, T]`, the engine's when it sampled.
+        old_logprobs: `[B, T]`, of the trainer at the start of the step.
+        rollout_logprobs: `[B, T]`, of the engine when it sampled.
         mask: `[B, T]`, nonzero on sampled tokens.
-        settings: What the ratio is taken over, and what happens to large weights.
+        settings: Level of the ratio, and limits of the weights.
 
     Returns:
         `[B, T]` at every level, 0 where the mask is 0.
@@ -292,9 +298,10 @@ def importance_weights(
 def importance_dropped(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, settings: Importance = Importance()
 ) -> Tensor:
-    """1 at tokens whose weight `importance_weights` cut or set to 0, else 0; the mean is the dropped fraction.
+    """1 at tokens whose weight `importance_weights` cut or set to 0, else 0. The mean is the dropped fraction.
 
-    Noise alone grows with the length at the level `sequence`, so watch it there. Arguments as in `importance_weights`.
+    Watch it at the level `sequence`, where even noise makes it grow with the length. The arguments are those of
+    `importance_weights`.
 
     Returns:
         `[B, T]` in the dtype of `old_logprobs`, 0 where the mask is 0.
@@ -312,13 +319,13 @@ class KL:
     """How the divergence from a reference restrains a policy.
 
     Attributes:
-        coef: Weight of the divergence; 0 leaves the reference out.
-        kind: Estimator of the divergence; None for k1 in a reward and k3-ratio in a loss, which have the gradient of KL
-            (arXiv 2512.21852), or for the algorithm's own.
-        in_reward: Take the divergence off the rewards instead of adding it to the loss; None for as the algorithm does.
-        target: Adapt `coef` to hold the divergence per token at this value (arXiv 1909.08593), in the reward; None is
-            off.
-        horizon: Samples over which `coef` adapts.
+        coef: Weight of the divergence. With 0 no reference is loaded.
+        kind: Estimator of the divergence. None for the algorithm's own, or for k1 in a reward and k3-ratio in a loss,
+            which have the gradient of KL (arXiv 2512.21852).
+        in_reward: Take the divergence off the rewards instead of adding it to the loss; None for the algorithm's way.
+        target: Adapt `coef` to hold the divergence per token at this value (arXiv 1909.08593). It must be in the
+            reward. None is off.
+        horizon: Number of samples over which `coef` adapts.
     """
 
     coef: float = 0.0
@@ -353,10 +360,10 @@ class KL:
             raise UserError(f"`kl.horizon` is {self.horizon}; it is a number of samples above 0")
 
     def filled(self, in_reward: bool, in_loss: KLEstimator) -> KL:
-        """A copy in which an algorithm's defaults replace what is None.
+        """A copy in which an algorithm's defaults replace fields that are None.
 
         Args:
-            in_reward: Whether the algorithm's divergence is in the reward.
+            in_reward: Whether the algorithm has the divergence in the reward.
             in_loss: The algorithm's estimator in a loss.
         """
         there = in_reward if self.in_reward is None else self.in_reward
@@ -364,7 +371,7 @@ class KL:
 
     @property
     def restrains_reward(self) -> bool:
-        """Whether the divergence comes off the rewards."""
+        """Whether the divergence is taken off the rewards."""
         return bool(self.in_reward) and self.coef > 0
 
     def estimate(self, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
@@ -381,24 +388,24 @@ def kl_estimate(
 
         k1          d                   unbiased value; as a loss its expected gradient is 0
         k2          d^2 / 2             biased value; as a loss its expected gradient is that of KL(pi || ref)
-        k3          exp(-d) - 1 + d     unbiased value, never negative; as a loss the gradient of KL(ref || pi)
+        k3          exp(-d) - 1 + d     unbiased value, never negative; as a loss, gradient of KL(ref || pi)
         abs         |d|
         k3+         the value of k3 with the gradient of k2 (straight-through)
         k3-ratio    (pi / old) k3       value and gradient of KL(pi || ref) where `old` sampled the token
 
-    After the first update of a step the tokens are `old`'s and no longer `pi`'s: of these kinds k3-ratio alone has the
-    right gradient then, `(pi / old) d grad log pi` of each token, and before it k2, k3+ and k3-ratio have the same one.
-    So k3-ratio is the right choice in a loss, and k1, detached, in a reward (arXiv 2512.21852).
+    In the first update of a step, k2, k3+ and k3-ratio have the same gradient. After this update, `pi` is no longer the
+    policy that sampled the tokens, which is `old`. Then only k3-ratio has the right gradient, `(pi / old) d grad log
+    pi` of each token. So use k3-ratio in a loss, and k1, detached, in a reward (arXiv 2512.21852).
 
-    The estimators are John Schulman's, http://joschu.net/blog/kl-approx.html; k3 is the one in GRPO's equation 4, arXiv
-    2402.03300, k3-ratio that of DeepSeek-V3.2, arXiv 2512.02556. `ref_logprobs` and `old_logprobs` are detached; the
-    result is differentiable in `logprobs`. The log ratios of k3 and its like are clamped, see `log_ratio`.
+    The estimators are John Schulman's, http://joschu.net/blog/kl-approx.html. k3 is in equation 4 of GRPO, arXiv
+    2402.03300, and k3-ratio is from DeepSeek-V3.2, arXiv 2512.02556. `ref_logprobs` and `old_logprobs` are detached;
+    the result is differentiable in `logprobs`. The log ratios of k3, k3+ and k3-ratio are clamped, see `log_ratio`.
 
     Args:
         logprobs: `[B, T]` of the policy.
         ref_logprobs: `[B, T]` of the reference, for the same tokens.
         kind: The estimator.
-        old_logprobs: `[B, T]` of the policy that sampled, which k3-ratio reads; None where that is `pi` itself.
+        old_logprobs: `[B, T]` of the policy that sampled, which k3-ratio reads; None if `pi` itself sampled.
 
     Returns:
         `[B, T]`.
@@ -431,16 +438,16 @@ def _k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Episodes:
-    """What the rows of a batch know of their episodes, for `episode-mean`.
+    """The episode of each row of a batch, for `episode-mean`.
 
-    Rows 0 and 1 are of one episode, with 3 and 1 tokens that count; row 2 is another, with 2:
+    Rows 0 and 1 are one episode, with 3 and 1 tokens that count. Row 2 is another episode, with 2 tokens:
 
         tokens    4       4        2
         first     True    False    True
 
     Attributes:
-        tokens: `[B]` int64, the tokens that count in all rows of the row's episode.
-        first: `[B]` bool, whether the row is the first of its episode that has such a token, and so counts the episode.
+        tokens: `[B]` int64, number of tokens that count in all rows of the row's episode.
+        first: `[B]` bool, whether the row is the first of its episode that has such a token. It counts the episode.
     """
 
     tokens: Tensor
@@ -451,7 +458,7 @@ class Episodes:
         """The episodes of a whole batch.
 
         Args:
-            tokens: `[B]` int64, the tokens that count in each row.
+            tokens: `[B]` int64, number of tokens that count in each row.
             episode: `[B]` int64, the number of each row's episode, from 0.
         """
         numbers = int(episode.max()) + 1 if len(episode) else 0
@@ -462,7 +469,7 @@ class Episodes:
         return cls(whole[episode], first[episode] == rows)
 
     def take(self, rows: Tensor) -> Episodes:
-        """What the rows at `rows` `[K]` know."""
+        """The episodes of the rows at `rows`, `[K]`."""
         return Episodes(self.tokens[rows], self.first[rows])
 
 
@@ -473,11 +480,11 @@ def aggregate(
 
     Args:
         loss: `[B, T]` per token, or `[B]` per sample.
-        mask: `[B, T]`, nonzero on tokens that count; `[B]` will do for a loss per sample.
-        mode: One of the module's equations.
-        max_length: The divisor of `constant`, a setting and not the padded width; no other mode reads it.
-        episode: `[B]` int64 from 0, equal for the rows of one episode, which `episode-mean` reads; None where each row
-            is one.
+        mask: `[B, T]`, nonzero on tokens that count; or `[B]` for a loss per sample.
+        mode: One of the modes of this module's docstring.
+        max_length: The divisor of `constant`: a setting, not the padded width. No other mode reads it.
+        episode: `[B]` int64 from 0, equal for the rows of one episode, which `episode-mean` reads; None if each row is
+            an episode.
 
     Returns:
         0-dim, in the dtype of `loss`; 0 if nothing counts.
@@ -493,20 +500,20 @@ def aggregate(
 
 
 def tokens_of(mask: Tensor) -> Tensor:
-    """`[B]` int64, the entries of each row that count, of a mask `[B, T]` or `[B]`."""
+    """`[B]` int64, the number of nonzero entries in each row of a mask `[B, T]` or `[B]`."""
     return mask.bool().sum(dim=1) if mask.dim() == 2 else mask.bool().long()
 
 
 def loss_weights(
     mask: Tensor, mode: Aggregation, max_length: int | None = None, episodes: Episodes | None = None
 ) -> Tensor:
-    """What each entry of a loss is multiplied by before the sum; it depends on the entry's own row, and its episode.
+    """Weights by which the entries of a loss are multiplied before the sum. They depend on the row and its episode.
 
     Args:
-        mask: `[B, T]` of a loss per token, or `[B]` of a loss per sample; nonzero on what counts.
+        mask: `[B, T]` for a loss per token, or `[B]` for a loss per sample; nonzero on entries that count.
         mode: See `aggregate`.
         max_length: See `aggregate`.
-        episodes: What these rows know of their episodes; None where each row is one.
+        episodes: The episodes of these rows; None if each row is an episode.
 
     Returns:
         Weights in the shape of `mask`, float64, so that a float64 loss loses no precision; 0 where the mask is 0.
@@ -535,7 +542,7 @@ def loss_weights(
 
 
 def loss_sum(loss: Tensor, weights: Tensor) -> Tensor:
-    """`sum w l`, 0-dim, summed in float64 and returned in the dtype of `loss`; NaN where `w` is 0 does no harm.
+    """`sum w l`, 0-dim, summed in float64 and returned in the dtype of `loss`. A NaN where `w` is 0 is ignored.
 
     Args:
         loss: `[B, T]` or `[B]`.
@@ -546,13 +553,15 @@ def loss_sum(loss: Tensor, weights: Tensor) -> Tensor:
 
 
 def loss_count(mask: Tensor, mode: Aggregation, episodes: Episodes | None = None) -> Tensor:
-    """What the sum of weighted losses is divided by: tokens for `token-mean`, all samples for `constant`, else those
-    with a token; for `episode-mean` episodes with a token.
+    """The number by which the sum of weighted losses is divided.
+
+    It is the number of tokens for `token-mean`, of all samples for `constant`, of episodes with a token for
+    `episode-mean`, and of samples with a token for the other modes.
 
     Args:
-        mask: `[B, T]` of a loss per token, or `[B]` of a loss per sample; nonzero on what counts.
+        mask: `[B, T]` for a loss per token, or `[B]` for a loss per sample; nonzero on entries that count.
         mode: See `aggregate`.
-        episodes: What these rows know of their episodes; None where each row is one.
+        episodes: The episodes of these rows; None if each row is an episode.
 
     Returns:
         0-dim int64; add up the counts of all parts before dividing.

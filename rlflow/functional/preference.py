@@ -20,9 +20,9 @@ def dpo_loss(
 
     Args:
         chosen_logprobs: `[B]`, summed over the tokens of each chosen response.
-        rejected_logprobs: `[B]`, of the rejected response of the same pair.
-        ref_chosen_logprobs: `[B]`, the reference's of the chosen response.
-        ref_rejected_logprobs: `[B]`, the reference's of the rejected response.
+        rejected_logprobs: `[B]`, the same for the rejected response of each pair.
+        ref_chosen_logprobs: `[B]`, the same under the reference, for the chosen response.
+        ref_rejected_logprobs: `[B]`, the same under the reference, for the rejected response.
         beta: Weight of the divergence from the reference.
 
     Returns:
@@ -39,9 +39,9 @@ def simpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, beta: float, 
 
     Args:
         chosen_logprobs: `[B]`, the mean over the tokens of each chosen response.
-        rejected_logprobs: `[B]`, of the rejected response of the same pair.
+        rejected_logprobs: `[B]`, the same for the rejected response of each pair.
         beta: Scale of the log-probabilities.
-        gamma: Margin by which the chosen response is to be ahead.
+        gamma: Margin by which the chosen response should be ahead.
 
     Returns:
         `[B]`, one loss per pair.
@@ -52,17 +52,17 @@ def simpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, beta: float, 
 def kto_loss(
     log_ratios: Tensor, divergence: Tensor, good: Tensor, beta: float, good_weight: float = 1.0, bad_weight: float = 1.0
 ) -> Tensor:
-    """`w_g (1 - sigmoid(beta (r - z)))` of a good response, `w_b (1 - sigmoid(beta (z - r)))` of a bad one.
+    """`w_g (1 - sigmoid(beta (r - z)))` for a good response, `w_b (1 - sigmoid(beta (z - r)))` for a bad response.
 
     KTO, arXiv 2402.01306, equations 7 and 8. The divergence is detached.
 
     Args:
-        log_ratios: r `[B]`: log-probability of each response under the policy less that under the reference.
-        divergence: z, 0-dim: how far the policy is from the reference, at least 0.
-        good: `[B]` bool.
+        log_ratios: r `[B]`: log-probability of each response under the policy, minus that under the reference.
+        divergence: z, 0-dim: divergence of the policy from the reference, at least 0.
+        good: `[B]` bool, True for good responses.
         beta: How soon gains and losses saturate.
         good_weight: Weight of good responses.
-        bad_weight: Weight of bad ones.
+        bad_weight: Weight of bad responses.
 
     Returns:
         `[B]`, one loss per response.
@@ -79,7 +79,7 @@ def bradley_terry_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor
 
     Args:
         chosen_scores: `[B]`.
-        rejected_scores: `[B]`, of the same pairs.
+        rejected_scores: `[B]`, for the same pairs.
 
     Returns:
         `[B]`, one loss per pair.
@@ -88,7 +88,7 @@ def bradley_terry_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor
 
 
 def preference_accuracy(margin: Tensor) -> Tensor:
-    """1 where the chosen response is ahead, 0 where the rejected one is, 1/2 where neither is.
+    """1 if the chosen response is ahead, 0 if the rejected response is ahead, 1/2 if neither is.
 
     Args:
         margin: `[B]`, how far the chosen response of each pair is ahead.

@@ -1,10 +1,11 @@
-"""Quantiles of numbers that many ranks hold in parts: exact, without bringing the numbers together.
+"""Quantiles of numbers that are distributed over many ranks: exact, without gathering the numbers.
 
-The number with `k` others below it is found byte by byte. A float64 read as an integer has the order of the floats, so
-its first byte follows from how many numbers begin with each of 256 bytes; then only those that begin with it are looked
-at, eight times in all. Ranks exchange counts, 2 KiB for each byte and each of the two neighbours of a quantile,
-whatever the number of tokens; gathered, these would take 8 bytes each on every rank. Nothing is rounded,
-so the result does not depend on who holds which number, and nothing has to converge, as in a bisection of the range.
+The number with `k` others below it is found byte by byte. A float64 that is read as an integer has the order of the
+floats. So its first byte follows from how many numbers begin with each of the 256 bytes. Then only numbers that begin
+with this byte are counted, by their second byte, and so on, eight times in all. Ranks exchange only counts: 2 KiB for
+each byte and each of the two neighbors of a quantile, for any number of tokens. To gather the numbers would take 8
+bytes a number on every rank. Nothing is rounded, so the result does not depend on which rank has which number. Nothing
+has to converge either, as it would in a bisection of the range.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ _SIGN = torch.iinfo(torch.int64).min
 
 
 def quantiles(entries: Tensor, q: float | Sequence[float], total: Callable[[Tensor], Tensor]) -> Tensor:
-    """The numbers below which a share `q` of all parts' entries is, as `torch.quantile` interpolates: linearly.
+    """The `q`-quantiles of the entries of all parts, interpolated linearly like those of `torch.quantile`.
 
     Args:
         entries: `[n]` of this part; it may be empty.
         q: Share from 0 to 1, or several.
-        total: The sum over all parts of a tensor that each part gives, the same on all; of one part the tensor itself.
+        total: Function that adds up a tensor over all parts, with the same result on each. With one part, it returns
+            the tensor itself.
 
     Returns:
-        0-dim float64, or `[Q]` for several; NaN where no part has an entry.
+        0-dim float64, or `[Q]` for several; NaN if no part has an entry.
 
     Raises:
-        UserError: A `q` is not from 0 to 1, or an entry is NaN; on all parts alike.
+        UserError: A `q` is not from 0 to 1, or an entry is NaN. All parts raise it.
     """
     shares = torch.tensor(q, dtype=torch.float64)
     if not bool(((shares >= 0) & (shares <= 1)).all()):

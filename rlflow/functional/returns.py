@@ -1,9 +1,9 @@
 """Rewards, returns and advantages along the tokens and turns of a response; and the critic's loss.
 
-Returns and advantages are constants to the gradient: computed from detached inputs in float64, returned in the dtype of
-the values, or of the rewards where there are none. Positions where the mask is 0 are stepped over, be they padding or,
-between generated tokens, the output of a tool: what stands there (reward, value) has no part in the result, and no
-discount is taken for them.
+Returns and advantages are constants to the gradient: they are computed from detached inputs in float64, and returned in
+the dtype of the values, or of the rewards if there are no values. Positions where the mask is 0 are skipped: padding,
+and the output of tools between generated tokens. Rewards and values at these positions are ignored, and no discount is
+taken for them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rlflow.functional.shapes import float_dtype
 
 
 def last_token_rewards(scores: Tensor, mask: Tensor, penalty: Tensor | None = None) -> Tensor:
-    """The score of each response as the reward of its last generated token, less a penalty of each token.
+    """The score of each response as the reward of its last generated token, minus a penalty for each token.
 
     Args:
         scores: `[B]`, one for each response.
-        mask: `[B, T]`, nonzero on generated tokens; a row without one has no reward.
+        mask: `[B, T]`, nonzero on generated tokens. A row without generated tokens has no reward.
         penalty: `[B, T]`, such as a divergence from the reference (InstructGPT, arXiv 2203.02155, eq. 2); None is 0.
 
     Returns:
@@ -33,17 +33,18 @@ def last_token_rewards(scores: Tensor, mask: Tensor, penalty: Tensor | None = No
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int | float) -> Tensor:
-    """0 up to `max_length - buffer` tokens, from there down in a straight line to -1 at `max_length`, and -1 beyond.
+    """0 up to `max_length - buffer` tokens, then linearly down to -1 at `max_length`, and -1 for longer responses.
 
     The soft overlong punishment of DAPO, arXiv 2503.14476, equation 13. Detached.
 
     Args:
         lengths: `[B]`, response tokens.
-        max_length: Tokens at which the penalty is full.
-        buffer: Tokens before `max_length` over which it grows; below 1 their share of `max_length`, at least one token.
+        max_length: Number of tokens at which the penalty is -1.
+        buffer: Number of tokens before `max_length` over which the penalty grows. Below 1 it is a share of
+            `max_length`, of at least one token.
 
     Returns:
-        `[B]`, between -1 and 0, in the default floating dtype unless `lengths` has one.
+        `[B]`, between -1 and 0, in the dtype of `lengths` if that is floating, else in the default floating dtype.
 
     Raises:
         UserError: As `overlong_tokens`.
@@ -53,7 +54,9 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int | float) -> T
 
 
 def overlong_tokens(max_length: int, buffer: int | float) -> int:
-    """Tokens before `max_length` over which the penalty grows: `buffer`, or below 1 its share, at least one token.
+    """Number of tokens before `max_length` over which the penalty of `overlong_penalty` grows.
+
+    It is `buffer`; if `buffer` is below 1, it is this share of `max_length`, at least one token.
 
     Raises:
         UserError: The buffer is neither a whole number from 1 to `max_length` nor between 0 and 1.
@@ -69,7 +72,7 @@ def overlong_tokens(max_length: int, buffer: int | float) -> int:
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, bootstrap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, over the generated tokens `t` of each response and the next of them, `t'`:
+    """Generalised advantage estimation. `t` is a generated token of a response, and `t'` its next generated token:
 
         delta_t = r_t + gamma V_t' - V_t
         A_t     = delta_t + gamma lam A_t'
@@ -83,7 +86,7 @@ def gae(
         mask: `[B, T]`, nonzero on generated tokens.
         gamma: Discount of a token.
         lam: Decay of the sum over temporal differences.
-        bootstrap: `[B]`, the value after the last token, for responses that were cut off; None is 0 for all.
+        bootstrap: `[B]`, the value after the last token, for responses that were cut; None for 0 everywhere.
 
     Returns:
         Advantages and returns, `[B, T]` each, 0 where the mask is 0.
@@ -103,7 +106,7 @@ def gae(
 
 
 def reinforce_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """`G_t = r_t + gamma G_t'`, over the generated tokens `t` of each response and the next of them, `t'`.
+    """`G_t = r_t + gamma G_t'`. `t` is a generated token of a response, and `t'` its next generated token.
 
     The return of REINFORCE and REINFORCE++, arXiv 2501.03262. Detached.
 
@@ -120,16 +123,16 @@ def reinforce_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def rewards_to_go(rewards: Tensor, returns: Tensor, turns: Tensor, most: int) -> Tensor:
-    """`G_k = R - sum_{j < k} e_j`, what a conversation is given from turn `k` on. Detached.
+    """`G_k = R - sum_{j < k} e_j`, the reward that a conversation gets from turn `k` on. Detached.
 
-    `R` has the rewards of all turns in it, and may have more, such as a verifier's score, which is given at the end.
-    From the last turn on it is that of the last turn.
+    `R` includes the rewards `e_j` of all turns. It may include more, such as a verifier's score, which is given at the
+    end. After the last turn, `G_k` is that of the last turn.
 
     Args:
         rewards: `[B]`, of whole conversations.
-        returns: `[B, K]`, the reward of each turn, 0 beyond a row's own.
-        turns: `[B]`, how many turns each has, 1 or more.
-        most: Turns that a conversation may have, `K` or more.
+        returns: `[B, K]`, the reward of each turn, 0 after a row's last turn.
+        turns: `[B]`, number of turns of each conversation, 1 or more.
+        most: Maximum number of turns of a conversation, `K` or more.
 
     Returns:
         `[B, most]`, in the dtype of the rewards.
@@ -142,18 +145,18 @@ def rewards_to_go(rewards: Tensor, returns: Tensor, turns: Tensor, most: int) ->
 
 
 def subtree_rewards(rewards: Tensor, calls: Tensor, most: int) -> Tensor:
-    """`N_k = 2 V_k - V_k-1`, where rows share turns: V_k is the mean reward of the rows that have turn k. Detached.
+    """`N_k = 2 V_k - V_k-1`, if rows share turns: V_k is the mean reward of all rows that share turn k. Detached.
 
-    `N_0` is `2 V_0`, and after a row's last turn V is its reward. Over a group, the mean of `N_k` is the mean reward,
-    which is V(root), and that of `N_0` is twice as much. So compared in groups, without a division, they are the
-    advantages of TreeRL, arXiv 2506.11902, section 3.2:
+    `N_0` is `2 V_0`, and after a row's last turn V is the row's reward. Over a group, the mean of `N_k` is the mean
+    reward V(root), and the mean of `N_0` is twice as much. So if these means are subtracted, without a division, the
+    results are the advantages of TreeRL, arXiv 2506.11902, section 3.2:
 
         N_k - mean N_k = [V_k - V(root)] + [V_k - V_k-1]        where V_-1 is V(root)
 
     Args:
         rewards: `[B]`, of whole rows.
-        calls: `[B, K]` int64, a number of each turn, equal where rows share it; below 0 beyond a row's own turns.
-        most: Turns that a row may have, `K` or more.
+        calls: `[B, K]` int64, a number for each turn, equal if rows share the turn; below 0 after a row's last turn.
+        most: Maximum number of turns of a row, `K` or more.
 
     Returns:
         `[B, most]`, in the dtype of the rewards.
@@ -170,11 +173,11 @@ def subtree_rewards(rewards: Tensor, calls: Tensor, most: int) -> Tensor:
 
 
 def at_turns(x: Tensor, turn: Tensor) -> Tensor:
-    """What each token's turn has, of `x` `[B, K]`; tokens of no turn get the first one's.
+    """For each token, the number of its turn. Tokens of no turn get the number of the first turn.
 
     Args:
-        x: A number for each turn.
-        turn: `[B, T]` int64, the turn of each token; below 0 where the policy did not write it.
+        x: `[B, K]`, a number for each turn.
+        turn: `[B, T]` int64, the turn of each token; below 0 if the policy did not write the token.
 
     Returns:
         `[B, T]`.
@@ -185,14 +188,14 @@ def at_turns(x: Tensor, turn: Tensor) -> Tensor:
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None = None) -> Tensor:
     """`max((V - R)^2, (clip(V, V_old - clip_range, V_old + clip_range) - R)^2) / 2`; without a range `(V - R)^2 / 2`.
 
-    The clip keeps the critic near its values at the start of the step; it comes from PPO's first implementation and is
+    The clip keeps the critic near its values at the start of the step. It is from PPO's first implementation, and is
     described in arXiv 2005.12729. `old_values` and `returns` are detached.
 
     Args:
         values: `[B, T]` of the critic in training.
         old_values: `[B, T]` of the critic at the start of the step.
         returns: `[B, T]`, the targets.
-        clip_range: How far a value may move from its old one and still count; None is off.
+        clip_range: How far a value may move from its old value before it is clipped; None is off.
 
     Returns:
         `[B, T]`.

@@ -1,4 +1,4 @@
-"""How values of samples and values of tokens meet without a silent broadcast, and sums over a sequence's tokens."""
+"""Shapes that combine values of samples with values of tokens without a silent broadcast, and sums over tokens."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from torch import Tensor
 
 
 def beside_tokens(x: Tensor, tokens: Tensor) -> Tensor:
-    """`x` so that it broadcasts against `tokens` `[B, T]`: one number per sample `[B]` becomes `[B, 1]`.
+    """`x` in a shape that broadcasts against `tokens` `[B, T]`: one number per sample `[B]` becomes `[B, 1]`.
 
-    Without this check, `[B]` together with `[B, T]` would be read as one number per position wherever `B` happens to
-    equal `T`.
+    Without this, torch would broadcast `[B]` as one number per position if `B` happens to equal `T`.
     """
     return x.unsqueeze(1) if x.dim() == 1 and tokens.dim() == 2 else x
 
 
 def token_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """The sum `[B]` of `x` `[B, T]` where `mask` is nonzero; what stands elsewhere, NaN included, has no part in it."""
+    """The sum `[B]` of `x` `[B, T]` where `mask` is nonzero. Other entries, even NaN, are ignored."""
     return x.where(mask.bool(), 0.0).sum(dim=1)
 
 
@@ -26,5 +25,5 @@ def token_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def float_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a result that follows `x`: its own if that is floating, else the default one."""
+    """The dtype of a result that follows from `x`: the dtype of `x` if it is floating, else the default dtype."""
     return x.dtype if x.is_floating_point() else torch.get_default_dtype()

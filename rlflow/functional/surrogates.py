@@ -1,8 +1,7 @@
-"""Surrogate losses in place of PPO's clipped one, per token `[B, T]` or, where the method is, per sample `[B]`.
+"""Surrogate losses in place of PPO's clipped loss, per token `[B, T]`, or per sample `[B]` if the method is so.
 
-With `r_t = exp(log_ratio(logprobs_t, old_logprobs_t))` everywhere. Gradients flow through `logprobs` alone, and through
-no mask: old logprobs and advantages are detached. Losses per token are not masked here; what stands on padding has no
-part in `aggregate`.
+In all of them `r_t = exp(log_ratio(logprobs_t, old_logprobs_t))`. Gradients flow only through `logprobs`: old logprobs,
+advantages and masks have none. Losses per token are not masked here, since `aggregate` ignores values on padding.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from rlflow.functional.shapes import beside_tokens, token_mean
 
 
 def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_high: float) -> Tensor:
-    """`-sg(min(r, 1 + clip_high)) A log pi`: the clipped ratio weights the token and no token loses its gradient.
+    """`-sg(min(r, 1 + clip_high)) A log pi`: the clipped ratio weights the token, and no token loses its gradient.
 
-    CISPO of MiniMax-M1, arXiv 2506.13585, equations 4 and 5, without a lower end, as there. The ratio is detached too.
+    CISPO of MiniMax-M1, arXiv 2506.13585, equations 4 and 5. As in the paper there is no lower limit. The ratio is
+    detached too.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
@@ -37,15 +37,15 @@ def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_
 def cpgd_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """`-min(A log pi, A clip(log pi, log old + ln(1 - clip_low), log old + ln(1 + clip_high)))`.
 
-    PPO's clip without a ratio in the gradient. CPGD, arXiv 2505.12504. Its policy drift is a term of its own,
+    PPO's clip without a ratio in the gradient. CPGD, arXiv 2505.12504. Its policy drift is a separate term,
     `cpgd_drift`.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
-        clip_low: How far below 1 the ratio still counts; less than 1.
-        clip_high: How far above 1 the ratio still counts.
+        clip_low: Distance below 1 at which the ratio is clipped; less than 1.
+        clip_high: Distance above 1 at which the ratio is clipped.
 
     Returns:
         `[B, T]`.
@@ -59,8 +59,8 @@ def cpgd_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_l
 def cpgd_drift(logprobs: Tensor, old_logprobs: Tensor, clip: float = 2.0) -> Tensor:
     """`min(sg(r) - 1, clip) log pi`: its gradient pulls the ratio back to 1 and is never larger than `clip`.
 
-    The policy drift of CPGD, arXiv 2505.12504, equation 2: without the clip the gradient is that of `r - 1 - log r`,
-    which estimates `KL(old || pi)`. The value is no divergence, so log `kl_estimate(old, pi, "k3")` instead.
+    The policy drift of CPGD, arXiv 2505.12504, equation 2. Without the clip its gradient is that of `r - 1 - log r`,
+    which estimates `KL(old || pi)`. Its value is not a divergence, so log `kl_estimate(old, pi, "k3")` instead.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
@@ -76,20 +76,20 @@ def cpgd_drift(logprobs: Tensor, old_logprobs: Tensor, clip: float = 2.0) -> Ten
 def gspo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """`-min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)` with the ratio of the sequence on each of its tokens.
+    """`-min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)`; each token has the ratio of its sequence.
 
         s_t = sg(s) pi_t / sg(pi_t),    s = exp(mean_t log r_t),    sg: no gradient
 
-    GSPO-token, arXiv 2507.18071, equations 13 and 14. Where a response has one advantage, the mean of this loss over
-    its tokens has the value and the gradient of GSPO, equations 5 and 7. The clips there are 3e-4 and 4e-4.
+    GSPO-token, arXiv 2507.18071, equations 13 and 14. If all tokens of a response have one advantage, the mean of this
+    loss over its tokens has the value and the gradient of GSPO, equations 5 and 7. The paper's clips are 3e-4 and 4e-4.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
         mask: `[B, T]`, nonzero on generated tokens.
-        clip_low: How far below 1 the ratio still counts.
-        clip_high: How far above 1 the ratio still counts.
+        clip_low: Distance below 1 at which the ratio is clipped.
+        clip_high: Distance above 1 at which the ratio is clipped.
 
     Returns:
         `[B, T]`; take the mean over each sample's tokens, then over samples.
@@ -102,7 +102,7 @@ def gspo_loss(
 def gspo_is_clipped(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """1 at tokens that the clip of `gspo_loss` leaves without a gradient, else 0; arguments as there.
+    """1 at tokens that have no gradient because of the clip of `gspo_loss`, else 0. The arguments are the same.
 
     Returns:
         `[B, T]`, detached, in the dtype of `logprobs`.
@@ -116,17 +116,17 @@ def gmpo_loss(
 ) -> Tensor:
     """`-A exp(mean_t c_t)` with `c = min(log r, clip_high)` where `A > 0`, and `c = max(log r, -clip_low)` elsewhere.
 
-    It is the geometric mean over tokens of PPO's clipped `min`, with the range in log space: `r` within
-    `(exp(-clip_low), exp(clip_high))`. GMPO, arXiv 2507.20673, equation 4; the range there is 0.4 both ways. With an
-    advantage for each token, which the paper has not, tokens are clipped by their own and `A` is the mean over them.
+    It is the geometric mean over tokens of PPO's clipped `min`, with the range in log space: `r` is within
+    `(exp(-clip_low), exp(clip_high))`. GMPO, arXiv 2507.20673, equation 4, with the range 0.4 both ways. Unlike the
+    paper, each token may have an advantage: it decides the token's clip, and `A` is the mean over tokens.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         advantages: `[B]`, `[B, 1]` or `[B, T]`.
         mask: `[B, T]`, nonzero on generated tokens.
-        clip_low: How far below 0 the log ratio still counts.
-        clip_high: How far above 0 the log ratio still counts.
+        clip_low: Distance below 0 at which the log ratio is clipped.
+        clip_high: Distance above 0 at which the log ratio is clipped.
 
     Returns:
         `[B]`.
@@ -142,15 +142,15 @@ def sapo_loss(
 ) -> Tensor:
     """`-sigmoid(tau (r - 1)) 4 / tau A`, with `tau_pos` where `A > 0` and `tau_neg` elsewhere.
 
-    The gate weights the gradient of log pi by `4 p (1 - p) r`, `p = sigmoid(tau (r - 1))`: 1 at `r = 1`, less on both
-    sides. SAPO, arXiv 2511.20347, equations 5 and 6.
+    The weight of the gradient of log pi is `4 p (1 - p) r` with `p = sigmoid(tau (r - 1))`. It is 1 at `r = 1`, and
+    falls as `r` leaves 1. SAPO, arXiv 2511.20347, equations 5 and 6.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
         tau_pos: How sharply tokens with a positive advantage fade as their ratio leaves 1.
-        tau_neg: The same for the others.
+        tau_neg: The same for all other tokens.
 
     Returns:
         `[B, T]`.
@@ -162,10 +162,11 @@ def sapo_loss(
 
 
 def dppo_tv_mask(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, delta: float) -> Tensor:
-    """0 at tokens that moved by `|pi - old| > delta` and would move on, up where `A > 0` or down where `A < 0`; else 1.
+    """0 at tokens with `|pi - old| > delta` that the loss would move even farther from `old`, else 1.
 
-    `|pi - old|` of the sampled token's probabilities is the total variation of the two policies, of the token against
-    all others. DPPO, arXiv 2602.04879, equations 12 and 13; `old` there is the policy that sampled.
+    The loss moves a token's probability up where `A > 0`, and down where `A < 0`. `|pi - old|` of the sampled token's
+    probabilities is the total variation of the two policies if all other tokens are one event. DPPO, arXiv 2602.04879,
+    equations 12 and 13, where `old` is the policy that sampled.
 
     Args:
         logprobs: `[B, T]` of the policy in training.
@@ -188,8 +189,8 @@ def off_policy_sequence_mask(
 ) -> Tensor:
     """0 where `A < 0` and the response's `mean_t (log old_t - log pi_t) > delta`, else 1.
 
-    A bad response that the policy would hardly give any more teaches little and unsettles much. Off-policy sequence
-    masking of DeepSeek-V3.2, arXiv 2512.02556, equation 9; `old` there is the policy that sampled.
+    A bad response that the policy would hardly sample any more teaches little and makes training unstable. Off-policy
+    sequence masking of DeepSeek-V3.2, arXiv 2512.02556, equation 9, where `old` is the policy that sampled.
 
     Args:
         logprobs: `[B, T]` of the policy in training.

@@ -1,6 +1,6 @@
-"""Shift and scale to mean 0 and standard deviation 1, of one batch or of the batches of many ranks together.
+"""Shift and scale to mean 0 and standard deviation 1, over one batch or over the batches of many ranks together.
 
-The statistics are three numbers of each row, so whoever speaks with other ranks gathers theirs and merges:
+The statistics are three numbers for each row. A caller that gathers them from all ranks can merge them:
 `standardize(x, mask, merge_moments(of_all_rows))` whitens over all rows of all ranks, REINFORCE++, arXiv 2501.03262.
 """
 
@@ -16,7 +16,7 @@ from rlflow.functional.shapes import float_dtype
 def row_moments(x: Tensor, mask: Tensor) -> Tensor:
     """Count, mean and sum of squared deviations of each row's entries where `mask` is nonzero: `[B, 3]` float64.
 
-    Detached; how wide the padding is changes no bit of them.
+    Detached. The width of the padding changes no bit of the result.
 
     Args:
         x: `[B]` or `[B, T]`.
@@ -36,10 +36,10 @@ def row_moments(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def merge_moments(parts: Tensor) -> Tensor:
-    """The moments `[3]` of all entries together, from those of its parts `[R, 3]`; parts may be empty.
+    """The moments `[3]` of all entries together, from the moments of the parts `[R, 3]`. Parts may be empty.
 
-    Equal means give exactly themselves and no deviation. Chan, Golub and LeVeque, Updating formulae and a pairwise
-    algorithm for computing sample variances, 1979.
+    If all means are equal, the merged mean is exactly this number, and merging adds no deviation. Chan, Golub and
+    LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
     counts, means, squares = parts[parts[:, 0] > 0].unbind(dim=1)
     if not len(means):
@@ -50,9 +50,9 @@ def merge_moments(parts: Tensor) -> Tensor:
 
 
 def standardize(x: Tensor, mask: Tensor, moments: Tensor, unbiased: bool = True) -> Tensor:
-    """`(x - mean) / std` with the given moments, which may be those of many ranks. Detached; 0 where the mask is 0.
+    """`(x - mean) / std` with the given moments, which may be of many ranks. Detached; 0 where the mask is 0.
 
-    Exactly 0, too, where all entries are equal.
+    If all entries are equal, the result is exactly 0.
 
     Args:
         x: `[B]` or `[B, T]`.

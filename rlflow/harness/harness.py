@@ -28,29 +28,30 @@ class Harness(Environment):
             answer = await client.chat.completions.create(model="policy", messages=asked)
             return float(answer.choices[0].message.content == row["answer"])
 
-    It gets a row of the dataset, and returns the reward of the episode: a number, or a mapping with `reward`. What the
-    policy wrote becomes rows, see `rlflow.harness.tree.rows_of`; each has the reward of the episode. In the mapping,
-    `branches` may have others by name: `{"reward": 1.0, "branches": {"search": 0.2}}`. The rows whose last request has
-    `metadata: {"branch": "search"}` get 0.2. A program gets the
-    row as JSON on its standard input and prints the reward in its last line, see `rlflow.harness.command.run`.
+    The agent gets a row of the dataset, and returns the reward of the episode: a number, or a mapping with `reward`.
+    The policy's answers become rows, see `rlflow.harness.tree.rows_of`, and each row has the reward of the episode.
+    The mapping may also have `branches`, rewards of some rows: `{"reward": 1.0, "branches": {"search": 0.2}}`. Then
+    rows whose last request has `metadata: {"branch": "search"}` get 0.2. If the agent is a program, it gets the row as
+    JSON on its standard input, and prints the reward in its last line, see `rlflow.harness.command.run`.
 
     Args:
         run: Dotted path of a function `(row, base_url, api_key)`, plain or `async`; or a program with its arguments, as
             a list.
-        seconds: Seconds that an episode may take. Each runs in a process that is killed with all that it started.
-        concurrency: Episodes of a rank in progress together.
-        max_calls: Answers that an episode may get, at most; further calls are refused.
+        seconds: Time limit of an episode. Each episode runs in a process, which is then killed with all that it
+            started.
+        concurrency: Maximum number of episodes of a rank that are in progress at the same time.
+        max_calls: Maximum number of answers that an episode gets; further calls are refused.
         model: The name by which the agent calls the policy.
-        other_models: Further names that the agent calls. The policy answers these too, unless a node gives them to
-            another one by `players`, see `CausalLM.converse`.
-        ignore: Fields of requests that are left out of account, such as `temperature`; others that cannot be served are
-            refused.
-        memory_mb: Memory that each process may take, in MB; None for no limit.
-        on_failure: What becomes of an episode whose agent raises, takes too long or dies: `raise` ends the run, `zero`
-            gives it 0, `mask` leaves it out of the loss too.
+        other_models: Further names that the agent calls. The policy answers to these names too, unless a node gives
+            them to another policy by `players`, see `CausalLM.converse`.
+        ignore: Fields of requests that are ignored, such as `temperature`. Requests with other fields that cannot be
+            served are refused.
+        memory_mb: Memory limit of each process, in MB; None for no limit.
+        on_failure: What happens to an episode whose agent raises, takes too long or dies: `raise` ends the run, `zero`
+            gives the episode the reward 0, `mask` also leaves it out of the loss.
 
     Raises:
-        UserError: There is no such function, or a setting cannot be.
+        UserError: There is no such function, or a setting is not possible.
     """
 
     def __init__(

@@ -36,23 +36,23 @@ PICTURES_SHOWN, PICTURE_SIDE = 4, 256  # of a sample in W&B's table; pixels of t
 
 
 class LightningLogger(Logger):
-    """Sends a run to a logger of Lightning's, or to one with its interface; samples go to those with `log_table`.
+    """Sends a run to a logger of Lightning, or with its interface. Samples are sent if the logger has `log_table`.
 
-    A run that is resumed in its folder continues the logger's own run of W&B, TensorBoard or MLflow; the run's id is in
-    `loggers.json` there. Any other logger starts a new run. For steps that are repeated, TensorBoard hides what was
-    logged before; W&B and MLflow show both values.
+    A run that is resumed in its folder continues the logger's own run of W&B, TensorBoard or MLflow. The id of that run
+    is in `loggers.json` of the folder. Any other logger starts a new run. For steps that are repeated, TensorBoard
+    hides the earlier values; W&B and MLflow show both values.
 
-    A config names Lightning's own class, or a short name, and the run makes this of it:
+    A config names the class of Lightning, or a short name. The run then constructs this class around it:
 
         logger:
           - mlflow
           - {class_path: wandb, init_args: {project: sums, mode: offline}}
 
     Args:
-        logger: Logger of Lightning's, such as `lightning.pytorch.loggers.MLFlowLogger`.
+        logger: Logger of Lightning, such as `lightning.pytorch.loggers.MLFlowLogger`.
 
     Attributes:
-        place: Place among the run's loggers; its id is found again by this place.
+        place: Place among the run's loggers, by which its id is found in a resume.
         pictures: The run's function from the place of a row in the training data to the row's pictures; None for none.
     """
 
@@ -124,13 +124,15 @@ class LightningLogger(Logger):
 
 @dataclass(eq=False)
 class WandbLogger(LightningLogger):
-    """Weights & Biases in the run's folder: metrics, the config and a table of samples, by `trainer/global_step`.
+    """Logs to Weights & Biases: metrics, the config and a table of samples, by `trainer/global_step`.
+
+    Its files are in the run's folder.
 
     Args:
         project: Name of the project.
         name: Name of the run; None for the name of the run's folder.
         entity: User or team; None for the login's default.
-        mode: `offline` writes to the run's folder only, from where `wandb sync` sends it later.
+        mode: `offline` writes only to the run's folder; `wandb sync` can send the data later.
     """
 
     project: str = "rlflow"
@@ -157,7 +159,7 @@ class WandbLogger(LightningLogger):
 
 
 class TensorBoardLogger(LightningLogger):
-    """TensorBoard in `tensorboard/` of the run's folder: metrics as scalars, the config as hyperparameters."""
+    """Logs to TensorBoard, in `tensorboard/` of the run's folder: metrics as scalars, the config as hyperparameters."""
 
     def __init__(self) -> None:
         require("tensorboard", "TensorBoardLogger", "tensorboard")

@@ -9,9 +9,9 @@ from typing import Any
 
 
 class Logger(ABC):
-    """Records a run. Only rank 0's loggers are called, in this order: `start`, `log_*` as often as need be, `finalize`.
+    """Records a run. Only rank 0's loggers are called, in this order: `start`, any number of `log_*`, `finalize`.
 
-    Constructors only store, so that a config can be read without opening a file or a connection.
+    Constructors only store their arguments, so a config can be read without opening a file or a connection.
 
     Example:
         ```python
@@ -25,28 +25,29 @@ class Logger(ABC):
         """Open files or connections.
 
         Args:
-            folder: The run's, which exists.
-            first_step: First step of this run. When it is resumed from a checkpoint, what an earlier run recorded for
-                this step and later ones is replaced.
+            folder: Folder of the run, which exists.
+            first_step: First step of this run. If the run resumes from a checkpoint, it replaces the records that the
+                earlier run has for this step and later steps.
         """
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record numbers by name. Names may differ from step to step; steps never decrease."""
+        """Record metrics by name. Names may differ from step to step; steps never decrease."""
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:  # noqa: B027 (nor samples to show)
         """Record samples, JSON-able, with the same keys in every row.
 
         Args:
             rows: For each sample: the place of its prompt in the dataset, from 0 (`row`), its number among that
-                prompt's samples (`sample`), `prompt`, `response`, `reward` and its `parts`, `failed` (what it got if
-                the reward failed on it, or None), `turns`, `ended` (why it ended), and for a conversation `messages`,
-                as in `Rollout`. One that continues another has `continues`, see `rlflow.controller.samples`.
+                prompt's samples (`sample`), `prompt`, `response`, `reward` and its `parts`, `failed` (the value of
+                `on_error` if the reward failed on it, or None), `turns`, `ended` (why it ended), and for a conversation
+                `messages`, as in `Rollout`. A sample that continues another one has `continues`, see
+                `rlflow.controller.samples`.
             step: Step of the run, from 1.
         """
 
     def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 (nor a config)
-        """Record the resolved config, from which the caller took the secrets (`without_secrets`)."""
+        """Record the resolved config, from which the caller has removed the secrets (`without_secrets`)."""
 
     def finalize(self, status: str) -> None:  # noqa: B027 (nor anything to close)
         """Write out what is pending and close.

@@ -36,34 +36,34 @@ HOTTEST = 1e4  # highest temperature; logits divided by its inverse, the lowest,
 class CausalLM(ModelHandle):
     """A language model of an algorithm: `CausalLM("Qwen/Qwen2.5-1.5B")`. Constructing it loads nothing.
 
-    Every method that scores is a collective of the role's ranks: all of them call it, ranks without rows included.
+    Every method that scores is a collective: all ranks of the role must call it, even ranks that have no rows.
 
     Args:
         model: A folder in Hugging Face form, a Hugging Face name, or `tiny`.
-        trainable: Whether it is trained; a frozen model has no optimizer and no gradients.
-        optimizer: How it is trained; `Optimizer()` where a trainable model is given none.
-        temperature: Temperature of sampling, in validation too; the logits of every score are divided by it.
-        top_p: Sample from the fewest likeliest tokens with this probability together, in validation too; 1 for all
-            tokens. Rows that were sampled from some tokens are scored over the same, see `Truncation`.
-        top_k: Sample from this number of likeliest tokens; None for no limit. In training it is needed with `top_p` and
-            `min_p`, since it bounds what is stored of each token: 4 bytes for each token that was left.
-        min_p: Sample from tokens of at least this share of the likeliest token's probability; 0 for all.
-        epochs: How often each step goes over its rows.
-        samples_per_update: Rows of one optimizer update over all ranks, or its episodes where `loss_aggregation` is
-            `episode-mean`; all rows of the step where None.
-        start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
-        gradient_checkpointing: Trade time for memory in the backward pass.
-        lora: Train adapters of these settings instead of all weights.
+        trainable: Whether the model is trained. A frozen model has no optimizer and no gradients.
+        optimizer: How the model is trained; a trainable model without this argument has `Optimizer()`.
+        temperature: Temperature of sampling, in validation too. All logits are divided by it before they are scored.
+        top_p: Sample from the smallest set of likeliest tokens with at least this total probability, in validation too;
+            1 for all tokens. Rows are scored over the tokens from which they were sampled, see `Truncation`.
+        top_k: Sample from this number of likeliest tokens; None for no limit. A policy that is trained needs it with
+            `top_p` or `min_p`: it bounds the tokens that are stored for each sampled token, at 8 bytes each.
+        min_p: Sample from tokens with at least this share of the likeliest token's probability; 0 for all tokens.
+        epochs: Number of passes of each step over its rows.
+        samples_per_update: Number of rows of one optimizer update, over all ranks. If `loss_aggregation` is
+            `episode-mean`, it counts episodes. None for one update with all rows of the step.
+        start_step: The first step that trains the model, counted from 0. Earlier steps skip its train nodes.
+        gradient_checkpointing: Compute activations again in the backward pass, which saves memory and takes time.
+        lora: Settings of adapters, which are trained instead of the model's weights.
         moe: How routers and experts of a mixture of experts are trained; None to train them like all weights.
-        freeze_vision_tower: Of a model that reads pictures, leave the tower as it is loaded, and the layers between it
-            and the decoder. Adapters are of the decoder alone.
-        vision_tower_lr: The learning rate of these weights in place of `optimizer.lr`, with the same warm-up and
-            schedule; None for no other.
-        trust_remote_code: Run the code in the folder of its weights (`auto_map`) to load it; read that code first.
+        freeze_vision_tower: In a model that reads pictures, do not train the vision tower and the layers between it
+            and the decoder. LoRA adapts only the decoder.
+        vision_tower_lr: Learning rate of the vision tower and these layers, in place of `optimizer.lr`. Warm-up and
+            schedule are the same. None for `optimizer.lr`.
+        trust_remote_code: Run the code in the folder of the model's weights (`auto_map`) to load it; read it first.
 
     Attributes:
-        watch: Called with the rows and log-probabilities `[B, T]` of all responses that are scored.
-        reads_support: Whether rows of the run may have been sampled from some tokens; set as a run is prepared.
+        watch: Called with the rows and the log-probabilities `[B, T]` of all responses that are scored.
+        reads_support: Whether rows of the run may have been sampled from a part of the vocabulary; set before the run.
     """
 
     loss_aggregation: Aggregation | None = field(default=None, init=False)  # None: a CausalLM has that of the module
@@ -101,29 +101,29 @@ class CausalLM(ModelHandle):
     ) -> Any:
         """Sample `n` responses to each row with this model's weights, in a node that is marked `generates=` its name.
 
-        The model is trained or frozen. A node may call this as often as it likes, on rows that it reads or on rows that
-        it makes from these. A second call on the same rows gives other responses.
+        The model may be trained or frozen. A node may call this method several times, on rows that it reads or on rows
+        that it makes from them. A second call on the same rows gives other responses.
 
         Rows of a `Rollout` are continued: the model reads prompt and response, and the response grows. A response that
-        has ended has one child, its copy. Inherited tokens keep ids, log-probabilities and versions. Several rows that
-        a node returns may inherit the same tokens. Only the first of them has these tokens in its `loss_mask`, so each
-        token is trained once.
+        has ended is not continued: its only child is its copy. Inherited tokens keep ids, log-probabilities and
+        versions. Several rows that a node returns may inherit the same tokens. Only the first of these rows has the
+        tokens in its `loss_mask`, so each token is trained once.
 
         Args:
             rows: Prompts, `B` rows: `batch`, or what `Rollout.as_prompts` returns. Or responses: a `Rollout` that this
                 model wrote, some rows of one, or what `Rollout.cut` returns.
             n: Number of responses to each row, or of its continuations; they are consecutive rows.
-            temperature: Temperature of this call; None for the model's own, 0 to take the likeliest token.
-            max_new_tokens: Most tokens by which a response grows; None for no limit but the module's
-                `max_response_length`, which no response exceeds.
-            stop: Ids of tokens that end a response, in addition to the model's end tokens and the module's
-                `stop_token_ids`, which always do.
+            temperature: Temperature of this call; None for the model's own, 0 for greedy decoding.
+            max_new_tokens: Maximum number of tokens that this call adds to a response. The module's
+                `max_response_length` holds in any case, and is the only limit if this is None.
+            stop: Ids of more tokens that end a response. The model's end tokens and the module's `stop_token_ids`
+                always end it.
 
         Returns:
-            A `Rollout` of `B * n` rows with `rows` as parents; fewer where some of `rows` have ended.
+            A `Rollout` of `B * n` rows, whose parents are `rows`. It has fewer rows if some of `rows` have ended.
 
         Raises:
-            UserError: No run is in progress, the node does not name this model, or `rows` are no rows of the step.
+            UserError: No run is in progress, the node does not name this model, or `rows` are not rows of the step.
         """
         if self._generator is None:
             raise UserError(
@@ -142,28 +142,28 @@ class CausalLM(ModelHandle):
         temperature: float | None = None,
         stop: Sequence[int] = (),
     ) -> Any:
-        """Hold `n` conversations of this model with an environment from each row, in a node marked as for `generate`.
+        """Hold `n` conversations of this model with an environment from each row; the node is marked as for `generate`.
 
-        A response then is everything after the prompt, turn after turn, at most `max_response_length` tokens long. It
-        includes the tokens that the environment wrote, which are False in `loss_mask`. Tokens that the model sampled
-        are never tokenised again.
+        A response is then everything after the prompt, turn after turn, at most `max_response_length` tokens long. It
+        includes the environment's tokens, which are False in `loss_mask`. Tokens that the model sampled are never
+        tokenised again.
 
         Args:
             rows: Prompts of the dataset, `B` rows. A conversation begins with the messages of its prompt, what the
                 environment adds, and the tools in the form of the model's chat template.
             environment: An `rlflow.Environment`.
             n: Number of conversations from each row; they are consecutive rows.
-            players: Models that play seats of an environment with several seats, by the seat's name, or that answer to
-                names which a harness calls. They are models of the module, trained or frozen, and the node names them
-                in addition to this one. This model plays all other seats.
-            temperature: Temperature of this call; None for the model's own, 0 to take the likeliest token.
-            stop: Ids of tokens that end a turn, in addition to the model's end tokens and the module's
-                `stop_token_ids`, which always do.
+            players: Other models of the module, trained or frozen: by the name of a seat, the model that plays the
+                seat; with a harness, by a name that the agent calls, the model that answers. The node's mark names
+                these models in addition to this one. This model plays all other seats.
+            temperature: Temperature of this call; None for the model's own, 0 for greedy decoding.
+            stop: Ids of more tokens that end a turn. The model's end tokens and the module's `stop_token_ids` always
+                end it.
 
         Returns:
-            A `Rollout` of `B * n` rows, with `turn`, `returns` and `ended`. Where an environment has seats, there is a
-            row for each seat that this model plays, in consecutive rows. Such a row has what its seat read and wrote;
-            what other seats wrote is among what it read.
+            A `Rollout` of `B * n` rows, with `turn`, `returns` and `ended`. If the environment has seats, a
+            conversation has one row for each seat that this model plays, in consecutive rows. Such a row has the tokens
+            that its seat read and wrote. The texts of other seats are among the tokens that it read.
 
         Raises:
             UserError: See `generate`; or the environment failed, and its `on_failure` is `raise`.
@@ -176,18 +176,18 @@ class CausalLM(ModelHandle):
 
     @property
     def truncation(self) -> Truncation:
-        """Which tokens it samples from."""
+        """Which tokens the model samples from."""
         return Truncation(self.top_p, self.top_k, self.min_p)
 
     @property
     def trains_on_support(self) -> bool:
-        """Whether rows that it samples in a step need the column `support`: a loss scores them over some tokens."""
+        """Whether the rows that it samples need the column `support`: a loss scores them over some tokens only."""
         return bool(self.truncation) and self.trainable
 
     def score(self, rows: Tokens) -> tuple[PerToken, PerToken]:
-        """Log-probability of each response token, and entropy of the model's distribution at its place.
+        """Log-probability of each response token, and entropy of the model's distribution at the token's place.
 
-        Both are over the tokens of `rows.support`, where rows have it, and else over the whole vocabulary.
+        Both are over the tokens of `rows.support` if the rows have it, and else over the whole vocabulary.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
@@ -214,7 +214,7 @@ class CausalLM(ModelHandle):
         return self.score(rows)[1]
 
     def logprobs_of(self, rows: Tokens, ids: Tensor) -> Tensor:
-        """Log-probabilities of given tokens in the place of each response token.
+        """Log-probabilities of given tokens at the place of each response token.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
@@ -231,7 +231,7 @@ class CausalLM(ModelHandle):
         return self._of_tokens(rows, 0, ids)[0]
 
     def topk(self, rows: Tokens, k: int) -> tuple[Tensor, Tensor]:
-        """The `k` likeliest tokens in the place of each response token, the likeliest first.
+        """The `k` likeliest tokens at the place of each response token, the likeliest first.
 
         Args:
             rows: See `logprobs_of`.
@@ -266,16 +266,16 @@ class CausalLM(ModelHandle):
     ) -> PerToken:
         """The Kullback-Leibler divergence from a frozen model, over the whole vocabulary, at each response token.
 
-        By default it is KL(self || other), the sum of p log(p / q) with p this model's distribution and q that of
-        `other`. If this model is the student, distillation calls this reverse KL (MiniLLM, arXiv 2306.08543; GKD, arXiv
-        2306.13649). The logits of each model are divided by its own temperature. In a train node, name `other` in the
-        mark's `uses`, and read `given` as a value of its own, `Ragged`.
+        By default it is KL(self || other), the sum of p log(p / q), where p is this model's distribution and q is the
+        distribution of `other`. If this model is the student, distillation calls this reverse KL (MiniLLM, arXiv
+        2306.08543; GKD, arXiv 2306.13649). The logits of each model are divided by the model's own temperature. In a
+        train node, name `other` in the mark's `uses`, and read `given` as a separate value, `Ragged`.
 
         Args:
             rows: See `logprobs_of`.
             other: A frozen model of the same vocabulary on the same ranks; no gradient goes to it.
             given: Prompts that `other` reads before the same responses, one for each row; None for those of `rows`.
-            over: The model whose probabilities weight the sum; `other` gives KL(other || self), forward KL.
+            over: The model whose probabilities weight the sum. `other` gives forward KL, KL(other || self).
 
         Returns:
             `[B, T]` in nats, in float32 (float64 where the model is), 0 where padded.
@@ -349,7 +349,7 @@ class CausalLM(ModelHandle):
         self._converser = converser
 
     def initial(self) -> CausalLM:
-        """A frozen model as this one is before training: without its adapters if it has any, else loaded once more."""
+        """A frozen model with this model's initial weights: this model without its adapters, or a second copy."""
         if self.lora is not None:
             return self.without_adapters()
         return CausalLM(
@@ -376,7 +376,7 @@ class CausalLM(ModelHandle):
             self.temperature = like.temperature
 
     def without_adapters(self) -> WithoutAdapters:
-        """A frozen view of this model as it was before training: it leaves the adapters out, and needs no second copy.
+        """A frozen view of this model with its initial weights: it leaves the adapters out, and needs no second copy.
 
         Raises:
             UserError: This model has no adapters.
@@ -388,16 +388,16 @@ class CausalLM(ModelHandle):
     def averaged(self, decay: float) -> Averaged:
         """A frozen model that follows this one: an exponential moving average of its weights.
 
-        The average starts with the weights from which training starts. After this model's updates in a step, each
-        weight of the average becomes decay * average + (1 - decay) * weight. Averages are stored in float32 at least,
-        divided over ranks as this model's weights are, and saved in checkpoints (mean teacher: Tarvainen and Valpola,
-        arXiv 1703.01780).
+        The average starts with this model's initial weights. After this model's updates in a step, each weight of the
+        average becomes decay * average + (1 - decay) * weight. Averages are stored in float32 at least, sharded over
+        ranks like this model's weights, and saved in checkpoints (mean teacher: Tarvainen and Valpola, arXiv
+        1703.01780).
 
         Args:
-            decay: Decay of the average, from 0 to below 1; with 0 it is this model after the previous step.
+            decay: Decay of the average, from 0 to below 1. With 0 the average is this model after the previous step.
 
         Raises:
-            UserError: `decay` is not in this range, or this model is frozen or trains adapters.
+            UserError: `decay` is not in this range, this model is frozen, or it trains adapters.
         """
         if not 0 <= decay < 1:
             raise UserError(f"`decay` of `averaged` is {decay}; give 0 to below 1, 0.99 say")

@@ -127,24 +127,24 @@ class ForwardPlan:
 class ModelHandle(ABC):
     """A model of an algorithm; subclasses add methods that score rows. Constructing it loads nothing.
 
-    Every method that scores is a collective of the role's ranks: all of them call it, ranks without rows included.
+    Every method that scores is a collective: all ranks of the role must call it, even ranks that have no rows.
 
     Args:
         model: A folder in Hugging Face form, a Hugging Face name, or `tiny`.
-        trainable: Whether it is trained; a frozen model has no optimizer and no gradients.
-        optimizer: How it is trained; `default_optimizer` where a trainable model is given none.
-        epochs: How often each step goes over its rows.
-        samples_per_update: Rows of one optimizer update over all ranks, or its episodes where `loss_aggregation` is
-            `episode-mean`; all rows of the step where None.
-        start_step: The first step that trains it, counted from 0; before, its train nodes are left out.
-        gradient_checkpointing: Trade time for memory in the backward pass.
-        lora: Train adapters of these settings, and an output layer of one label, instead of all weights.
-        freeze_vision_tower: Of a model that reads pictures, leave the tower as it is loaded, and the layers between it
-            and the decoder. Adapters are of the decoder alone.
-        vision_tower_lr: The learning rate of these weights in place of `optimizer.lr`, with the same warm-up and
-            schedule; None for no other.
-        loss_aggregation: How its losses per token become one number; None to do it as the module does.
-        trust_remote_code: Run the code in the folder of its weights (`auto_map`) to load it; read that code first.
+        trainable: Whether the model is trained. A frozen model has no optimizer and no gradients.
+        optimizer: How the model is trained; a trainable model without this argument has `default_optimizer`.
+        epochs: Number of passes of each step over its rows.
+        samples_per_update: Number of rows of one optimizer update, over all ranks. If `loss_aggregation` is
+            `episode-mean`, it counts episodes. None for one update with all rows of the step.
+        start_step: The first step that trains the model, counted from 0. Earlier steps skip its train nodes.
+        gradient_checkpointing: Compute activations again in the backward pass, which saves memory and takes time.
+        lora: Settings of adapters, which are trained, with an output layer of one label, instead of all weights.
+        freeze_vision_tower: In a model that reads pictures, do not train the vision tower and the layers between it
+            and the decoder. LoRA adapts only the decoder.
+        vision_tower_lr: Learning rate of the vision tower and these layers, in place of `optimizer.lr`. Warm-up and
+            schedule are the same. None for `optimizer.lr`.
+        loss_aggregation: How the model's losses per token become one number; None for the module's own way.
+        trust_remote_code: Run the code in the folder of the model's weights (`auto_map`) to load it; read it first.
 
     Attributes:
         default_optimizer: Optimizer of a trainable model that is given none.

@@ -32,16 +32,16 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class LoRA:
-    """Train low-rank adapters of a model's linear layers, and leave the model itself as it is.
+    """Train low-rank adapters of a model's linear layers; the model's own weights do not change.
 
     Attributes:
         rank: Rank of the adapters.
         alpha: The product of the adapters' factors is multiplied by `alpha / rank`.
-        dropout: Share of a layer's inputs that its adapter does not see in training. It is drawn for every micro-batch,
-            so a gradient then depends on how rows were split.
-        targets: `all-linear` for all linear layers except the output layer, or the last parts of layers' names. Among
-            all are neither `out_proj` of Mamba's mixers nor feed-forward layers of a mixture of experts. Layers of a
-            tower that reads pictures get no adapters.
+        dropout: Share of a layer's inputs that its adapter does not see in training. It is drawn for each micro-batch,
+            so the gradient then depends on how rows are split into micro-batches.
+        targets: Layers that get adapters, by the last parts of their names. Or `all-linear` for all linear layers,
+            except the output layer, `out_proj` of Mamba's mixers, and feed-forward layers of a mixture of experts.
+            Layers of a vision tower never get adapters.
     """
 
     rank: int = 8

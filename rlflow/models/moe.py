@@ -21,11 +21,11 @@ class MoE:
     """How the experts and routers of a mixture of experts are trained.
 
     Attributes:
-        freeze_router: Leave the weights of routers as they are.
+        freeze_router: Do not train the weights of routers.
         router_aux_loss_coef: Weight of the load-balancing loss, see `load_balancing_loss`; 0 is off.
-        routing_replay: Train with the experts that the rollout engine chose for each token, prompts included (R3, arXiv
-            2510.11370). Each is weighted by the trainer's own router, normalised over these experts. The engine must
-            return its choice, as the engine of transformers does.
+        routing_replay: Train with the experts that the rollout engine chose for each token of prompt and response (R3,
+            arXiv 2510.11370). The trainer's own router weights these experts, normalised over them. The engine must
+            return its choice, as `TransformersEngine` does.
     """
 
     freeze_router: bool = False
@@ -168,21 +168,21 @@ def watch_routers(model: Any) -> None:
 
 
 def load_balancing_loss(logits: Tensor, used: Tensor, lengths: Tensor) -> Tensor:
-    """How uneven the load of experts is within each sequence: 1 where all experts have the same load, at most `E / k`.
+    """How unevenly experts are loaded within each sequence: 1 if all have the same load, at most `E / k`.
 
     For a sequence of T tokens and a layer, Switch Transformer's loss (arXiv 2101.03961, equations 4 to 6):
 
         E sum_e f_e P_e,    f_e = 1/(k T) sum_t [e is used for t],    P_e = 1/T sum_t softmax(logits_t)_e
 
     averaged over layers. Gradients go through P. The loss is computed for each sequence, as in DeepSeek-V3's balance
-    loss (arXiv 2412.19437, equations 17 to 20), and not for the batch: f and P of a batch are no sums over its parts,
-    so the loss would depend on how rows are split. Transformers' `load_balancing_loss_func` is computed over all layers
-    and the batch, and is k times as large.
+    loss (arXiv 2412.19437, equations 17 to 20). It is not computed for the batch: f and P of a batch are not sums over
+    its parts, so the loss would depend on how rows are split. Transformers' `load_balancing_loss_func` is computed over
+    all layers and the batch, and is k times as large.
 
     Args:
         logits: `[N, layers, E]`, logits of the routers.
-        used: `[N, layers, k]` int64, the experts that the tokens went to.
-        lengths: `[S]` int64, tokens of each sequence; sequences follow one another.
+        used: `[N, layers, k]` int64, the experts that computed each token.
+        lengths: `[S]` int64, number of tokens of each sequence; the sequences are stored one after the other.
 
     Returns:
         `[S]`, the loss of each sequence.

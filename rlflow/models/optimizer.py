@@ -25,19 +25,19 @@ class Optimizer:
     """How a model is trained.
 
     Attributes:
-        name: `adamw`, `sgd`, or the path of a class, `torch.optim.Adam` say. Where ranks divide the optimizer's states,
-            the optimizer sees pieces of the weights. So one that uses their shapes, such as Adafactor or Muon, works
-            with ZeRO 0 and `SingleProcess` only.
-        lr: The highest learning rate, reached after the warm-up.
+        name: `adamw`, `sgd`, or the path of a class, such as `torch.optim.Adam`. If ranks shard the optimizer's states,
+            the optimizer sees pieces of the weights. So an optimizer that uses the shapes of weights, such as Adafactor
+            or Muon, works only with ZeRO 0 and `SingleProcess`.
+        lr: The highest learning rate, which is reached after the warm-up.
         betas: Decays of AdamW's two moments.
         eps: Number that AdamW adds to its divisor.
-        weight_decay: Weight decay; decoupled from the gradient in AdamW, added to it in SGD.
+        weight_decay: Weight decay: decoupled from the gradient in AdamW, added to the gradient in SGD.
         warmup_steps: Updates over which the learning rate rises from 0.
         schedule: How the learning rate changes after the warm-up, until the last update.
-        by: What `warmup_steps` and `schedule` count: updates, or steps of the run. The number of steps is known even
-            where the number of rows, and so of updates, is not.
+        by: What `warmup_steps` and `schedule` count: updates, or steps of the run. If the number of rows is not known
+            in advance, neither is the number of updates; the number of steps is.
         gradient_clipping: Largest norm of the gradient over all parameters; 0 for no limit.
-        arguments: More arguments of the class: `{momentum: 0.9}`. A class given by its path gets these and `lr`.
+        arguments: More arguments of the class, as in `{momentum: 0.9}`. A class given by its path gets these and `lr`.
     """
 
     name: str = "adamw"
@@ -102,12 +102,12 @@ class Optimizer:
         return self.kind([{**group} for group in groups], **self.keywords)
 
     def check_divides(self) -> None:
-        """Refuse a class whose step of a weight differs from its steps of the pieces, where ranks have pieces.
+        """Refuse a class that updates a whole weight differently than its pieces; called if ranks shard the weights.
 
-        The step of a small matrix is compared with the steps of its halves, for the same gradients.
+        The update of a small matrix is compared with the updates of its halves, for the same gradients.
 
         Raises:
-            UserError: The steps differ.
+            UserError: The updates differ.
         """
         generator = torch.Generator().manual_seed(0)
         before, *gradients = torch.randn(3, 4, 6, dtype=torch.float64, generator=generator)

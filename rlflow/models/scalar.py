@@ -21,13 +21,13 @@ class ValueModel(ModelHandle):
     """A model with one number at each token: `self.critic = ValueModel(self.model)`. Constructing it loads nothing.
 
     It is a Hugging Face model for sequence classification with one label. A causal language model has no such output
-    layer; loaded from one, this model starts with an output layer of zeros, so that all values are 0 at first.
+    layer. If `model` is one, the output layer starts with zeros, so all values are 0 at first.
     """
 
     default_optimizer = Optimizer(lr=1e-5)  # higher than that of a model that is tuned: this one learns from zeros
 
     def values(self, rows: Tokens) -> PerToken:
-        """The value before each response token, computed at the token before it, as its log-probability is.
+        """The value before each response token. Like the token's log-probability, it is computed at the token before.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
@@ -39,7 +39,7 @@ class ValueModel(ModelHandle):
         return values
 
     def final_values(self, rows: Tokens) -> PerSample:
-        """`[B]`, the value after the last response token: the reward still expected where a response was cut short.
+        """`[B]`, the value after the last response token: the reward still expected if the response was cut.
 
         For a row without a response it is the value after the prompt.
         """
@@ -56,11 +56,11 @@ class RewardModel(ModelHandle):
     """A model with one number for a response: `self.reward_model = RewardModel(path, trainable=False)`.
 
     It is a Hugging Face model for sequence classification with one label. A reward model that is trained may be loaded
-    from a causal language model; it then starts with an output layer of zeros. Constructing it loads nothing.
+    from a causal language model; its output layer then starts with zeros. Constructing it loads nothing.
     """
 
     def scores(self, rows: Tokens) -> PerSample:
-        """The score of each row, read at its last response token; at the prompt's last where there is no response.
+        """The score of each row, read at its last response token, or at the prompt's last if there is no response.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.

@@ -14,7 +14,7 @@ _SUM = re.compile(r"\d{1,9}(?: [+-] \d{1,9})+")
 
 
 class ExactMatch(SampleReward):
-    """1 where the response equals the row's answer, whitespace at the ends aside, else 0.
+    """1 if the response equals the row's answer, else 0. Whitespace at the ends is ignored.
 
     Args:
         answer: Column of the answer.
@@ -34,12 +34,13 @@ class ExactMatch(SampleReward):
 
 
 class MathVerify(SampleReward):
-    """1 where the last expression of the response equals the row's answer mathematically, else 0.
+    """1 if the last expression of the response equals the row's answer mathematically, else 0.
 
-    math-verify itself gives up on an expression after 5 seconds, by a signal: rewards run in the main thread.
+    math-verify gives up on an expression after 5 seconds, by a signal. This works because rewards run in the main
+    thread.
 
     Args:
-        answer: Column of the answer: an expression, in LaTeX or plain, or a text that ends with one, as in GSM8K.
+        answer: Column of the answer: an expression in LaTeX or plain text, or a text that ends with one, as in GSM8K.
         on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
 
@@ -82,10 +83,10 @@ def _boxed(answer: str) -> Any:
 
 
 class SumValue(SampleReward):
-    """1 where the response is the value of the sum in the row, such as `5 + 9 - 2`, else 0; what is no sum has none.
+    """1 if the response is the value of the sum in the row, such as `5 + 9 - 2`, else 0; 0 if the row has no sum.
 
     Args:
-        question: Column of the sum, which need not come from a dataset; dots step into a column.
+        question: Column of the sum; dots step into a column. A column that has another text gives 0, not an error.
         on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
 
@@ -103,10 +104,10 @@ class SumValue(SampleReward):
 
 
 class ReasoningGymScore(SampleReward):
-    """The task's own `score_answer`, from 0 to 1; many tasks give a little for an answer inside other text.
+    """The score of the task's own `score_answer`, from 0 to 1. Many tasks give a small score for an answer in a text.
 
     Args:
-        task: Name of the task; rows are entries of it, as the source `ReasoningGym` makes them.
+        task: Name of the task. Rows are entries of this task, as the source `ReasoningGym` makes them.
         on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
 

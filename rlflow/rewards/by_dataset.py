@@ -19,8 +19,8 @@ class ByDataset(Reward):
     Parts of these rewards are not logged. Responses are scored after the last one has ended.
 
     Args:
-        rewards: The rewards by the name of the dataset, or what `as_reward` makes one of.
-        column: Column of the name.
+        rewards: The rewards by the name of the dataset, in any form that `as_reward` takes.
+        column: Column of the dataset's name.
     """
 
     def __init__(self, rewards: Mapping[str, OneReward], column: str = "dataset") -> None:

@@ -28,20 +28,19 @@ print("\\n" + word)
 class CodeTests(SampleReward):
     """The share of a row's tests that the Python program in a response passes.
 
-    The program is the last block of code in the response, between lines of three backticks; without one the score is 0.
-    A program that a policy has written to please this score may find ways to: tests in Python see what it wants them to
-    see, such as objects that equal all others. Prefer pairs of input and output, which it never sees together.
+    The program is the last block of code in the response, between lines of three backticks. Without such a block the
+    score is 0. A policy may learn to deceive tests in Python, for example with objects that equal all others. Prefer
+    pairs of input and output: a program never sees both.
 
     Args:
-        tests: Column of the tests: Python that runs after the program and raises where it is wrong, all one test; or a
-            list of `{"input": ..., "output": ...}` of programs that read their standard input and print, compared
-            without the whitespace at the ends of lines.
-        seconds: What a test may take.
-        memory_mb: What each process of a program may take of memory.
-        at_once: Programs that run side by side on each rank.
-        all_or_nothing: Score 1 where all tests pass, and else 0.
-        on_error: `raise`, `zero` or `drop`; see `Reward`. A program that is wrong, slow or too large is
-            no error.
+        tests: Column of the tests. Either Python code that runs after the program and raises if the program is wrong;
+            it is one test. Or a list of `{"input": ..., "output": ...}` for a program that reads its standard input and
+            prints. Outputs are compared without the whitespace at the ends of lines.
+        seconds: Time limit of a test.
+        memory_mb: Memory limit of each process of a program, in MB.
+        at_once: Maximum number of programs that run at the same time on each rank.
+        all_or_nothing: Score 1 if all tests pass, and else 0.
+        on_error: `raise`, `zero` or `drop`; see `Reward`. A program that is wrong, slow or too large is not an error.
 
     Raises:
         UserError: This system cannot isolate a program, see `Sandbox`.

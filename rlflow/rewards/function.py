@@ -46,30 +46,32 @@ class CallableReward(SampleReward):
         info                    the row's column `info`; an empty dict if there is none
         any other name          the column of that name; `**kwargs` gets all columns
 
-    If a column has one of the first names, the column is passed, and a warning says so once. The function returns a
-    number, or a dict of names to numbers with the score as their sum. What happens if it raises, `on_error` says.
+    If the dataset has a column with one of these names, such as `row`, the column is passed, and a warning is logged
+    once. The function returns a number, or a dict of names to numbers whose sum is the score. `on_error` decides what
+    happens if it raises.
 
-    A function that has a parameter `completions` or `completion_ids` has TRL's form: it is called once with all samples
-    of this rank, and passed lists: `prompts`, `completions` (lists of messages if the prompts are), the token ids
-    `completion_ids`, and all columns by name; and `trainer_state` (`global_step`, `max_steps`, `epoch`),
-    `log_extra(name, list)`, which writes the values to `samples.jsonl`, and `log_metric(name, number)`. It returns a
-    list of numbers, with None for a sample that it does not apply to. https://huggingface.co/docs/trl/grpo_trainer
+    A function with a parameter `completions` or `completion_ids` has TRL's form. It is called once with all samples of
+    this rank. It can take the lists `prompts`, `completions` (lists of messages if the prompts are) and
+    `completion_ids` (token ids), and any column by its name. It can also take `trainer_state` (`global_step`,
+    `max_steps`, `epoch`), `log_extra(name, list)`, which writes the values to `samples.jsonl`, and
+    `log_metric(name, number)`. It returns a list of numbers, with None for a sample that it does not apply to.
+    https://huggingface.co/docs/trl/grpo_trainer
 
     Args:
         function: Dotted path such as `my_rewards.brevity`, or the function itself. If it returns a dict, each part is
-            logged, and nodes read it by `self.reward_parts`; inside a `WeightedSum` only the sum is a part.
+            logged, and nodes can read the parts by `self.reward_parts`. In a `WeightedSum` only their sum is a part.
         on_error: `raise`, `zero` or `drop`; see `Reward`.
-        seconds: Time limit of a call. The function then runs in a process of its own that can be killed, so that it can
-            neither hang nor end the run, and must be named by its dotted path; it scores a response when that has
-            ended, while others are generated. None to run it in the rank's own process after the last response has
+        seconds: Time limit of a call. The function then runs in another process, which can be killed, so it can neither
+            hang nor end the run. It must be named by its dotted path. It scores each response as soon as it has ended,
+            while others are generated. None to run the function in the rank's own process after all responses have
             ended, which is faster and has no limit.
         workers: Number of such processes on each rank; above 1 needs `seconds`.
-        memory_mb: Memory limit of each of these processes; has an effect only with `seconds`.
-        gold: Column of a response that the function gives at least 1, see `Reward.gold_of`; None where rows have none.
+        memory_mb: Memory limit of each of these processes, in MB; has an effect only with `seconds`.
+        gold: Column of a response to which the function must give at least 1, see `Reward.gold_of`; None for no column.
 
     Raises:
-        UserError: `workers` is set without `seconds`, or `seconds` with a function that has no dotted path; or TRL's
-            form is mixed with `prompt` or `completion`.
+        UserError: `workers` is set without `seconds`; `seconds` is set with a function that has no dotted path; or
+            TRL's form is mixed with `prompt` or `completion`.
     """
 
     def __init__(

@@ -93,20 +93,22 @@ class Endpoint:
 class HTTPReward(Reward):
     """The score that a server returns for responses.
 
-    It is sent `{"texts": [...], "rows": [...]}` and answers `{"scores": [...]}`, a number for each text, or a mapping
-    of names to numbers with the score as their sum.
+    The request is `{"texts": [...], "rows": [...]}`. The server's response is `{"scores": [...]}`: for each text a
+    number, or a mapping of names to numbers whose sum is the score.
 
     Args:
-        url: URL to post to.
-        batch: Samples of one request, at most: consecutive samples of a rank. A request is sent when these have ended,
-            while others are generated. None for one request with all of a rank's, after the last has ended.
-        at_once: Requests of each rank in progress together.
+        url: URL to which requests are posted.
+        batch: Maximum number of samples in one request: consecutive samples of a rank. A request is sent when these
+            have ended, while others are generated. None for one request with all samples of a rank, after the last one
+            has ended.
+        at_once: Maximum number of requests of each rank that are in progress at the same time.
         seconds: Time limit of a request.
-        retries: Tries after the first one, where the server cannot be reached, is busy (408, 409, 425, 429) or fails
-            (500, 502, 503, 504).
+        retries: Number of further tries if the server cannot be reached, is busy (408, 409, 425, 429) or fails (500,
+            502, 503, 504).
         columns: Columns of the row that are sent; None for all.
-        headers: Headers of each request. A value `$NAME` is that of an environment variable, where secrets belong.
-        on_error: What samples get that the server does not score, see `Reward`; all samples of a request that failed.
+        headers: Headers of each request. A value `$NAME` is read from the environment variable; use it for secrets.
+        on_error: What a sample gets if the server gives it no score, see `Reward`. If a request fails, this holds for
+            all of its samples.
     """
 
     def __init__(

@@ -30,23 +30,24 @@ _FIELD = re.compile(r"\{(\w+)\}")
 class Judge(SampleReward):
     """The score that a language model gives a response, from 0 to 1.
 
-    The model is asked by `POST {url}/chat/completions`, as OpenAI's, vLLM's and most others' servers take it. It grades
-    on a scale of whole numbers, which models keep to better than fractions; the score is the share of the scale.
+    The request is `POST {url}/chat/completions`, which the servers of OpenAI, vLLM and most others take. The model
+    grades in whole numbers from 0 to `scale`, since models use them more reliably than fractions. The score is the
+    grade divided by `scale`.
 
     Args:
         url: URL of the server, such as http://localhost:8000/v1.
         model: Name of the model on the server.
-        criteria: Criteria of a rubric by name, each in words. The score of each is a part of the reward. None for one
-            score of the whole.
-        weights: Weights of the criteria; their weighted mean is the score. None for all alike.
+        criteria: Criteria of a rubric: by name, a text that describes the criterion. The score of each criterion is a
+            part of the reward. None for one score of the whole response.
+        weights: Weights of the criteria. The score is the weighted mean of their scores. None for equal weights.
         scale: Best grade; the worst is 0.
         prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row are in braces.
         temperature: Temperature of the judge.
         max_tokens: Longest answer of the judge, in tokens.
         headers: Headers of each request, see `HTTPReward`: `{Authorization: Bearer $OPENAI_API_KEY}`.
-        at_once: Requests of each rank in progress together.
+        at_once: Maximum number of requests of each rank that are in progress at the same time.
         seconds: Time limit of a request.
-        retries: Tries after the first one, see `HTTPReward`; an answer without grades is asked for again too.
+        retries: Number of further tries, see `HTTPReward`. They are also made if an answer has no grades.
         on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
 
@@ -100,11 +101,11 @@ class Judge(SampleReward):
 
 
 class Rubric:
-    """Grades on a scale of whole numbers, which models keep to better than fractions; a score is a share of the scale.
+    """Grades of a judge, in whole numbers from 0 to `scale`. A score is the grade divided by `scale`.
 
     Args:
-        criteria: Criteria by name, each in words; None for one grade of the whole.
-        weights: Weights of the criteria; their weighted mean is the score. None for all alike.
+        criteria: Criteria: by name, a text that describes the criterion. None for one grade of the whole response.
+        weights: Weights of the criteria. The score is the weighted mean of their scores. None for equal weights.
         scale: Best grade; the worst is 0.
         prompt: Prompt of the judge. `{response}`, `{criteria}`, `{form}` and columns of the row are in braces.
     """

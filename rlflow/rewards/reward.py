@@ -33,12 +33,12 @@ log = line_log(__name__)
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where the run is when a reward is called, under the names of transformers' `TrainerState`.
+    """Progress of the run when a reward is called, by the names of transformers' `TrainerState`.
 
     Attributes:
-        global_step: Steps that were trained before this one.
-        max_steps: Steps of the run.
-        epoch: Passes over the dataset before this step, a fraction.
+        global_step: Number of steps before this one.
+        max_steps: Number of steps of the run.
+        epoch: Number of passes over the dataset before this step, with a fraction.
     """
 
     global_step: int = 0
@@ -52,18 +52,19 @@ def _none(reward: Reward, responses: RewardInput) -> None:
 
 @dataclass(frozen=True)
 class RewardInput:
-    """What a reward is given: `B` responses, and what is known of them.
+    """The input of a reward: `B` responses, with their rows, conversations and token ids.
 
         RewardInput(["42", "41"], [{"question": "6 * 7 =", "answer": "42"}] * 2)
 
     Attributes:
         texts: The decoded responses, without special tokens.
-        rows: The dataset's row of each.
+        rows: The dataset's row of each response.
         prompt_column: Column of the prompt in these rows; None for `prompt`, else `question`.
         conversations: The messages of each conversation with an environment; empty for a response of one turn.
-        token_ids: Returns the token ids of each response; computed only where a reward asks.
-        state: Where the run is.
-        begun: Returns the calls by which a reward has begun to score these responses, see `EarlyScores.taken`; or None.
+        token_ids: Function that returns the token ids of each response. They are computed only if a reward calls it.
+        state: Progress of the run.
+        begun: Function that returns the calls with which a reward has begun to score these responses, see
+            `EarlyScores.taken`; or None.
     """
 
     texts: Sequence[str]
@@ -78,7 +79,7 @@ class RewardInput:
         return len(self.texts)
 
     def prompt(self, i: int) -> Any:
-        """The prompt of a sample as the dataset has it: a text, or a list of messages; None where it has none."""
+        """The prompt of a sample as the dataset has it: a text, or a list of messages; None if it has no prompt."""
         for name in PROMPTS if self.prompt_column is None else (self.prompt_column,):
             try:
                 return value_at(self.rows[i], name)
@@ -87,7 +88,7 @@ class RewardInput:
         return None
 
     def messages(self, i: int) -> Messages:
-        """A sample as a conversation: that with its environment, or the prompt and the response."""
+        """A sample as messages: its conversation with an environment, or else its prompt and its response."""
         if self.conversations and self.conversations[i]:
             return self.conversations[i]
         prompt = self.prompt(i)
@@ -95,7 +96,7 @@ class RewardInput:
         return [*(prompt if isinstance(prompt, list) else asked), {"role": "assistant", "content": self.texts[i]}]
 
     def completion(self, i: int) -> str | Messages:
-        """The response: a text; where the prompt is a list of messages, the messages that follow it."""
+        """The response: a text; if the prompt is a list of messages, the messages that follow the prompt."""
         prompt = self.prompt(i)
         if not isinstance(prompt, list):
             return self.texts[i]
@@ -155,15 +156,15 @@ class Reward(ABC):
                 return Scores([-0.01 * len(text) for text in responses.texts])
 
     Args:
-        on_error: What a sample gets if its scorer raises or returns no finite number: `raise` ends the run and names
-            the sample; `zero` scores it 0; `drop` leaves it out: it has mask 0 in every loss that follows from the
-            score, and is absent from the statistics of its group and of its step. `zero` and `drop` are counted as
-            `<name>/errors` and marked in `samples.jsonl`.
+        on_error: What a sample gets if its scorer raises or returns no finite number. `raise` ends the run and names
+            the sample. `zero` scores it 0. `drop` leaves the sample out: it has mask 0 in every loss that depends on
+            the score, and does not count in the statistics of its group and of its step. `zero` and `drop` are counted
+            as `<name>/errors` and marked in `samples.jsonl`.
 
     Attributes:
-        reads: The columns that it reads of every row, dots step into one, and whether they may hold null: `{"answer":
-            False}`. A subclass sets it in `__init__`. All rows are looked at before the first step, and one that lacks
-            a column is refused.
+        reads: The columns that the reward reads of every row, and whether each may be null: `{"answer": False}`. Dots
+            step into a column. A subclass sets it in `__init__`. All rows are checked before the first step, and a row
+            that lacks a column is refused.
     """
 
     on_error: OnError = "raise"
@@ -189,42 +190,42 @@ class Reward(ABC):
 
     @property
     def checked_by(self) -> str:
-        """Names the code of `check`: what it found of many rows is stored on disk under this name."""
+        """Name of the code of `check`. Its results for many rows are stored on disk under this name."""
         return f"{type(self).__module__}.{type(self).__qualname__}"
 
     def check(self, row: dict[str, Any]) -> None:  # noqa: B027 - most score whatever stands there
-        """Refuse a row that no response could be scored for, though it has all columns of `reads`.
+        """Refuse a row for which no response could be scored, although the row has all columns of `reads`.
 
-        All rows are looked at before the first step.
+        All rows are checked before the first step.
 
         Raises:
-            UserError: What is wrong with the row.
+            UserError: Something is wrong with the row; the message says what.
         """
 
     def gold_of(self, row: dict[str, Any]) -> str | None:
-        """A response to this row that must get at least `BEST_REWARD`; None where nobody knows one.
+        """A response to this row that must get at least `BEST_REWARD`, a gold answer; None if none is known.
 
-        Some are scored before the first step, and a run whose gold answers get less is refused.
+        Some gold answers are scored before the first step. If they get less, the run is refused.
         """
         return None
 
     def scored_early(self) -> list[EarlyReward]:
-        """How it scores responses that have ended, while others are generated; empty where it sees all together."""
+        """How responses that have ended are scored while others are generated; empty if all are scored together."""
         return []
 
     def __str__(self) -> str:
         return type(self).__name__
 
     def scores_of(self, given: Iterable[Callable[[], Any]], responses: RewardInput) -> Scores:
-        """The scores of samples, by the policy where there is none.
+        """The scores of samples. For a sample without a score, `on_error` decides.
 
         Args:
-            given: What returns the score of each sample, a number or a mapping of its parts, or raises.
-            responses: What is scored.
+            given: Functions, one for each sample, that return a number or a mapping of parts, or raise.
+            responses: The responses that are scored.
 
         Raises:
-            UserError: A sample failed and the policy is `raise`; or one of `given` raises it, for then the row or the
-                configuration is at fault; or two samples have other parts, for which of them is wrong is not known.
+            UserError: A sample failed and `on_error` is `raise`; a function raised a `UserError`, since then the row or
+                the configuration is wrong; or samples have different parts, since it is not known which are wrong.
         """
         scores, failures = list[_Score | None](), list[str]()
         for i, score_of in enumerate(given):
@@ -242,10 +243,10 @@ class Reward(ABC):
         return Scores(total, parts, self._failed(i for i, score in enumerate(scores) if score is None))
 
     def settled(self, scores: Scores, responses: RewardInput) -> Scores:
-        """The scores, where a sample that the reward does not apply to counts as one that it failed on.
+        """The scores, in which each sample that the reward does not apply to counts as failed.
 
         Raises:
-            UserError: There is one, and the policy is `raise`.
+            UserError: There is such a sample, and `on_error` is `raise`.
         """
         absent = sorted(scores.absent - scores.failed.keys())
         self._warn([self._failure(f"returned None for sample {i}", responses, i) for i in absent], responses)

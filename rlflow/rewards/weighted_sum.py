@@ -16,15 +16,15 @@ RewardLike = Reward | str | list[OneReward] | dict[str, OneReward] | Callable[..
 
 
 def as_reward(value: RewardLike) -> Reward:
-    """The reward that `value` means.
+    """The `Reward` that a setting or an argument names.
 
     Args:
-        value: A `Reward`; the short name of one of ours, `math_verify`; a function, see `CallableReward`; the dotted
-            path of a function or of a class of rewards; a list of these for their sum; or a dict of names to these, for
-            a sum whose parts have these names.
+        value: A `Reward`; the short name of a reward of rlflow, such as `math_verify`; a function, see
+            `CallableReward`; the dotted path of a function or of a class of rewards; a list of these, for their sum; or
+            a dict of names to these, for a sum whose parts have these names.
 
     Raises:
-        UserError: It is none of these, or empty; or nothing is at the path.
+        UserError: The value has none of these forms, or is empty; or nothing is at the path.
     """
     if isinstance(value, Reward):
         return value
@@ -54,14 +54,15 @@ class WeightedSum(Reward):
 
         WeightedSum({"right": ExactMatch(), "brevity": my_rewards.brevity}, {"right": 1.0, "brevity": 0.1})
 
-    A reward that has parts of its own, such as a function that returns a dict, is one part here: their sum. A part that
-    does not apply to a sample does not count for it. A sample that several parts fail on counts once: where one of them
-    says `drop` the whole sample is dropped, and under `zero` the part alone counts 0. A sample that no part applies to
-    is one that the sum fails on: it ends the run where a part says `raise`; else it is dropped where a part says so.
+    If a reward has parts itself, such as a function that returns a dict, their sum is one part here. A part that does
+    not apply to a sample adds nothing to the sum. If a part with `on_error` `drop` fails on a sample, the whole sample
+    is dropped. If a part with `zero` fails, this part counts 0. A sample on which several parts fail is counted once
+    as an error. If no part applies to a sample, the sum fails on it: the run ends if any part has `raise`; else the
+    sample is dropped if any part has `drop`; else it gets 0.
 
     Args:
-        parts: The rewards by name, or what `as_reward` makes one of.
-        weights: The weight of each, under the same names; None for 1 each.
+        parts: The rewards by name, in any form that `as_reward` takes.
+        weights: The weights, by the same names; None for 1 each.
     """
 
     def __init__(self, parts: Mapping[str, OneReward], weights: dict[str, float] | None = None) -> None:

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """Instead of an engine of its own, a policy's share of another policy's: they take turns.
+    """A policy's share of another policy's engine, in place of its own engine. The two policies take turns.
 
-    The engine holds the weights of one of them at a time, and changes by a weight sync.
+    The engine holds the weights of one policy at a time. A weight sync replaces them.
 
     Attributes:
-        share: The other policy, which has an engine of its own.
+        share: The other policy, which has its own engine.
     """
 
     share: str

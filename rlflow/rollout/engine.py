@@ -157,17 +157,18 @@ class EnginePlace:
 
 
 class RolloutEngine(ABC):
-    """Generates responses with the weights that it was last given.
+    """Generates responses with the weights of its last weight sync.
 
-    Calls come in this order: the constructor, which only stores settings; `check_installed` and the other checks,
-    before processes start; `setup`, which builds the engine without weights; then for each step `wake_up`,
-    `update_weights`, any number of `generate`, `completions` and `step`, and `sleep`; and `close`. Derive an engine of
-    your own from `InProcessEngine`, which stores the version and verifies each sync.
+    Calls come in this order. The constructor only stores settings. `check_installed` and the other checks are called
+    before processes start. `setup` builds the engine without weights. Each step calls `wake_up`, `update_weights`, any
+    number of `generate`, `completions` and `step`, and then `sleep`. `close` comes last. Derive your own engine from
+    `InProcessEngine`, which stores the version and verifies each weight sync.
 
     Attributes:
-        tensor_parallel_size: Ranks that share one engine; each makes the same calls and gets the same responses.
-        needs_all_ranks: Whether every rank of the job must build one, if it is built in the ranks' own processes. Where
-            only some ranks have an engine, it then lives in a process of its own, see `EngineSubprocess`.
+        tensor_parallel_size: Number of ranks that share one engine. Each makes the same calls and gets the same
+            responses.
+        needs_all_ranks: Whether every rank of the job must build an engine if engines are in the ranks' own processes.
+            If only some ranks have an engine, it is then in another process, see `EngineSubprocess`.
         policy_version: Version of the weights that it holds; `NO_VERSION` before the first sync, after `sleep`, and
             after a sync that failed.
     """
@@ -177,7 +178,7 @@ class RolloutEngine(ABC):
     policy_version: int = NO_VERSION
 
     def check_installed(self) -> None:  # noqa: B027 - most need nothing that is not there
-        """Refuse to begin without the library that generates; called before processes start.
+        """Check that the library that generates is installed; called before processes start.
 
         Raises:
             UserError: It is not installed.
@@ -186,31 +187,31 @@ class RolloutEngine(ABC):
     def check_lengths(  # noqa: B027 - engines without limits of their own have nothing to refuse
         self, prompt: int, response: int, *, positions: int | None, token_bytes: int, on_cpu: bool
     ) -> None:
-        """Refuse a run with prompts and responses that the engine cannot hold, before it is set up.
+        """Check that the engine can hold the longest prompt and response; called before it is set up.
 
         Args:
             prompt: Tokens of the longest prompt.
             response: Tokens of the longest response.
-            positions: Tokens that the model takes, at least those of both; None without a limit.
+            positions: Maximum number of tokens that the model takes, at least `prompt + response`; None for no limit.
             token_bytes: Bytes of the keys and values of a token on each rank that shares the engine.
             on_cpu: Whether the engine will run on the CPU.
 
         Raises:
-            UserError: They do not; names the setting.
+            UserError: The engine cannot hold them; the error names the setting.
         """
 
     def check_pictures(self, most: int) -> None:  # noqa: B027 - most take any number
-        """Refuse a run with more pictures in a prompt than the engine takes, before it is set up.
+        """Check that the engine takes the pictures of each prompt; called before it is set up.
 
         Args:
-            most: Pictures of the prompt that has most of them.
+            most: Largest number of pictures in a prompt.
 
         Raises:
-            UserError: They are more; names the setting.
+            UserError: The engine takes fewer pictures; the error names the setting.
         """
 
     def check_device(self, device: torch.device) -> None:  # noqa: B027 - most run on any
-        """Called before a process starts and a weight is loaded.
+        """Check that the engine runs on a device; called before processes start and weights are loaded.
 
         Args:
             device: Device of this rank.
@@ -220,29 +221,29 @@ class RolloutEngine(ABC):
         """
 
     def check_model(self, config: PretrainedConfig) -> None:  # noqa: B027 - most take them all
-        """Refuse a model that the engine cannot generate with, before a process starts.
+        """Check that the engine can generate with a model; called before processes start.
 
         Args:
             config: The model's transformers configuration.
 
         Raises:
-            UserError: It cannot.
+            UserError: The engine cannot generate with this model.
         """
 
     def shares_process(self, other: RolloutEngine, on_cpu: bool) -> bool:
-        """Whether it can be in one process with `other`; else it gets a process of its own.
+        """Whether this engine can be in the same process as `other`; if not, it gets its own process.
 
         Args:
             other: An engine of another policy.
-            on_cpu: Whether they run on the CPU.
+            on_cpu: Whether the engines run on the CPU.
         """
         return True
 
     def tell_experts(self) -> None:
-        """Return with each response which experts its tokens went to; called before `setup`, for a mixture of experts.
+        """Let each response also have the experts of its tokens; called before `setup`, for a mixture of experts.
 
         Raises:
-            UserError: It cannot.
+            UserError: The engine cannot return experts.
         """
         raise UserError(
             f"`moe.routing_replay` is set, and `rollout` is {type(self).__name__}, which does not report what"
@@ -250,15 +251,15 @@ class RolloutEngine(ABC):
         )
 
     def tell_support(self, most: int) -> None:
-        """Return with each response the column `support` of a `Rollout`; called before `setup`.
+        """Let responses also have the column `support` of a `Rollout`; called before `setup`.
 
-        Those have it that `Sampling.notes_support` names: sampled from at most `most` tokens at each place.
+        Responses with `Sampling.notes_support` have it. They are sampled from at most `most` tokens at each place.
 
         Args:
             most: The largest `top_k` in training.
 
         Raises:
-            UserError: It cannot.
+            UserError: The engine cannot return the column.
         """
         raise UserError(
             f"`top_p`, `top_k` or `min_p` is set, and `rollout` is {type(self).__name__}, which does not report what"
@@ -270,7 +271,7 @@ class RolloutEngine(ABC):
         """Compute logits in float32 whatever the dtype, as the trainer does; called before `setup`.
 
         Raises:
-            UserError: It cannot.
+            UserError: The engine cannot compute them so.
         """
         raise UserError(
             f"`strategy.float32_head` is set, and `rollout` is {type(self).__name__}, which computes logits in the"
@@ -278,20 +279,20 @@ class RolloutEngine(ABC):
         )
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
-        """What it takes of a rank's memory, before it is set up: here a cache for all rows, freed afterwards.
+        """An estimate of a rank's memory that the engine takes. In this class, a cache for all rows, then freed.
 
         Args:
-            rows: Responses of a step that one engine generates.
+            rows: Number of responses that one engine generates in a step.
             row_bytes: Bytes of the keys and values of the longest prompt and response.
-            on_cpu: Whether it runs on the CPU.
+            on_cpu: Whether the engine runs on the CPU.
         """
         return EngineMemory(rows, cache=rows * row_bytes, asleep="weights")
 
     def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
-        """What to do about its settings so that it takes less memory, with their values.
+        """Advice on settings of the engine that would take less memory, with their values.
 
         Args:
-            on_cpu: Whether it runs on the CPU.
+            on_cpu: Whether the engine runs on the CPU.
         """
         return (
             "lower `data.prompts_per_step` or `module.max_response_length`, so that fewer tokens are generated at once",
@@ -299,7 +300,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def setup(self, model_path: str, place: EnginePlace) -> None:
-        """Build the engine; all ranks that share it call this together. It holds no policy version yet.
+        """Build the engine, without any version of the policy. All ranks that share it call this together.
 
         Args:
             model_path: Folder or Hugging Face name.
@@ -310,18 +311,18 @@ class RolloutEngine(ABC):
         """
 
     def check_context(self, prompt: int, response: int) -> None:  # noqa: B027 - as `check_lengths`
-        """Refuse lengths beyond what the engine that was set up holds: its cache has what memory it found.
+        """Check the lengths again after `setup`, when the engine knows the memory of its cache.
 
         Args:
             prompt: Tokens of the longest prompt.
             response: Tokens of the longest response.
 
         Raises:
-            UserError: They do not fit; names the settings.
+            UserError: The prompt and the response do not fit; the error names the settings.
         """
 
     def pieces(self) -> Sequence[Piece]:
-        """The slices of the trainer's tensors that this rank's part of the engine holds; none where that is unknown."""
+        """The slices of the trainer's tensors that this rank's part of the engine holds; none if they are unknown."""
         return ()
 
     @abstractmethod
@@ -333,15 +334,15 @@ class RolloutEngine(ABC):
         version: int,
         pictures: Sequence[Sequence[Picture]] = (),
     ) -> list[Completion]:
-        """One response to each prompt, in order. A response depends on its own prompt and seed, not on the others.
+        """One response to each prompt, in order. A response depends only on its own prompt and seed.
 
         Args:
-            prompts: Token ids, one list for each response wanted; for a picture the ids of its expansion.
+            prompts: Token ids, one list for each response. A picture has the ids of its expansion.
             seeds: Seeds, one for each prompt, see `sampling_seed`.
-            sampling: Shared by all.
+            sampling: Settings of sampling, for all prompts.
             version: The policy version that must generate.
-            pictures: Pictures of each prompt, in the order of their places. Left out where no prompt has any, so that
-                an engine for text alone needs no such parameter.
+            pictures: Pictures of each prompt, in the order of their places. It is not passed if no prompt has pictures,
+                so an engine for text alone needs no such parameter.
 
         Raises:
             WeightSyncError: The engine holds another version.
@@ -350,13 +351,14 @@ class RolloutEngine(ABC):
         """
 
     def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
-        """Begin new turns in addition to those in progress, compute a step, and return those that ended, by number.
+        """Begin new turns in addition to those in progress, compute a step, and return the turns that ended, by number.
 
-        One step of an engine that batches continuously; any other computes the new turns to their ends, as here.
+        An engine with continuous batching computes one step. Other engines, as this class does, compute the new turns
+        to their ends.
 
         Args:
             new: New turns, by numbers that no turn in progress has.
-            sampling: Shared by all; of the lengths, each turn's own counts.
+            sampling: Settings of sampling, for all turns. Each turn has its own length limit.
             version: The policy version that must generate.
 
         Raises:
@@ -379,9 +381,9 @@ class RolloutEngine(ABC):
         version: int,
         pictures: Sequence[Sequence[Picture]] = (),
     ) -> Iterator[tuple[int, Completion]]:
-        """What `generate` returns, each response when it has ended: its place among the prompts, and the response.
+        """The responses of `generate`, each as soon as it has ended, with the place of its prompt among the prompts.
 
-        Arguments and errors are those of `generate`. Without another `step` than that of this class, all end together.
+        Arguments and errors are those of `generate`. If an engine does not override `step`, all responses end together.
         """
         limits = sampling.limits_of(len(prompts))
         asked = zip(prompts, seeds, limits, pictures or [()] * len(prompts), strict=True)
@@ -394,36 +396,37 @@ class RolloutEngine(ABC):
             yield from ended.items()
 
     def abort(self) -> None:  # noqa: B027 - nothing is in progress between the steps of most
-        """Give up the turns in progress."""
+        """Cancel the turns in progress."""
 
     @abstractmethod
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
-        """Take over the weights of `version`, then read every tensor back and compare it with what was sent.
+        """Load the weights of `version`, then read every tensor back and compare it with the tensor that was sent.
 
         Args:
-            buckets: Full tensors under their Hugging Face names, few at a time. A bucket is taken when the one before
-                it has been loaded, but the engine may keep single tensors for longer: do not overwrite them.
-            version: The policy version that these weights are.
+            buckets: Full tensors by their Hugging Face names, a few at a time. A bucket is read when the previous one
+                has been loaded. The engine may keep single tensors for longer, so do not overwrite them.
+            version: The policy version of these weights.
 
         Raises:
-            WeightSyncError: Names the tensors that were not sent or that the engine does not hold as sent.
+            WeightSyncError: Tensors were not sent, or the engine does not hold them as sent; the error names them.
         """
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Give the memory of weights and caches to training. Generating needs `wake_up` and a sync.
+        """Free the memory of weights and caches for training. To generate again, call `wake_up` and sync weights.
 
         Args:
-            keep_weights: For a frozen policy: keep them, on a GPU in the CPU's memory; generating needs `wake_up`.
+            keep_weights: Keep the weights of a frozen policy: those on a GPU are moved to the CPU's memory. To generate
+                again, `wake_up` is enough.
         """
         if not keep_weights:
             self.policy_version = NO_VERSION
 
     def wake_up(self) -> None:  # noqa: B027 - engines that keep their memory have nothing to do
-        """Take the memory back; weights that were freed come with the next sync."""
+        """Allocate the memory again. The next sync loads weights that were freed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the engine. A process group that was there before it stays."""
+        """Free the engine. A process group that existed before the engine is kept."""
 
 
 @dataclass(frozen=True)
@@ -593,12 +596,12 @@ def _some(names: Sequence[str]) -> str:
 
 
 class InProcessEngine(RolloutEngine):
-    """An engine in this process: a subclass says how weights are loaded, read and used; this class verifies them.
+    """An engine in this process. A subclass loads, reads and uses the weights, and this class verifies them.
 
-    `setup` of a subclass sets `_pieces`, one or more for each parameter of its model, `_dtype` and `_context`. Then
-    `update_weights` passes the trainer's tensors to `_load`, and compares what `_held` gives with what was sent, piece
-    by piece; `generate` refuses weights of another version and what does not fit, and calls `_generate`. Of a model
-    that reads pictures, `setup` also sets `_processor`.
+    `setup` of a subclass sets `_pieces` (one or more for each parameter of its model), `_dtype` and `_context`. If the
+    model reads pictures, `setup` also sets `_processor`. Then `update_weights` passes the trainer's tensors to `_load`,
+    and compares the pieces that `_held` returns with the tensors that were sent. `generate` checks the version of the
+    weights and the lengths, and calls `_generate`.
     """
 
     _to_hold_more: str = "take a model of longer context"  # for a message

@@ -65,25 +65,26 @@ _stores: dict[str, Any] = {}  # where the processes of an engine meet, by addres
 
 
 class EngineSubprocess(RolloutEngine):
-    """Runs `engine` in another process of the same machine; each rank that shares the engine starts one.
+    """Runs `engine` in another process of the same machine. Each rank that shares the engine starts such a process.
 
-    Weights are sent one by one through memory that both processes map. On the CPU it holds only the slices of a tensor
-    that this rank's part of the engine needs; on a GPU it holds the whole tensor (CUDA IPC).
+    Weights are sent one by one through memory that both processes map. On the CPU this memory holds only the slices of
+    a tensor that this rank's part of the engine needs. On a GPU it holds the whole tensor (CUDA IPC).
 
-    `UserError` and `WeightSyncError` of the engine are raised here with their text. Any other error, the end of the
-    process and a timeout are raised as `EngineProcessError`. The process ends when this one does, even if it is killed.
+    A `UserError` or a `WeightSyncError` of the engine is raised here with its text. Any other error, the end of the
+    process, and a timeout are raised as `EngineProcessError`. The process ends when this process ends, even if this
+    process is killed.
 
-    On the CPU, and where no other rank shares the engine, a process that dies or hangs while it generates is started
-    again, once for each sync. It receives a copy of the last weights, verifies them, and generates again. A response
-    depends only on weights, prompt and seed, so it is the same.
+    If an engine on the CPU is not shared with other ranks, its process is started again if it dies or hangs while it
+    generates, once for each weight sync. It receives a copy of the last weights, verifies them, and generates again. A
+    response depends only on weights, prompt and seed, so it is the same.
 
     Args:
-        engine: The engine as constructed; it is set up in the other process and never in this one. Its class is in a
-            module that can be imported, for the script that was started is not run there.
-        index: Index of this rank among those that share the engine.
-        size: How many ranks share the engine.
-        address: What `free_address` returned on the first of these ranks; unused where there is only one.
-        timeout_s: Seconds that any wait for the process may take; after them it is killed.
+        engine: The engine as constructed. It is set up only in the other process. Its class must be in a module that
+            can be imported, since the other process does not run the script that was started.
+        index: Index of this rank among the ranks that share the engine.
+        size: Number of ranks that share the engine.
+        address: The result of `free_address` on the first of these ranks; unused if there is only one.
+        timeout_s: Time limit of each wait for the process, in seconds. After it, the process is killed.
     """
 
     def __init__(self, engine: RolloutEngine, *, index: int, size: int, address: str, timeout_s: float) -> None:

@@ -45,16 +45,17 @@ COMPACT_AT = 0.75  # share of rows still running below which the finished ones a
 
 
 class TransformersEngine(InProcessEngine):
-    """Generates with transformers' forward pass and a key-value cache, in batches, with a copy of the model of its own.
+    """Generates in batches with transformers' forward pass, a key-value cache, and its own copy of the model.
 
-    Each rank that generates has an engine of its own. The cache lives for one batch; the weights stay in memory while
-    training runs. A token is drawn by the inverse of the cumulative distribution, from a uniform number that depends on
-    the response's seed and the token's place alone, so that batches of other sizes draw from the same numbers.
+    Each rank that generates has its own engine. The cache is freed after each batch; the weights stay in memory during
+    training. A token is drawn by the inverse of the cumulative distribution from a uniform number. This number depends
+    only on the response's seed and the token's place, so it does not depend on the size of batches.
 
     Args:
-        max_batch: Responses generated at the same time. Smaller takes less memory.
-        max_prefill_tokens: Tokens of prompts computed together, padding included; longer prompts, and more of them, are
-            computed in parts. Smaller takes less memory. Where layers carry a state, a part has 2 tokens or more.
+        max_batch: Number of responses that are generated at the same time. A smaller number takes less memory.
+        max_prefill_tokens: Number of tokens of prompts that are computed together, padding included. If prompts have
+            more tokens, they are computed in parts. A smaller number takes less memory. In a model with recurrent
+            layers, a part has 2 tokens or more.
     """
 
     def __init__(self, max_batch: int = 256, max_prefill_tokens: int = 16384) -> None:

@@ -16,22 +16,22 @@ ROUNDING = 1e-9  # of a pass rate: 0.2 is in a range from 0.2
 
 
 class Curriculum(PromptMemory):
-    """The prompts of an epoch by their pass rate, the share of their samples that passed so far.
+    """Chooses the prompts of an epoch by their pass rate: the share of a prompt's samples that passed so far.
 
-    The first epoch draws all prompts. A later one draws those whose pass rate is in the range, those without one, and
-    by chance some of the others, so that a prompt comes back when the policy has changed. If a step takes more prompts
-    than that, those nearest to the range are added.
+    The first epoch draws all prompts. A later epoch draws the prompts whose pass rate is in the range, the prompts
+    without a pass rate, and at random some of the others, so that a prompt can come back when the policy has changed.
+    If these are fewer than a step takes, the prompts nearest to the range are added.
 
-    Why such a range: where rewards are 0 and 1, the improvement that a prompt can give grows with the variance of its
-    rewards, arXiv 2504.03380. Success rates that are followed during training are those of arXiv 2501.12599.
+    Why a range: if rewards are 0 or 1, the improvement that a prompt can give grows with the variance of its rewards,
+    arXiv 2504.03380. Success rates are tracked during training as in arXiv 2501.12599.
 
     Args:
         min_pass_rate: Pass rate below which a prompt is too hard.
         max_pass_rate: Pass rate above which a prompt is too easy.
-        pass_reward: Reward from which a sample passes, of the rewards whose mean is `reward/mean`.
+        pass_reward: Smallest reward with which a sample passes; the reward is the one whose mean is `reward/mean`.
         recheck: Share of the prompts outside the range that an epoch draws nevertheless.
-        decay: Weight of a prompt's earlier samples, each time that it is sampled again: 1 weighs all alike, 0 forgets
-            all but the last.
+        decay: Weight of a prompt's earlier samples each time that the prompt is sampled again: with 1 all samples count
+            alike, with 0 only those of the last time count.
     """
 
     def __init__(

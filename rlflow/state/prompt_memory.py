@@ -16,17 +16,17 @@ _COUNT, _MEAN, _SQUARES = range(3)  # of the numbers of a prompt: how many, thei
 
 
 class PromptMemory:
-    """How many numbers were seen of each prompt, such as the rewards of its samples, with their mean and deviation.
+    """Statistics of numbers for each prompt, such as rewards of its samples: their count, mean and standard deviation.
 
-    An attribute of a module, the same on all ranks, saved in checkpoints. A node updates it; what a step's nodes gave
-    is learned at the end of the step, so a node sees what the steps before taught, and so does `choose_prompts`.
+    It is an attribute of a module, the same on all ranks, and saved in checkpoints. Nodes add numbers by `update`. The
+    numbers of a step are counted at the end of the step, so nodes and `choose_prompts` see those of earlier steps.
 
         self.solved = PromptMemory()                        # in `__init__` or `__post_init__`
         self.solved.update(rollout.group, rewards)          # in a node
         self.solved.mean(prompts)                           # in `choose_prompts`
 
     Args:
-        decay: Weight of a prompt's earlier numbers where those of a later step are learned; 1 weighs all alike.
+        decay: Weight of a prompt's earlier numbers each time that a later step adds numbers; with 1 all count alike.
     """
 
     def __init__(self, decay: float = 1.0) -> None:
@@ -37,11 +37,11 @@ class PromptMemory:
         self._record: Callable[[Tensor, Tensor], None] | None = None
 
     def update(self, group: Tensor, x: Tensor) -> None:
-        """Remember a number of each row of a node; called by all its ranks.
+        """Add a number for each row of a node. All ranks of the node must call it.
 
         Args:
-            group: `[B]` int64, the prompt of each row, as `rollout.group` says it.
-            x: `[B]`, of each row one.
+            group: `[B]` int64, the prompt of each row, as in `rollout.group`.
+            x: `[B]`, one number for each row.
         """
         if self._record is None:
             raise UserError("a PromptMemory is updated by nodes, and is an attribute of the module; it is neither here")
@@ -52,40 +52,43 @@ class PromptMemory:
         self._record(group, x)
 
     def count(self, prompts: Tensor) -> Tensor:
-        """`[N]` float64, on the device of `prompts`: how many numbers were seen of these places in the dataset.
+        """The count of numbers of each prompt, `[N]` float64, on the device of `prompts`.
 
         Args:
-            prompts: `[N]` int64, from 0; `RLModule.dataset_rows` says them of `rollout.group`.
+            prompts: `[N]` int64, places in the dataset, from 0. `RLModule.dataset_rows` returns them for
+                `rollout.group`.
         """
         return self._of(prompts)[:, _COUNT]
 
     def mean(self, prompts: Tensor, unseen: float = math.nan) -> Tensor:
-        """`[N]` float64, on the device of `prompts`: their mean.
+        """The mean of the numbers of each prompt, `[N]` float64, on the device of `prompts`.
 
         Args:
             prompts: Places in the dataset, as in `count`.
-            unseen: What it is where no number was seen. Give a number where a node returns the mean: a NaN in its value
-                ends the run.
+            unseen: Result for a prompt without numbers. If a node returns the mean, pass a number: a NaN in the value
+                of a node ends the run.
         """
         count, mean, _ = self._of(prompts).unbind(dim=1)
         return mean.where(count > 0, unseen)
 
     def std(self, prompts: Tensor, unseen: float = math.nan) -> Tensor:
-        """`[N]` float64, on the device of `prompts`: their standard deviation, N - 1 in its denominator.
+        """The standard deviation of the numbers of each prompt, `[N]` float64, with N - 1 in its denominator.
+
+        It is on the device of `prompts`.
 
         Args:
             prompts: Places in the dataset, as in `count`.
-            unseen: What it is where fewer than two numbers were seen; see `mean`.
+            unseen: Result for a prompt with fewer than two numbers; see `mean`.
         """
         count, _, squares = self._of(prompts).unbind(dim=1)
         return (squares / (count - 1).clamp(min=1)).sqrt().where(count > 1, unseen)
 
     def attach(self, record: Callable[[Tensor, Tensor], None]) -> None:
-        """Called by the module: where updates go until the end of the step."""
+        """Set the function that stores updates until the end of the step; called by the module."""
         self._record = record
 
     def learn(self, prompts: Tensor, x: Tensor) -> None:
-        """Take in numbers of one step; by all ranks alike, in one order.
+        """Count the numbers of one step. All ranks call it with the same numbers in the same order.
 
         Args:
             prompts: `[N]` int64, places in the dataset; they may repeat.
@@ -126,12 +129,12 @@ class PromptMemory:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What is remembered, JSON-able."""
+        """The statistics, JSON-able."""
         seen = self._moments[:, _COUNT].nonzero()[:, 0]
         return {"prompts": seen.tolist(), "moments": self._moments[seen].tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the statistics from `state_dict`."""
         prompts = torch.tensor(state["prompts"], dtype=torch.int64)
         self._moments = torch.zeros(0, 3, dtype=torch.float64)
         self._grow(int(prompts.max()) + 1 if len(prompts) else 0)

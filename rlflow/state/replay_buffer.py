@@ -14,17 +14,17 @@ from rlflow.values.ragged import Ragged
 
 
 class ReplayBuffer:
-    """The last prompts with responses that were added, such as those that a discriminator is not to forget.
+    """The prompts with responses that were added last, such as those that a discriminator must not forget.
 
-    An attribute of a module, in checkpoints. It is the same on all ranks that add the same rows, so rows are gathered
-    first; what is drawn of it depends on neither ranks nor their number.
+    It is an attribute of a module, and saved in checkpoints. All ranks must add the same rows, so gather the rows
+    first. The rows that are drawn from it then depend neither on the rank nor on the number of ranks.
 
         self.replay = ReplayBuffer(1024)                                     # in `__init__` or `__post_init__`
         self.replay.add(self.all_rows(prompts), self.all_rows(responses))    # in a node
         self.replay.sample(rollout.group)                                    # one row for each of this rank's
 
     Args:
-        capacity: Rows at most; the oldest ones go.
+        capacity: Maximum number of rows. The oldest rows are removed.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -37,7 +37,7 @@ class ReplayBuffer:
         return len(self._prompts)
 
     def add(self, prompts: Ragged, responses: Ragged) -> None:
-        """Add rows behind those that are there.
+        """Add rows after the rows that are stored already.
 
         Args:
             prompts: Token ids, int64, of rows of all ranks, as `RLModule.all_rows` gives them.
@@ -54,11 +54,11 @@ class ReplayBuffer:
         )
 
     def sample(self, keys: Tensor, seed: int = 0) -> TokenRows:
-        """One row for each key, the same for the same key and content; several keys may draw one row.
+        """Draw one row for each key. A key draws the same row from the same content; several keys may draw one row.
 
         Args:
             keys: `[B]` int64, numbers that differ over rows and steps, such as `rollout.group`.
-            seed: Another one draws other rows.
+            seed: Seed of the draw.
 
         Returns:
             `B` rows on the device of `keys`.
@@ -85,7 +85,7 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what `state_dict` gave; of more rows than there is room for, the last."""
+        """Restore the rows from `state_dict`; if there are more than `capacity`, the last ones."""
         self._prompts = self._last(Ragged(state["prompts"], state["prompt_lengths"]))
         self._responses = self._last(Ragged(state["responses"], state["response_lengths"]))
 

@@ -35,7 +35,7 @@ PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every r
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """Data-parallel training with ZeRO; gradients are those of the global loss at every stage and rank count.
+    """Data-parallel training with ZeRO. At every stage and number of ranks, gradients are those of the global loss.
 
     In a config:
 
@@ -46,35 +46,35 @@ class DeepSpeedStrategy(DistributedStrategy):
           init_args: {stage: 3, precision: bf16, offload_optimizer: true}
 
     Args:
-        stage: What is divided over ranks: 0 nothing, 1 optimizer states, 2 optimizer states and gradients, 3 optimizer
+        stage: What is sharded over ranks: 0 nothing, 1 optimizer states, 2 optimizer states and gradients, 3 optimizer
             states, gradients and weights.
-        precision: Precision of weights and forward passes; `bf16` and `fp16` keep float32 master weights and sum
-            gradients in float32. `fp16` scales the loss, and skips updates whose gradient overflows.
-        token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
-        packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
-        share_prefixes: Compute a prefix that several rows of a micro-batch share, such as a group's prompt, only once;
-            needs `packing`.
-        float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
-        flash_attention: Version of flash attention for packed rows on a GPU: 2 is torch's own, 3 is that of the package
+        precision: Precision of weights and forward passes. With `bf16` and `fp16`, master weights are float32, and
+            gradients are summed in float32. `fp16` scales the loss, and skips updates whose gradient overflows.
+        token_budget: Maximum number of tokens in a micro-batch. A longer sequence gets its own micro-batch.
+        packing: Run forward passes without padding. If off, rows are padded to the micro-batch's longest sequence.
+        share_prefixes: Compute a prefix only once if several rows of a micro-batch share it, such as a group's prompt.
+            Needs `packing`.
+        float32_head: Compute logits in float32 even if weights and hidden states are not, in the rollout engine too.
+        flash_attention: Version of flash attention for packed rows on a GPU: 2 is torch's own, 3 is from the package
             `flash_attn_interface`, for compute capability 9.0.
-        offload_optimizer: Store optimizer states in CPU memory and update weights there (CUDA; stage 1 or more). It
-            takes 12 bytes a weight off the GPUs. Each step sends gradients and weights over PCIe, so it is off by
-            default.
+        offload_optimizer: Store optimizer states in CPU memory and update weights there (CUDA; stage 1 or more). This
+            saves 12 bytes of GPU memory for each weight. It is off by default, since each step then sends gradients and
+            weights over PCIe.
         offload_parameters: Store weights in CPU memory, and send each layer to the GPU when it is used (CUDA; stage 3).
-            Off by default: it is for a model whose weights do not fit on the GPUs even when the ranks divide them.
-        overlap_comm: Reduce gradients, and gather weights at stage 3, on a CUDA stream of their own while the backward
-            pass runs. Off by default, as it was never compared on a GPU.
-        bucket_elements: Most elements of a bucket: gradients that are reduced together, and at stage 3 weights that are
-            gathered in advance. No bucket is larger than the model's largest layer. A bucket is allocated in full, with
-            4 bytes an element.
-        live_elements: Most elements of weights that stay gathered at stage 3, give or take one parameter, so that they
-            need not be gathered again. None for the size of the largest layer; memory then does not grow with the
+            Off by default: it is for models whose weights do not fit on the GPUs even if they are sharded.
+        overlap_comm: Reduce gradients, and gather weights at stage 3, on a separate CUDA stream while the backward pass
+            runs. Off by default, as it was never compared on a GPU.
+        bucket_elements: Maximum number of elements in a bucket: of gradients that are reduced together, and at stage 3
+            of weights that are gathered in advance. No bucket is larger than the model's largest layer. A bucket is
+            allocated in full, with 4 bytes an element.
+        live_elements: Number of elements of weights that stay gathered at stage 3, give or take one parameter, so that
+            they are not gathered again. None for the size of the largest layer; memory then does not grow with the
             number of layers.
-        partition_within: Number of ranks of one node that hold a second, divided copy of the weights at stage 3, for a
-            role with more ranks. The first forward pass after an update gathers over all ranks; later forward passes
+        partition_within: Number of ranks of one node that hold a second, sharded copy of the weights at stage 3, for a
+            role with more ranks. The first forward pass after an update gathers over all ranks. Later forward passes
             and backward passes gather within the node. The copy costs each rank the model's weights divided by this
             number. None for no second copy.
-        timeout_s: Seconds after which a collective that a rank does not join fails.
+        timeout_s: Seconds after which a collective fails if a rank has not joined it.
     """
 
     stage: Literal[0, 1, 2, 3]

@@ -24,32 +24,32 @@ from rlflow.values.layout import Layout
 
 
 class FSDPStrategy(DistributedStrategy):
-    """Data-parallel training with `fully_shard`; gradients are those of the global loss at every number of ranks.
+    """Data-parallel training with `fully_shard`. At every number of ranks, gradients are those of the global loss.
 
-    Each parameter is divided by rows: 10 rows on 4 ranks are 3, 3, 3 and 1. A layer's weights are gathered before it
-    computes and freed after it. It needs nothing but torch. Consecutive ranks may share each layer, by
-    `tensor_parallel_size` of a placement; then the ranks that have the same part of it divide that part.
+    Each parameter is sharded by rows: 10 rows on 4 ranks are 3, 3, 3 and 1. A layer's weights are gathered before the
+    layer computes, and freed after it. This strategy needs only torch. With `tensor_parallel_size` of a placement,
+    consecutive ranks divide each layer; the ranks that have the same part of a layer shard this part.
 
-    In a config, for machines of 8 GPUs that each hold a whole copy, so that weights are gathered within a machine:
+    A config for machines of 8 GPUs. Each machine holds a whole copy, so weights are gathered within a machine:
 
         strategy:
           class_path: fsdp
           init_args: {precision: bf16, within: 8}
 
     Args:
-        precision: Precision of forward passes; `bf16` and `fp16` keep float32 weights, which are rounded when a layer
-            is gathered, and sum gradients in float32. `fp16` scales the loss, and skips updates whose gradient
-            overflows.
-        token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
-        packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
-        share_prefixes: Compute a prefix that several rows of a micro-batch share, such as a group's prompt, only once;
-            needs `packing`.
-        float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
-        flash_attention: Version of flash attention for packed rows on a GPU: 2 is torch's own, 3 is that of the package
+        precision: Precision of forward passes. With `bf16` and `fp16`, weights are stored in float32 and rounded when a
+            layer is gathered, and gradients are summed in float32. `fp16` scales the loss, and skips updates whose
+            gradient overflows.
+        token_budget: Maximum number of tokens in a micro-batch. A longer sequence gets its own micro-batch.
+        packing: Run forward passes without padding. If off, rows are padded to the micro-batch's longest sequence.
+        share_prefixes: Compute a prefix only once if several rows of a micro-batch share it, such as a group's prompt.
+            Needs `packing`.
+        float32_head: Compute logits in float32 even if weights and hidden states are not, in the rollout engine too.
+        flash_attention: Version of flash attention for packed rows on a GPU: 2 is torch's own, 3 is from the package
             `flash_attn_interface`, for compute capability 9.0.
-        within: Number of consecutive ranks of a role that divide its weights among them, such as those of a machine;
-            the next ranks hold another copy. None for all ranks of the role.
-        timeout_s: Seconds after which a collective that a rank does not join fails.
+        within: Number of consecutive ranks of a role that shard one copy of its weights, such as the ranks of a
+            machine. The next ranks hold another copy. None for all ranks of the role.
+        timeout_s: Seconds after which a collective fails if a rank has not joined it.
     """
 
     stage: Literal[3] = 3

@@ -15,12 +15,12 @@ class SingleProcess(TrainingStrategy):
 
     Args:
         precision: Precision of weights, gradients and optimizer states. There is no fp16, since its range is too small
-            for an optimizer's states (FSDP on one rank has them in float32).
-        token_budget: Tokens of a micro-batch; a longer sequence gets one of its own.
-        packing: Forward passes without padding; off pads to the micro-batch's longest sequence.
-        share_prefixes: Compute a prefix that several rows of a micro-batch share, such as a group's prompt, only once;
-            needs `packing`.
-        float32_head: Compute logits in float32 where weights and hidden states are narrower, in the rollout engine too.
+            for an optimizer's states. For fp16 on one rank use FSDP, whose states are float32.
+        token_budget: Maximum number of tokens in a micro-batch. A longer sequence gets its own micro-batch.
+        packing: Run forward passes without padding. If off, rows are padded to the micro-batch's longest sequence.
+        share_prefixes: Compute a prefix only once if several rows of a micro-batch share it, such as a group's prompt.
+            Needs `packing`.
+        float32_head: Compute logits in float32 even if weights and hidden states are not, in the rollout engine too.
     """
 
     precisions = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64})

@@ -113,7 +113,7 @@ class Report:
 
     @property
     def wrong(self) -> tuple[Line, ...]:
-        """The lines of what differs and should not."""
+        """The lines of columns that change the gradient and should not."""
         return tuple(line for line in self.lines if line.is_wrong)
 
     def __str__(self) -> str:
@@ -128,24 +128,26 @@ def check(
     parts: Sequence[str] = (),
     pictures: bool = False,
 ) -> Report:
-    """Check an algorithm, for a test: `rlflow.testing.check(MyAlgorithm("tiny", reward=exact))`.
+    """Check an algorithm in a test: `rlflow.testing.check(MyAlgorithm("tiny", reward=exact))`.
 
-    One step is run on a small seeded model and recorded rows, in float64, and then once more for each column: with
-    other micro-batches, another order, two ranks and so on. The gradient must be the same, and the derivative of the
-    loss. Models and the reward of the module are replaced by small and recorded ones; two processes are forked.
+    One step is run on a small seeded model and recorded rows, in float64. Then it is run again for each column: with
+    other micro-batches, another order, two ranks and so on. The gradient must be the same each time, and it must be the
+    derivative of the loss. Models of the module are replaced by small ones, and its reward by recorded rewards. Two
+    processes are forked.
 
     Args:
-        module: The algorithm; it is left as it is.
-        depends_on: Names of columns on which its gradient is meant to depend, with those of its class's `depends_on`.
-        row: A row of the dataset, for nodes that read columns of it.
-        parts: Names of the reward's parts, for nodes that read them and a reward that does not say them.
+        module: The algorithm, which is not changed.
+        depends_on: Names of columns on which the gradient is meant to depend, in addition to those of the class's
+            `depends_on`.
+        row: A row of the dataset, for nodes that read its columns.
+        parts: Names of the reward's parts, if nodes read parts and the names do not follow from the reward.
         pictures: Whether prompts have pictures.
 
     Returns:
-        The table, if nothing is wrong.
+        The report, if nothing is wrong.
 
     Raises:
-        AssertionError: The gradient depends on something else; the message is the table.
+        AssertionError: The gradient depends on another column; the message is the table.
         UserError: The step cannot run.
     """
     report = examine(module, depends_on, row, parts, pictures)

@@ -95,7 +95,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Batch(Placed):
-    """Rows of the dataset. Without a response column `T` is 0 and the mask is empty.
+    """Rows of the dataset. If there is no response column, `T` is 0 and the mask is empty.
 
     Two rows of SFT with a prompt and a response each; `T` is 3, the end token is 2, and `.` stands for padding:
 
@@ -113,9 +113,9 @@ class Batch(Placed):
         loss_mask: `[B, T]` bool, True where a token is trained on.
         lengths: `[B]` int64, response tokens of each row, the end-of-sequence token included.
         rows: The dataset's rows.
-        path: Path of each row, which is its id; None where rows belong to no step.
+        path: Path of each row, which is its id; None if the rows belong to no step.
         pictures: `[sum]` int64, numbers of the pictures of each prompt, by which a model finds them in the dataset; see
-            `rlflow.data.pictures`. No entries where a prompt has none.
+            `rlflow.data.pictures`. A prompt without pictures has no entries.
     """
 
     prompt_ids: Ragged
@@ -146,7 +146,8 @@ class _Responses(Tokens, Sourced, Protocol):
 class Pairs(Placed):
     """Prompts with two responses each, a chosen and a rejected one. They come from a dataset, or are made from samples.
 
-    A response ends with the end-of-sequence token. A model that scores both reads the prompt twice. Two pairs:
+    Each response ends with the end-of-sequence token. To score both responses, a model reads the prompt twice. Two
+    pairs:
 
         field          row 0            row 1
         prompt_ids     10 11            12 13 14
@@ -160,7 +161,7 @@ class Pairs(Placed):
         chosen_ids: Token ids of each chosen response.
         rejected_ids: Token ids of each rejected response.
         rows: The dataset's rows.
-        path: Path of each row, which is its id; None where rows belong to no step.
+        path: Path of each row, which is its id; None if the rows belong to no step.
         pictures: `[sum]` int64, numbers of the pictures of each prompt, see `Batch`.
     """
 
@@ -176,11 +177,11 @@ class Pairs(Placed):
 
     @classmethod
     def of(cls, chosen: _Responses, rejected: _Responses) -> Pairs:
-        """Pairs, row by row, of a preferred and a rejected response to the same prompt; paths are those of `chosen`.
+        """Pairs made row by row from preferred and rejected responses. The paths are those of `chosen`.
 
         Args:
             chosen: `B` samples.
-            rejected: As many rejected responses, to the same prompts.
+            rejected: `B` rejected responses, to the same prompts in the same order.
 
         Raises:
             UserError: `chosen` and `rejected` have different numbers of rows.
@@ -206,7 +207,7 @@ class Pairs(Placed):
 
     @property
     def both(self) -> TokenRows:
-        """`2 B` rows to score in one call: all `chosen`, then all `rejected`; `tensor_split(2)` divides the scores."""
+        """`2 B` rows to score in one call: all `chosen`, then all `rejected`. Split the scores by `tensor_split(2)`."""
         pictures = self.pictures.followed_by(self.pictures) if isinstance(self.pictures, Ragged) else None
         return TokenRows.padded(
             self.prompt_ids.followed_by(self.prompt_ids), self.chosen_ids.followed_by(self.rejected_ids), pictures

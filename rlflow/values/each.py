@@ -30,12 +30,12 @@ def grown(annotation: Any) -> Any:
 
 @dataclass(frozen=True)
 class Trained:
-    """The value of a train node. A node that reads it runs after the step's updates, with the role's new weights."""
+    """The type of a parameter that reads a train node. The node then runs after the updates, with the new weights."""
 
 
 @dataclass(frozen=True)
 class Each(Generic[T]):
-    """For each row that a node sees, a value of all rows below it.
+    """For each row that a node reads, the values of all rows below it.
 
     A node that sees three questions reads the rewards of their answers; the second question has none:
 
@@ -55,33 +55,33 @@ class Each(Generic[T]):
 
     @property
     def parent(self) -> Tensor:
-        """`[K]` int64, for each of the `K` rows the index of the row above it, among the `B` rows."""
+        """`[K]` int64: for each of the `K` rows, the index among the `B` rows of the row above it."""
         return torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(self.counts)
 
     def sum(self) -> Tensor:
-        """`[B]`, the sum of the numbers below each row; 0 where a row has none."""
+        """`[B]`, the sum of the numbers below each row; 0 if a row has none."""
         x = self._numbers("sum")
         return self._added(x.double() if x.is_floating_point() else x.long()).to(_dtype(x))
 
     def mean(self) -> Tensor:
-        """`[B]`, the mean of the numbers below each row; 0 where a row has none."""
+        """`[B]`, the mean of the numbers below each row; 0 if a row has none."""
         x = self._numbers("mean")
         return (self._added(x.double()) / self.counts.clamp(min=1)).to(_float(x))
 
     def max(self) -> Tensor:
-        """`[B]`, the largest number; 0 where a row has none."""
+        """`[B]`, the largest number below each row; 0 if a row has none."""
         return self._extreme("max", "amax")
 
     def min(self) -> Tensor:
-        """`[B]`, the smallest number; 0 where a row has none."""
+        """`[B]`, the smallest number below each row; 0 if a row has none."""
         return self._extreme("min", "amin")
 
     def argmax(self) -> Tensor:
-        """`[B]` int64, index into `values` of the largest number, the first of equal ones; -1 where a row has none."""
+        """`[B]` int64, index into `values` of the largest number below each row (the first, if equal); -1 if none."""
         return self._first_at(self.max())
 
     def argmin(self) -> Tensor:
-        """`[B]` int64, index into `values` of the smallest number, the first of equal ones; -1 where a row has none."""
+        """`[B]` int64, index into `values` of the smallest number below each row (the first, if equal); -1 if none."""
         return self._first_at(self.min())
 
     def _numbers(self, asked: str) -> Tensor:

@@ -17,10 +17,10 @@ NO_GROUP = torch.iinfo(torch.int64).min  # the group of a dropped row, which is 
 
 @dataclass(frozen=True)
 class RowPath:
-    """The paths of `B` rows in the tree of rows: the id of a row's prompt, then the number of each child below it.
+    """The paths of `B` rows in the tree of rows: the id of a row's prompt, then the number of each child on the way.
 
-    Two rows have an ancestor in common if their paths begin alike. The paths of a step's rows are known to all ranks
-    that use the rows, so they are never sent with a value.
+    Two rows have a common ancestor if their paths begin with the same numbers. All ranks that use rows know their
+    paths, so paths are never sent with a value.
 
     Two questions to each of two prompts, and two answers to the first of these questions:
 
@@ -30,13 +30,13 @@ class RowPath:
                                  7 0
                                  7 1
 
-    `group` of the questions is 4 4 7 7: samples of one prompt are compared with one another. `group_of("batch")` of the
-    answers is 4 4.
+    `group` of the questions is 4 4 7 7: samples of the same prompt are compared. `group_of("batch")` of the answers is
+    4 4.
 
     Attributes:
         numbers: `[B, depth]` int64.
         levels: Name of each level: `batch`, then the node that made the rows of each further level.
-        dropped: `[B]` bool on the CPU, which rows were dropped, so that their group is `NO_GROUP`; None for none.
+        dropped: `[B]` bool on the CPU, True for rows that were dropped: their group is `NO_GROUP`. None if none was.
     """
 
     numbers: Tensor
@@ -68,11 +68,13 @@ class RowPath:
 
     @property
     def group(self) -> Tensor:
-        """`[B]` int64, equal for rows with one parent, on any rank; for samples of a prompt, the prompt's id."""
+        """`[B]` int64, equal for rows with the same parent, on any rank; for samples of a prompt, the prompt's id."""
         return self._group(max(1, self.depth - 1))
 
     def group_of(self, level: str) -> Tensor:
-        """`[B]` int64, equal for rows below one row of `level`, on any rank: for `batch` its id, else a number below 0.
+        """`[B]` int64, equal for rows below the same row of `level`, on any rank.
+
+        For the level `batch` it is the id of this row; for other levels it is a number below 0.
 
         Raises:
             UserError: These rows have no such level.
@@ -90,7 +92,7 @@ class RowPath:
         return RowPath(rows_at(self.numbers, index), self.levels, dropped)
 
     def followed_by(self, other: RowPath) -> RowPath:
-        """The rows of both, these first.
+        """These rows, followed by the rows of `other`.
 
         Raises:
             UserError: The rows have different levels, so they were made by different nodes.
@@ -107,7 +109,7 @@ class RowPath:
 
         Args:
             counts: `[B]` int64, number of new rows below each row.
-            name: Name of the new rows.
+            name: Name of the new level.
             first: `[B]` int64, number of each row's first new child; None for 0.
         """
         parents = on_host(self.numbers).repeat_interleave(counts, dim=0)
@@ -117,7 +119,7 @@ class RowPath:
         return RowPath(torch.cat([parents, own[:, None]], dim=1), (*self.levels, name))
 
     def below(self, depth: int, name: str) -> RowPath:
-        """Paths that make these rows children of their ancestors of `depth` numbers; siblings are numbered in order."""
+        """Paths that make these rows children of their ancestors at `depth`; siblings are numbered in order."""
         parents = on_host(self.numbers)[:, :depth]
         numbers = torch.cat([parents, index_among(parents)[:, None]], dim=1)
         return RowPath(on_device(numbers, self.numbers.device), (*self.levels[:depth], name))

@@ -20,7 +20,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Tokens(Protocol):
-    """What a model scores: prompts and responses."""
+    """Prompts and responses, which a model scores."""
 
     @property
     def prompt_ids(self) -> Ragged:
@@ -36,7 +36,7 @@ class Tokens(Protocol):
 
 
 class Masked(Protocol):
-    """Which tokens count, for a node that computes values per token from other values per token."""
+    """The tokens that count, for a node that computes values per token from other values per token."""
 
     @property
     def loss_mask(self) -> PerToken:
@@ -48,15 +48,15 @@ class Masked(Protocol):
 
 
 class MaskedTokens(Tokens, Masked, Protocol):
-    """What a loss reads if it scores its rows: tokens, and which of them count."""
+    """Tokens, and which of them count: for a loss that scores its rows."""
 
 
 class Sampled(MaskedTokens, Protocol):
-    """What a policy's loss reads: its samples as the engine made them."""
+    """Samples of a policy with the engine's log-probabilities, for the policy's loss."""
 
     @property
     def logprobs(self) -> PerToken:
-        """`[B, T]`, log-probabilities that the engine gave."""
+        """`[B, T]`, log-probabilities from the engine."""
 
     @property
     def version(self) -> PerSample:
@@ -68,7 +68,7 @@ class Grouped(Protocol):
 
     @property
     def group(self) -> PerSample:
-        """`[B]` int64, equal for samples with one parent, which is a prompt or the row that they answer."""
+        """`[B]` int64, equal for samples with the same parent: a prompt, or another row that they answer."""
 
     @property
     def index(self) -> PerSample:
@@ -76,14 +76,14 @@ class Grouped(Protocol):
 
     @property
     def episode(self) -> PerSample:
-        """`[B]` int64, equal for samples of a group that are of one episode, which counts once in the group."""
+        """`[B]` int64, equal for samples of the same episode in a group; an episode counts once in its group."""
 
     @property
     def first(self) -> PerSample:
         """`[B]` bool, whether a sample is the first of its episode."""
 
     def group_of(self, level: str) -> PerSample:
-        """`[B]` int64, equal for all rows below one row of `level`, such as `batch`."""
+        """`[B]` int64, equal for all rows below the same row of `level`, such as `batch`."""
 
 
 class Sourced(Protocol):
@@ -95,11 +95,11 @@ class Sourced(Protocol):
 
 
 class Written(Sourced, Protocol):
-    """Responses as text, with the dataset's rows: what a reward scores, and what samples show."""
+    """Responses as text, with the dataset's rows: for rewards, and for samples that are logged."""
 
     @property
     def texts(self) -> list[str]:
-        """`B` decoded responses, special tokens left out."""
+        """`B` decoded responses, without special tokens."""
 
     @property
     def prompt_ids(self) -> Ragged:
@@ -115,7 +115,7 @@ class Written(Sourced, Protocol):
 
     @property
     def policy_lengths(self) -> PerSample:
-        """`[B]` int64, response tokens of each row that the policy wrote, without those of an environment."""
+        """`[B]` int64, number of tokens of each row that the policy wrote; those of an environment do not count."""
 
     @property
     def turns(self) -> PerSample:
@@ -123,19 +123,19 @@ class Written(Sourced, Protocol):
 
     @property
     def returns(self) -> Tensor:
-        """`[B, K]`, the reward of each turn of a conversation; K is 0 where there are none."""
+        """`[B, K]`, the reward of each turn of a conversation; K is 0 if there are no conversations."""
 
     @property
     def shared_turns(self) -> Tensor:
-        """`[B, K]` int64, a number of each turn, equal where rows of an agent's episode share it; see `Rollout`."""
+        """`[B, K]` int64, a number for each turn, equal if rows of an agent's episode share the turn; see `Rollout`."""
 
     @property
     def messages(self) -> list[list[dict[str, Any]]]:
-        """All messages of `B` conversations, see `Rollout`; empty where a response is one turn."""
+        """All messages of `B` conversations, see `Rollout`; empty if a response is one turn."""
 
     @property
     def ended(self) -> PerSample:
-        """`[B]` int64, why a conversation is over, see `Rollout`."""
+        """`[B]` int64, why a conversation ended, see `Rollout`."""
 
     @property
     def path(self) -> RowPath:
@@ -147,7 +147,7 @@ class Written(Sourced, Protocol):
 
     @property
     def episode(self) -> PerSample:
-        """`[B]` int64, equal for samples of a group that are of one episode, which counts once in the group."""
+        """`[B]` int64, equal for samples of the same episode in a group; an episode counts once in its group."""
 
     @property
     def branch(self) -> PerSample:
@@ -158,7 +158,7 @@ class Written(Sourced, Protocol):
         """`[B]` int64, how many of the first tokens are of the row that this one continues, see `Rollout`."""
 
     def group_of(self, level: str) -> PerSample:
-        """`[B]` int64, equal for all rows below one row of `level`, such as `batch`."""
+        """`[B]` int64, equal for all rows below the same row of `level`, such as `batch`."""
 
 
 def computed_from(*fields: str) -> Callable[[Method], Method]:

@@ -16,7 +16,7 @@ from rlflow.values.host_copy import computed, joined, on_device, on_host, rows_a
 class Ragged:
     """Rows of different lengths without padding.
 
-    The prompts `10 11`, one without tokens, and `12 13 14` are
+    Three prompts, `10 11`, an empty one, and `12 13 14`, are stored as
 
         values    10 11 12 13 14
         lengths   2 0 3
@@ -37,7 +37,7 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor], none: Tensor) -> Ragged:
-        """One row for each tensor, all on the CPU; `none` is an empty tensor with the dtype and shape of entries."""
+        """One row for each tensor, all on the CPU; `none` is an empty tensor with dtype and shape of the entries."""
         return cls(torch.cat([none, *rows]), torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Ragged:
         return computed(lambda values: pad_sequence(list(torch.split(values, lengths)), batch_first=True), self.values)
 
     def on_host(self) -> Ragged:
-        """The rows on the CPU, copied to the host at most once; they must not be changed."""
+        """The rows on the CPU, copied to the host at most once. Do not change them."""
         return Ragged(on_host(self.values), on_host(self.lengths))
 
     def take(self, index: Tensor) -> Ragged:
@@ -65,17 +65,17 @@ class Ragged:
         return Ragged(values, rows_at(self.lengths, index))
 
     def followed_by(self, other: Ragged) -> Ragged:
-        """The rows of both, these first."""
+        """These rows, followed by the rows of `other`."""
         return Ragged(joined([self.values, other.values]), joined([self.lengths, other.lengths]))
 
     def shortened(self, by: Tensor) -> Ragged:
-        """Each row without its last `by` `[B]` int64 entries; a row that has fewer becomes empty."""
+        """Each row without its last entries, of which `by` `[B]` int64 gives the number; at most all of them."""
         lengths = (on_host(self.lengths) - on_host(by)).clamp(min=0)
         rows = [row[:length] for row, length in zip(self.rows(), lengths.tolist(), strict=True)]
         return Ragged(torch.cat([self.values[:0], *rows]), on_device(lengths, self.lengths.device))
 
     def each_followed_by(self, other: Ragged) -> Ragged:
-        """Each row followed by the same row of `other`, such as prompts and the tokens that are added to them."""
+        """Each row, followed by the row of `other` with the same index, such as tokens that are added to a prompt."""
         pairs = zip(self.rows(), other.rows(), strict=True)
         pieces = [piece for pair in pairs for piece in pair]
         return Ragged(torch.cat([self.values[:0], *pieces]), self.lengths + other.lengths)

@@ -66,52 +66,53 @@ class Rollout(Placed):
         pictures       none, or such as 14 16 for rows 0 and 1 alike
         progress       {} where no conversation is cut off
 
-    From these follow `group` (4 4 7 7), `index` (0 1 0 1), `episode` (0 1 0 1), `turns` (1 1 1 2), `policy_lengths`
-    (3 2 7 4), and `turn`, which for row 3 is 0 0 -1 -1 -1 1 1. A response that is one turn, without an environment, has
-    no `segments`, `turn_rewards` and `messages`.
+    Other columns follow from these: `group` (4 4 7 7), `index` (0 1 0 1), `episode` (0 1 0 1), `turns` (1 1 1 2),
+    `policy_lengths` (3 2 7 4), and `turn`, which is 0 0 -1 -1 -1 1 1 for row 3. A response that is one turn, without an
+    environment, has no `segments`, `turn_rewards` and `messages`.
 
     Attributes:
         prompt_ids: Token ids of each sample's prompt.
         response_ids: `[B, T]` int64, right-padded.
         loss_mask: `[B, T]` bool, True on generated tokens, the end-of-sequence token included.
-        lengths: `[B]` int64, generated tokens of each row.
+        lengths: `[B]` int64, number of response tokens of each row.
         logprobs: `[B, T]` float32, the engine's log-probability of each token, after temperature, under the version of
             the policy that generated the token.
         finished: `[B]` bool, False where the response was cut at the longest allowed length. A conversation is
-            unfinished only where its tokens ran out: one that reached the limit of turns or calls, or failed, is
-            finished.
+            unfinished only if it had no tokens left. It is finished if it reached the limit of turns or calls, or
+            failed.
         path: Path of each sample: the id of its prompt, then its number among the prompt's samples.
-        version: `[B]` int64, version of the policy that generated the sample; if several did, that of the oldest token.
+        version: `[B]` int64, version of the policy that generated the sample; if there are several, the version of the
+            oldest token.
         versions: `[B, T]` int32, version of the policy that generated each token.
-        inherited: `[B]` int64, how many of the first tokens were copied from the row that this one continues; 0 where
-            it answers a prompt. `inherited_mask` marks these tokens in `[B, T]`.
+        inherited: `[B]` int64, how many of the first tokens were copied from the row that this row continues; 0 if it
+            answers a prompt. `inherited_mask` marks these tokens in `[B, T]`.
         experts: `[sum, layers, k]` uint8 (int16 beyond 256 experts), the experts that the engine chose for each token
             that it read, likeliest first. It read the prompt, and the response without its last token. There are no
-            entries where no model replays experts.
-        support: `[sum]` int32, for each token of a response the ids of the other tokens from which it was sampled, and
-            then -1: `21 23 -1 -1 5 -1` where the first was sampled from three tokens, the second from itself alone, and
-            the last from two. No entries where a response was sampled from the whole vocabulary. Models score tokens
-            over these, see `Truncation`.
+            entries if no model replays experts.
+        support: `[sum]` int32: for each token of a response, the ids of the other tokens from which it was sampled, and
+            then -1. In `21 23 -1 -1 5 -1` the first token was sampled from three tokens, the second only from itself,
+            and the last from two. There are no entries if a response was sampled from the whole vocabulary. Models
+            score each token over these tokens, see `Truncation`.
         segments: `[sum]` int64, numbers of tokens in a conversation: of the policy's first turn, of the answer to it,
-            of the second turn, and so on. No entries where a response is one turn.
-        turn_rewards: `[sum]`, reward that a conversation's environment gave for each turn. No entries where a response
-            is one turn.
-        ended: `[B]` int64, why a conversation is over, see `rlflow.values.rollout.Ending`. A response that is one turn
-            has `DONE` where it is finished, and `TOKENS` where it was cut.
+            of the second turn, and so on. There are no entries if a response is one turn.
+        turn_rewards: `[sum]`, the environment's reward for each turn of a conversation. There are no entries if a
+            response is one turn.
+        ended: `[B]` int64, why a conversation ended, see `rlflow.values.rollout.Ending`. A response that is one turn
+            has `DONE` if it is finished, and `TOKENS` if it was cut.
         seat: `[B]` int64, the seat from which a row sees its conversation, as a number among the environment's `seats`;
-            0 where there are no seats.
-        branch: `[B]` int64, number of each row among the rows of its episode, which follow one another, where there are
-            several: an agent owns its loop, see `rlflow.Harness`, or the policy plays several seats; else 0.
-        calls: `[sum]` int64, number of the call that made each turn in the episode of an agent that owns its loop; rows
-            of an episode share turns with the same number. No entries elsewhere.
-        texts: Decoded responses without special tokens; for a conversation, what the policy wrote last.
-        messages: All messages of a conversation, those of the prompt included. Each has `role` and `content`. A turn of
-            the policy also has `reward` and `tool_calls`, a message after the last turn has `unread`, and the last
-            message has `ended`: who ended the conversation, and why. Empty where a response is one turn.
+            0 if there are no seats.
+        branch: `[B]` int64, number of each row among the rows of its episode, which are consecutive. An episode has
+            several rows if an agent owns its loop, see `rlflow.Harness`, or if the policy plays several seats; else 0.
+        calls: `[sum]` int64, for an agent that owns its loop: number of the call that made each turn of the episode.
+            Rows of an episode share turns with the same number. Otherwise there are no entries.
+        texts: Decoded responses without special tokens; for a conversation, the policy's last turn.
+        messages: All messages of a conversation, including those of the prompt. Each has `role` and `content`. A turn
+            of the policy also has `reward` and `tool_calls`, and a message after the last turn has `unread`. The last
+            message has `ended`: who ended the conversation, and why. Empty if a response is one turn.
         rows: The dataset's row of each sample.
         pictures: `[sum]` int64, numbers of the pictures of each sample's prompt, see `Batch`.
-        progress: State from which a conversation is continued, in addition to the other columns, where
-            `trainer.partial_rollout` may cut it off; see `rlflow.rollout.conversation`. Empty elsewhere.
+        progress: State that is needed, in addition to the other columns, to continue a conversation that
+            `trainer.partial_rollout` may cut off; see `rlflow.rollout.conversation`. Otherwise empty.
     """
 
     prompt_ids: Ragged
@@ -146,8 +147,8 @@ class Rollout(Placed):
     def inherited_mask(self) -> PerToken:
         """`[B, T]` bool, True on tokens that were copied from the row that this row continues.
 
-        Several rows may continue one row. Among the rows that a node returns, only the first that has such a token in
-        its loss mask keeps it there, so that the token is trained once.
+        Several rows may continue one row, and so inherit the same token. Among the rows that a node returns, only the
+        first of them has the token in its loss mask, so the token is trained once.
         """
         places = torch.arange(self.loss_mask.shape[1], device=self.inherited.device)
         mask: Tensor = places < self.inherited[:, None]
@@ -156,24 +157,25 @@ class Rollout(Placed):
     @property
     @computed_from("path", "branch", "seat")
     def episode(self) -> PerSample:
-        """`[B]` int64, equal for rows of a group that count once in it, those of an agent: the `index` of the first.
+        """`[B]` int64, equal for the rows of one agent's episode, which count once in their group.
 
-        The seats of a game count each by itself: over both, the mean of what one wins and another loses is always 0.
+        It is the `index` of the episode's first row. In a game each seat counts by itself: what one seat wins another
+        loses, so a mean over both would always be 0.
         """
         return self.index - self.branch.where(self.seat == 0, 0)
 
     @property
     @computed_from("path", "branch", "seat")
     def first(self) -> PerSample:
-        """`[B]` bool, whether a row is the first of its `episode`, for what counts an episode once."""
+        """`[B]` bool, whether a row is the first of its `episode`, to count each episode once."""
         return self.episode == self.index
 
     @property
     @computed_from("path", "branch", "seat", "calls")
     def shared_turns(self) -> Tensor:
-        """`[B, K]` int64, a number of each turn, equal where rows of an episode share it; -1 after a row's last turn.
+        """`[B, K]` int64, a number for each turn, equal if rows of an episode share the turn; -1 after the last turn.
 
-        K is 0 where no agent owns its loop.
+        K is 0 if no agent owns its loop.
         """
         calls = self.calls.on_host()
         padded = calls.padded()
@@ -193,7 +195,7 @@ class Rollout(Placed):
     @property
     @computed_from("segments", "lengths")
     def policy_lengths(self) -> PerSample:
-        """`[B]` int64, how many tokens of each row the policy wrote; `lengths` where no environment wrote any."""
+        """`[B]` int64, how many tokens of each row the policy wrote; equal to `lengths` without an environment."""
         if not len(self.segments.values):
             return self.lengths
         others = [int(each[1::2].sum()) for each in self.segments.on_host().rows()]
@@ -202,7 +204,7 @@ class Rollout(Placed):
     @property
     @computed_from("segments", "loss_mask", "lengths")
     def turn(self) -> PerToken:
-        """`[B, T]` int64, number of the policy's turn that wrote each token; -1 where the policy did not write it."""
+        """`[B, T]` int64, number of the policy's turn that wrote each token; -1 if the policy did not write it."""
         lengths, width = on_host(self.lengths), self.loss_mask.shape[1]
         turn = torch.full((len(lengths), width), -1, dtype=torch.int64)
         for row, segments in enumerate(each.tolist() for each in self.segments.on_host().rows()):
@@ -216,7 +218,7 @@ class Rollout(Placed):
     @property
     @computed_from("turn_rewards")
     def returns(self) -> Tensor:
-        """`[B, K]`, the reward of each turn, 0 after a row's last turn; K is 0 where no row is a conversation."""
+        """`[B, K]`, the reward of each turn, 0 after a row's last turn; K is 0 if no row is a conversation."""
         counts = on_host(self.turn_rewards.lengths)
         places = torch.arange(max(counts.tolist(), default=0))
         returns = self.turn_rewards.values.new_zeros(len(counts), len(places))
@@ -229,9 +231,9 @@ class Rollout(Placed):
         return taken
 
     def cut(self, at: Tensor) -> Rollout:
-        """Rows with the first tokens of each response, for `generate` to continue; shorter responses stay whole.
+        """Rows with the first tokens of each response, which `generate` can continue. Shorter responses stay whole.
 
-        A response that loses tokens is no longer finished, but cut. The texts are `Absent`, since they are those of
+        A response that loses tokens is no longer finished, but cut. The texts are `Absent`, since they belong to the
         whole responses.
 
         Args:
@@ -278,11 +280,11 @@ class Rollout(Placed):
         return joined
 
     def as_prompts(self, render: Callable[[str, dict[str, Any]], Sequence[int] | None]) -> Batch:
-        """Prompts made from the responses, one from each row. Responses to them are children of these rows.
+        """Prompts made from the responses, one from each row. Responses to these prompts are children of these rows.
 
         Args:
-            render: Takes a response's text and its row of the dataset; returns the token ids of the prompt, see
-                `RLModule.tokens`. If it returns None, the row gets no prompt and so has no children.
+            render: Function that takes a response's text and its row of the dataset, and returns the token ids of the
+                prompt, see `RLModule.tokens`. If it returns None, the row gets no prompt and so has no children.
 
         Raises:
             UserError: The texts are absent, since the type of the node's parameter does not ask for them.
@@ -299,7 +301,7 @@ class Rollout(Placed):
 
 
 class RolloutWithTexts(Rollout):
-    """A rollout for a node that reads its texts or its rows of the dataset, which `Rollout` does not ask for."""
+    """A `Rollout` with its texts and its rows of the dataset: the type of a parameter whose node reads these."""
 
 
 # The columns that models read with the tokens of their rows, by name.

@@ -21,17 +21,17 @@ END = -1  # in that column: behind the tokens of a place
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which tokens are sampled from; with the defaults all of them.
+    """The tokens from which sampling draws. With the defaults, these are all tokens.
 
     At each place of a response, logits are divided by the temperature, and then, in the order of vLLM:
 
     1. `min_p` cuts off tokens whose probability is below `min_p` times that of the likeliest token.
     2. `top_k` cuts off all but the `top_k` likeliest tokens.
-    3. `top_p` keeps the likeliest tokens, as few as have a probability of at least `top_p` in sum, and cuts off the
-       others. Probabilities are those over the tokens that `min_p` and `top_k` left.
+    3. `top_p` keeps the smallest set of likeliest tokens whose probabilities add up to at least `top_p`, and cuts off
+       the others. These probabilities are over the tokens that `min_p` and `top_k` left.
 
-    With the probabilities 0.5, 0.3, 0.15, 0.05, `top_p: 0.7` leaves the first two; a response has them with 0.625 and
-    0.375. Of tokens with equal probabilities, each engine decides which stay.
+    With the probabilities 0.5, 0.3, 0.15, 0.05, `top_p: 0.7` leaves the first two tokens. They are then sampled with
+    the probabilities 0.625 and 0.375. If tokens have equal probabilities, the engine decides which of them stay.
 
     Args:
         top_p: From above 0 to 1.

@@ -81,28 +81,28 @@ class VLLMEngine(InProcessEngine):
     """Generates with vLLM, in the processes that train; every `tensor_parallel_size` ranks share one engine.
 
     Each of these ranks has its part of the weights, makes the same calls and gets the same responses. On 8 ranks,
-    `VLLMEngine(tensor_parallel_size=2)` makes 4 engines. vLLM loads no weights by itself: each sync brings them, and
-    they are read back and compared. While roles are trained, the engine on a GPU gives its memory back; on the CPU
-    weights and cache stay.
+    `VLLMEngine(tensor_parallel_size=2)` makes 4 engines. vLLM loads no weights from disk: each weight sync sends the
+    weights, and verifies them by reading them back. During training, an engine on a GPU frees its memory. An engine on
+    the CPU does not.
 
     Args:
-        tensor_parallel_size: Ranks that share one copy of the weights.
-        gpu_memory_utilization: Share of a GPU's memory that the engine takes for weights and cache. Training needs the
-            rest, unless the engine sleeps then.
-        kv_cache_gib: Size of the key-value cache where the engine runs on the CPU, GiB for each rank.
-        max_model_len: Tokens of the longest prompt and response together; None for as many as the model takes and the
-            cache holds.
-        max_num_seqs: Responses generated at the same time. None for 256 on the CPU and vLLM's own number elsewhere: in
-            vLLM 0.32 that is 1,024 on an H100, and 256 on a GPU of less than 70 GiB or an A100.
-        max_pictures: Pictures of a prompt, at most, for which vLLM plans memory where the model reads pictures.
-        max_num_batched_tokens: Tokens computed together, of prompts and of responses; longer prompts, and more of them,
-            are computed in parts. None for vLLM's own number.
-        block_size: Tokens of a block of the key-value cache. Whole blocks are shared by the responses to a prompt. None
-            for 32 on the CPU, which takes multiples of that, and vLLM's own number elsewhere.
+        tensor_parallel_size: Number of ranks that share one copy of the weights.
+        gpu_memory_utilization: Share of a GPU's memory that the engine takes for weights and cache. The rest is for
+            training, unless the engine sleeps during training.
+        kv_cache_gib: Size of the key-value cache of an engine on the CPU, in GiB for each rank.
+        max_model_len: Maximum number of tokens of a prompt and its response together. None for as many as the model
+            takes and the cache holds.
+        max_num_seqs: Number of responses that are generated at the same time. None for 256 on the CPU, and for vLLM's
+            own number on GPUs: in vLLM 0.32 it is 1,024 on an H100, and 256 on an A100 or a GPU of less than 70 GiB.
+        max_pictures: Maximum number of pictures in a prompt. vLLM plans memory for them if the model reads pictures.
+        max_num_batched_tokens: Number of tokens of prompts and responses that are computed together. If prompts have
+            more tokens, they are computed in parts. None for vLLM's own number.
+        block_size: Number of tokens in a block of the key-value cache. Responses to the same prompt share whole blocks.
+            None for 32 on the CPU, where it must be a multiple of 32, and for vLLM's own number on GPUs.
         model_runner: Which of vLLM's two implementations runs the model, `v1` or `v2`. None for vLLM's own choice: `v2`
-            on GPUs; the CPU has `v1` alone.
-        enforce_eager: Run without compilation and CUDA graphs: starts sooner, generates slower. None for yes on the
-            CPU and no elsewhere.
+            on GPUs. On the CPU there is only `v1`.
+        enforce_eager: Run without compilation and CUDA graphs: it starts sooner and generates more slowly. None for
+            True on the CPU, and False on GPUs.
         allow_untested: Accept a version of vLLM that this version of rlflow was not tested with.
     """
 
