@@ -39,6 +39,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
         "reward_model_training": "rlflow.algorithms.RewardModelTraining",
         "rloo": "rlflow.algorithms.RLOO",
         "sapo": "rlflow.algorithms.SAPO",
+        "score_centering": "rlflow.algorithms.ScoreCentering",
         "self_distillation": "rlflow.algorithms.SelfDistillation",
         "self_play": "rlflow.algorithms.SelfPlay",
         "sft": "rlflow.algorithms.SFT",
