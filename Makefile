@@ -9,7 +9,7 @@ TORCH_CPU ?= --torch-backend cpu
 UV_FLAGS ?=
 # What `make pythons` tries.
 PYTHONS ?= python3.12 python3.13
-# More arguments for both stages of the quickstart, such as STAGES="--trainer.max_steps 20".
+# More arguments for both stages of a quickstart, such as STAGES="--trainer.max_steps 20".
 STAGES ?=
 # The rows of the table of faults that `make test-all` and `make faults` run, by parts of their names, such as ROW="bad data,leaks".
 ROW ?=
@@ -23,10 +23,10 @@ COMPILE := $(UV) pip compile --quiet $(UV_FLAGS) --python-version 3.11 --python-
 	--override requirements/overrides.txt --custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart learn test test-all faults check lint docs lock door-envs audit cuda-env wheel pythons clean
+.PHONY: help setup quickstart quickstart-agent learn test test-all faults check lint docs lock door-envs audit cuda-env wheel pythons clean
 
 help: ## List the commands
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
 setup: ## Make .venv from a lock, if it is not made from it already: LOCK=cuda for GPUs, else the CPU's
 	@requirements/install.sh $(VENV) $(LOCK)
@@ -34,6 +34,10 @@ setup: ## Make .venv from a lock, if it is not made from it already: LOCK=cuda f
 quickstart: setup ## Train a small language model with SFT, then with GRPO on two ranks
 	$(RUN)/rlflow fit --config configs/quickstart_sft.yaml $(STAGES)
 	$(RUN)/rlflow fit --config configs/quickstart_grpo.yaml $(STAGES)
+
+quickstart-agent: setup ## Train a small agent to call a tool, with SFT and then with GRPO, in under three minutes
+	$(RUN)/rlflow fit --config configs/quickstart_agent_sft.yaml $(STAGES)
+	$(RUN)/rlflow fit --config configs/quickstart_agent_grpo.yaml $(STAGES)
 
 learn: setup ## Train every algorithm with three seeds and check what they learn; a finished training is not run again
 	$(RUN)/python -m benchmarks.learning $(LEARN)

@@ -27,6 +27,7 @@ from .remax import ReMax as ReMax
 from .reward_model_training import RewardModelTraining as RewardModelTraining
 from .rloo import RLOO as RLOO
 from .sapo import SAPO as SAPO
+from .score_centering import ScoreCentering as ScoreCentering
 from .self_distillation import SelfDistillation as SelfDistillation
 from .self_play import SelfPlay as SelfPlay
 from .sft import SFT as SFT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smolagents import CodeAgent, LogLevel, Model, MultiStepAgent, OpenAIServerModel, ToolCallingAgent, tool
+from smolagents import ActionStep, CodeAgent, LogLevel, Model, MultiStepAgent, OpenAIServerModel, ToolCallingAgent, tool
 
 
 @tool
@@ -19,13 +19,20 @@ def add(a: int, b: int) -> int:
 
 
 def solve(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Answer the question of a row by calls of tools; returns 1 for the right answer, else 0."""
-    return float(str(tool_calling(_policy(base_url, api_key)).run(row["question"])) == row["answer"])
+    """Answer the question of a row by calls of tools; returns `reward` of the agent's work."""
+    return reward(tool_calling(_policy(base_url, api_key)), row)
 
 
 def solve_by_code(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """The same by Python, which smolagents runs."""
-    return float(str(coding(_policy(base_url, api_key)).run(row["question"])) == row["answer"])
+    return reward(coding(_policy(base_url, api_key)), row)
+
+
+def reward(agent: MultiStepAgent, row: dict[str, Any]) -> float:
+    """Half for the right answer, half for the share of steps that the agent could read and run."""
+    answer = agent.run(row["question"])
+    ran = [step.error is None for step in agent.memory.steps if isinstance(step, ActionStep)]
+    return (float(str(answer) == row["answer"]) + sum(ran) / len(ran)) / 2
 
 
 def tool_calling(model: Model) -> MultiStepAgent:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from rlflow.dotted_path import object_at
-from rlflow.errors import UserError, did_you_mean
+from rlflow.errors import UserError, did_you_mean, one_line
 
 # Short names by kind, and the paths of their classes. A class's own name, such as `VLLMEngine`, stands for it as well.
 SHORT_NAMES: dict[str, dict[str, str]] = {
@@ -39,6 +39,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
         "reward_model_training": "rlflow.algorithms.RewardModelTraining",
         "rloo": "rlflow.algorithms.RLOO",
         "sapo": "rlflow.algorithms.SAPO",
+        "score_centering": "rlflow.algorithms.ScoreCentering",
         "self_distillation": "rlflow.algorithms.SelfDistillation",
         "self_play": "rlflow.algorithms.SelfPlay",
         "sft": "rlflow.algorithms.SFT",
@@ -112,7 +113,7 @@ def made(value: Any, setting: str, *bases: type) -> Any:
         bases: Classes; the object has to be an instance of one of them.
 
     Raises:
-        UserError: There is no such class, or it has no defaults for all that it takes.
+        UserError: There is no such class, it has no defaults for all that it takes, or its library is missing.
     """
     if value is None or isinstance(value, bases):
         return value
@@ -130,7 +131,15 @@ def made(value: Any, setting: str, *bases: type) -> Any:
     ]
     if required:
         raise UserError(f"`{setting}` is {value!r}, and {cls.__name__} needs {', '.join(required)}; give the object")
-    return cls()
+    try:
+        return cls()
+    except ImportError as error:
+        raise lacks_library(setting, cls, error) from error
+
+
+def lacks_library(setting: str, cls: type, error: ImportError) -> UserError:
+    """What to say of a setting whose class cannot be made without a library."""
+    return UserError(f"`{setting}` names {cls.__name__}, whose library is missing: {one_line(error)}")
 
 
 def class_named(name: str, bases: Sequence[type]) -> type:

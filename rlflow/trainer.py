@@ -21,6 +21,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.data.sources import DataLike, as_source
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, about
+from rlflow.lightning_names import with_known_arguments
 from rlflow.loggers.lightning import LoggerLike
 from rlflow.module import RLModule, handles
 from rlflow.process import startup, status
@@ -46,6 +47,7 @@ from rlflow.strategies.strategy import TrainingStrategy
 Result = TypeVar("Result")
 
 
+@with_known_arguments
 @dataclass(eq=False)
 class Trainer(RunningTrainer):
     """Runs an algorithm: starts processes, loads models, runs steps and validations, and writes the results.

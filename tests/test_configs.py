@@ -18,6 +18,8 @@ LEARN = sorted((ROOT / "configs" / "learn").glob("*.yaml"))  # of `make learn`, 
 RANKS = {  # others: 1
     "quickstart_sft": 2,
     "quickstart_grpo": 2,
+    "quickstart_agent_sft": 2,
+    "quickstart_agent_grpo": 2,
     "vlm_quickstart_sft": 2,
     "vlm_quickstart_grpo": 2,
     "agent_sft": 2,

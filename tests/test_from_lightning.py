@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from argparse import Namespace
@@ -29,6 +30,7 @@ from rlflow.callbacks import (
     Timer,
 )
 from rlflow.commands.fit import read_fit
+from rlflow.lightning_names import TRAINER_ARGUMENTS
 from rlflow.loggers import Logger
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess
@@ -402,6 +404,18 @@ def fitted(kind: type[RaggedGRPO]) -> Callable[[], Any]:
     return lambda: Trainer("unused").fit(kind("tiny", reward=length, group_size=2), [{"prompt": "1"}])
 
 
+def test_every_argument_of_lightning_s_trainer_is_taken_or_answered() -> None:
+    from lightning.pytorch import Trainer as LightningTrainer
+
+    theirs, ours = (set(inspect.signature(each).parameters) for each in (LightningTrainer, Trainer))
+    assert set(TRAINER_ARGUMENTS) == theirs - ours
+    for name in theirs - ours:
+        with pytest.raises(UserError, match=rf"^Trainer has no argument `{name}`\. .{{12}}"):
+            Trainer(**{name: 1})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"`trainer.gradient_clip_val` \(1\) is no known key\. Give `gradient_clipping"):
+        read_fit(["--module", "SFT", "--module.actor", "tiny", "--trainer.gradient_clip_val", "1"])
+
+
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -412,6 +426,8 @@ def fitted(kind: type[RaggedGRPO]) -> Callable[[], Any]:
         (lambda: Trainer(precision=16, strategy=DeepSpeedStrategy(0)), "and `stage` is 0, at which DeepSpeed"),
         (lambda: Trainer(precision="8"), "is '8'; give one of 32-true, bf16-mixed"),
         (lambda: Trainer(devices=[0, 1]), r"`trainer.devices` is \[0, 1\]; give a whole number"),
+        (lambda: Trainer(logger="mlflow"), "`logger` names MLFlowLogger, whose library is missing"),
+        (lambda: Trainer(max_step=3), 'Trainer has no argument `max_step`. Did you mean "max_steps"'),  # type: ignore[call-arg]
         (lambda: Trainer(profiler="advanced"), "`trainer.profiler` is 'advanced'; give simple or pytorch"),
         (lambda: Trainer(ckpt_path="best"), "is 'best' and `trainer.monitor` is not set"),
         (

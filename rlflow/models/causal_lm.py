@@ -205,6 +205,29 @@ class CausalLM(ModelHandle):
         self.watch(rows, logprobs)
         return logprobs, entropy
 
+    def score_support(self, rows: Tokens) -> tuple[PerToken, PerToken, Tensor]:
+        """As `score`, with the log-probability of each token from which a response token was sampled.
+
+        Args:
+            rows: See `score`.
+
+        Returns:
+            `[B, T]` and `[B, T]` as `score`; and `[B, T, K]`, in the order of `Rollout.sampler_logprobs`. What stands
+            where that is `-inf` means nothing.
+        """
+        every = supports(rows)
+        width = 0 if every is None else every.shape[1]
+
+        def score(own: Tokens, _: object) -> tuple[ModelInput, tuple[Tensor, ...]]:
+            support = supports(own)
+            if support is not None:  # the last place has the sampled token in any case
+                support = torch.cat([support, support[:, -1:].expand(-1, width - support.shape[1])], dim=1)
+            return self._forward_pass(own, self.temperature, of_support, beside=support)
+
+        logprobs, entropy, of_each = self._by_micro_batch(rows, score)
+        self.watch(rows, logprobs)
+        return logprobs, entropy, of_each
+
     def logprobs(self, rows: Tokens) -> PerToken:
         """The log-probabilities of `score`, `[B, T]`."""
         return self.score(rows)[0]
@@ -643,6 +666,15 @@ def over_support(
 ) -> tuple[Tensor, ...]:
     """A readout: `[R]` log-probabilities of the targets and `[R]` entropies over the tokens `beside`, of `supports`."""
     return token_logprobs(hidden, weight, targets, softmax, support=beside)
+
+
+def of_support(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
+) -> tuple[Tensor, ...]:
+    """As `over_support`, and then the `[R, K]` log-probabilities of these tokens; K is 0 where `beside` is None."""
+    ids = targets[:, None] if beside is None else torch.cat([targets[:, None], beside.clamp(min=0)], 1)
+    logprobs, entropy, _ = logprobs_of_tokens(hidden, weight, ids, softmax, support=beside)
+    return logprobs[:, 0], entropy, logprobs[:, 1:]
 
 
 def states(

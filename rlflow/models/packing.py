@@ -26,7 +26,7 @@ from rlflow.values.host_copy import bring_over, on_host, rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import MODEL_INPUTS
-from rlflow.values.truncation import END, SUPPORT
+from rlflow.values.truncation import END, SUPPORT, by_token
 
 PICTURES = "pictures"  # the column of numbers of pictures
 
@@ -233,17 +233,11 @@ def supports(rows: Tokens) -> Tensor | None:
     column = columns_of(rows).get(SUPPORT)
     if not isinstance(column, Ragged) or not len(column.values):
         return None
-    column, lengths, mask = column.on_host(), on_host(rows.lengths), response_mask(rows)
-    entries, tokens = column.values.long(), on_host(rows.response_ids)[mask]  # [R]
-    ends = entries == END
-    noted = (column.lengths > 0).repeat_interleave(lengths)  # [R]
-    assert int(ends.sum()) == int(noted.sum()), "each token of a row with entries has its own"
-    counts = torch.diff(ends.nonzero()[:, 0], prepend=torch.tensor([-1]))  # entries of each token, the end included
-    token = noted.nonzero()[:, 0].repeat_interleave(counts)  # of the R, for each entry
-    place = torch.arange(len(entries)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    found = tokens[:, None].repeat(1, int(counts.max()))
-    found[token, place] = torch.where(ends, tokens[token], entries)
-    found[~noted, 0] = -1
+    column, lengths = column.on_host(), on_host(rows.lengths)
+    tokens = on_host(rows.response_ids)[response_mask(rows)]  # [R]
+    found = by_token(column, column.values.long(), lengths, tokens)
+    found = torch.where(found == END, tokens[:, None], found)
+    found[~(column.lengths > 0).repeat_interleave(lengths), 0] = -1
     return found
 
 

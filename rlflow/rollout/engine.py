@@ -89,8 +89,8 @@ class Completion:
             from; at temperature 1 and over all tokens where sampling was greedy.
         finished: Whether it ended by a stop token, and not by the longest allowed length.
         columns: What else the engine recorded, by its column in a `Rollout`: an entry for each generated token of a
-            `PerToken` column, and for each token of prompt and response but the last of a ragged one. Of `support`, the
-            entries of the generated tokens.
+            `PerToken` column, and for each token of prompt and response but the last of a ragged one. Of `support` and
+            `support_logprobs`, the entries of the generated tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -251,9 +251,9 @@ class RolloutEngine(ABC):
         )
 
     def tell_support(self, most: int) -> None:
-        """Let responses also have the column `support` of a `Rollout`; called before `setup`.
+        """Let responses also have the columns `support` and `support_logprobs` of a `Rollout`; called before `setup`.
 
-        Responses with `Sampling.notes_support` have it. They are sampled from at most `most` tokens at each place.
+        Responses with `Sampling.notes_support` have them. They are sampled from at most `most` tokens at each place.
 
         Args:
             most: The largest `top_k` in training.

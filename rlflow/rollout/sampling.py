@@ -23,7 +23,7 @@ from rlflow.values.path import RowPath, hashed
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
-from rlflow.values.truncation import END, SUPPORT
+from rlflow.values.truncation import END, NOTED, SUPPORT
 
 
 def sample(
@@ -243,7 +243,7 @@ def _extended(begun: Rollout, completions: Mapping[int, Completion], version: in
         if column.cut is Cut.TOKEN:
             data = column.of(begun)
             per_token[column.name] = pad(data, (0, 0) * (data.dim() - 2) + (0, wider))
-        elif column.per_read_token or column.name == SUPPORT:
+        elif column.per_read_token or column.name in NOTED:
             ragged[column.name] = list(column.of(begun).rows())
     for row, completion in completions.items():
         new = slice(int(begun.lengths[row]), int(lengths[row]))
@@ -253,7 +253,7 @@ def _extended(begun: Rollout, completions: Mapping[int, Completion], version: in
                 per_token[name][row, new] = torch.as_tensor(of_row, dtype=per_token[name].dtype)
             else:
                 had = ragged[name][row]
-                known = 0 if name == SUPPORT else len(had)  # entries that are there, of what the engine read again
+                known = 0 if name in NOTED else len(had)  # entries that are there, of what the engine read again
                 ragged[name][row] = torch.cat([had, torch.as_tensor(of_row)[known:]])
         finished[row] = completion.finished
         if (noted := int((ragged[SUPPORT][row] == END).sum())) not in (0, new.stop):

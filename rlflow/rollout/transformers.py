@@ -35,7 +35,7 @@ from rlflow.rollout.engine import (
     in_dtype_held,
 )
 from rlflow.values.picture import Picture
-from rlflow.values.truncation import noted
+from rlflow.values.truncation import NOTED, noted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -213,7 +213,7 @@ class TransformersEngine(InProcessEngine):
             positions = self._positions(positions, prompts, pictures)
         cache: Any = None
         experts: list[list[Tensor]] = [[] for _ in prompts]  # of each row, [tokens, layers, k]
-        support: list[list[Tensor]] = [[] for _ in prompts]  # of each row and step, [tokens that stayed]
+        support: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]  # of each row and step, see `noted`
         growing = set(range(size))
         for step in range(steps):
             routings = self._routings(ids)
@@ -225,8 +225,8 @@ class TransformersEngine(InProcessEngine):
             tokens[rows, step] = chosen
             logprobs[rows, step] = of_all.gather(-1, chosen[:, None])[:, 0]
             if notes_support:
-                for row, others in zip(numbers, noted(of_all > -torch.inf, chosen), strict=True):
-                    support[row].append(others)
+                for row, entries in zip(numbers, noted(of_all, chosen), strict=True):
+                    support[row].append(entries)
             stopped = torch.isin(chosen, stops) & ~finished[rows] & (step < limits[rows])
             finished[rows[stopped]] = True
 
@@ -236,7 +236,10 @@ class TransformersEngine(InProcessEngine):
                 ids_of_row, logprobs_of_row = (x[row, : step + 1].tolist() for x in (tokens, logprobs))
                 columns = self._columns(experts[row], len(prompts[row]) + step)
                 if notes_support:
-                    columns["support"] = torch.cat(support[row]).numpy()
+                    columns |= {
+                        name: torch.cat(parts).numpy()
+                        for name, parts in zip(NOTED, zip(*support[row], strict=True), strict=True)
+                    }
                 yield row, Completion(tuple(ids_of_row), tuple(logprobs_of_row), bool(finished[row]), columns)
             growing = still
             if len(still) <= COMPACT_AT * len(rows):

@@ -19,6 +19,7 @@ from rlflow.data.mixture import Mixture
 from rlflow.data.prompts import Learned, PromptData
 from rlflow.errors import UserError, about, setting
 from rlflow.harness.harness import Harness
+from rlflow.lightning_names import MODULE_HOOKS, MODULE_METHODS
 from rlflow.models.architecture import cached_bytes, check_positions, positions
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
@@ -340,25 +341,6 @@ def check_apart(models: Mapping[str, Path], folder: Path) -> None:
             )
 
 
-# How names of hooks of Lightning's modules begin; and other methods that it calls, with what rlflow has instead.
-LIGHTNING = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_before_", "on_after_")
-NOT_CALLED = {
-    "training_step": 'write a node `@node(role="actor", type="train")` that returns the loss of each token',
-    "test_step": "`Trainer.test` scores with the module's reward",
-    "predict_step": "`Trainer.predict` generates by itself",
-    "train_dataloader": "give the rows to `Trainer.fit`",
-    "val_dataloader": "give the rows to `Trainer.fit`",
-    "configure_callbacks": "give them to the `Trainer`",
-    "configure_model": "models are the module's attributes, such as `self.actor = CausalLM(...)` in `__init__`",
-    "configure_gradient_clipping": "set `gradient_clipping` of a model's `optimizer`",
-    "prepare_data": "prepare the rows before the run, and give them to `Trainer.fit`",
-    "setup": "do it in `__init__`, or in `on_fit_start` of a `Callback`",
-    "teardown": "do it in `on_fit_end` of a `Callback`",
-    "optimizer_step": "updates are made by the strategy; set `optimizer`, or write `configure_optimizers`",
-    "lr_scheduler_step": "schedulers go by their number of updates; set `optimizer`, or write `configure_optimizers`",
-}
-
-
 def check_hooks(module: RLModule, graph: Graph) -> None:
     """Refuse methods that Lightning calls of a module, and rlflow does not.
 
@@ -366,6 +348,6 @@ def check_hooks(module: RLModule, graph: Graph) -> None:
         UserError: The module has one.
     """
     for name in dir(type(module)):
-        if name not in graph.nodes and (name.startswith(LIGHTNING) or name in NOT_CALLED):
-            mend = NOT_CALLED.get(name, "write it in a `Callback`, whose hooks are in docs/callbacks.md")
+        if name not in graph.nodes and (name.startswith(MODULE_HOOKS) or name in MODULE_METHODS):
+            mend = MODULE_METHODS.get(name, "write it in a `Callback`, whose hooks are in docs/callbacks.md")
             raise UserError(f"`{name}` of {type(module).__name__} is never called; {mend}")

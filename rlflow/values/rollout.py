@@ -22,7 +22,7 @@ from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.path import RowPath
 from rlflow.values.protocols import computed_from
 from rlflow.values.ragged import Ragged
-from rlflow.values.truncation import END
+from rlflow.values.truncation import END, NOTED, by_token
 
 
 class Ending(IntEnum):
@@ -54,6 +54,7 @@ class Rollout(Placed):
         inherited      0             0             0                      0
         experts        none          none          none                   none
         support        none          none          none                   none
+        support_logprobs  none       none          none                   none
         segments       3             2             7                      2 3 2
         turn_rewards   1.0           0.0           0.0                    0.5 1.0
         ended          DONE          DONE          TOKENS                 DONE
@@ -93,6 +94,8 @@ class Rollout(Placed):
             then -1. In `21 23 -1 -1 5 -1` the first token was sampled from three tokens, the second only from itself,
             and the last from two. There are no entries if a response was sampled from the whole vocabulary. Models
             score each token over these tokens, see `Truncation`.
+        support_logprobs: `[sum]` float32: for each token of `support` the engine's log-probability, and in the place of
+            each -1 the log-probability of the sampled token. `sampler_logprobs` has them by token.
         segments: `[sum]` int64, numbers of tokens in a conversation: of the policy's first turn, of the answer to it,
             of the second turn, and so on. There are no entries if a response is one turn.
         turn_rewards: `[sum]`, the environment's reward for each turn of a conversation. There are no entries if a
@@ -127,6 +130,7 @@ class Rollout(Placed):
     inherited: PerSample = optional(torch.int64)
     experts: Ragged = optional(torch.uint8, model_input="per token")
     support: Ragged = optional(torch.int32, model_input="output layer")
+    support_logprobs: Ragged = optional(torch.float32)
     segments: Ragged = optional(torch.int64)
     turn_rewards: Ragged = optional(torch.float32)
     ended: PerSample
@@ -216,6 +220,27 @@ class Rollout(Placed):
         return on_device(turn, self.loss_mask.device)
 
     @property
+    @computed_from("loss_mask", "lengths", "support", "support_logprobs")
+    def sampler_logprobs(self) -> Tensor:
+        """`[B, T, K]`, the engine's log-probability of each token from which a response token was sampled.
+
+        The sampled token is the last of a place, and `-inf` stands behind it. K is 0 where all were sampled from the
+        whole vocabulary.
+        """
+        support, values, lengths = self.support.on_host(), self.support_logprobs.on_host().values, on_host(self.lengths)
+        there = torch.arange(self.loss_mask.shape[1]) < lengths[:, None]
+        nothing = values.new_full((int(lengths.sum()),), -torch.inf)
+        if len(support.values) != len(values):
+            raise UserError(
+                f"the engine noted {len(support.values)} tokens that it sampled from, and {len(values)} of their"
+                " log-probabilities; let `tell_support` of the engine note both"
+            )
+        found = by_token(support, values, lengths, nothing) if len(values) else nothing[:, None][:, :0]
+        by_place = values.new_full((*there.shape, found.shape[1]), -torch.inf)
+        by_place[there] = found
+        return on_device(by_place, self.loss_mask.device)
+
+    @property
     @computed_from("turn_rewards")
     def returns(self) -> Tensor:
         """`[B, K]`, the reward of each turn, 0 after a row's last turn; K is 0 if no row is a conversation."""
@@ -266,7 +291,7 @@ class Rollout(Placed):
         return replace(
             self,
             **per_token,
-            support=self.support.shortened(torch.tensor(beyond, dtype=torch.int64)),
+            **{name: getattr(self, name).shortened(torch.tensor(beyond)) for name in NOTED},
             lengths=on_device(lengths, device),
             finished=on_device(on_host(self.finished) & ~lost, device),
             inherited=on_device(torch.minimum(on_host(self.inherited), lengths), device),

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
+from rlflow.values.ragged import Ragged
 
 SUPPORT = "support"  # the column of a `Rollout`
-END = -1  # in that column: behind the tokens of a place
+SUPPORT_LOGPROBS = "support_logprobs"  # the column with the engine's log-probability for each of its entries
+NOTED = (SUPPORT, SUPPORT_LOGPROBS)
+END = -1  # in the first column: behind the tokens of a place
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,44 @@ class Truncation:
         return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, stays)
 
 
-def noted(kept: Tensor, chosen: Tensor) -> list[Tensor]:
-    """The entries of the column `support` for a place of each row: the other tokens that stayed, and `END`.
+def noted(logprobs: Tensor, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The entries of the columns `support` and `support_logprobs` for a place of each row.
+
+    They are the other tokens that stayed, and `END`, which has the log-probability of the chosen token.
 
     Args:
-        kept: `[n, V]` bool.
+        logprobs: `[n, V]`, over the tokens that stayed; `-inf` for others.
         chosen: `[n]` int64, the sampled tokens.
     """
-    others = kept.scatter(-1, chosen[:, None], False)
+    others = (logprobs > -torch.inf).scatter(-1, chosen[:, None], False)
     counts = others.sum(-1).tolist()
+    ids = others.nonzero()[:, 1].to("cpu", torch.int32).split(counts)
+    of_others, of_chosen = (
+        logprobs[others].float().cpu().split(counts),
+        logprobs.gather(-1, chosen[:, None]).float().cpu(),
+    )
     end = torch.tensor([END], dtype=torch.int32)
-    return [torch.cat([ids, end]) for ids in others.nonzero()[:, 1].to("cpu", torch.int32).split(counts)]
+    return [
+        (torch.cat([tokens, end]), torch.cat([theirs, own]))
+        for tokens, theirs, own in zip(ids, of_others, of_chosen, strict=True)
+    ]
+
+
+def by_token(support: Ragged, values: Tensor, lengths: Tensor, others: Tensor) -> Tensor:
+    """`[R, K]`: for each of R response tokens a value for each token of its support, itself last.
+
+    Args:
+        support: The column, on the CPU.
+        values: `[sum]`, a value for each entry of the column.
+        lengths: `[B]` int64, response tokens of each row, on the CPU; R is their sum.
+        others: `[R]`, the value that fills the places behind, and all places of a token without a support.
+    """
+    ends = support.values == END
+    noted = (support.lengths > 0).repeat_interleave(lengths)  # [R]
+    assert int(ends.sum()) == int(noted.sum()), "each token of a row with entries has its own"
+    counts = torch.diff(ends.nonzero()[:, 0], prepend=torch.tensor([-1]))  # entries of each token, the end included
+    token = noted.nonzero()[:, 0].repeat_interleave(counts)  # of the R, for each entry
+    place = torch.arange(len(values)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    found = others[:, None].repeat(1, int(counts.max()))
+    found[token, place] = values
+    return found

@@ -9,7 +9,7 @@ import pytest
 
 from rlflow import CausalLM, Environment, UserError, algorithms
 from rlflow.algorithms.self_play import _with
-from rlflow.functional import KL, Bounds, Clip
+from rlflow.functional import KL, Bounds, Clip, Importance
 from tests.controller.runs import OddCharacters
 from tests.making import made
 
@@ -37,6 +37,8 @@ from tests.making import made
         ("CPGD", {"weight": "deviation"}, "`weight` is 'deviation'; give one of std, filter, none"),
         ("CPGD", {"weight_cap": 0.5}, "`weight_cap` is 0.5, .* raise it"),
         ("CPGD", {"drift_clip": 0.0}, "`drift_clip` is 0.0; give more than 0"),
+        ("ScoreCentering", {}, "`top_k` of `actor` is not set, and score centering sums over the tokens"),
+        ("ScoreCentering", {"top_k": 8, "importance": Importance("sequence")}, "`importance.level` is 'sequence'"),
         ("TreeRL", {"branches": 1}, "`branches` is 1; a trunk that forks has at least 2 leaves"),
         ("TreeRL", {"branches": 3}, "`group_size` is 8 and `branches` is 3; .* so make `group_size` a multiple"),
         ("RAFT", {"group_size": 1}, "`group_size` is 1; the best is chosen of at least 2"),

@@ -8,14 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib.metadata import requires
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
+from packaging.requirements import Requirement
 
 from rlflow.cli import main
 from rlflow.doctor import trials
-from rlflow.doctor.checks import Finding, many_machines, tried
+from rlflow.doctor.checks import DISTRIBUTION, Finding, installed, many_machines, module_of, tried
 
 # Python runs it at the start of every process whose path it is on.
 HIDES = """
@@ -128,6 +131,13 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_the_module_of_every_installed_package_is_known() -> None:
+    named = {Requirement(text).name for text in requires(DISTRIBUTION) or ()}
+    there = {module_of(name).partition(".")[0] for name in named - {DISTRIBUTION} if installed(name) is not None}
+    assert len(there) > 20
+    assert [module for module in there if find_spec(module) is None] == []
 
 
 def test_what_is_missing_and_not_needed_does_not_fail() -> None:

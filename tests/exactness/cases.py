@@ -11,9 +11,11 @@ from rlflow import CausalLM, Environment, Optimizer, RewardModel, ValueModel, al
 from rlflow.functional import Importance
 from tests.exactness.recording import GROUP, LONGEST, PROMPTS, TEMPERATURE, USELESS, Answer, Recording
 from tests.making import OF_A_MODEL, PARTS
+from tests.reference.advantages_float64 import dr_grpo
 from tests.reference.discriminator_float64 import discriminator_update
 from tests.reference.pairs_float64 import Pair, dpo_update, kto_update, reward_model_update, simpo_update
 from tests.reference.policy_float64 import Folders, Objective, Sample, critic_updates, policy_updates
+from tests.reference.score_centering_float64 import Centered, score_centering_update
 from tests.reference.sft_float64 import Example, sft_update
 from tests.reference.update import Step, Update
 
@@ -149,6 +151,7 @@ CASES = {
         ),
         models=REFERENCE,
     ),
+    "ScoreCentering": Case("ScoreCentering", of_samples("dr_grpo", "policy gradient"), {"top_k": 4}, past=False),
     "GPG": Case("GPG", of_samples("gpg", "policy gradient", entropy_coef=0.1)),
     "OnPolicyDistillation": Case("OnPolicyDistillation", of_samples("distillation"), models={"teacher": "reference"}),
     "GAIL": Case("GAIL", of_samples("grpo", clip_high=0.28), models={"judge": "judge"}, columns={"response": "answer"}),
@@ -337,6 +340,8 @@ def truth(case: Case, recording: Recording) -> dict[str, Update]:
             return {"actor": kto_update(model, recording.policy, rows, BETA, weights, step)}
         case "SimPO":
             return {"actor": simpo_update(model, pairs, BETA, GAMMA, step)}
+        case "ScoreCentering":
+            return {"actor": _centered(case, recording, step)}
         case "RewardModelTraining":
             return {"reward_model": reward_model_update(model, pairs, step)}
         case "GAIL":
@@ -350,6 +355,20 @@ def truth(case: Case, recording: Recording) -> dict[str, Update]:
             return {"judge": judge, "actor": actor}
     one_update = truth_of_updates(case, recording, [range(len(case.prompts) * GROUP)])
     return {role: update for role, (update,) in one_update.items()}
+
+
+def _centered(case: Case, recording: Recording, step: Step) -> Update:
+    assert case.objective is not None
+    answers = [answer for p in case.prompts for answer in recording.answers[p][:-1]]
+    sampled = samples(case, recording)
+    worth = dr_grpo([sample.reward for sample in sampled], [sample.group for sample in sampled])
+    rows = []
+    for sample, answer, advantage in zip(sampled, answers, worth, strict=True):
+        pairs = zip(answer.tokens, answer.rollout_logprobs, answer.others, strict=True)
+        choices = [((token, *others), (own, *others.values())) for token, own, others in pairs]
+        rows.append(Centered(sample.prompt_ids, sample.response_ids, advantage, choices))
+    high = case.objective.importance_high
+    return score_centering_update(getattr(recording, case.model), rows, high, TEMPERATURE, step)
 
 
 def truth_of_updates(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -25,6 +27,7 @@ from rlflow.models.pictures import PictureProcessor, class_of, copy_processor, r
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout.engine import Completion, EnginePlace, InProcessEngine, Sampling, SyncReport
 from rlflow.values.picture import Picture
+from rlflow.values.truncation import END
 from tests.reference.update import PICTURES, load_classifier_float64, load_float64, response_logprobs, response_values
 
 PROMPTS = 8  # of 1 to 8 tokens
@@ -35,6 +38,7 @@ TRUNCATED = ((0, 1), (3, 2))  # (prompt, response) that did not end by themselve
 
 BEHIND_PICTURE = ":"  # transformers takes two pictures for one where nothing is between them
 
+SMALLEST = 16  # tokens of a vocabulary that are compared
 Tokens = tuple[int, ...]
 
 
@@ -48,6 +52,17 @@ class Answer:
     old_values: tuple[float, ...]
     finished: bool
     reward: float
+
+    @property
+    def others(self) -> list[dict[int, float]]:
+        """Of each token, one to three others that could have been sampled, and their log-probabilities."""
+        found = []
+        for place, (token, own) in enumerate(zip(self.tokens, self.rollout_logprobs, strict=True)):
+            number = 1 + place % 3
+            shares = [2 * k / (number * (number + 1)) for k in range(1, number + 1)]
+            left = math.log(max(1 - math.exp(own), 0.05))
+            found.append({(token + k) % SMALLEST: left + math.log(s) for k, s in enumerate(shares, 1)})
+        return found
 
     @property
     def segments(self) -> list[int]:
@@ -245,6 +260,10 @@ class Recorded(InProcessEngine):
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
+        self._most_kept = 0
+
+    def tell_support(self, most: int) -> None:
+        self._most_kept = most
 
     def setup(self, model_path: str, place: EnginePlace) -> None:
         self._context = 1024
@@ -271,7 +290,13 @@ class Recorded(InProcessEngine):
         for number in map(self._recording.number, prompts):
             turn = asked[number] = asked.get(number, -1) + 1
             answer = self._recording.answers[number][-1 if sampling.temperature == 0 else turn]
-            completions.append(Completion(answer.tokens, answer.rollout_logprobs, answer.finished))
+            columns: dict[str, Any] = {}
+            if sampling.notes_support(self._most_kept):
+                both = [[*zip(*each.items(), strict=True)] for each in answer.others]
+                columns["support"] = np.array([token for ids, _ in both for token in (*ids, END)], np.int32)
+                noted = zip(both, answer.rollout_logprobs, strict=True)
+                columns["support_logprobs"] = np.array([p for (_, theirs), own in noted for p in (*theirs, own)])
+            completions.append(Completion(answer.tokens, answer.rollout_logprobs, answer.finished, columns))
         return completions
 
     def _load(self, weights: Any) -> None:

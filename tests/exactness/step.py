@@ -155,7 +155,10 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         seed=setting.seed,
     )
     one = replace(trainer.settings, max_steps=1)
-    prepared = prepare(module, data, one, strategy, EngineSettings(Recorded(recording)), scratch)
+    engine = Recorded(recording)
+    prepared = prepare(module, data, one, strategy, EngineSettings(engine), scratch)
+    for most in prepared.support_bounds.values():
+        engine.tell_support(most)
     Fabric(accelerator="cpu", devices=world_size, strategy=strategy.processes).launch()
     adapters: dict[str, dict[str, Tensor]] = {}
     gradients: dict[str, list[dict[str, Tensor]]] = {}

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from rlflow.errors import UserError
-from rlflow.functional import Importance, importance_dropped, importance_weights
+from rlflow.functional import Importance, expected_logprobs, importance_dropped, importance_weights
 
 # Log ratios of one response of three tokens, and of one of a single token with rubbish on its padding.
 OLD = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, 80.0, torch.nan]])
@@ -96,3 +96,21 @@ def test_the_dropped_fraction_of_noise_grows_with_the_length_of_sequences() -> N
     assert dropped[:, 0].mean().item() == pytest.approx(0.279, abs=0.02)
     for settings in (Importance("token", "mask"), Importance("geometric", "mask")):
         assert importance_dropped(d, torch.zeros_like(d), torch.ones_like(d), settings).sum() == 0
+
+
+@pytest.mark.parametrize("importance", [None, Importance(), Importance(mode="mask"), Importance(high=math.inf)])
+def test_the_expected_score_of_what_a_sampler_draws_is_0_once_it_is_centered(importance: Importance | None) -> None:
+    """Four tokens, of which the last was cut off; each is sampled once, and counts as often as it is drawn."""
+    logits = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    sampler = torch.tensor([0.6, 0.05, 0.35], dtype=torch.float64).log()
+    logprobs = logits.log_softmax(0)
+    weights = torch.ones(3) if importance is None else importance_weights(logprobs, sampler, torch.ones(3), importance)
+    padded = torch.cat([logprobs, torch.zeros(1, dtype=torch.float64)])[None, None]
+    of_engine = torch.cat([sampler, torch.tensor([-torch.inf], dtype=torch.float64)])[None, None]
+    expected = expected_logprobs(padded, of_engine, importance)
+    drawn = (sampler.exp() * weights * logprobs).sum()
+    (drift,) = torch.autograd.grad(drawn, logits, retain_graph=True)
+    (left,) = torch.autograd.grad(drawn - expected.squeeze(), logits)
+    assert_close(left, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-15)
+    unbiased = importance is not None and importance.high == math.inf
+    assert (float(drift.norm()) < 1e-15) == unbiased

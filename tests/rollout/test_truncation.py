@@ -60,10 +60,14 @@ def test_a_cut_response_keeps_what_belongs_to_its_tokens_and_goes_on(engine: Rol
         assert part.tolist() == whole[: len(part)].tolist()
         assert part.tolist()[-1:] == ([END] if length else [])
         assert int((part == END).sum()) == length
+    whole, part = rollout.sampler_logprobs[:, : cut.loss_mask.shape[1]], cut.sampler_logprobs
+    kept = cut.loss_mask[..., None].expand_as(part)
+    assert torch.equal(part[kept], whole[..., : part.shape[-1]][kept])
     further = continued(engine, cut, TEMPERATURE)
     assert bool((further.lengths > cut.lengths).any())
     for row, length in zip(further.support.rows(), further.lengths.tolist(), strict=True):
         assert int((row == END).sum()) == length
+    assert torch.isfinite(further.sampler_logprobs[further.loss_mask][:, 0]).all()
     with pytest.raises(UserError, match="3 of the 9 tokens of a response that was continued were sampled with `top_p`"):
         continued(engine, cut, 0.0)
 

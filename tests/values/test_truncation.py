@@ -43,9 +43,11 @@ def test_as_many_tokens_as_top_k_stay_where_many_are_as_likely() -> None:
     assert Truncation(top_k=3).kept(torch.zeros(2, 8)).sum(1).tolist() == [3, 3]
 
 
-def test_what_is_noted_are_the_other_tokens_and_an_end() -> None:
-    kept = torch.tensor([[True, False, True, True], [False, True, False, False]])
-    assert [of_row.tolist() for of_row in noted(kept, torch.tensor([2, 1]))] == [[0, 3, -1], [-1]]
+def test_what_is_noted_are_the_other_tokens_and_an_end_with_their_logprobs() -> None:
+    cut = -torch.inf
+    logprobs = torch.tensor([[-0.5, cut, -2.0, -1.5], [cut, 0.0, cut, cut]])
+    found = [(ids.tolist(), of_ids.tolist()) for ids, of_ids in noted(logprobs, torch.tensor([2, 1]))]
+    assert found == [([0, 3, -1], [-0.5, -1.5, -2.0]), ([-1], [0.0])]
 
 
 @pytest.mark.parametrize(

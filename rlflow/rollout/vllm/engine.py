@@ -62,7 +62,7 @@ from rlflow.rollout.vllm.weights import (
     write,
 )
 from rlflow.values.picture import Picture
-from rlflow.values.truncation import END
+from rlflow.values.truncation import END, NOTED
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -460,8 +460,9 @@ class VLLMEngine(InProcessEngine):
             )
         others = np.isfinite(logprobs) & (tokens != tokens[:, :1])
         others[:, 0], tokens[:, 0] = True, END
-        support = np.roll(tokens, -1, axis=1)[np.roll(others, -1, axis=1)]  # `END` behind the others
-        return Completion(ids, tuple(logprobs[:, 0].tolist()), finished, {"support": support})
+        kept = np.roll(others, -1, axis=1)  # the sampled token, which is `END` now, behind the others
+        entries = (np.roll(each, -1, axis=1)[kept] for each in (tokens, logprobs.astype(np.float32)))
+        return Completion(ids, tuple(logprobs[:, 0].tolist()), finished, dict(zip(NOTED, entries, strict=True)))
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self._loads += 1

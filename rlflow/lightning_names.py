@@ -1,0 +1,99 @@
+"""What Lightning's trainer, modules and callbacks have and rlflow's do not, and what to write instead."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TypeVar
+
+from rlflow.errors import UserError, did_you_mean
+
+Class = TypeVar("Class", bound=type)
+
+_FEWER = "give fewer rows"
+_ENDS = "a run ends by `max_steps`, `max_epochs`, `max_seconds` or a callback"
+# Arguments of Lightning's `Trainer`.
+TRAINER_ARGUMENTS = {
+    "accumulate_grad_batches": "an update is `samples_per_update` of a model; memory is `token_budget` of the strategy",
+    "barebones": "each part is switched off by an argument of its own",
+    "benchmark": "set `torch.backends.cudnn.benchmark`",
+    "check_val_every_n_epoch": "a run is counted in steps; give `val_check_interval`",
+    "default_root_dir": "give `run_dir`",
+    "detect_anomaly": "steps whose gradient is not finite are skipped; `rlflow replay` runs one of their nodes again",
+    "deterministic": "call `torch.use_deterministic_algorithms`; `seed` decides what is random",
+    "enable_autolog_hparams": "the whole configuration is always logged",
+    "enable_checkpointing": "give `save_every_n_steps`, or leave it out for none",
+    "enable_model_summary": "`rlflow graph` shows models and nodes",
+    "enable_progress_bar": "each step is one line, of which `log_every_n_steps` prints fewer",
+    "gradient_clip_algorithm": "gradients are clipped by their norm, `gradient_clipping` of a model's `optimizer`",
+    "gradient_clip_val": "give `gradient_clipping` of a model's `optimizer`",
+    "inference_mode": "nodes that do not train never record gradients",
+    "limit_predict_batches": _FEWER,
+    "limit_test_batches": _FEWER,
+    "limit_train_batches": "give `max_steps`, or fewer rows",
+    "max_time": "give `max_seconds`, or the callback Timer, which counts resumed runs too",
+    "min_epochs": _ENDS,
+    "min_steps": _ENDS,
+    "model_registry": "`rlflow export` makes a folder that can be uploaded",
+    "num_sanity_val_steps": "a whole validation comes before the first step",
+    "overfit_batches": "give few rows, such as `rows[:8]`",
+    "plugins": "write a strategy of your own",
+    "reload_dataloaders_every_n_epochs": "rows are read once; a `curriculum` or weights by step change what is drawn",
+    "sync_batchnorm": "language models have no batch norms",
+    "use_distributed_sampler": "rows are always divided over the ranks",
+}
+# Methods of Lightning's modules that rlflow does not call, with the beginnings of its hooks' names.
+MODULE_HOOKS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_before_", "on_after_")
+MODULE_METHODS = {
+    "training_step": 'write a node `@node(role="actor", type="train")` that returns the loss of each token',
+    "test_step": "`Trainer.test` scores with the module's reward",
+    "predict_step": "`Trainer.predict` generates by itself",
+    "train_dataloader": "give the rows to `Trainer.fit`",
+    "val_dataloader": "give the rows to `Trainer.fit`",
+    "configure_callbacks": "give them to the `Trainer`",
+    "configure_model": "models are the module's attributes, such as `self.actor = CausalLM(...)` in `__init__`",
+    "configure_gradient_clipping": "set `gradient_clipping` of a model's `optimizer`",
+    "prepare_data": "prepare the rows before the run, and give them to `Trainer.fit`",
+    "setup": "do it in `__init__`, or in `on_fit_start` of a `Callback`",
+    "teardown": "do it in `on_fit_end` of a `Callback`",
+    "optimizer_step": "updates are made by the strategy; set `optimizer`, or write `configure_optimizers`",
+    "lr_scheduler_step": "schedulers go by their number of updates; set `optimizer`, or write `configure_optimizers`",
+}
+# Hooks of Lightning's callbacks that are not called, and what is.
+CALLBACK_HOOKS = {
+    "setup": "on_fit_start",
+    "teardown": "on_fit_end",
+    "on_train_start": "on_fit_start",
+    "on_train_end": "on_fit_end",
+    "on_train_batch_start": "on_task_start",
+    "on_train_batch_end": "on_step_end",
+    "on_train_epoch_end": "on_step_end",
+    "on_validation_epoch_end": "on_validation_end",
+    "on_save_checkpoint": "state_dict",
+    "on_load_checkpoint": "load_state_dict",
+}
+
+
+def with_known_arguments(cls: Class) -> Class:
+    """The class, whose constructor says of an argument that it does not have what to give instead.
+
+    Raises:
+        UserError: By the constructor; it was given another argument.
+    """
+    construct = cls.__init__  # type: ignore[misc]
+    known = inspect.signature(cls).parameters
+
+    @functools.wraps(construct)
+    def constructed(self: object, *args: object, **kwargs: object) -> None:
+        for name in kwargs.keys() - known.keys():
+            raise UserError(f"{cls.__name__} has no argument `{name}`.{instead_of(name) or did_you_mean(name, known)}")
+        construct(self, *args, **kwargs)
+
+    cls.__init__ = constructed  # type: ignore[misc]
+    return cls
+
+
+def instead_of(argument: str) -> str:
+    """` Text`: what to write instead of an argument of Lightning's trainer; empty where it is none."""
+    text = TRAINER_ARGUMENTS.get(argument, "")
+    return f" {text[:1].upper()}{text[1:]}" if text else ""
