@@ -34,7 +34,7 @@ class Range:
 
 RANGES = (
     Range("reward/errors", "0", "read the warning in `logs/`; it names the first such sample", high=0),
-    Range("val/errors", "0", "correct the reward: each failure lowers `val/accuracy`", high=0),
+    Range("val/errors", "0", "correct the reward, because each failure lowers `val/accuracy`", high=0),
     Range(
         "rollout/truncated",
         "below 0.05",
@@ -154,7 +154,7 @@ RANGES = (
     Range(
         "time/straggler_share",
         "below 0.1",
-        "the other ranks wait for this rank: see `balance`, and `rlflow report`",
+        "the other ranks wait for this rank; see `balance`, and `rlflow report`",
         high=0.1,
     ),
 )
