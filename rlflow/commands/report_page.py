@@ -235,7 +235,7 @@ def _health(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str]:
         start = f"{escape(name)}: " if len(runs) > 1 else ""
         found = list(findings(run.lines))
         if not found:
-            yield f'<p class="good">{start}All metrics that have a range in numbers are within it.</p>'
+            yield f'<p class="good">{start}All metrics that are compared with a range are within it.</p>'
             continue
         yield f'<p class="bad">{start}{len(found)} metrics are outside their healthy range.</p>'
         yield '<div class="wide"><table><thead><tr><th>metric</th><th>found</th><th>healthy</th>'
