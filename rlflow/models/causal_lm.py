@@ -219,10 +219,9 @@ class CausalLM(ModelHandle):
         width = 0 if every is None else every.shape[1]
 
         def score(own: Tokens, _: object) -> tuple[ModelInput, tuple[Tensor, ...]]:
-            support = supports(own)
-            if support is not None:  # the last place has the sampled token in any case
-                support = torch.cat([support, support[:, -1:].expand(-1, width - support.shape[1])], dim=1)
-            return self._forward_pass(own, self.temperature, of_support, beside=support)
+            read, values = self._forward_pass(own, self.temperature, of_support, beside=supports(own))
+            logprobs, entropy, of_each = values
+            return read, (logprobs, entropy, nn.functional.pad(of_each, (0, width - of_each.shape[1])))
 
         logprobs, entropy, of_each = self._by_micro_batch(rows, score)
         self.watch(rows, logprobs)

@@ -55,7 +55,9 @@ def check_support(engine: RolloutEngine, folder: Path, version: int) -> None:
     sampler = rollout.sampler_logprobs  # [B, T, K]
     torch.testing.assert_close(sampler.exp().sum(-1)[there], torch.ones(int(there.sum())), rtol=0, atol=1e-5)
     own = there[..., None] & (sampler > -torch.inf)
-    torch.testing.assert_close(handle.score_support(rollout)[2][own], sampler[own].double(), rtol=0, atol=1e-4)
+    for tokens in (4096, 1):  # all rows in one micro-batch, or each in one
+        handle.plan = replace(handle.plan, token_budget=tokens)
+        torch.testing.assert_close(handle.score_support(rollout)[2][own], sampler[own].double(), rtol=0, atol=1e-4)
     alone = replace(rollout, support=Ragged(rollout.support.values[:0], torch.zeros_like(rollout.lengths)))
     assert (handle.logprobs(alone)[there] - rollout.logprobs[there]).mean() < -0.03
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
