@@ -18,6 +18,7 @@ from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError
 
 MOST_CHOICES = 64
+MESSAGE_FIELDS = frozenset(["role", "content", "name", "tool_calls", "tool_call_id"])
 COMPLETION_LENGTH = 16  # tokens of a completion that says nothing of its length, as OpenAI's
 Body = dict[str, Any]
 
@@ -240,8 +241,8 @@ class Chat(API):
             n=_whole(body, "n", most=MOST_CHOICES) or 1,
             seed=_whole(body, "seed", least=None),
             stop=_stop(body, "stop"),
-            logprobs=body.get("logprobs") is True,
-            stream=body.get("stream") is True,
+            logprobs=_flag(body, "logprobs"),
+            stream=_flag(body, "stream"),
             usage=_wants_usage(body),
         )
 
@@ -314,7 +315,7 @@ class Completions(API):
             seed=_whole(body, "seed", least=None),
             stop=_stop(body, "stop"),
             logprobs=body.get("logprobs") == 0 and body["logprobs"] is not False,
-            stream=body.get("stream") is True,
+            stream=_flag(body, "stream"),
             usage=_wants_usage(body),
             prompt=given if isinstance(given, str) else tuple(given),
         )
@@ -371,7 +372,7 @@ class Responses(API):
         for place, item in enumerate(items):
             _add_item(messages, item, f"input[{place}]")
         tools = [_tool(each, each, f"tools[{place}]") for place, each in _tools(body)]
-        longest, stream = _whole(body, "max_output_tokens"), body.get("stream") is True
+        longest, stream = _whole(body, "max_output_tokens"), _flag(body, "stream")
         return Asked(messages, tools, longest=longest, stream=stream)
 
     def answer(self, answer: Answer) -> Body:
@@ -470,6 +471,9 @@ class Messages(API):
             _add_blocks(messages, given, f"messages[{place}]")
         tools = []
         for place, each in _tools(body):
+            if each.get("type", "custom") != "custom":
+                where = f"tools[{place}]"
+                raise Refused(f"`{where}` is of type {each['type']!r:.60}, which Anthropic runs; give functions", where)
             schema = {**each, "parameters": each.get("input_schema", {})}
             tools.append(_tool(schema, {"type": "function"}, f"tools[{place}]"))
         return Asked(messages, tools, longest=_whole(body, "max_tokens"), stop=_stop(body, "stop_sequences"))
@@ -519,6 +523,13 @@ def _branch(body: Body) -> str:
     return name
 
 
+def _flag(body: Body, name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise Refused(f"`{name}` is {value!r:.60}; give true or false", name, code="invalid_value")
+    return bool(value)
+
+
 def _wants_usage(body: Body) -> bool:
     stream = body.get("stream_options")
     return isinstance(stream, dict) and stream.get("include_usage") is True
@@ -554,12 +565,22 @@ def _chat_message(given: Any, where: str) -> Message:
     role = "system" if given.get("role") == "developer" else given.get("role")
     if role not in ("system", "user", "assistant", "tool"):
         raise Refused(f"`{where}.role` is {role!r:.60}; give system, user, assistant or tool", f"{where}.role")
+    for name, value in given.items():
+        if name not in MESSAGE_FIELDS and _says_something(value):
+            raise Refused(f"`{where}.{name}` is not read; leave it out, or set it to null", f"{where}.{name}")
     text = "" if given.get("content") is None else text_of(given["content"], f"`{where}`")
     if role == "assistant":
         calls = given.get("tool_calls") or []
         return _assistant(text, [_given_call(each, f"{where}.tool_calls[{i}]") for i, each in enumerate(calls)])
     more = {name: str(given[name]) for name in ("name", "tool_call_id") if given.get(name)}
     return message(role, text, **more)
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a field of a message is more than a place that a client leaves empty."""
+    if isinstance(value, dict):
+        return any(map(_says_something, value.values()))
+    return value not in (None, [], "")
 
 
 def _given_call(given: Any, where: str) -> ToolCall:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 
 def run(command: list[str], row: dict[str, Any], base_url: str, key: str, model: str) -> Any:
@@ -24,20 +25,21 @@ def run(command: list[str], row: dict[str, Any], base_url: str, key: str, model:
         "ANTHROPIC_API_KEY": key,
         "RLFLOW_MODEL": model,
     }
-    ran = subprocess.run(
-        command,
-        input=json.dumps(row),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env={**os.environ, **variables},
-        check=False,
-    )
-    if ran.returncode:
-        last = ran.stderr.strip().rpartition("\n")[2]
-        raise RuntimeError(f"the program ended with code {ran.returncode}" + (f": {last}" if last else ""))
-    last = ran.stdout.strip().rpartition("\n")[2]
+    # Files, not pipes: what the program leaves running may hold these open for long after it has ended.
+    with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as errors:
+        given.write(json.dumps(row).encode())
+        given.seek(0)
+        environment = {**os.environ, **variables}
+        code = subprocess.run(command, stdin=given, stdout=out, stderr=errors, env=environment, check=False).returncode
+        printed, said = _last_line(out), _last_line(errors)
+    if code:
+        raise RuntimeError(f"the program ended with code {code}" + (f": {said}" if said else ""))
     try:
-        return json.loads(last)
+        return json.loads(printed)
     except ValueError:
-        raise RuntimeError(f"the program's last line is {last!r:.100}, and no JSON") from None
+        raise RuntimeError(f"the program's last line is {printed!r:.100}, and no JSON") from None
+
+
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip().rpartition("\n")[2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import socket
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import line_log, require
+from rlflow.errors import line_log, require, shown
 from rlflow.harness.apis import API, APIS, Chat, Refused
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Door:
         check_installed()
         import uvicorn
 
+        _reached_without_a_proxy()
         self._lock = threading.RLock()
         self._episodes: dict[str, OpenEpisode] = {}
         self._ended: dict[str, str] = {}  # names of the last episodes that ended, by their keys; empty once logged
@@ -81,6 +83,7 @@ class Door:
         self._requests = 0
         self._refused = 0
         self._warned = False  # of a key that was never given
+        self._warned_of_path = False
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -166,6 +169,11 @@ class Door:
 
     async def _unknown(self, request: Request) -> Response:
         text = f"there is no {request.method} {request.url.path}; there are {', '.join((MODELS, *APIS))}"
+        with self._lock:
+            self._refused += 1
+            first, self._warned_of_path = not self._warned_of_path, True
+        if first:
+            log.warning("an agent asked what is not served: %s; more are only counted", shown(text))
         return _refused(Chat(), Refused(text, status=404, code="not_found"))
 
     async def _call(self, request: Request) -> Response:
@@ -232,6 +240,13 @@ class Door:
 
 def ignored(request: int, sent: Sent) -> None:
     """Answers nobody, on a rank that shares the engine of another one with a door."""
+
+
+def _reached_without_a_proxy() -> None:
+    """Let programs that this process starts reach the loopback directly, where the environment names a proxy."""
+    for name in ("NO_PROXY", "no_proxy"):
+        others = [host for host in os.environ.get(name, "").split(",") if host]
+        os.environ[name] = ",".join(dict.fromkeys([*others, "127.0.0.1", "localhost"]))
 
 
 def check_installed() -> None:

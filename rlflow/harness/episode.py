@@ -181,6 +181,7 @@ class Episode:
         self._alike: dict[str, list[Choice]] = {}  # answers to equal requests, by `place`
         self._said: dict[str, list[Choice]] = {}  # by the digest of tools and messages, the turn among them
         self._same: dict[str, list[Request]] = {}  # by `Idempotency-Key`, and by digest of the request
+        self._digests: dict[str, str] = {}  # of the requests with each `Idempotency-Key`
 
     def __str__(self) -> str:
         return f"episode {self._number} of the row {self._session.row}"
@@ -219,8 +220,12 @@ class Episode:
             Refused: It cannot be served.
         """
         terms, harness = self._terms, self._terms.harness
-        once = sent["once"] or _digest([sent["path"], sent["body"]])
+        digest = _digest([sent["path"], sent["body"]])
+        once = sent["once"] or digest
         same = self._same.setdefault(once, [])
+        if same and self._digests[once] != digest:
+            text = "the `Idempotency-Key` is that of another request of this episode; give each request its own"
+            raise Refused(text, status=409, code="idempotency_error")
         if same and (sent["once"] or sent["again"]):
             return next((request for request in same if request.sent is None), same[-1])
         temperatures = {name: temperature for name, (_, temperature) in terms.policies.items()}
@@ -247,6 +252,7 @@ class Episode:
         request = Request(sent["path"], asked, policy, bridge, read, settings, digests[-1], first, rewritten)
         request.ids.append(sent["request"])
         same.append(request)
+        self._digests[once] = digest
         return request
 
     def _tokens(

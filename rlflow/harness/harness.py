@@ -16,6 +16,7 @@ from rlflow.harness.apis import APIS
 from rlflow.harness.door import Door, OpenEpisode, check_installed
 from rlflow.worker import Limits, Worker, WorkerError
 
+LARGEST_FILE_MB = 2**20  # an agent may clone and download what it needs
 COMMAND = "rlflow.harness.command.run"
 
 
@@ -82,7 +83,7 @@ class Harness(Environment):
         self.ignore = frozenset([ignore] if isinstance(ignore, str) else ignore)
         if unknown := self.ignore - _fields():
             raise UserError(f"`ignore` has {sorted(unknown)[0]!r}, which no API has as a field; leave it out")
-        self._limits = Limits(seconds=seconds, memory_mb=memory_mb)
+        self._limits = Limits(seconds=seconds, memory_mb=memory_mb, file_mb=LARGEST_FILE_MB)
 
     @cached_property
     def definitions(self) -> dict[str, Definition]:

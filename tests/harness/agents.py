@@ -333,6 +333,9 @@ def retries(row: dict[str, Any], base_url: str, api_key: str) -> float:
         headers = {"Authorization": f"Bearer {api_key}", **key}
         answer = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=60)
         said.append(answer.json()["choices"])
+    other = {**body, "messages": [user("another question")]}
+    answer = httpx.post(f"{base_url}/chat/completions", json=other, headers=headers, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "idempotency_error")
     return float(said[0] == said[1] != said[2] and said[3] == said[4] != said[2])
 
 
@@ -362,6 +365,12 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         ({"tools": 5}, 400, None),
         ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, 400, "messages"),
         ({"max_tokens": 0.5}, 400, "max_tokens"),
+        ({"stream": 1}, 400, "stream"),
+        ({"logprobs": 5}, 400, "logprobs"),
+        *(
+            ({"messages": [{"role": "assistant", "content": "b", name: said}]}, 400, f"messages[0].{name}")
+            for name, said in (("reasoning_content", "so"), ("function_call", {"name": "f", "arguments": "{}"}))
+        ),
     ]
     right = 0
     for change, status, param in wrong:
@@ -385,6 +394,10 @@ def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         answer = httpx.post(f"{base_url}/completions", json={"model": MODEL, "prompt": prompt}, headers=headers)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), answer.text
         right += 1
+    of_anthropic = {"tools": [{"type": "web_search_20250305", "name": "web_search"}], **good}
+    answer = httpx.post(f"{base_url}/messages", json=of_anthropic, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), answer.text
+    right += 1
     unknown = httpx.post(f"{base_url}/embeddings", json=good, headers=headers)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
     assert httpx.get(f"{base_url}/models", headers=headers).json()["data"][0]["id"] == MODEL
