@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import fcntl
 import hashlib
 import json
 import re
@@ -144,16 +145,18 @@ def _row(item: pytest.Item) -> str:
 
 def _store(name: str, reports: list[pytest.TestReport]) -> None:
     """Keep what was seen of a test that came to its end."""
-    stored = _stored() | {
-        name: {
-            "passed": all(report.passed for report in reports),
-            "seconds": round(sum(report.duration for report in reports), 1),
-            "said": [list(each) for each in reports[-1].user_properties],
-            "digest": _digest(_tests[name][1]),
-        }
+    found = {
+        "passed": all(report.passed for report in reports),
+        "seconds": round(sum(report.duration for report in reports), 1),
+        "said": [list(each) for each in reports[-1].user_properties],
+        "digest": _digest(_tests[name][1]),
     }
     STORE.parent.mkdir(exist_ok=True)
-    STORE.write_text(json.dumps(stored, indent=1) + "\n")
+    with STORE.with_suffix(".lock").open("w") as lock:  # of the processes of `-n 2`
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new = STORE.with_suffix(".new")
+        new.write_text(json.dumps(_stored() | {name: found}, indent=1) + "\n")
+        new.replace(STORE)
 
 
 def _line(row: str, bar: str) -> str:

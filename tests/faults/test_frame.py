@@ -105,6 +105,14 @@ def test_a_row_is_run_in_parts_whatever_has_passed_before_and_is_printed_as_a_wh
     assert "determinism:" not in printed
 
 
+@pytest.mark.slow
+def test_what_passed_in_two_processes_is_stored_of_both(project: Path) -> None:
+    many = LEAKS.replace("range(5)", "range(300)")
+    (project / "tests/faults/test_leaks.py").write_text(many)
+    assert table(project, "--rows=leaks", "-p", "xdist", "-n", "2")[0] == 0
+    assert len(json.loads((project / "runs/passed.json").read_text())) == 300
+
+
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "1/0", "a/b", "-1/2"])
 def test_a_part_that_is_none_is_refused(part: str, project: Path) -> None:
     code, printed = table(project, "--rows=leaks", f"--part={part}")
