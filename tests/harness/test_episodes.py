@@ -113,6 +113,10 @@ def test_rows_know_which_turns_they_share(engine: RolloutEngine, runner: Convers
     of_one = torch.tensor([[0, 1, 2], [0, 3, -1], [4, -1, -1]])
     assert torch.equal(made.shared_turns, torch.cat([of_one, of_one.where(of_one < 0, of_one + 18)]))
     assert made.first.tolist() == [True, False, False] * 2
+    begun = int(made.inherited[1])
+    rows = "row 1 of 3 of", f"row 2 of 3 of the episode, which begins with {begun} tokens of row 1", "row 3 of 3 of"
+    for said, row in zip(made.messages, rows * 2, strict=True):
+        assert row in said[-1]["ended"]
 
 
 def test_another_name_is_another_policy_which_answers_and_has_no_row(runner: ConversationRunner) -> None:
