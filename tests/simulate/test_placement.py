@@ -96,9 +96,11 @@ def test_peers_of_a_sequence_share_its_activations() -> None:
 def test_the_tokens_that_were_left_are_among_a_row_s_bytes() -> None:
     whole, cut = simulation(), simulation("--module.actor.top_p=0.9", "--module.actor.top_k=64")
     plain, stored = (of.predicted.workload for of in (whole, cut))
-    # At most 64 tokens of 4 bytes at each place of a response, which has half of the longest on average.
+    # At most 64 tokens at each place of a response, which has half of the longest on average: ids of 4 bytes, and
+    # log-probabilities of 4 for a node that names them.
     more = stored.value_bytes("rollout") - plain.value_bytes("rollout")
-    assert more == 4 * 64 * plain.lengths.response
+    assert more == 8 * 64 * plain.lengths.response
+    assert stored.value_bytes("rollout", fields=["support"]) == 4 * 64 * plain.lengths.response
     assert cut.predicted.memory.training > whole.predicted.memory.training
 
 
