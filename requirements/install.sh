@@ -60,7 +60,9 @@ if ! cmp -s "$lock" "$made_from"; then
     fi
     # uv takes seconds where pip takes minutes; where it is not set up to find what pip finds, pip does it.
     uv=$(command -v "${UV:-uv}" || true)
-    [ -n "$uv" ] && "$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" --no-deps -r "$lock" || pip install --no-deps -r "$lock"
+    if [ -z "$uv" ] || ! "$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" --no-deps -r "$lock"; then
+        pip install --no-deps -r "$lock"
+    fi
     cp "$lock" "$made_from"
 fi
 

@@ -24,7 +24,7 @@ TRAINER_ARGUMENTS = {
     "enable_autolog_hparams": "the whole configuration is always logged",
     "enable_checkpointing": "give `save_every_n_steps`, or leave it out for none",
     "enable_model_summary": "`rlflow graph` shows models and nodes",
-    "enable_progress_bar": "each step is one line, of which `log_every_n_steps` prints fewer",
+    "enable_progress_bar": "a terminal shows a bar, and a file a line for each step",
     "gradient_clip_algorithm": "gradients are clipped by their norm, `gradient_clipping` of a model's `optimizer`",
     "gradient_clip_val": "give `gradient_clipping` of a model's `optimizer`",
     "inference_mode": "nodes that do not train never record gradients",

@@ -446,13 +446,14 @@ class Episode:
             end.rows.append(silent)
             end.inherited.append(0)
             end.calls.append([])
-        whole = [(*view.prompt, *view.tokens) for view in end.rows]
-        for number, (view, inherited) in enumerate(zip(end.rows, end.inherited, strict=True)):
-            if len(end.rows) > 1:
-                begun = (*view.prompt, *view.tokens[:inherited])
-                first = next(each for each, tokens in enumerate(whole) if tokens[: len(begun)] == begun)
-                begins = f", which begins with {inherited} tokens of row {first + 1}" if inherited else ""
-                view.why += f"; row {number + 1} of {len(end.rows)} of the episode{begins}"
+        if len(end.rows) > 1:
+            whole = [(*view.prompt, *view.tokens) for view in end.rows]
+            for number, (view, inherited) in enumerate(zip(end.rows, end.inherited, strict=True), 1):
+                view.why += f"; row {number} of {len(end.rows)} of the episode"
+                if inherited:
+                    begun = (*view.prompt, *view.tokens[:inherited])
+                    first = next(place for place, tokens in enumerate(whole, 1) if tokens[: len(begun)] == begun)
+                    view.why += f", which begins with {inherited} tokens of row {first}"
         return end
 
     def _row(self, turns: Sequence[Choice], trained: Sequence[bool], reward: float) -> Conversation:

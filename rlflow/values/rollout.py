@@ -286,12 +286,13 @@ class Rollout(Placed):
         per_token: dict[str, Any] = {each.name: shortened(each.of(self)) for each in every if each.cut is Cut.TOKEN}
         per_token |= {each.name: each.of(self).shortened(before - lengths) for each in every if each.per_read_token}
         places = [(row == END).cumsum(0) - (row == END).int() for row in self.support.on_host().rows()]
-        beyond = [int((place >= length).sum()) for place, length in zip(places, lengths.tolist(), strict=True)]
+        cut_off = [int((place >= length).sum()) for place, length in zip(places, lengths.tolist(), strict=True)]
+        beyond = torch.tensor(cut_off, dtype=torch.int64)  # entries of each row's support
         texts: Any = Absent("texts", "`cut` shortened the responses; generate from them, and read the texts of that")
         return replace(
             self,
             **per_token,
-            **{name: getattr(self, name).shortened(torch.tensor(beyond)) for name in NOTED},
+            **{name: getattr(self, name).shortened(beyond) for name in NOTED},
             lengths=on_device(lengths, device),
             finished=on_device(on_host(self.finished) & ~lost, device),
             inherited=on_device(torch.minimum(on_host(self.inherited), lengths), device),

@@ -100,14 +100,14 @@ def noted(logprobs: Tensor, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def by_token(support: Ragged, values: Tensor, lengths: Tensor, others: Tensor) -> Tensor:
+def by_token(support: Ragged, values: Tensor, lengths: Tensor, fill: Tensor) -> Tensor:
     """`[R, K]`: for each of R response tokens a value for each token of its support, itself last.
 
     Args:
         support: The column, on the CPU.
         values: `[sum]`, a value for each entry of the column.
         lengths: `[B]` int64, response tokens of each row, on the CPU; R is their sum.
-        others: `[R]`, the value that fills the places behind, and all places of a token without a support.
+        fill: `[R]`, the value of the places behind, and of all places of a token without a support.
     """
     ends = support.values == END
     noted = (support.lengths > 0).repeat_interleave(lengths)  # [R]
@@ -115,6 +115,6 @@ def by_token(support: Ragged, values: Tensor, lengths: Tensor, others: Tensor) -
     counts = torch.diff(ends.nonzero()[:, 0], prepend=torch.tensor([-1]))  # entries of each token, the end included
     token = noted.nonzero()[:, 0].repeat_interleave(counts)  # of the R, for each entry
     place = torch.arange(len(values)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    found = others[:, None].repeat(1, int(counts.max()))
+    found = fill[:, None].repeat(1, int(counts.max()))
     found[token, place] = values
     return found

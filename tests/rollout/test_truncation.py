@@ -60,6 +60,8 @@ def test_a_cut_response_keeps_what_belongs_to_its_tokens_and_goes_on(engine: Rol
         assert part.tolist() == whole[: len(part)].tolist()
         assert part.tolist()[-1:] == ([END] if length else [])
         assert int((part == END).sum()) == length
+    none = torch.empty(0, dtype=torch.int64)
+    assert rollout.take(none).cut(none).support_logprobs.lengths.dtype == torch.int64
     whole, part = rollout.sampler_logprobs[:, : cut.loss_mask.shape[1]], cut.sampler_logprobs
     kept = cut.loss_mask[..., None].expand_as(part)
     assert torch.equal(part[kept], whole[..., : part.shape[-1]][kept])
