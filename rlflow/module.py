@@ -363,7 +363,8 @@ class RLModule:
         name, own, truncation = self._policy(policy)
         how = own if temperature is None else temperature
         sampling = Sampling(longest, how, stop, truncation=truncation)
-        rollout = self._running().generate(rows, n, sampling, self.max_response_length, name)
+        asks = temperature is not None
+        rollout = self._running().generate(rows, n, sampling, self.max_response_length, name, asks)
         return without_truncated(rollout) if self.mask_truncated else rollout
 
     def _converse(

@@ -13,7 +13,7 @@ from typing import Literal
 from rlflow.databuffer.balance import Balance
 from rlflow.errors import UserError
 from rlflow.process.devices import accelerators
-from rlflow.values.truncation import Truncation
+from rlflow.values.truncation import SamplingSettings
 
 MOST_DEVICES = 1024  # of a machine
 MOST_NODES = 65_536
@@ -42,25 +42,6 @@ Placed = Place | list[int | str] | int | str
 """What a config may write for a role: a `Place`, or just its ranks: `0`, `1-3`, `[0, "2-3"]`."""
 
 
-@dataclass(frozen=True)
-class ValSampling(Truncation):
-    """How responses to held-out prompts are sampled. They are not trained on, so `top_p` and `min_p` need no `top_k`.
-
-    Args:
-        top_p: Sample from the smallest set of likeliest tokens with at least this total probability; 1 for all tokens.
-        top_k: Sample from this number of likeliest tokens; None for no limit.
-        min_p: Sample from tokens with at least this share of the likeliest token's probability; 0 for all tokens.
-        temperature: Temperature of sampling, above 0. A response at temperature 0 is generated in addition.
-    """
-
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.temperature < math.inf:
-            raise UserError(f"`val_sampling.temperature` is {self.temperature}; give a number above 0")
-
-
 @dataclass(eq=False)
 class Settings:
     """The arguments of `Trainer` that are numbers or choices. Each of them is defined only here.
@@ -79,8 +60,9 @@ class Settings:
         val_check_interval: Steps between validations. There is also one before the first step and one after the last.
         limit_val_batches: Maximum number of batches in a validation, each of `data.prompts_per_step` held-out prompts.
         val_samples: Responses to each held-out prompt, sampled by `val_sampling`; with 2 or more, pass@k is logged.
-        val_sampling: How validations, `rlflow test` and `rlflow predict` sample responses. None to sample them as in
-            training.
+        val_sampling: How validations, `rlflow test` and `rlflow predict` sample responses; a response at temperature 0
+            is generated in addition. None of them is trained on, so `top_p` and `min_p` need no `top_k` here. None to
+            sample them as in training.
         log_every_n_steps: Log metrics and samples once in this number of steps. Steps with a validation are always
             logged.
         log_samples: Maximum number of samples that are logged in one step.
@@ -137,7 +119,7 @@ class Settings:
     val_check_interval: int | None = None
     limit_val_batches: int | None = None
     val_samples: int = 1
-    val_sampling: ValSampling | None = None
+    val_sampling: SamplingSettings | None = None
     log_every_n_steps: int = 1
     log_samples: int = 4
     log_samples_every_n_steps: int | None = None

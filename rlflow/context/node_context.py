@@ -49,7 +49,7 @@ from rlflow.values.picture import Picture
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
-from rlflow.values.truncation import Truncation
+from rlflow.values.truncation import OwnSettings, Truncation
 
 AllRows = TypeVar("AllRows", Tensor, Ragged)
 
@@ -122,7 +122,7 @@ class NodeContext:
         trainer_state: A step (from 0) to the progress of the run, for rewards.
         reward: The module's reward; None without.
         masks: Rows of a mixture to which of them are of each dataset `[B]`, by name; empty for one dataset.
-        longest: Rows of the dataset to the tokens of the longest response to each; None for the module's.
+        own_settings: Rows of the dataset to what the dataset of each sets for its responses; empty for one dataset.
         scored_as_made: Nodes that generate, and whose responses a node on this rank may score as they were made: the
             reward may begin to score them as they end.
         memories: Record of what nodes gave to the module's `PromptMemory` objects.
@@ -150,7 +150,7 @@ class NodeContext:
     trainer_state: Callable[[int], TrainerState] = TrainerState
     reward: Reward | None = None
     masks: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]] = lambda rows: {}
-    longest: Callable[[Sequence[Mapping[str, Any]]], Sequence[int | None]] = lambda rows: [None] * len(rows)
+    own_settings: Callable[[Sequence[Mapping[str, Any]]], Sequence[OwnSettings]] = lambda rows: []
     scored_as_made: frozenset[str] = frozenset()
     memories: MemoryUpdates = field(init=False)
     running: Running | None = field(default=None, init=False)
@@ -186,7 +186,9 @@ class NodeContext:
         """`name` if the node is marked to generate with this policy; for None the only policy of its `generates`."""
         return policy_of(self._outside_training("generate").node, name)
 
-    def generate(self, rows: Any, n: int, sampling: Sampling, longest: int, policy: str) -> Rollout:
+    def generate(
+        self, rows: Any, n: int, sampling: Sampling, longest: int, policy: str, at_temperature: bool = False
+    ) -> Rollout:
         """Sample `n` responses to each prompt, or `n` continuations of each response, with this rank's engine.
 
         The seed of a response follows from the run's seed, the draw, the node, the row that is answered and the
@@ -201,6 +203,7 @@ class NodeContext:
             sampling: Tokens of the response, or of the continuation alone; temperature; further stop tokens.
             longest: Tokens of a continued response in all; not used for prompts.
             policy: Name of the policy, as `policy` gave it.
+            at_temperature: Whether the node asks for a temperature, which then holds for all datasets.
 
         Returns:
             `B * n` rows on the context's device, fewer where responses were copied. With `trainer.partial_rollout` some
@@ -215,8 +218,10 @@ class NodeContext:
         parents = parents_of(rows, now.node, own)
         if isinstance(rows, Rollout):
             require_own_rows(rows, now.node, policy, self.writers, cut_off=now.part is not None)
-        of_dataset = self.longest(rows.rows) if parents.depth == 1 or isinstance(rows, Rollout) else ()
-        if isinstance(rows, Rollout) and any(of_dataset):
+        own_settings = self.own_settings(rows.rows) if parents.depth == 1 or isinstance(rows, Rollout) else []
+        if at_temperature:
+            own_settings = [replace(each, sampling=None) for each in own_settings]
+        if isinstance(rows, Rollout) and any(each.max_tokens for each in own_settings):
             raise UserError(
                 f"node `{now.node.id}` continues responses, and a dataset has a `max_response_length` of its own, at"
                 " which they were cut; leave that out"
@@ -240,7 +245,7 @@ class NodeContext:
             longest=longest,
             longest_prompt=self.longest_prompt,
             pictures=pictures_of(rows, self.album),
-            of_prompts=of_dataset,
+            of_prompts=own_settings,
             on_end=None if early is None else partial(early.add, messages=[]),
         )
         now.calls.add(callers, rollout)

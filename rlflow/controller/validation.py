@@ -108,6 +108,8 @@ def score_responses(run: Run, version: int, done: int, on_scored: Scored | None 
     path = RowPath(ids[:, None], (BATCH,))
     sampled = held_out_sampling(run)
     greedy = replace(sampled, temperature=0.0)
+    own = loader.own_settings(batch.rows)
+    of_prompts = {"val": own, "val_greedy": [replace(each, sampling=None) for each in own]}
     for prefix, sampling, n in (("val", sampled, run.settings.val_samples), ("val_greedy", greedy, 1)):
         ended: list[Conversation] = []
         if environment is None:
@@ -123,7 +125,7 @@ def score_responses(run: Run, version: int, done: int, on_scored: Scored | None 
                 version=version,
                 decode=run.decode,
                 pictures=pictures_of(batch, run.album),
-                of_prompts=loader.longest(batch.rows),
+                of_prompts=of_prompts[prefix],
             )
         else:
             assert run.context.conversations is not None

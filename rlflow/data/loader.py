@@ -38,6 +38,7 @@ from rlflow.values.batch import Batch, Pairs
 from rlflow.values.path import hashed
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
+from rlflow.values.truncation import OwnSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -214,9 +215,9 @@ class Loader:
         """For each dataset of a mixture by name, which of these rows are of it: `[N]` bool; empty for one dataset."""
         return self._source.masks(rows) if isinstance(self._source, Mixture) else {}
 
-    def longest(self, rows: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        """Tokens of the longest response to each of these rows, where its dataset in a mixture says so."""
-        return self._source.longest(rows) if isinstance(self._source, Mixture) else [None] * len(rows)
+    def own_settings(self, rows: Sequence[Mapping[str, Any]]) -> list[OwnSettings]:
+        """What the dataset of each of these rows sets for its responses, in a mixture; else an empty list."""
+        return self._source.own_settings(rows) if isinstance(self._source, Mixture) else []
 
     def check_gold(self) -> None:
         """Score the gold answers of some rows of each dataset, spread over it; see `rlflow.rewards.gold.check_gold`."""

@@ -22,6 +22,7 @@ from rlflow.data.sources import DataLike, Source, as_source
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
 from rlflow.errors import UserError
+from rlflow.values.truncation import OwnSettings, SamplingSettings
 
 Shuffle = Callable[[Tensor, int, str], Tensor]
 
@@ -40,6 +41,9 @@ class MixedDataset:
             `{prompt}` is the column `prompt`.
         max_response_length: Tokens after which responses to these prompts are cut, at most the module's own limit. None
             for the module's limit.
+        sampling: How responses to these prompts are sampled, in place of the policy's temperature, `top_p`, `top_k` and
+            `min_p`, and of `trainer.val_sampling`. Losses are computed at the same temperature and over the same
+            tokens. None for those settings.
     """
 
     data: DataLike
@@ -47,6 +51,7 @@ class MixedDataset:
     prompt: str | None = None
     template: str | None = None
     max_response_length: int | None = None
+    sampling: SamplingSettings | None = None
 
     def __post_init__(self) -> None:
         if self.max_response_length is not None and self.max_response_length < 1:
@@ -156,10 +161,14 @@ class Mixture(Source):
             name: torch.tensor([row.get(self.column) == name for row in rows], dtype=torch.bool) for name in self.names
         }
 
-    def longest(self, rows: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        """Tokens of the longest response to each of these rows; None for the module's."""
-        limits = {name: each.max_response_length for name, each in self.datasets.items()}
-        return [limits.get(str(row.get(self.column))) for row in rows]
+    @property
+    def settings(self) -> dict[str, OwnSettings]:
+        """What each dataset sets for the responses to its prompts, by name."""
+        return {name: OwnSettings(each.max_response_length, each.sampling) for name, each in self.datasets.items()}
+
+    def own_settings(self, rows: Sequence[Mapping[str, Any]]) -> list[OwnSettings]:
+        """What the dataset of each of these rows sets for its responses."""
+        return [self.settings.get(str(row.get(self.column)), OwnSettings()) for row in rows]
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """These rows `[N]` int64, ascending, by dataset."""
@@ -255,6 +264,11 @@ class Mixture(Source):
                 )
             row["prompt"] = write_template(each.template, own, column)
         return row
+
+
+def settings_of(source: Any) -> dict[str, OwnSettings]:
+    """What each dataset of a mixture sets for the responses to its prompts, by name; empty for another source."""
+    return source.settings if isinstance(source, Mixture) else {}
 
 
 def apportioned(weights: Sequence[float], total: int) -> list[int]:

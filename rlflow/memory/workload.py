@@ -12,6 +12,7 @@ import torch
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node, engine_of
 from rlflow.dag.planner import Plan
+from rlflow.data.mixture import settings_of
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.memory.role import LoadedRole, loaded_role
@@ -264,7 +265,9 @@ def workload_of(
         )
         for name, size in sizes.items()
     }
-    policies = [each for name in graph.policies() if isinstance(each := models[name], CausalLM)]
+    policies = [each for name in graph.policies() if isinstance(each := models[name], CausalLM) and each.trainable]
+    of_datasets = [each.sampling for each in settings_of(data.train).values() if each.sampling]
+    cuts = [each.truncation for each in policies] + (of_datasets if policies else [])
     return Workload(
         graph=graph,
         plan=plan,
@@ -281,7 +284,7 @@ def workload_of(
         lengths=lengths,
         moves_rows=moves_rows,
         share_prefixes=strategy.share_prefixes,
-        support=max((each.top_k or 0 for each in policies if each.trains_on_support), default=0),
+        support=max((each.top_k or 0 for each in cuts), default=0),
     )
 
 

@@ -24,10 +24,10 @@ from rlflow.models.packing import PICTURES, ModelInput, columns_of, response_mas
 from rlflow.models.weights import in_buckets
 from rlflow.values.batch import TokenRows
 from rlflow.values.cuts import PerSample, PerToken
-from rlflow.values.host_copy import rows_at
+from rlflow.values.host_copy import on_host, rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
-from rlflow.values.truncation import SUPPORT, Truncation
+from rlflow.values.truncation import SUPPORT, TEMPERATURE, Truncation
 
 HOTTEST = 1e4  # highest temperature; logits divided by its inverse, the lowest, are still finite in float16
 
@@ -43,6 +43,7 @@ class CausalLM(ModelHandle):
         trainable: Whether the model is trained. A frozen model has no optimizer and no gradients.
         optimizer: How the model is trained; a trainable model without this argument has `Optimizer()`.
         temperature: Temperature of sampling, in validation too. All logits are divided by it before they are scored.
+            A dataset of a mixture may set another one for its rows, see `MixedDataset`.
         top_p: Sample from the smallest set of likeliest tokens with at least this total probability, in validation too;
             1 for all tokens. Rows are scored over the tokens from which they were sampled, see `Truncation`.
         top_k: Sample from this number of likeliest tokens; None for no limit. A policy that is trained needs it with
@@ -64,6 +65,7 @@ class CausalLM(ModelHandle):
     Attributes:
         watch: Called with the rows and the log-probabilities `[B, T]` of all responses that are scored.
         reads_support: Whether rows of the run may have been sampled from a part of the vocabulary; set before the run.
+        reads_temperature: Whether rows of the run may have a temperature of their own; set before the run.
     """
 
     loss_aggregation: Aggregation | None = field(default=None, init=False)  # None: a CausalLM has that of the module
@@ -85,7 +87,7 @@ class CausalLM(ModelHandle):
             raise UserError(f"`moe` is given for {self.model!r}, which is frozen; set `trainable` or leave it out")
         Truncation(self.top_p, self.top_k, self.min_p)  # refuses impossible settings
         self.watch: Callable[[Tokens, Tensor], None] = _ignore
-        self.reads_support = False
+        self.reads_support = self.reads_temperature = False
         self._generator: Callable[..., Any] | None = None
         self._converser: Callable[..., Any] | None = None
         self._routed: list[tuple[Routing, ModelInput]] = []  # training forwards not yet taken by `take_routed`
@@ -198,8 +200,8 @@ class CausalLM(ModelHandle):
 
         def score(own: Tokens, _: object) -> tuple[ModelInput, tuple[Tensor, ...]]:
             support = supports(own)
-            readout = () if support is None else (over_support,)
-            return self._forward_pass(own, self.temperature, *readout, beside=support)
+            readout = () if support is None else (over_support, support)
+            return self._forward_pass(own, self._temperature_of(own), *readout)
 
         logprobs, entropy = self._by_micro_batch(rows, score)
         self.watch(rows, logprobs)
@@ -219,7 +221,7 @@ class CausalLM(ModelHandle):
         width = 0 if every is None else every.shape[1]
 
         def score(own: Tokens, _: object) -> tuple[ModelInput, tuple[Tensor, ...]]:
-            read, values = self._forward_pass(own, self.temperature, of_support, beside=supports(own))
+            read, values = self._forward_pass(own, self._temperature_of(own), of_support, supports(own))
             logprobs, entropy, of_each = values
             return read, (logprobs, entropy, nn.functional.pad(of_each, (0, width - of_each.shape[1])))
 
@@ -329,12 +331,23 @@ class CausalLM(ModelHandle):
             with torch.no_grad():
                 # Nodes wrote other prompts, which have no pictures.
                 read = tokens_alone(own) if prompts is None else TokenRows(prompts, own.response_ids, own.lengths)
-                _, (theirs,) = other._forward_pass(read, other.temperature, keep)
-            return self._forward_pass(own, self.temperature, compare, beside=theirs)
+                _, (theirs,) = other._forward_pass(read, other._temperature_of(own), keep)
+            return self._forward_pass(own, self._temperature_of(own), compare, theirs)
 
         kl, logprobs = self._by_micro_batch(rows, both_passes, given)
         self.watch(rows, logprobs)
         return kl
+
+    def _temperature_of(self, rows: Tokens) -> float | Tensor:
+        """The temperature at which a row was sampled where it has one of its own, and else the model's.
+
+        Returns:
+            `[R]` float64, for each response token; a number if no row has one of its own.
+        """
+        own = columns_of(rows).get(TEMPERATURE) if self.reads_temperature else None
+        if not isinstance(own, Tensor) or not bool((own := on_host(own)).any()):
+            return self.temperature
+        return own.masked_fill(own == 0, self.temperature).repeat_interleave(on_host(rows.lengths))
 
     def _check_kl(self, rows: Tokens, other: CausalLM, given: Ragged | None, over: str) -> None:
         if other.trainable:
@@ -359,7 +372,7 @@ class CausalLM(ModelHandle):
             if asked is not None:
                 places = response_mask(own).flatten().nonzero().flatten()  # on the host: no device is waited for
                 asked = rows_at(asked.flatten(0, 1), places)
-            return self._forward_pass(own, self.temperature, partial(of_tokens, top), beside=asked)
+            return self._forward_pass(own, self._temperature_of(own), partial(of_tokens, top), asked)
 
         logprobs, *found = self._by_micro_batch(rows, score, ids)
         self.watch(rows, logprobs)
@@ -442,8 +455,9 @@ class CausalLM(ModelHandle):
     def model_inputs(self) -> tuple[str, ...]:
         """See `ModelHandle.model_inputs`."""
         replays = self.trainable and self.moe is not None and self.moe.routing_replay
-        support = (SUPPORT,) if self.reads_support else ()
-        return (*super().model_inputs, *(("experts",) if replays else ()), *support)
+        sampled = {SUPPORT: self.reads_support, TEMPERATURE: self.reads_temperature}
+        read = [name for name, reads in sampled.items() if reads]
+        return (*super().model_inputs, *(("experts",) if replays else ()), *read)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -532,12 +546,10 @@ class WithoutAdapters(CausalLM):
         assert self.owner._forward is not None, "the owner is set up first"
         self.attach(self.owner._forward, self.owner.plan)
 
-    def _forward_pass(
-        self, rows: Tokens, *arguments: object, beside: Tensor | None = None
-    ) -> tuple[ModelInput, tuple[Tensor, ...]]:
+    def _forward_pass(self, rows: Tokens, *arguments: object) -> tuple[ModelInput, tuple[Tensor, ...]]:
         assert self._forward is not None, "attach comes first"
         with adapters_off(self._forward):
-            return super()._forward_pass(rows, *arguments, beside=beside)
+            return super()._forward_pass(rows, *arguments)
 
 
 class Averaged(CausalLM):
@@ -614,7 +626,7 @@ class TokenHead(nn.Module):
         self,
         hidden: Tensor,
         targets: Tensor,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         readout: Readout | None = None,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
@@ -623,7 +635,7 @@ class TokenHead(nn.Module):
         Args:
             hidden: `[N, H]`, hidden states.
             targets: `[N]` int64.
-            temperature: Temperature that divides the logits.
+            temperature: Temperature that divides the logits; or `[N]`, one for each token.
             readout: Function to compute instead of the two.
             beside: `[N, ...]`, a further argument of the readout, such as tokens to score at each place; None for none.
         """
@@ -632,8 +644,8 @@ class TokenHead(nn.Module):
             return readout(hidden, self.weight, targets, softmax, beside)
         return token_logprobs(hidden, self.weight, targets, softmax)
 
-    def softmax_at(self, temperature: float) -> Softmax:
-        """The layer's softmax at a temperature."""
+    def softmax_at(self, temperature: float | Tensor) -> Softmax:
+        """The layer's softmax at a temperature, or at one for each token."""
         return replace(self.softmax, temperature=temperature)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -400,24 +400,24 @@ class ModelHandle(ABC):
         order = on_device(torch.cat(parts).argsort(), home)
         return tuple(torch.cat(values)[order] for values in zip(*found, strict=True))
 
-    def _forward_pass(
-        self, rows: Tokens, *arguments: object, beside: Tensor | None = None
-    ) -> tuple[ModelInput, tuple[Tensor, ...]]:
+    def _forward_pass(self, rows: Tokens, *arguments: object) -> tuple[ModelInput, tuple[Tensor, ...]]:
         """One forward pass over `rows`: the input that this rank read, and the values `[R, ...]` of the whole line.
 
         Args:
             rows: Rows of the forward pass.
-            arguments: Further arguments of the output layer's forward.
-            beside: `[R, ...]`, a further tensor with an entry for each scored token, see `ModelInput.beside`; or None.
+            arguments: Further arguments of the output layer's forward. A tensor is `[R, ...]`, with an entry for each
+                scored token; a rank that scores a part of them gets its entries.
         """
         assert self._forward is not None, "attach comes first"
         self._check_pictures(rows)
         peers = self.plan.peers
+        beside = tuple(each for each in arguments if isinstance(each, Tensor))
         parts = replace(self.plan.model_input(rows), beside=beside).divide(peers.size)
         read = parts[peers.rank].to(next(self._forward.parameters()).device)
-        last = () if read.beside is None else (read.beside,)
+        own = iter(read.beside)
+        last = [next(own) if isinstance(each, Tensor) else each for each in arguments]
         more = {"routing": self._routing(read), "prefixes": read.prefixes, "pictures": read.pictures}
-        values = self._forward(*read.arguments(), *arguments, *last, **more)
+        values = self._forward(*read.arguments(), *last, **more)
         return read, read.in_order(peers.gather(values, [len(part.scored) for part in parts]))
 
     def _check_pictures(self, rows: Tokens) -> None:

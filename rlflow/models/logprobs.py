@@ -7,7 +7,7 @@ exist for one chunk of tokens at a time. The backward pass computes them a secon
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,14 +44,14 @@ class Softmax:
     """How an output layer's products z become a distribution: `softmax(cap * tanh(scale * z / cap) / temperature)`.
 
     Attributes:
-        temperature: Temperature that divides the logits; above 0.
+        temperature: Temperature that divides the logits, above 0; or `[N]`, one for each token.
         scale: Factor on the products.
         cap: Bound of the logits; None for `scale * z` without a bound.
         wide: Compute the products in float32 at least, also of bfloat16 states (MiniMax-M1, arXiv 2506.13585, section
             3.2; ScaleRL, arXiv 2510.13786). A float32 copy of the weight exists meanwhile.
     """
 
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
     scale: float = 1.0
     cap: float | None = None
     wide: bool = False
@@ -96,8 +96,14 @@ class Softmax:
             logits = torch.where(support[:, :1] < 0, logits, inside)
         return logits.log_softmax(1)
 
+    def at(self, chunk: slice) -> Softmax:
+        """The softmax of these of the tokens."""
+        return replace(self, temperature=self.temperature[chunk]) if isinstance(self.temperature, Tensor) else self
+
     def over_temperature(self, values: Tensor) -> Tensor:
-        """`values` divided by the temperature in place."""
+        """`values` `[n, V]` divided by the temperature in place."""
+        if isinstance(self.temperature, Tensor):
+            return values.div_(self.temperature.to(values.dtype)[:, None])
         return values if self.temperature == 1.0 else values.div_(self.temperature)
 
 
@@ -211,7 +217,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for i in range(0, number, ctx.rows):
             chunk = slice(i, i + ctx.rows)
             within = None if support is None else support[chunk]
-            everything = softmax.logprobs(softmax.logits(hidden[chunk], output_weight, dtype), within)  # [n, V]
+            here = softmax.at(chunk)
+            everything = here.logprobs(here.logits(hidden[chunk], output_weight, dtype), within)  # [n, V]
             if top:
                 tokens[chunk, known:] = everything.topk(top, dim=1).indices
             logprobs[chunk] = everything.gather(1, tokens[chunk])
@@ -230,7 +237,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_entropy = grads[1]
 
         def logprobs_of(chunk: slice, logits: Tensor) -> Tensor:
-            return softmax.logprobs(logits, None if support is None else support[chunk])
+            return softmax.at(chunk).logprobs(logits, None if support is None else support[chunk])
 
         def logits_gradient(chunk: slice, logprobs: Tensor) -> Tensor:
             probs, of_tokens = logprobs.exp(), grad_logprobs[chunk]
@@ -294,7 +301,7 @@ class _DividedLogprobs(torch.autograd.Function):
         ctx.rows, ctx.softmax, ctx.group = _tokens_of_chunk(chunk_elements, hidden.device, len(weight)), softmax, group
         for i in range(0, len(hidden), ctx.rows):
             chunk = slice(i, i + ctx.rows)
-            z = softmax.over_temperature(softmax.logits(hidden[chunk], output_weight, dtype))  # [n, V']
+            z = softmax.at(chunk).over_temperature(softmax.logits(hidden[chunk], output_weight, dtype))  # [n, V']
             own[chunk, 3] = z.gather(1, places[chunk, None])[:, 0] * here[chunk]
             own[chunk, 0] = largest = z.amax(1)
             powers = z.sub_(largest[:, None]).exp()
@@ -321,7 +328,7 @@ class _DividedLogprobs(torch.autograd.Function):
         softmax: Softmax = ctx.softmax
 
         def logprobs_of(chunk: slice, logits: Tensor) -> Tensor:
-            return softmax.over_temperature(logits).sub_(log_z[chunk, None])
+            return softmax.at(chunk).over_temperature(logits).sub_(log_z[chunk, None])
 
         def logits_gradient(chunk: slice, logprobs: Tensor) -> Tensor:
             probs, of_targets = logprobs.exp(), grad_logprobs[chunk, None]
@@ -365,11 +372,11 @@ def _gradients(
         read = hidden[chunk].to(weight.dtype)
         logits = softmax.logits(read, weight, dtype)
         derivative = softmax.derivative(logits)
-        logprobs = softmax.logprobs(logits) if logprobs_of is None else logprobs_of(chunk, logits)
+        logprobs = softmax.at(chunk).logprobs(logits) if logprobs_of is None else logprobs_of(chunk, logits)
         del logits
         grad = logits_gradient(chunk, logprobs)
         del logprobs
-        grad = softmax.over_temperature(grad)
+        grad = softmax.at(chunk).over_temperature(grad)
         if softmax.cap is not None or softmax.scale != 1.0:
             grad = grad.mul_(derivative)
         grad = grad.to(weight.dtype)
@@ -443,9 +450,9 @@ class _TokenKL(torch.autograd.Function):
         ctx.rows = _tokens_of_chunk(chunk_elements, hidden.device, 2 * len(weight))
         for i in range(0, len(targets), ctx.rows):
             chunk = slice(i, i + ctx.rows)
-            log_p = softmax.logprobs(softmax.logits(hidden[chunk], own, dtype))  # [n, V]
+            log_p = softmax.at(chunk).logprobs(softmax.logits(hidden[chunk], own, dtype))  # [n, V]
             logprobs[chunk] = log_p.gather(1, targets[chunk, None])[:, 0]
-            log_q = other_softmax.logprobs(other_softmax.logits(other_hidden[chunk], other, dtype))
+            log_q = other_softmax.at(chunk).logprobs(other_softmax.logits(other_hidden[chunk], other, dtype))
             if over_other:
                 kl[chunk] = log_p.sub_(log_q).neg_().mul_(log_q.exp_()).sum(1)
             else:
@@ -462,7 +469,8 @@ class _TokenKL(torch.autograd.Function):
         other = other_weight.to(ctx.other_softmax.products_in(other_hidden))
 
         def logits_gradient(chunk: slice, log_p: Tensor) -> Tensor:
-            log_q = ctx.other_softmax.logprobs(ctx.other_softmax.logits(other_hidden[chunk], other, kl.dtype))
+            theirs: Softmax = ctx.other_softmax.at(chunk)
+            log_q = theirs.logprobs(theirs.logits(other_hidden[chunk], other, kl.dtype))
             if ctx.over_other:
                 grad = log_p.exp_().sub_(log_q.exp_())
             else:

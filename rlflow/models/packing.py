@@ -86,8 +86,8 @@ class ModelInput:
         columns: Other columns that the model reads, by name: `[N, ...]` with an entry for each token of the line,
             `[R, ...]` with one for each response token, or all entries of the rows. Of `pictures` `[N]`, a number for
             each token, equal in rows with the same pictures. Empty where the line is divided.
-        beside: `[R, ...]`, a further argument of the output layer with an entry for each scored token, such as tokens
-            to score there; None for none.
+        beside: `[R, ...]` each, further arguments of the output layer with an entry for each scored token, such as
+            tokens to score there.
         prefixes: The tokens of the line that each row sees, if rows share tokens; else None.
         pictures: The pictures of the rows, for a model that reads pictures; else None.
         order: `[R]` int64, in a part of a divided line: for each scored token, row by row, the place of its value among
@@ -103,7 +103,7 @@ class ModelInput:
     mask: Tensor
     useful_tokens: int
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    beside: Tensor | None = None
+    beside: tuple[Tensor, ...] = ()
     prefixes: Prefixes | None = None
     pictures: PicturesRead | None = None
     order: Tensor | None = None
@@ -153,7 +153,7 @@ class ModelInput:
                 targets=self.targets[inside[part]],
                 mask=self.mask,
                 useful_tokens=min(max(self.useful_tokens - part * length, 0), length),
-                beside=None if self.beside is None else rows_at(self.beside, inside[part]),
+                beside=tuple(rows_at(each, inside[part]) for each in self.beside),
                 prefixes=None if self.prefixes is None else self.prefixes.padded(total, len(padding)),
                 order=None if self.prefixes is None else torch.cat(inside).argsort(),
             )

@@ -188,7 +188,7 @@ class RowsOfTokenHead(TokenHead):
         self,
         hidden: Tensor,
         targets: Tensor,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         readout: Readout | None = None,
         beside: Tensor | None = None,
     ) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from rlflow.models.moe import ROUTER_BIAS
 from rlflow.models.pictures import PictureProcessor
 from rlflow.models.weights import fingerprint
 from rlflow.values.picture import Picture
-from rlflow.values.truncation import Truncation
+from rlflow.values.truncation import SamplingSettings, Truncation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,6 +41,8 @@ class Sampling:
             Three responses that continue others of 2, 5 and 0 tokens to at most 8 have `max_tokens` 8 and the limits
             `(6, 3, 8)`.
         truncation: Which tokens are sampled from. A temperature of 0 takes the likeliest token all the same.
+        of_prompts: Settings of each prompt in place of `temperature` and `truncation`, None for a prompt that has none
+            of its own; None where no prompt has.
     """
 
     max_tokens: int
@@ -48,6 +50,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     limits: tuple[int, ...] | None = None
     truncation: Truncation = ALL
+    of_prompts: tuple[SamplingSettings | None, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -71,6 +74,16 @@ class Sampling:
     def limits_of(self, prompts: int) -> tuple[int, ...]:
         """The longest response to each of so many prompts."""
         return (self.max_tokens,) * prompts if self.limits is None else self.limits
+
+    def each(self, prompts: int) -> tuple[Sampling, ...]:
+        """How each of so many prompts is sampled, but for its longest response; equal objects are the same."""
+        common = replace(self, limits=None, of_prompts=None)
+        own = self.of_prompts or (None,) * prompts
+        known = {
+            of_it: common if of_it is None else replace(common, temperature=of_it.temperature, truncation=of_it)
+            for of_it in own
+        }
+        return tuple(known[of_it] for of_it in own)
 
 
 @dataclass(frozen=True)
@@ -339,7 +352,7 @@ class RolloutEngine(ABC):
         Args:
             prompts: Token ids, one list for each response. A picture has the ids of its expansion.
             seeds: Seeds, one for each prompt, see `sampling_seed`.
-            sampling: Settings of sampling, for all prompts.
+            sampling: Settings of sampling, for all prompts; `Sampling.each` has those of each prompt.
             version: The policy version that must generate.
             pictures: Pictures of each prompt, in the order of their places. It is not passed if no prompt has pictures,
                 so an engine for text alone needs no such parameter.
@@ -358,7 +371,7 @@ class RolloutEngine(ABC):
 
         Args:
             new: New turns, by numbers that no turn in progress has.
-            sampling: Settings of sampling, for all turns. Each turn has its own length limit.
+            sampling: Settings of sampling, for turns that have none of their own. Each turn has its own length limit.
             version: The policy version that must generate.
 
         Raises:
@@ -366,8 +379,8 @@ class RolloutEngine(ABC):
         """
         if not new:
             return {}
-        limits = tuple(turn.longest for turn in new.values())
-        of_each = replace(sampling, max_tokens=max(limits), limits=limits)
+        limits, own = (tuple(each) for each in zip(*((turn.longest, turn.own) for turn in new.values()), strict=True))
+        of_each = replace(sampling, max_tokens=max(limits), limits=limits, of_prompts=own)
         prompts, seeds = [turn.prompt for turn in new.values()], [turn.seed for turn in new.values()]
         pictures = [turn.pictures for turn in new.values()]
         completions = self.generate(prompts, seeds, of_each, version, **picture_argument(pictures))
@@ -385,8 +398,8 @@ class RolloutEngine(ABC):
 
         Arguments and errors are those of `generate`. If an engine does not override `step`, all responses end together.
         """
-        limits = sampling.limits_of(len(prompts))
-        asked = zip(prompts, seeds, limits, pictures or [()] * len(prompts), strict=True)
+        limits, none = sampling.limits_of(len(prompts)), [None] * len(prompts)
+        asked = zip(prompts, seeds, limits, pictures or [()] * len(prompts), sampling.of_prompts or none, strict=True)
         new = {place: Turn(*turn) for place, turn in enumerate(asked)}
         left = len(new)
         while left:
@@ -438,12 +451,14 @@ class Turn:
         seed: See `sampling_seed`.
         longest: Tokens of the response, at most.
         pictures: Pictures of the prompt, in the order of their places.
+        own: Settings of the prompt in place of those of the step; None for those of the step.
     """
 
     prompt: Sequence[int]
     seed: int
     longest: int
     pictures: Sequence[Picture] = ()
+    own: SamplingSettings | None = None
 
 
 def picture_argument(pictures: Sequence[Sequence[Picture]]) -> dict[str, Any]:

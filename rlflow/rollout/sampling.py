@@ -23,7 +23,7 @@ from rlflow.values.path import RowPath, hashed
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
-from rlflow.values.truncation import END, NOTED, SUPPORT
+from rlflow.values.truncation import END, NOTED, SUPPORT, OwnSettings
 
 
 def sample(
@@ -44,7 +44,7 @@ def sample(
     longest: int | None = None,
     longest_prompt: int | None = None,
     pictures: Sequence[Sequence[Picture]] = (),
-    of_prompts: Sequence[int | None] = (),
+    of_prompts: Sequence[OwnSettings] = (),
     on_end: Callable[[int, str, dict[str, Any]], None] | None = None,
 ) -> Rollout:
     """Generate `n` responses to each prompt, or `n` continuations of each response, with the policy `version`.
@@ -80,8 +80,8 @@ def sample(
             `sampling.max_tokens` at most.
         longest_prompt: Tokens of the longest prompt, for which memory is planned; None for any.
         pictures: Pictures of the `B` prompts, in the order of their places; empty where no prompt has any.
-        of_prompts: Tokens of the longest response to each of the `B` prompts, at most `sampling.max_tokens`, which is
-            meant by None; empty where all have that.
+        of_prompts: What each of the `B` prompts has in place of `sampling`, at most `sampling.max_tokens` tokens; empty
+            where no prompt has anything.
         on_end: Called with each response that has ended, while others are generated: the number of its row, its text
             and its row of the dataset. None for nothing.
 
@@ -113,11 +113,12 @@ def sample(
             begun = replace(begun, pictures=rows.pictures.on_host().take(parent))
         if part is not None and part.begun is not None:
             begun = _begun_before(part.begun, begun)
-    own = [each or most for each in of_prompts] or [most] * len(parents)
+    of_rows = [of_prompts[i] for i in parent.tolist()] if of_prompts else [OwnSettings()] * len(parent)
+    own = [each.sampling for each in of_rows]
+    has_own = any(each is not None for each in own)
+    longest_of_rows = torch.tensor([each.max_tokens or most for each in of_rows], dtype=torch.int64)
     room = (
-        (torch.tensor(own, dtype=torch.int64).clamp(max=most)[parent] - begun.lengths)
-        .clamp(min=0)
-        .masked_fill(begun.finished, 0)
+        (longest_of_rows.clamp(max=most) - begun.lengths).clamp(min=0).masked_fill(begun.finished, 0)
     )  # [B * n], none where it has ended
     limits = room.clamp(max=sampling.max_tokens if part is None else part.max_tokens)
     read = [prompt.tolist() + _tokens(begun, row) for row, prompt in enumerate(every_prompt.rows())]
@@ -125,7 +126,12 @@ def sample(
     texts: dict[int, str] = {}
     for some in _together(limits, at_once=part is None):
         of_each = tuple(limits[some].tolist())
-        how = replace(sampling, max_tokens=max(of_each), limits=of_each if len({*of_each}) > 1 else None)
+        how = replace(
+            sampling,
+            max_tokens=max(of_each),
+            limits=of_each if len({*of_each}) > 1 else None,
+            of_prompts=tuple(own[row] for row in some) if has_own else None,
+        )
         asked = [read[row] for row in some], [seeds[row] for row in some], how, version
         seen = picture_argument([pictures[int(parent[row])] for row in some] if pictures else ())
         if on_end is None:
@@ -137,6 +143,9 @@ def sample(
             texts[row] = decode([*_tokens(begun, row), *completion.token_ids])
             on_end(row, texts[row], begun.rows[row])
     rollout = _extended(begun, completions, version)
+    if has_own:
+        temperatures = [0.0 if each is None else each.temperature for each in own]
+        rollout = replace(rollout, temperature=torch.tensor(temperatures, dtype=torch.float64))
     return replace(
         rollout,
         texts=[texts[row] if row in texts else decode(_tokens(rollout, row)) for row in range(len(read))],

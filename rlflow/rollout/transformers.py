@@ -178,7 +178,8 @@ class TransformersEngine(InProcessEngine):
         by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))  # little padding in a batch
         for start in range(0, len(prompts), self.max_batch):
             rows = by_length[start : start + self.max_batch]
-            of_batch = replace(sampling, limits=tuple(limits[row] for row in rows))
+            own = None if sampling.of_prompts is None else tuple(sampling.of_prompts[row] for row in rows)
+            of_batch = replace(sampling, limits=tuple(limits[row] for row in rows), of_prompts=own)
             seen = [pictures[row] for row in rows] if pictures else []
             batch = self._generate_batch([prompts[row] for row in rows], [seeds[row] for row in rows], of_batch, seen)
             yield from ((rows[place], completion) for place, completion in batch)
@@ -203,7 +204,10 @@ class TransformersEngine(InProcessEngine):
         logprobs = torch.zeros(size, steps, device=self._device)
         finished = torch.zeros(size, dtype=torch.bool, device=self._device)
 
-        notes_support = sampling.notes_support(self._most_kept)
+        each = sampling.each(size)
+        distinct = [*dict.fromkeys(each)]
+        kind = torch.tensor([distinct.index(how) for how in each], device=self._device)  # [B]
+        notes_support = [how.notes_support(self._most_kept) for how in each]
         rows = torch.arange(size, device=self._device)  # those still in the batch
         ids, mask = (x.to(self._device) for x in _left_padded(prompts))  # [b, P]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -221,12 +225,13 @@ class TransformersEngine(InProcessEngine):
             numbers = rows.tolist()
             for row, of_row in zip(numbers, _experts_of(routings, mask), strict=False):
                 experts[row].append(of_row)
-            chosen, of_all = _sample(logits, sampling, draws[rows, step])  # [b], [b, V]
+            chosen, of_all = _sample_each(logits, distinct, kind[rows], draws[rows, step])  # [b], [b, V]
             tokens[rows, step] = chosen
             logprobs[rows, step] = of_all.gather(-1, chosen[:, None])[:, 0]
-            if notes_support:
-                for row, entries in zip(numbers, noted(of_all, chosen), strict=True):
-                    support[row].append(entries)
+            places = [place for place, row in enumerate(numbers) if notes_support[row]]
+            if places:
+                for place, entries in zip(places, noted(of_all[places], chosen[places]), strict=True):
+                    support[numbers[place]].append(entries)
             stopped = torch.isin(chosen, stops) & ~finished[rows] & (step < limits[rows])
             finished[rows[stopped]] = True
 
@@ -235,7 +240,7 @@ class TransformersEngine(InProcessEngine):
             for row in sorted(growing - still):  # this step's token is their last
                 ids_of_row, logprobs_of_row = (x[row, : step + 1].tolist() for x in (tokens, logprobs))
                 columns = self._columns(experts[row], len(prompts[row]) + step)
-                if notes_support:
+                if notes_support[row]:
                     columns |= {
                         name: torch.cat(parts).numpy()
                         for name, parts in zip(NOTED, zip(*support[row], strict=True), strict=True)
@@ -425,6 +430,17 @@ def _experts_of(routings: Sequence[Routing], mask: Tensor) -> list[Tensor]:
     of_parts = [routing.own.unflatten(0, (len(mask), -1)) for routing in routings]  # [b, n, layers, k]
     new = torch.cat(of_parts, dim=1)
     return [of_row[there] for of_row, there in zip(new, mask[:, -new.shape[1] :].bool(), strict=True)]
+
+
+def _sample_each(logits: Tensor, settings: Sequence[Sampling], kind: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_sample`, where `kind` `[B]` says which of the settings each row has."""
+    if len(settings) == 1:
+        return _sample(logits, settings[0], draws)
+    chosen, logprobs = torch.empty_like(kind), torch.empty_like(logits, dtype=torch.float32)
+    for number, sampling in enumerate(settings):
+        rows = (kind == number).nonzero()[:, 0]
+        chosen[rows], logprobs[rows] = _sample(logits[rows], sampling, draws[rows])
+    return chosen, logprobs
 
 
 def _sample(logits: Tensor, sampling: Sampling, draws: Tensor) -> tuple[Tensor, Tensor]:

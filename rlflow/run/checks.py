@@ -15,7 +15,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges
-from rlflow.data.mixture import Mixture
+from rlflow.data.mixture import Mixture, settings_of
 from rlflow.data.prompts import Learned, PromptData
 from rlflow.errors import UserError, about, setting
 from rlflow.harness.harness import Harness
@@ -124,15 +124,31 @@ def require_end(planned: Plan, settings: Settings, chooses: str | None) -> None:
         raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")
 
 
-def check_lengths(module: RLModule, data: PromptData, settings: Settings) -> None:
-    """Refuse a `max_response_length` of a dataset that is too large, or that something else would not know.
+def check_own_settings(module: RLModule, data: PromptData, settings: Settings, samples: bool) -> None:
+    """Refuse a dataset's `max_response_length` or `sampling` that cannot work, or that something else would not know.
+
+    Args:
+        module: The algorithm.
+        data: Its prompts.
+        settings: Settings of the trainer.
+        samples: Whether a node generates.
 
     Raises:
-        UserError: A dataset has such a length.
+        UserError: A dataset has such a setting.
     """
-    sources = [source for source in (data.train, data.validation) if isinstance(source, Mixture)]
-    for name, each in (named for source in sources for named in source.datasets.items()):
-        longest, why = each.max_response_length, None
+    for name, each in settings_of(data.train).items():
+        if each.sampling is not None and not samples:
+            raise UserError(
+                f"`sampling` of the dataset `{name}` is set, and {type(module).__name__} samples no responses; leave it"
+                " out"
+            )
+    for name, each in (named for source in (data.train, data.validation) for named in settings_of(source).items()):
+        if each.sampling is not None and (found := next(iter(environments(module)), None)):
+            raise UserError(
+                f"`sampling` of the dataset `{name}` is set, and `module.{found}` is an environment, whose"
+                " conversations are sampled by the settings of their policies; leave `sampling` out"
+            )
+        longest, why = each.max_tokens, None
         if longest is None:
             continue
         if longest > module.max_response_length:
@@ -217,8 +233,8 @@ def check_experts(
         )
 
 
-def support_bounds(module: RLModule, graph: Graph) -> dict[str, int]:
-    """How many tokens are stored at most for a token of a response, by policy: the `top_k` of those that need them.
+def support_bounds(module: RLModule, graph: Graph, data: PromptData) -> dict[str, int]:
+    """How many tokens are stored at most for a token of a response, by policy: the largest `top_k` of its rows.
 
     Policies that are trained on the tokens that `top_p`, `top_k` or `min_p` leave need these; others are left out.
 
@@ -228,10 +244,16 @@ def support_bounds(module: RLModule, graph: Graph) -> dict[str, int]:
     policies = {name: handles(module)[name] for name in graph.policies()}
     bounds = dict[str, int]()
     for name, policy in policies.items():
-        if not isinstance(policy, CausalLM) or not policy.trains_on_support:
+        if not isinstance(policy, CausalLM) or not policy.trainable:
             continue
-        given = f"`{policy.truncation}` of `{name}` is set"
-        if policy.top_k is None:
+        cuts = {f"`{name}`": policy.truncation}
+        cuts |= {f"the dataset `{of}`": own.sampling for of, own in settings_of(data.train).items() if own.sampling}
+        cuts = {whose: truncation for whose, truncation in cuts.items() if truncation}
+        if not cuts:
+            continue
+        whose = next((whose for whose, truncation in cuts.items() if truncation.top_k is None), next(iter(cuts)))
+        given = f"`{cuts[whose]}` of {whose} is set"
+        if cuts[whose].top_k is None:
             raise UserError(
                 f"{given} without `top_k`; the tokens that are left are stored of each token of a response, and a loss"
                 " scores over them, so set `top_k` too, 64 say, which bounds their number",
@@ -243,7 +265,7 @@ def support_bounds(module: RLModule, graph: Graph) -> dict[str, int]:
                 " could not score over them. Leave one of the two out, or set `trainer.val_sampling` alone",
                 of=policy,
             )
-        bounds[name] = policy.top_k
+        bounds[name] = max(truncation.top_k or 0 for truncation in cuts.values())
     return bounds
 
 

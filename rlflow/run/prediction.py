@@ -19,6 +19,7 @@ from rlflow.controller.run import Run
 from rlflow.controller.validation import held_out_sampling
 from rlflow.dag.node import BATCH
 from rlflow.data.loader import share
+from rlflow.data.mixture import settings_of
 from rlflow.errors import UserError
 from rlflow.module import environments
 from rlflow.rollout.sampling import sample
@@ -106,6 +107,7 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
         json.dumps(
             [
                 *(loader.scan.digest, model_files(run.paths[run.lead]), n, asdict(how), run.settings.seed),
+                {name: asdict(own) for name, own in settings_of(run.data.train).items()},
                 *(str(run.strategy.dtype), run.strategy.float32_head, type(run.engines[run.lead]).__name__),
             ]
         ).encode()
@@ -136,7 +138,7 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
                         version=0,
                         decode=run.decode,
                         pictures=pictures_of(batch, run.album),
-                        of_prompts=loader.longest(batch.rows),
+                        of_prompts=loader.own_settings(batch.rows),
                     )
                     if layout.publishes(transport.rank):
                         read = run.context.reward_input(rollout, 0)

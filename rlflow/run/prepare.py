@@ -17,6 +17,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import ROLLOUT, engine_of
 from rlflow.dag.planner import plan
 from rlflow.data.loader import Loader
+from rlflow.data.mixture import settings_of
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError, about, setting
 from rlflow.models.architecture import check_architecture
@@ -233,7 +234,11 @@ def prepare(
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
     policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}
     configs = {name: _model_config(module, name, path) for name, path in (paths | policies).items()}
-    if any(map(reads_pictures, configs.values())):  # models with a tower read a further column of rows
+    own = [each.sampling for each in settings_of(data.train).values() if each.sampling is not None]
+    for language_model in (each for each in handles(module).values() if isinstance(each, CausalLM)):
+        language_model.reads_temperature = bool(own)
+        language_model.reads_support |= any(own)
+    if own or any(map(reads_pictures, configs.values())):  # then models read further columns of rows
         for name, config in configs.items():
             handles(module)[name].reads_pictures = reads_pictures(config)
         made = planned(module, graph_of(module), settings, engines, settings.world_size)
@@ -247,14 +252,14 @@ def prepare(
         check_sequence_parallel(config, sequences, role, strategy.packing, layers)
         whole = strategy.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
-    support_bounds = checks.support_bounds(module, graph)
+    support_bounds = checks.support_bounds(module, graph, data)
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
     checks.check_aggregations(module, graph)
     configure_optimizers(module, {role: paths[role] for role in graph.trained_roles()}, strategy.dtype)
     check_schedules(module, graph, data.prompts_per_step)
     tokenizer = _same_tokenizer(module, policies | paths, lead)
     processor = _processor(module, configs, (policies | paths)[lead], lead, tokenizer)
-    checks.check_lengths(module, data, settings)
+    checks.check_own_settings(module, data, settings, bool(graph.policies()))
     checks.check_choice(module, data, graph)
     module.data_curriculum = None if data.curriculum is None else data.curriculum.begun(data.prompts_per_step)
     checks.require_end(made.plan, settings, chooses_prompts(module))

@@ -106,7 +106,7 @@ def join(run: Run, resolved_config: str | None) -> None:
         trainer_state=run.trainer_state,
         reward=run.module.scorer,
         masks=run.train.masks,
-        longest=run.train.longest,
+        own_settings=run.train.own_settings,
         scored_as_made=run.scored_as_made,
     )
     run.module.attach(run.context)

@@ -224,6 +224,8 @@ def to_device(value: Any, device: torch.device) -> Any:
         return on_device(value, device)
     if isinstance(value, dict):
         return type(value)({name: to_device(part, device) for name, part in value.items()})
+    if type(value) is tuple:
+        return tuple(to_device(part, device) for part in value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     moved = {field.name: to_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}

@@ -55,6 +55,7 @@ class Rollout(Placed):
         experts        none          none          none                   none
         support        none          none          none                   none
         support_logprobs  none       none          none                   none
+        temperature    0             0             0                      0
         segments       3             2             7                      2 3 2
         turn_rewards   1.0           0.0           0.0                    0.5 1.0
         ended          DONE          DONE          TOKENS                 DONE
@@ -96,6 +97,8 @@ class Rollout(Placed):
             score each token over these tokens, see `Truncation`.
         support_logprobs: `[sum]` float32: for each token of `support` the engine's log-probability, and in the place of
             each -1 the log-probability of the sampled token. `sampler_logprobs` has them by token.
+        temperature: `[B]` float64, the temperature that a row's dataset sets for its responses, see
+            `MixedDataset.sampling`. Models divide the row's logits by it. 0 where each model has its own.
         segments: `[sum]` int64, numbers of tokens in a conversation: of the policy's first turn, of the answer to it,
             of the second turn, and so on. There are no entries if a response is one turn.
         turn_rewards: `[sum]`, the environment's reward for each turn of a conversation. There are no entries if a
@@ -131,6 +134,7 @@ class Rollout(Placed):
     experts: Ragged = optional(torch.uint8, model_input="per token")
     support: Ragged = optional(torch.int32, model_input="output layer")
     support_logprobs: Ragged = optional(torch.float32)
+    temperature: PerSample = optional(torch.float64, model_input="output layer")
     segments: Ragged = optional(torch.int64)
     turn_rewards: Ragged = optional(torch.float32)
     ended: PerSample

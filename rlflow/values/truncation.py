@@ -17,6 +17,7 @@ from rlflow.errors import UserError
 from rlflow.values.ragged import Ragged
 
 SUPPORT = "support"  # the column of a `Rollout`
+TEMPERATURE = "temperature"  # the column with the temperature of rows that have one of their own
 SUPPORT_LOGPROBS = "support_logprobs"  # the column with the engine's log-probability for each of its entries
 NOTED = (SUPPORT, SUPPORT_LOGPROBS)
 END = -1  # in the first column: behind the tokens of a place
@@ -75,6 +76,38 @@ class Truncation:
             probs = likeliest.masked_fill(~stays, -math.inf).softmax(-1)
             stays &= probs.cumsum(-1) - probs < self.top_p  # the probability of the likelier tokens
         return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, stays)
+
+
+@dataclass(frozen=True)
+class SamplingSettings(Truncation):
+    """How responses to some prompts are sampled, in place of the policy's own settings.
+
+    Args:
+        top_p: Sample from the smallest set of likeliest tokens with at least this total probability; 1 for all tokens.
+        top_k: Sample from this number of likeliest tokens; None for no limit.
+        min_p: Sample from tokens with at least this share of the likeliest token's probability; 0 for all tokens.
+        temperature: Temperature of sampling, above 0.
+    """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"the `temperature` of sampling is {self.temperature}; give a number above 0")
+
+
+@dataclass(frozen=True)
+class OwnSettings:
+    """What a dataset of a mixture sets for the responses to its prompts, in place of the run's settings.
+
+    Attributes:
+        max_tokens: Tokens of the longest response; None for those of the run.
+        sampling: How the responses are sampled; None for the policy's settings.
+    """
+
+    max_tokens: int | None = None
+    sampling: SamplingSettings | None = None
 
 
 def noted(logprobs: Tensor, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -15,9 +15,9 @@ from rlflow.functional import KL
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run.prepare import configure
-from rlflow.settings import Place, ValSampling
+from rlflow.settings import Place
 from rlflow.strategies import SingleProcess
-from rlflow.values.truncation import END
+from rlflow.values.truncation import END, SamplingSettings
 from tests.controller.runs import FSDP, SGD, ZERO2, ZERO3, Fit, OddCharacters, RaggedGRPO, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.environments.games import CountDown
@@ -112,7 +112,7 @@ class Silent(TransformersEngine):
 
 def test_validation_samples_as_it_likes(policy: Path, tmp_path: Path) -> None:
     """From one token at each place, so that each sample is the greedy one; the policy samples from all tokens."""
-    likeliest = {"val_sampling": ValSampling(top_k=1, temperature=3.0), "val_samples": 4, "val_check_interval": 1}
+    likeliest = {"val_sampling": SamplingSettings(top_k=1, temperature=3.0), "val_samples": 4, "val_check_interval": 1}
     fit(run_of(grpo(policy), tmp_path, **likeliest))
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     validated = [step for step in logged if "val/reward" in step]

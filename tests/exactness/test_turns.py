@@ -18,7 +18,7 @@ from tests.exactness.step import one_step
 from tests.exactness.test_algorithms import FLOAT32, FLOAT64, differences
 from tests.slow import slow_but
 
-REFUSE = ("GDPO",)  # an environment
+REFUSE = ("GDPO", "ScoreCentering")  # an environment
 
 
 def conversing() -> Iterator[tuple[str, Case]]:

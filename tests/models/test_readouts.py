@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import take
 from rlflow.models.tiny import write_tiny_model
 from rlflow.values.batch import Batch
+from rlflow.values.cuts import PerSample
 from rlflow.values.ragged import Ragged
 from tests.families.models import write_family
 from tests.models.conftest import random_rows
@@ -30,7 +31,7 @@ from tests.strategies.reference import distance
 Build = Callable[..., CausalLM]
 OWN, OTHER = 0.7, 1.3  # temperatures
 K = 3
-EVERY = ("given", "top", "hidden", "kl", "kl_over_other", "kl_given")  # see ASKS
+EVERY = ("score", "given", "top", "hidden", "kl", "kl_over_other", "kl_given")  # see ASKS
 
 
 @pytest.fixture(scope="session")
@@ -58,10 +59,26 @@ def asked_of(rows: Batch) -> Tensor:
     return ids
 
 
+@dataclass(frozen=True)
+class Heated(Batch):
+    """Rows with temperatures of their own, `[B]`; 0 for a row that has none."""
+
+    temperature: PerSample = field(kw_only=True)
+
+
+def temperatures_of(rows: Batch, models: float) -> list[float]:
+    """By the table of the column: 0 is the model's."""
+    own = rows.temperature.tolist() if isinstance(rows, Heated) else [0.0] * len(rows.lengths)
+    return [each or models for each in own]
+
+
 def in_full(own: torch.nn.Module, other: torch.nn.Module, rows: Batch) -> dict[str, Tensor]:
     """All of `EVERY`, row by row by transformers' own forward, with softmaxes of the whole vocabulary."""
+    of_own, of_other = temperatures_of(rows, OWN), temperatures_of(rows, OTHER)
     shape, ids, prompts = rows.response_ids.shape, asked_of(rows), hinted(rows).rows()
-    zeros = {name: torch.zeros(shape, dtype=torch.float64) for name in EVERY if name.startswith("kl")}
+    zeros = {
+        name: torch.zeros(shape, dtype=torch.float64) for name in EVERY if name == "score" or name.startswith("kl")
+    }
     found = zeros | {name: torch.zeros(*shape, K, dtype=torch.float64) for name in ("given", "top")}
     found["hidden"] = torch.zeros(shape[0], own.config.hidden_size, dtype=torch.float64)
     for row, prompt in enumerate(rows.prompt_ids.rows()):
@@ -70,10 +87,13 @@ def in_full(own: torch.nn.Module, other: torch.nn.Module, rows: Batch) -> dict[s
         found["hidden"][row] = read.hidden_states[-1][0, -1]
         if not len(response):
             continue
-        p = (read.logits[0, len(prompt) - 1 : -1] / OWN).log_softmax(-1)
+        p = (read.logits[0, len(prompt) - 1 : -1] / of_own[row]).log_softmax(-1)
+        found["score"][row, : len(response)] = p.gather(1, response[:, None])[:, 0]
         with torch.no_grad():
             q, q_given = (
-                (other(torch.cat([before, response])[None]).logits[0, len(before) - 1 : -1] / OTHER).log_softmax(-1)
+                (
+                    other(torch.cat([before, response])[None]).logits[0, len(before) - 1 : -1] / of_other[row]
+                ).log_softmax(-1)
                 for before in (prompt, prompts[row])
             )
         here = slice(len(response))
@@ -86,6 +106,7 @@ def in_full(own: torch.nn.Module, other: torch.nn.Module, rows: Batch) -> dict[s
 
 
 ASKS: dict[str, Callable[[CausalLM, CausalLM, Batch, Tensor, Ragged], Tensor]] = {
+    "score": lambda own, other, rows, ids, given: own.logprobs(rows),
     "given": lambda own, other, rows, ids, given: own.logprobs_of(rows, ids),
     "top": lambda own, other, rows, ids, given: own.topk(rows, K)[0],
     "hidden": lambda own, other, rows, ids, given: own.hidden(rows),
@@ -135,15 +156,26 @@ FAMILIES = [("tiny", "llama", (True, False)), ("llama", "tiny", (True,)), ("gran
 
 
 @pytest.mark.parametrize(("own", "other", "packings"), FAMILIES)
+@pytest.mark.parametrize("heated", [False, True])
 def test_values_and_gradients_are_those_of_full_softmaxes(
-    own: str, other: str, packings: tuple[bool, ...], folders: dict[str, Path]
+    own: str,
+    other: str,
+    packings: tuple[bool, ...],
+    heated: bool,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = random_rows((3, 4, 1, 2), (5, 0, 11, 1))
+    if heated:
+        column = torch.tensor([0.4, 0.9, 0.0, 2.5], dtype=torch.float64)
+        rows = Heated(*(getattr(rows, each.name) for each in fields(Batch)), temperature=column)
+        monkeypatch.setattr(rlflow.models.logprobs, "CHUNK_ELEMENTS", 1200)  # a few tokens at a time
     expected = expected_of(folders[own], folders[other], rows)
     for packing in packings:
         plan = ForwardPlan(20, packing)
         student = loaded(folders[own], plan, temperature=OWN)
         teacher = loaded(folders[other], plan, trainable=False, temperature=OTHER)
+        student.reads_temperature = teacher.reads_temperature = heated
         for name in EVERY:
             found = ASKS[name](student, teacher, rows, asked_of(rows), hinted(rows))
             torch.testing.assert_close(found, expected.values[name], rtol=1e-10, atol=1e-10, msg=name)
@@ -157,7 +189,8 @@ def test_values_and_gradients_are_those_of_full_softmaxes(
 
 def take_batch(rows: Batch, part: Tensor) -> Batch:
     some = take(rows, part)
-    return replace(rows, prompt_ids=some.prompt_ids, response_ids=some.response_ids, lengths=some.lengths)
+    own = {"temperature": rows.temperature[part]} if isinstance(rows, Heated) else {}
+    return replace(rows, prompt_ids=some.prompt_ids, response_ids=some.response_ids, lengths=some.lengths, **own)
 
 
 def test_without_rows_all_are_empty_and_every_weight_gets_a_zero_gradient(handle: Build, tiny: Path) -> None:
@@ -167,6 +200,7 @@ def test_without_rows_all_are_empty_and_every_weight_gets_a_zero_gradient(handle
         ids, given = torch.zeros(0, 0, K, dtype=torch.int64), Ragged.from_lists([])
         found = {name: ask(student, teacher, none, ids, given) for name, ask in ASKS.items()}
         assert {name: tuple(x.shape) for name, x in found.items()} == {
+            "score": (0, 0),
             "given": (0, 0, 3),
             "top": (0, 0, 3),
             "hidden": (0, 32),

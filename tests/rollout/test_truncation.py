@@ -16,7 +16,15 @@ from rlflow.values.rollout import Rollout
 from rlflow.values.truncation import END, Truncation
 from tests.rollout.test_continued import lively
 from tests.rollout.trained import PROMPTS, buckets, load, setup
-from tests.rollout.truncated import MOST, TEMPERATURE, TRUNCATION, check_gradient, check_support, sampled
+from tests.rollout.truncated import (
+    MOST,
+    TEMPERATURE,
+    TRUNCATION,
+    check_gradient,
+    check_own_settings,
+    check_support,
+    sampled,
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +45,10 @@ def engine(folder: Path) -> Iterator[RolloutEngine]:
 
 def test_its_logprobs_are_those_of_training_over_the_tokens_that_stayed(engine: RolloutEngine, folder: Path) -> None:
     check_support(engine, folder, 0)
+
+
+def test_a_prompt_may_have_settings_of_its_own(engine: RolloutEngine, folder: Path) -> None:
+    check_own_settings(engine, folder, 0)
 
 
 def test_the_policy_gradient_is_the_derivative_of_the_mean_reward(engine: RolloutEngine, folder: Path) -> None:

@@ -25,7 +25,7 @@ from tests.rollout.stepping import check_completions, check_steps
 from tests.rollout.test_continued import check_continued, lively
 from tests.rollout.test_parts import check_parts
 from tests.rollout.trained import PROMPTS, STOP, buckets, check_written, load, logprob_gap, perturb, setup
-from tests.rollout.truncated import MOST, check_gradient, check_support
+from tests.rollout.truncated import MOST, check_gradient, check_own_settings, check_support
 
 SEEDS = list(range(len(PROMPTS)))
 VERSIONS = itertools.count()
@@ -102,6 +102,7 @@ def test_training_over_the_tokens_that_stayed_is_exact(engine: RolloutEngine, fo
     lively(folder).save_pretrained(tmp_path)
     version = _sync(engine, load(tmp_path))
     check_support(engine, tmp_path, version)
+    check_own_settings(engine, tmp_path, version)
     check_gradient(engine, tmp_path, version)
 
 

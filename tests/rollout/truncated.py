@@ -16,7 +16,7 @@ from rlflow.rollout.sampling import sample
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
-from rlflow.values.truncation import END, Truncation
+from rlflow.values.truncation import END, NOTED, SUPPORT, OwnSettings, SamplingSettings, Truncation
 from tests.rollout.test_parts import batch
 from tests.rollout.trained import PROMPTS
 
@@ -64,6 +64,49 @@ def check_support(engine: RolloutEngine, folder: Path, version: int) -> None:
     for prompt in PROMPTS:
         logits = model(torch.tensor([prompt])).logits[:, -1] / TEMPERATURE
         assert support_of(engine, prompt, version) == TRUNCATION.kept(logits).nonzero()[:, 1].tolist()
+
+
+OWN = (
+    None,
+    SamplingSettings(top_k=1, temperature=2.0),
+    SamplingSettings(temperature=0.4),
+    SamplingSettings(top_p=0.95, top_k=4, temperature=1.5),
+)
+
+
+def check_own_settings(engine: RolloutEngine, folder: Path, version: int) -> None:
+    """A prompt with settings of its own gets the response that a call with these settings for all gives it.
+
+    Training scores each row at its temperature and over its tokens.
+    """
+    common = Sampling(9, TEMPERATURE, (0,), truncation=TRUNCATION)
+    own = [OWN[place % len(OWN)] for place in range(len(PROMPTS))]
+    seeds = list(range(len(PROMPTS)))
+    limits = tuple(2 if place < 2 else 9 for place in range(len(PROMPTS)))  # the first rows leave the batch early
+    mixed = replace(common, limits=limits, of_prompts=tuple(own))
+    together = engine.generate(PROMPTS, seeds, mixed, version)
+    assert dict(engine.completions(PROMPTS, seeds, mixed, version)) == dict(enumerate(together))
+    for prompt, seed, limit, each, found in zip(PROMPTS, seeds, limits, own, together, strict=True):
+        how = replace(common, max_tokens=limit)
+        how = how if each is None else replace(how, temperature=each.temperature, truncation=each)
+        (alone,) = engine.generate([prompt], [seed], how, version)
+        assert found.token_ids == alone.token_ids
+        torch.testing.assert_close(found.logprobs, alone.logprobs, rtol=0, atol=1e-5)
+        assert found.columns.keys() == alone.columns.keys() == ({*NOTED} if how.truncation else set())
+        if how.truncation:
+            assert found.columns[SUPPORT].tolist() == alone.columns[SUPPORT].tolist()
+
+    settings = {"seed": 0, "draw": 0, "node": "rollout", "version": version, "decode": str}
+    paths = RowPath(torch.arange(len(PROMPTS))[:, None], ("batch",))
+    of_prompts = [OwnSettings(sampling=each) for each in own]
+    rollout = sample(engine, batch(), paths, 2, common, of_prompts=of_prompts, **settings)  # type: ignore[arg-type]
+    there = torch.arange(rollout.response_ids.shape[1]) < rollout.lengths[:, None]
+    handle = handle_of(folder)
+    assert (handle.logprobs(rollout) - rollout.logprobs)[there].abs().max() > 0.05  # it does not read the column
+    handle.reads_temperature = True
+    for tokens in (4096, 1):
+        handle.plan = replace(handle.plan, token_budget=tokens)
+        torch.testing.assert_close(handle.logprobs(rollout)[there], rollout.logprobs[there].double(), rtol=0, atol=1e-4)
 
 
 def check_gradient(engine: RolloutEngine, folder: Path, version: int) -> None:

@@ -130,7 +130,10 @@ def test_ranks_of_a_layer_take_one_norm(tmp_path: Path, ranks4: RankPool) -> Non
     assert len(set(ranks4.run(norm_of_unlike_gradients, written(tmp_path, "qwen3")))) == 1
 
 
-@pytest.mark.parametrize("softmax", [Softmax(0.7), Softmax(1.3, scale=0.5, cap=2.0, wide=True)])
+OF_TOKENS = torch.tensor([0.5, 1.3, 1.0, 0.7, 2.0, 1.1, 0.9, 3.0, 1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("softmax", [Softmax(0.7), Softmax(OF_TOKENS, scale=0.5, cap=2.0, wide=True)])
 @pytest.mark.parametrize("count", slow_but([7], [5, 7, 12]))
 def test_a_divided_head_has_the_logprobs_entropies_and_gradients_of_a_whole_one(
     count: int, softmax: Softmax, ranks2: RankPool

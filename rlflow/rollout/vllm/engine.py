@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -363,7 +363,8 @@ class VLLMEngine(InProcessEngine):
         self._check(version, [turn.prompt for turn in turns], [turn.longest for turn in turns], pictures)
         engine, opened = self._llm.llm_engine, _opened(pictures)
         for number, turn in new.items():
-            params = self._params(sampling, turn.seed, turn.longest)
+            (how,) = replace(sampling, of_prompts=(turn.own,)).each(1)
+            params = self._params(how, turn.seed, turn.longest)
             engine.add_request(str(number), self._prompt(turn.prompt, turn.pictures, opened), params)
             self._in_progress[number] = turn
         with torch.random.fork_rng(devices=[]):  # as `_generate`
@@ -390,8 +391,8 @@ class VLLMEngine(InProcessEngine):
             for prompt, of_prompt in zip(prompts, pictures or [()] * len(prompts), strict=True)
         ]
         params = [
-            self._params(sampling, seed, limit)
-            for seed, limit in zip(seeds, sampling.limits_of(len(seeds)), strict=True)
+            self._params(how, seed, limit)
+            for how, seed, limit in zip(sampling.each(len(seeds)), seeds, sampling.limits_of(len(seeds)), strict=True)
         ]
         # On the CPU vLLM draws from the process's generator at every token, whether it needs the number or not.
         with torch.random.fork_rng(devices=[]):
