@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 
 from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks, check_callbacks
-from rlflow.callbacks.presets import Preset
+from rlflow.callbacks.presets import ModelCheckpoint, Preset
 from rlflow.callbacks.profilers import profiler_named
 from rlflow.controller.run import Run
 from rlflow.data.loader import scan_together
@@ -105,6 +105,11 @@ class Trainer(RunningTrainer):
         self.logger = self.loggers[0] if self.loggers else None
         check_callbacks(self._callbacks)
         self.resolved_config: str | None = None
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first callback of this class; its `best_model_path` is set at the end of `fit`."""
+        return next((each for each in self._callbacks if isinstance(each, ModelCheckpoint)), None)
 
     def fit(self, module: RLModule, train: DataLike | PromptData, validation: DataLike | None = None) -> dict[str, Any]:
         """Train, and return the run's summary: validation before and after training, steps, seconds.
@@ -248,6 +253,7 @@ class Trainer(RunningTrainer):
 
         startup.begin()
         self.should_stop, self.global_step, self.current_epoch, self.callback_metrics = False, 0, 0, {}
+        self.checkpoints = {}
         require_accelerator(settings.accelerator)
         require_folder(settings.folder)
         strategy = self._strategy()

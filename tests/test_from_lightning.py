@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from argparse import Namespace
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def length(completions: list[str], **columns: Any) -> list[float]:
 
 def test_a_run_with_all_of_it(policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     callbacks = [
-        ModelCheckpoint(monitor="time/elapsed", save_top_k=1, every_n_train_steps=1),
+        saved := ModelCheckpoint(monitor="time/elapsed", save_top_k=1, every_n_train_steps=1),
         Timer("00:01:00:00"),
         LearningRateMonitor(log_momentum=True, log_weight_decay=True),
         ThroughputMonitor(window_size=2),
@@ -111,7 +112,9 @@ def test_a_run_with_all_of_it(policy: Path, tmp_path: Path, capfd: pytest.Captur
     run = tmp_path / "run"
     logger = Configs()
     given = {"max_steps": 3, "callbacks": callbacks, "profiler": "simple", "accelerator": "cpu", "logger": logger}
-    Trainer(str(run), **given).fit(module, sums(8, 2))  # type: ignore[arg-type]
+    trainer = Trainer(str(run), **given)  # type: ignore[arg-type]
+    assert (trainer.checkpoint_callback, saved.best_model_path) == (saved, "")
+    trainer.fit(module, sums(8, 2))
     assert (logger.config["group_size"], logger.config.get("actor")) == (2, None)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for step in steps:
@@ -128,6 +131,10 @@ def test_a_run_with_all_of_it(policy: Path, tmp_path: Path, capfd: pytest.Captur
     assert steps[2]["train/batches_per_sec"] == pytest.approx(1 / seconds)
     assert steps[2]["train/samples_per_sec"] == pytest.approx(4 / seconds)
     assert steps[2]["train/items_per_sec"] == pytest.approx(steps[2]["rollout/tokens"] / seconds)
+    first, last = (str(run / "checkpoint" / f"step-{step:08}") for step in (1, 3))  # the shortest time is the best
+    assert (saved.best_model_path, saved.last_model_path) == (first, last)
+    assert saved.best_model_score == steps[0]["time/elapsed"]
+    assert list(saved.best_k_models.values()) == [step["time/elapsed"] for step in steps]
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [each["step"] for each in samples] == [2, 2, 2]
     assert 0 < callbacks[1].time_elapsed() < 3600  # type: ignore[attr-defined]
@@ -299,6 +306,21 @@ def test_checkpoints_by_model_checkpoint_are_settings_of_the_trainer() -> None:
     every = ModelCheckpoint(monitor="val/reward", save_top_k=-1, every_n_train_steps=1)  # of which one is `best`
     assert (Trainer(callbacks=every).save_top_k, Trainer(callbacks=every).monitor) == (-1, "val/reward")
     assert Trainer(callbacks=ModelCheckpoint(save_top_k=-1), val_check_interval=7).settings.save_every_n_steps == 7
+
+
+def test_the_best_checkpoint_is_the_later_of_equal_ones_and_has_a_value() -> None:
+    for mode, best in (("max", "c"), ("min", "b")):
+        callback = ModelCheckpoint(monitor="val/reward", mode=mode, every_n_train_steps=1)
+        trainer = Trainer(callbacks=callback)
+        trainer.checkpoints = {"a": 0.5, "b": 0.1, "c": 0.5, "d": math.nan, "e": None}
+        callback.on_fit_end(trainer, RLModule())
+        assert (callback.best_model_path, callback.best_model_score) == (best, trainer.checkpoints[best])
+        assert callback.last_model_path == "e"
+        assert callback.best_k_models == {"a": 0.5, "b": 0.1, "c": 0.5}
+    without = ModelCheckpoint(every_n_train_steps=1)
+    trainer.checkpoints = {"a": None, "b": None}
+    without.on_fit_end(trainer, RLModule())
+    assert (without.best_model_path, without.best_model_score) == ("b", None)
 
 
 def test_a_timer_counts_the_runs_that_a_run_resumes() -> None:

@@ -21,6 +21,8 @@ class RunningTrainer(Settings):
         current_epoch: Number, from 0, of the pass over the training rows from which the last step drew. If a module
             overrides `choose_prompts`, epochs are counted as if it chose all rows.
         callback_metrics: The metrics of the last step and of the last validation, the same on every rank.
+        checkpoints: Folders of the run's checkpoints, oldest first, and the value of `monitor` that each was saved
+            with; set at the end of `fit`. A value is None if the checkpoint was saved without one.
         global_rank: Rank of this process in the run, from 0; 0 before the run's processes have started.
         loggers: The loggers that the trainer was given.
         logger: The first of the loggers; None if there is none.
@@ -32,6 +34,7 @@ class RunningTrainer(Settings):
     global_step: int = field(default=0, init=False)
     current_epoch: int = field(default=0, init=False)
     callback_metrics: dict[str, float] = field(default_factory=dict, init=False)
+    checkpoints: dict[str, float | None] = field(default_factory=dict, init=False)
     global_rank: int = field(default=0, init=False)
     loggers: list[LoggerLike] = field(default_factory=list, init=False)
     logger: LoggerLike | None = field(default=None, init=False)

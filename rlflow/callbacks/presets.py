@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
-from rlflow.callbacks.callback import Callback
+from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.timer import Duration, seconds_of
 from rlflow.errors import UserError
+from rlflow.module import RLModule
 from rlflow.settings import Settings
 
 
 class Preset(Callback):
-    """A callback that does nothing but set settings of the trainer."""
+    """A callback that sets settings of the trainer."""
 
     def settings(self, trainer: Settings) -> Mapping[str, Any]:
         """The settings by name, for a trainer that has its other settings."""
@@ -58,6 +60,13 @@ class ModelCheckpoint(Preset):
         every_n_epochs: A run is counted in steps.
         save_on_train_epoch_end: A run is counted in steps.
         enable_version_counter: A checkpoint is named after its step.
+
+    Attributes:
+        best_model_path: Folder of the best checkpoint by `monitor`, or of the last one without `monitor`; set at the
+            end of `fit`. `load_from_checkpoint` of a module reads it. Empty if there is none.
+        best_model_score: The value of `monitor` of that checkpoint; None without.
+        best_k_models: Folders of the checkpoints that were kept, and the value of `monitor` of each.
+        last_model_path: Folder of the last checkpoint.
 
     Raises:
         UserError: An argument that is not used is given, `save_top_k` is 0, or `save_top_k` needs a `monitor`.
@@ -104,6 +113,19 @@ class ModelCheckpoint(Preset):
             )
         self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, train_time_interval
+        self.best_model_path = self.last_model_path = ""
+        self.best_model_score: float | None = None
+        self.best_k_models: dict[str, float] = {}
+
+    def on_fit_end(self, trainer: RunningTrainer, module: RLModule) -> None:
+        """Note which checkpoints there are."""
+        sign = 1 if trainer.mode == "max" else -1
+        self.last_model_path = self.best_model_path = next(reversed(trainer.checkpoints), "")
+        values = {path: math.nan if value is None else value for path, value in trainer.checkpoints.items()}
+        self.best_k_models = {path: value for path, value in values.items() if not math.isnan(value)}
+        if self.best_k_models:  # the later of two equal ones, as `ckpt_path: best` takes it
+            self.best_model_path = max(reversed(self.best_k_models), key=lambda path: sign * self.best_k_models[path])
+        self.best_model_score = self.best_k_models.get(self.best_model_path)
 
     def settings(self, trainer: Settings) -> Mapping[str, Any]:
         found: dict[str, Any] = {}

@@ -230,6 +230,7 @@ class Fit:
         saved = settings.saves_checkpoints and done > resume.done  # with the last checkpoint
         if not saved and not settings.fast_dev_run:
             self.saving.save_models()
+        state.checkpoints = self.saving.kept()
         self.callbacks.call(Callback.on_fit_end)
         summary = {"steps": done, **compared(self.recording.before, after)}
         if self.run.validation is not None:
