@@ -43,7 +43,10 @@ if [ -z "$python" ]; then
     exit 2
 fi
 
-pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip --quiet --quiet "$@"; } # errors only
+# In a terminal pip and uv show how far they are, and the time left of a download; elsewhere only errors are printed.
+quiet=--quiet
+if [ -t 2 ]; then quiet=; fi
+pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip $quiet $quiet "$@"; }
 
 if ! cmp -s "$lock" "$made_from"; then
     echo "Installing $lock into $venv: 4 GB for the CPU, 9 for CUDA; a few minutes, less with uv" >&2
@@ -52,15 +55,15 @@ if ! cmp -s "$lock" "$made_from"; then
     # index given for every package would be asked for every package. `===` takes no build but the one named: where pip
     # finds the CPU's too, 2.13.0+cpu would do for torch==2.13.0.
     torch=$(sed -n 's/^torch==/torch===/p' "$lock")
-    if ! plainly=$(pip install --no-deps "$torch" 2>&1); then
+    if ! pip install --no-deps "$torch" 2> "$venv/plainly.log"; then
         pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" || {
-            echo "$plainly" >&2
+            cat "$venv/plainly.log" >&2
             exit 1
         }
     fi
     # uv takes seconds where pip takes minutes; where it is not set up to find what pip finds, pip does it.
     uv=$(command -v "${UV:-uv}" || true)
-    if [ -z "$uv" ] || ! "$uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" --no-deps -r "$lock"; then
+    if [ -z "$uv" ] || ! "$uv" pip install $quiet --compile-bytecode --python "$venv/bin/python" --no-deps -r "$lock"; then
         pip install --no-deps -r "$lock"
     fi
     cp "$lock" "$made_from"
