@@ -112,7 +112,7 @@ def acts(script: Script) -> Generator[Call, Sequence[str], None]:
         elif step == "rewrites":
             asked = after(asked, said.upper(), new)
         elif step == "compacts":
-            short = f"{script.opening}, in short: {said}."
+            short = f"{script.opening}, in short ({new}): {said}."
             asked = [user(short)] if of_chat else short
         elif step == "asks for two":
             asked, wanted = after(asked, said, new), {"n": 2}
