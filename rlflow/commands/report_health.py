@@ -50,8 +50,8 @@ RANGES = (
     Range(
         "rollout/requests_refused",
         "0",
-        "the last lines of the agent's output have the errors. Name fields that do not matter in `ignore`, or raise"
-        " `data.max_prompt_length`, `max_response_length` or `max_calls`",
+        "the last lines of the agent's output have the errors. List request fields that do not matter in the setting"
+        " `ignore`, or raise `data.max_prompt_length`, `max_response_length` or `max_calls`",
         high=0,
     ),
     Range(
@@ -120,8 +120,8 @@ RANGES = (
     Range(
         "rollout/environment_wait",
         "below 0.2",
-        "the engine is idle; give the environment `seconds` and more `workers`, or a harness more `concurrency`, or"
-        " hold more conversations at the same time",
+        "the engine is idle; run environments in more processes (`seconds` and more `workers`), or give a harness more"
+        " `concurrency`, or hold more conversations at the same time",
         high=0.2,
     ),
     Range(
