@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -69,7 +69,16 @@ def hang_up(run: Running) -> None:
     os.killpg(run.process.pid, signal.SIGHUP)
 
 
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """A process that is started hears SIGHUP, also where the tests run below `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("hangs_up")
 def test_a_terminal_that_is_closed_ends_the_run_with_its_state_saved(
     tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
