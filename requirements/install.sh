@@ -45,7 +45,7 @@ fi
 
 # In a terminal pip and uv show how far they are, and the time left of a download; elsewhere only errors are printed.
 quiet=--quiet
-if [ -t 2 ]; then quiet=; fi
+if [ -t 1 ] && [ -t 2 ]; then quiet=; fi
 pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip $quiet $quiet "$@"; }
 
 if ! cmp -s "$lock" "$made_from"; then
@@ -61,6 +61,7 @@ if ! cmp -s "$lock" "$made_from"; then
             exit 1
         }
     fi
+    rm -f "$venv/plainly.log"
     # uv takes seconds where pip takes minutes; where it is not set up to find what pip finds, pip does it.
     uv=$(command -v "${UV:-uv}" || true)
     if [ -z "$uv" ] || ! "$uv" pip install $quiet --compile-bytecode --python "$venv/bin/python" --no-deps -r "$lock"; then

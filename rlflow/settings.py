@@ -13,7 +13,7 @@ from typing import Literal
 from rlflow.databuffer.balance import Balance
 from rlflow.errors import UserError
 from rlflow.process.devices import accelerators
-from rlflow.values.truncation import SamplingSettings
+from rlflow.values.response_settings import SamplingSettings
 
 MOST_DEVICES = 1024  # of a machine
 MOST_NODES = 65_536

@@ -187,7 +187,7 @@ class Trainer(RunningTrainer):
         reward, module.reward = module.reward, None  # rows need not have what it reads
         try:
             run = partial(predict, state=self, resolved_config=self.resolved_config)
-            return self._launch(module, data, self.settings.beside("predict"), run)
+            return self._launch(module, data, self.settings.beside("predict"), run, trains=False)
         finally:
             module.reward = reward
 
@@ -197,7 +197,7 @@ class Trainer(RunningTrainer):
             raise UserError("`data.validation` is not set, so there is nothing to validate on; name a dataset")
         self._require_no_checkpoint("validation")
         run = partial(command, state=self, resolved_config=self.resolved_config)
-        return self._launch(module, data, self.settings.beside(command.__name__), run)
+        return self._launch(module, data, self.settings.beside(command.__name__), run, trains=False)
 
     def _require_no_checkpoint(self, reader: str) -> None:
         if self.ckpt_path is not None:
@@ -247,6 +247,7 @@ class Trainer(RunningTrainer):
         data: PromptData,
         settings: Settings,
         start: Callable[[Run, Callbacks], Result],
+        trains: bool = True,
     ) -> Result:
         """Prepare a run, bring up its ranks, and `start` it on each."""
         from lightning.fabric import Fabric
@@ -271,7 +272,7 @@ class Trainer(RunningTrainer):
                 return start(prepared, Callbacks(self._callbacks, self, module))
 
         with tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch:
-            prepared = prepare(module, data, settings, strategy, self.engine_settings, Path(scratch))
+            prepared = prepare(module, data, settings, strategy, self.engine_settings, Path(scratch), trains)
             check_apart(prepared.policies | prepared.paths, settings.folder)
             require_own(settings.folder)
             with about(strategy):

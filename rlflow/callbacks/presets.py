@@ -113,9 +113,16 @@ class ModelCheckpoint(Preset):
             )
         self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, train_time_interval
+        self._forget()
+
+    def _forget(self) -> None:
         self.best_model_path = self.last_model_path = ""
         self.best_model_score: float | None = None
         self.best_k_models: dict[str, float] = {}
+
+    def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
+        """Forget the checkpoints of an earlier run."""
+        self._forget()
 
     def on_fit_end(self, trainer: RunningTrainer, module: RLModule) -> None:
         """Note which checkpoints there are."""

@@ -12,6 +12,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Kind, Node
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges, task_lines
+from rlflow.data.mixture import settings_of
 from rlflow.errors import UserError
 from rlflow.run.prepare import plan_run
 from rlflow.values.each import Trained, grown
@@ -41,7 +42,8 @@ def graph(configured: Configured, /, rank: int = 0, draw: Path | None = None) ->
     trainer = configured.trainer
     if not 0 <= rank < trainer.world_size:
         raise UserError(f"`--rank` is {rank}, but the config has the ranks 0 to {trainer.world_size - 1}; name one")
-    run = plan_run(configured.module, trainer.settings, trainer.engine_settings)
+    of_datasets = settings_of(configured.data.train)
+    run = plan_run(configured.module, trainer.settings, trainer.engine_settings, of_datasets)
     print(text(run.graph, run.plan, rank))
     if draw is not None:
         drawing = mermaid(run.graph, run.plan)

@@ -23,6 +23,7 @@ from rlflow.commands.report_health import MetricsLine, findings
 from rlflow.commands.report_pictures import MOST_BYTES as MOST_PICTURE_BYTES
 from rlflow.commands.report_pictures import SIDE, PagePictures
 from rlflow.dag.tasks import rank_ranges
+from rlflow.data.mixture import settings_of
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError, one_line
 from rlflow.loggers.jsonl import SAMPLES_FILE, read_metrics, read_samples
@@ -395,7 +396,8 @@ def _graph(run: ReportedRun, traced: Traced) -> str:
     """The graph of the run's config; or why it cannot be drawn."""
     try:
         found = run.configured
-        planned = plan_run(found.module, found.trainer.settings, found.trainer.engine_settings)
+        settings, engines = found.trainer.settings, found.trainer.engine_settings
+        planned = plan_run(found.module, settings, engines, settings_of(found.data.train))
     except UserError as error:
         return f"<p>No graph: {escape(one_line(error))}.</p>"
     drawing = graph_drawing(planned.graph, planned.plan, traced.sent)

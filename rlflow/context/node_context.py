@@ -48,8 +48,9 @@ from rlflow.values.path import NO_GROUP, RowPath
 from rlflow.values.picture import Picture
 from rlflow.values.protocols import Written
 from rlflow.values.ragged import Ragged
+from rlflow.values.response_settings import ResponseSettings
 from rlflow.values.rollout import Rollout
-from rlflow.values.truncation import OwnSettings, Truncation
+from rlflow.values.truncation import Truncation
 
 AllRows = TypeVar("AllRows", Tensor, Ragged)
 
@@ -150,7 +151,7 @@ class NodeContext:
     trainer_state: Callable[[int], TrainerState] = TrainerState
     reward: Reward | None = None
     masks: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]] = lambda rows: {}
-    own_settings: Callable[[Sequence[Mapping[str, Any]]], Sequence[OwnSettings]] = lambda rows: []
+    own_settings: Callable[[Sequence[Mapping[str, Any]]], Sequence[ResponseSettings]] = lambda rows: []
     scored_as_made: frozenset[str] = frozenset()
     memories: MemoryUpdates = field(init=False)
     running: Running | None = field(default=None, init=False)

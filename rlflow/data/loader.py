@@ -38,7 +38,7 @@ from rlflow.values.batch import Batch, Pairs
 from rlflow.values.path import hashed
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
-from rlflow.values.truncation import OwnSettings
+from rlflow.values.response_settings import ResponseSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -215,7 +215,7 @@ class Loader:
         """For each dataset of a mixture by name, which of these rows are of it: `[N]` bool; empty for one dataset."""
         return self._source.masks(rows) if isinstance(self._source, Mixture) else {}
 
-    def own_settings(self, rows: Sequence[Mapping[str, Any]]) -> list[OwnSettings]:
+    def own_settings(self, rows: Sequence[Mapping[str, Any]]) -> list[ResponseSettings]:
         """What the dataset of each of these rows sets for its responses, in a mixture; else an empty list."""
         return self._source.own_settings(rows) if isinstance(self._source, Mixture) else []
 

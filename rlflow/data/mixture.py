@@ -22,7 +22,7 @@ from rlflow.data.sources import DataLike, Source, as_source
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
 from rlflow.errors import UserError
-from rlflow.values.truncation import OwnSettings, SamplingSettings
+from rlflow.values.response_settings import ResponseSettings, SamplingSettings
 
 Shuffle = Callable[[Tensor, int, str], Tensor]
 
@@ -162,13 +162,14 @@ class Mixture(Source):
         }
 
     @property
-    def settings(self) -> dict[str, OwnSettings]:
+    def settings(self) -> dict[str, ResponseSettings]:
         """What each dataset sets for the responses to its prompts, by name."""
-        return {name: OwnSettings(each.max_response_length, each.sampling) for name, each in self.datasets.items()}
+        return {name: ResponseSettings(each.max_response_length, each.sampling) for name, each in self.datasets.items()}
 
-    def own_settings(self, rows: Sequence[Mapping[str, Any]]) -> list[OwnSettings]:
+    def own_settings(self, rows: Sequence[Mapping[str, Any]]) -> list[ResponseSettings]:
         """What the dataset of each of these rows sets for its responses."""
-        return [self.settings.get(str(row.get(self.column)), OwnSettings()) for row in rows]
+        settings = self.settings
+        return [settings.get(str(row.get(self.column)), ResponseSettings()) for row in rows]
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """These rows `[N]` int64, ascending, by dataset."""
@@ -266,7 +267,7 @@ class Mixture(Source):
         return row
 
 
-def settings_of(source: Any) -> dict[str, OwnSettings]:
+def settings_of(source: Any) -> dict[str, ResponseSettings]:
     """What each dataset of a mixture sets for the responses to its prompts, by name; empty for another source."""
     return source.settings if isinstance(source, Mixture) else {}
 

@@ -27,9 +27,8 @@ from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.host_copy import on_host, rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
+from rlflow.values.response_settings import require_temperature
 from rlflow.values.truncation import SUPPORT, TEMPERATURE, Truncation
-
-HOTTEST = 1e4  # highest temperature; logits divided by its inverse, the lowest, are still finite in float16
 
 
 @dataclass(eq=False, repr=False)
@@ -77,11 +76,7 @@ class CausalLM(ModelHandle):
     moe: MoE | None = None
 
     def __post_init__(self) -> None:
-        if not 1 / HOTTEST <= self.temperature <= HOTTEST:
-            raise UserError(
-                f"`temperature` is {self.temperature}; it divides the logits, so give a number from {1 / HOTTEST:g} to"
-                f" {HOTTEST:g}"
-            )
+        require_temperature(self.temperature)
         super().__post_init__()
         if self.moe is not None and not self.trainable:
             raise UserError(f"`moe` is given for {self.model!r}, which is frozen; set `trainable` or leave it out")
@@ -115,7 +110,7 @@ class CausalLM(ModelHandle):
             rows: Prompts, `B` rows: `batch`, or what `Rollout.as_prompts` returns. Or responses: a `Rollout` that this
                 model wrote, some rows of one, or what `Rollout.cut` returns.
             n: Number of responses to each row, or of its continuations; they are consecutive rows.
-            temperature: Temperature of this call; None for the model's own, 0 for greedy decoding.
+            temperature: Temperature of this call; None for that of the dataset or the model, 0 for greedy decoding.
             max_new_tokens: Maximum number of tokens that this call adds to a response. The module's
                 `max_response_length` holds in any case, and is the only limit if this is None.
             stop: Ids of more tokens that end a response. The model's end tokens and the module's `stop_token_ids`
@@ -131,8 +126,7 @@ class CausalLM(ModelHandle):
             raise UserError(
                 f"{self.model!r} generates in nodes that `Trainer.fit` runs; there is no step in progress here"
             )
-        chosen = self.temperature if temperature is None else temperature
-        return self._generator(rows, n, chosen, max_new_tokens, tuple(stop))
+        return self._generator(rows, n, temperature, max_new_tokens, tuple(stop))
 
     def converse(
         self,
@@ -292,8 +286,9 @@ class CausalLM(ModelHandle):
 
         By default it is KL(self || other), the sum of p log(p / q), where p is this model's distribution and q is the
         distribution of `other`. If this model is the student, distillation calls this reverse KL (MiniLLM, arXiv
-        2306.08543; GKD, arXiv 2306.13649). The logits of each model are divided by the model's own temperature. In a
-        train node, name `other` in the mark's `uses`, and read `given` as a separate value, `Ragged`.
+        2306.08543; GKD, arXiv 2306.13649). The logits of each model are divided by the model's own temperature, or by
+        the temperature that a row's dataset sets. In a train node, name `other` in the mark's `uses`, and read `given`
+        as a separate value, `Ragged`.
 
         Args:
             rows: See `logprobs_of`.
@@ -309,16 +304,22 @@ class CausalLM(ModelHandle):
         """
         _refuse_support(rows, "kl")
         self._check_kl(rows, other, given, over)
-        layer: list[tuple[Tensor, Softmax]] = []  # the weight of the other's output layer, and its softmax
+        layer: list[tuple[Tensor, Softmax]] = []  # the weight of the other's output layer, and its softmax at 1.0
 
-        def keep(hidden: Tensor, weight: Tensor, _: Tensor, softmax: Softmax, __: None) -> tuple[Tensor, ...]:
+        def keep(hidden: Tensor, weight: Tensor, _: Tensor, softmax: Softmax) -> tuple[Tensor, ...]:
             layer[:] = [(weight.detach().clone() if other.plan.gathers else weight.detach(), softmax)]
             return (hidden,)
 
         def compare(
-            hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, theirs: Tensor
+            hidden: Tensor,
+            weight: Tensor,
+            targets: Tensor,
+            softmax: Softmax,
+            theirs: Tensor,
+            temperature: float | Tensor,
         ) -> tuple[Tensor, ...]:
             ((other_weight, other_softmax),) = layer
+            other_softmax = replace(other_softmax, temperature=temperature)
             if len(weight) != len(other_weight):
                 raise UserError(
                     f"`kl` compares models with output layers of {len(weight)} and {len(other_weight)} tokens, and a"
@@ -331,23 +332,27 @@ class CausalLM(ModelHandle):
             with torch.no_grad():
                 # Nodes wrote other prompts, which have no pictures.
                 read = tokens_alone(own) if prompts is None else TokenRows(prompts, own.response_ids, own.lengths)
-                _, (theirs,) = other._forward_pass(read, other._temperature_of(own), keep)
-            return self._forward_pass(own, self._temperature_of(own), compare, theirs)
+                _, (theirs,) = other._forward_pass(read, 1.0, keep)
+            temperatures = self._temperature_of(own), other._temperature_of(own)
+            return self._forward_pass(own, temperatures[0], compare, theirs, temperatures[1])
 
         kl, logprobs = self._by_micro_batch(rows, both_passes, given)
         self.watch(rows, logprobs)
         return kl
 
     def _temperature_of(self, rows: Tokens) -> float | Tensor:
-        """The temperature at which a row was sampled where it has one of its own, and else the model's.
+        """The temperature that a row's dataset sets for it, and else the model's.
 
         Returns:
-            `[R]` float64, for each response token; a number if no row has one of its own.
+            `[R]` float64, for each response token; a number if no dataset of the run sets one.
         """
         own = columns_of(rows).get(TEMPERATURE) if self.reads_temperature else None
-        if not isinstance(own, Tensor) or not bool((own := on_host(own)).any()):
+        if not isinstance(own, Tensor):
             return self.temperature
-        return own.masked_fill(own == 0, self.temperature).repeat_interleave(on_host(rows.lengths))
+        tokens = int(on_host(rows.lengths).sum())
+        # On the device of the rows: the host has no copy, and does not wait for one.
+        of_rows = own.masked_fill(own == 0, self.temperature)
+        return of_rows.repeat_interleave(rows.lengths.to(own.device), output_size=tokens)
 
     def _check_kl(self, rows: Tokens, other: CausalLM, given: Ragged | None, over: str) -> None:
         if other.trainable:
@@ -520,7 +525,7 @@ def _refuse_support(rows: Tokens, method: str) -> None:
     if supports(rows) is not None:
         raise UserError(
             f"`{method}` is over the whole vocabulary, and the rows were sampled from some of it; leave out `top_p`,"
-            " `top_k` and `min_p` of their policy"
+            " `top_k` and `min_p` of their policy, and of the `sampling` of their dataset"
         )
 
 
@@ -628,7 +633,7 @@ class TokenHead(nn.Module):
         targets: Tensor,
         temperature: float | Tensor = 1.0,
         readout: Readout | None = None,
-        beside: Tensor | None = None,
+        *beside: Any,
     ) -> tuple[Tensor, ...]:
         """Log-probabilities `[N]` of the targets, and entropies `[N]`; or what `readout` computes instead.
 
@@ -637,11 +642,11 @@ class TokenHead(nn.Module):
             targets: `[N]` int64.
             temperature: Temperature that divides the logits; or `[N]`, one for each token.
             readout: Function to compute instead of the two.
-            beside: `[N, ...]`, a further argument of the readout, such as tokens to score at each place; None for none.
+            beside: Further arguments of the readout; a tensor has an entry for each target, `[N, ...]`.
         """
         softmax = self.softmax_at(temperature)
         if readout is not None:
-            return readout(hidden, self.weight, targets, softmax, beside)
+            return readout(hidden, self.weight, targets, softmax, *beside)
         return token_logprobs(hidden, self.weight, targets, softmax)
 
     def softmax_at(self, temperature: float | Tensor) -> Softmax:
@@ -654,9 +659,9 @@ class TokenHead(nn.Module):
 
 
 # A function that an output layer calls within its forward, where ZeRO-3 and FSDP have gathered its weight. It takes the
-# hidden states `[N, H]`, the layer's weight `[V, H]`, the targets `[N]`, the layer's softmax, and `beside`: `[N, ...]`
-# with further numbers for each target, or None. It returns values `[N, ...]`.
-Readout = Callable[[Tensor, Tensor, Tensor, Softmax, Tensor | None], tuple[Tensor, ...]]
+# hidden states `[N, H]`, the layer's weight `[V, H]`, the targets `[N]`, the layer's softmax, and what else is given,
+# such as `[N, ...]` with further numbers for each target. It returns values `[N, ...]`.
+Readout = Callable[..., tuple[Tensor, ...]]
 
 
 def of_tokens(
@@ -688,9 +693,7 @@ def of_support(
     return logprobs[:, 0], entropy, logprobs[:, 1:]
 
 
-def states(
-    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
-) -> tuple[Tensor, ...]:
+def states(hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax) -> tuple[Tensor, ...]:
     """A readout: `[R, H]`, the hidden states themselves, in float32 at least; the weight gets a gradient of 0."""
     return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)) + 0.0 * weight[0, 0],)
 

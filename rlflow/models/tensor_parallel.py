@@ -190,11 +190,11 @@ class RowsOfTokenHead(TokenHead):
         targets: Tensor,
         temperature: float | Tensor = 1.0,
         readout: Readout | None = None,
-        beside: Tensor | None = None,
+        *beside: Any,
     ) -> tuple[Tensor, ...]:
         """See `TokenHead.forward`; for a `readout` the weight is gathered, and each rank computes the same."""
         if readout is not None:
-            return readout(hidden, _gathered(self.weight), targets, self.softmax_at(temperature), beside)
+            return readout(hidden, _gathered(self.weight), targets, self.softmax_at(temperature), *beside)
         rows, first, group = _local(self.weight), first_row(self.weight), _group(self.weight)
         return divided_logprobs(hidden, rows, targets, first, group, self.softmax_at(temperature))
 

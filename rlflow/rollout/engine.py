@@ -17,7 +17,8 @@ from rlflow.models.moe import ROUTER_BIAS
 from rlflow.models.pictures import PictureProcessor
 from rlflow.models.weights import fingerprint
 from rlflow.values.picture import Picture
-from rlflow.values.truncation import SamplingSettings, Truncation
+from rlflow.values.response_settings import SamplingSettings
+from rlflow.values.truncation import Truncation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -22,8 +22,9 @@ from rlflow.values.host_copy import bring_over, on_host
 from rlflow.values.path import RowPath, hashed
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
+from rlflow.values.response_settings import ResponseSettings
 from rlflow.values.rollout import Ending, Rollout
-from rlflow.values.truncation import END, NOTED, SUPPORT, OwnSettings
+from rlflow.values.truncation import END, NOTED, SUPPORT
 
 
 def sample(
@@ -44,7 +45,7 @@ def sample(
     longest: int | None = None,
     longest_prompt: int | None = None,
     pictures: Sequence[Sequence[Picture]] = (),
-    of_prompts: Sequence[OwnSettings] = (),
+    of_prompts: Sequence[ResponseSettings] = (),
     on_end: Callable[[int, str, dict[str, Any]], None] | None = None,
 ) -> Rollout:
     """Generate `n` responses to each prompt, or `n` continuations of each response, with the policy `version`.
@@ -113,7 +114,7 @@ def sample(
             begun = replace(begun, pictures=rows.pictures.on_host().take(parent))
         if part is not None and part.begun is not None:
             begun = _begun_before(part.begun, begun)
-    of_rows = [of_prompts[i] for i in parent.tolist()] if of_prompts else [OwnSettings()] * len(parent)
+    of_rows = [of_prompts[i] for i in parent.tolist()] if of_prompts else [ResponseSettings()] * len(parent)
     own = [each.sampling for each in of_rows]
     has_own = any(each is not None for each in own)
     longest_of_rows = torch.tensor([each.max_tokens or most for each in of_rows], dtype=torch.int64)
@@ -268,7 +269,7 @@ def _extended(begun: Rollout, completions: Mapping[int, Completion], version: in
         if (noted := int((ragged[SUPPORT][row] == END).sum())) not in (0, new.stop):
             raise UserError(
                 f"{noted} of the {new.stop} tokens of a response that was continued were sampled with `top_p`, `top_k`"
-                " or `min_p`; sample all of them with these, or none"
+                " or `min_p`, of the policy or of the dataset's `sampling`; sample all of them with these, or none"
             )
     grown: dict[str, Any] = dict(per_token)
     grown |= {name: Ragged.from_rows(rows, getattr(begun, name).values[:0]) for name, rows in ragged.items()}

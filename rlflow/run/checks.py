@@ -15,7 +15,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges
-from rlflow.data.mixture import Mixture, settings_of
+from rlflow.data.mixture import Mixture
 from rlflow.data.prompts import Learned, PromptData
 from rlflow.errors import UserError, about, setting
 from rlflow.harness.harness import Harness
@@ -28,6 +28,8 @@ from rlflow.module import RLModule, aggregation_of, environments, handles
 from rlflow.settings import Settings
 from rlflow.values.batch import Pairs
 from rlflow.values.layout import Layout
+from rlflow.values.response_settings import ResponseSettings
+from rlflow.values.truncation import Truncation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -124,36 +126,38 @@ def require_end(planned: Plan, settings: Settings, chooses: str | None) -> None:
         raise UserError("neither `trainer.max_steps` nor `trainer.max_epochs` is set, so the run has no end; set one")
 
 
-def check_own_settings(module: RLModule, data: PromptData, settings: Settings, samples: bool) -> None:
+def check_response_settings(
+    module: RLModule,
+    settings: Settings,
+    **of_datasets: tuple[Mapping[str, ResponseSettings], bool],
+) -> None:
     """Refuse a dataset's `max_response_length` or `sampling` that cannot work, or that something else would not know.
 
     Args:
         module: The algorithm.
-        data: Its prompts.
         settings: Settings of the trainer.
-        samples: Whether a node generates.
+        of_datasets: For `train` and `validation` what datasets set, by name, and whether responses to them are sampled.
 
     Raises:
         UserError: A dataset has such a setting.
     """
-    for name, each in settings_of(data.train).items():
+    found = next(iter(environments(module)), None)
+    every = [(use, samples, *named) for use, (of, samples) in of_datasets.items() for named in of.items()]
+    for use, samples, name, each in every:
+        given = f"`sampling` of the dataset `{name}` of `data.{use}` is set, and"
         if each.sampling is not None and not samples:
+            raise UserError(f"{given} {type(module).__name__} samples no responses to it; leave it out")
+        if each.sampling is not None and found is not None:
             raise UserError(
-                f"`sampling` of the dataset `{name}` is set, and {type(module).__name__} samples no responses; leave it"
-                " out"
-            )
-    for name, each in (named for source in (data.train, data.validation) for named in settings_of(source).items()):
-        if each.sampling is not None and (found := next(iter(environments(module)), None)):
-            raise UserError(
-                f"`sampling` of the dataset `{name}` is set, and `module.{found}` is an environment, whose"
-                " conversations are sampled by the settings of their policies; leave `sampling` out"
+                f"{given} `module.{found}` is an environment, whose conversations are sampled by the settings of their"
+                " policies; leave `sampling` out"
             )
         longest, why = each.max_tokens, None
         if longest is None:
             continue
         if longest > module.max_response_length:
             why = f"`module.max_response_length` is {module.max_response_length}, for which memory is planned"
-        elif environments(module):
+        elif found is not None:
             why = f"{type(module).__name__} has an environment, whose conversations have the length of the run"
         elif settings.partial_rollout is not None:
             why = "`trainer.partial_rollout` continues responses to the length of the run"
@@ -233,37 +237,43 @@ def check_experts(
         )
 
 
-def support_bounds(module: RLModule, graph: Graph, data: PromptData) -> dict[str, int]:
+def support_bounds(module: RLModule, graph: Graph, of_datasets: Mapping[str, ResponseSettings]) -> dict[str, int]:
     """How many tokens are stored at most for a token of a response, by policy: the largest `top_k` of its rows.
 
-    Policies that are trained on the tokens that `top_p`, `top_k` or `min_p` leave need these; others are left out.
+    Stored are the tokens that `top_p`, `top_k` or `min_p` leave, of a trained policy or of a dataset; policies whose
+    rows need none are left out.
+
+    Args:
+        module: The algorithm.
+        graph: Graph of the module.
+        of_datasets: What datasets that are trained on set for their responses, by name.
 
     Raises:
-        UserError: One has no `top_k`, or holds conversations.
+        UserError: There is no `top_k`, or rows are conversations.
     """
+    of_all = {f"the dataset `{name}`": each.sampling for name, each in of_datasets.items() if each.sampling}
     policies = {name: handles(module)[name] for name in graph.policies()}
     bounds = dict[str, int]()
     for name, policy in policies.items():
-        if not isinstance(policy, CausalLM) or not policy.trainable:
+        if not isinstance(policy, CausalLM):
             continue
-        cuts = {f"`{name}`": policy.truncation}
-        cuts |= {f"the dataset `{of}`": own.sampling for of, own in settings_of(data.train).items() if own.sampling}
-        cuts = {whose: truncation for whose, truncation in cuts.items() if truncation}
+        cuts: dict[str, Truncation] = {f"`{name}`": policy.truncation} if policy.trains_on_support else {}
+        cuts |= of_all
         if not cuts:
             continue
         whose = next((whose for whose, truncation in cuts.items() if truncation.top_k is None), next(iter(cuts)))
-        given = f"`{cuts[whose]}` of {whose} is set"
+        given, of = f"`{cuts[whose]}` of {whose} is set", None if whose in of_all else policy
         if cuts[whose].top_k is None:
             raise UserError(
                 f"{given} without `top_k`; the tokens that are left are stored of each token of a response, and a loss"
                 " scores over them, so set `top_k` too, 64 say, which bounds their number",
-                of=policy,
+                of=of,
             )
         if found := next(iter(environments(module)), None):
             raise UserError(
                 f"{given} and `module.{found}` too; the tokens that are left are not stored of conversations, so a loss"
                 " could not score over them. Leave one of the two out, or set `trainer.val_sampling` alone",
-                of=policy,
+                of=of,
             )
         bounds[name] = max(truncation.top_k or 0 for truncation in cuts.values())
     return bounds

@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlflow.controller.run import Run, RunPlan
@@ -41,6 +42,7 @@ from rlflow.run.schedules import check_schedules
 from rlflow.settings import Settings
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
+from rlflow.values.response_settings import ResponseSettings
 from rlflow.workflow import bind
 
 if TYPE_CHECKING:
@@ -139,18 +141,32 @@ def _check_name(module: RLModule, role: str) -> None:
         raise UserError(f"`models.{role}` is given, and {why}; give the model another name, such as `actor`")
 
 
-def plan_run(module: RLModule, settings: Settings, engines: EngineSettings) -> RunPlan:
+def plan_run(
+    module: RLModule,
+    settings: Settings,
+    engines: EngineSettings,
+    of_datasets: Mapping[str, ResponseSettings] = MappingProxyType({}),
+) -> RunPlan:
     """Configure the module's models, and plan its graph on the ranks of the settings; nothing is read or loaded.
 
     Args:
         module: The algorithm; its `configure_models` is called once.
         settings: Settings of the trainer.
         engines: Settings of the engines.
+        of_datasets: What datasets that are trained on set for their responses, by name.
 
     Raises:
         UserError: The graph has problems, or cannot be placed or planned with these settings.
     """
-    return planned(module, read_graph(module), settings, engines, settings.world_size)
+    graph = read_graph(module)
+    own = [each.sampling for each in of_datasets.values() if each.sampling is not None]
+    for handle in handles(module).values():
+        if isinstance(handle, CausalLM):
+            handle.reads_temperature = bool(own)
+            handle.reads_support |= any(own)
+    if own:  # then models read further columns of rows
+        graph = graph_of(module)
+    return planned(module, graph, settings, engines, settings.world_size)
 
 
 def planned(
@@ -210,6 +226,7 @@ def prepare(
     strategy: TrainingStrategy,
     engines: EngineSettings,
     scratch: Path,
+    trains: bool = True,
 ) -> Run:
     """Check and plan a run.
 
@@ -220,11 +237,13 @@ def prepare(
         strategy: Strategy that divides training over ranks.
         engines: Settings of the engines.
         scratch: Folder for the embedded model `tiny`.
+        trains: Whether steps run on `data.train`; else the model is only measured, or only writes responses.
 
     Raises:
         UserError: A setting cannot work, by itself or with others.
     """
-    made = plan_run(module, settings, engines)
+    of_datasets = settings_of(data.train) if trains else {}
+    made = plan_run(module, settings, engines, of_datasets)
     graph, placed, lead = made.graph, made.layouts, made.lead
     if unknown := [name for name in settings.keep_inputs_of if name not in graph.nodes]:
         raise UserError(f"`trainer.keep_inputs_of` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
@@ -234,11 +253,7 @@ def prepare(
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
     policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}
     configs = {name: _model_config(module, name, path) for name, path in (paths | policies).items()}
-    own = [each.sampling for each in settings_of(data.train).values() if each.sampling is not None]
-    for language_model in (each for each in handles(module).values() if isinstance(each, CausalLM)):
-        language_model.reads_temperature = bool(own)
-        language_model.reads_support |= any(own)
-    if own or any(map(reads_pictures, configs.values())):  # then models read further columns of rows
+    if any(map(reads_pictures, configs.values())):  # models with a tower read a further column of rows
         for name, config in configs.items():
             handles(module)[name].reads_pictures = reads_pictures(config)
         made = planned(module, graph_of(module), settings, engines, settings.world_size)
@@ -252,14 +267,13 @@ def prepare(
         check_sequence_parallel(config, sequences, role, strategy.packing, layers)
         whole = strategy.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
-    support_bounds = checks.support_bounds(module, graph, data)
+    support_bounds = checks.support_bounds(module, graph, of_datasets)
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
     checks.check_aggregations(module, graph)
     configure_optimizers(module, {role: paths[role] for role in graph.trained_roles()}, strategy.dtype)
     check_schedules(module, graph, data.prompts_per_step)
     tokenizer = _same_tokenizer(module, policies | paths, lead)
     processor = _processor(module, configs, (policies | paths)[lead], lead, tokenizer)
-    checks.check_own_settings(module, data, settings, bool(graph.policies()))
     checks.check_choice(module, data, graph)
     module.data_curriculum = None if data.curriculum is None else data.curriculum.begun(data.prompts_per_step)
     checks.require_end(made.plan, settings, chooses_prompts(module))
@@ -269,6 +283,12 @@ def prepare(
     environment = found[0] if len(found) == 1 else None
     is_scored = module.reward is not None or bool(found)
     scores_validation = data.validation is not None and made.follows is not None and is_scored
+    checks.check_response_settings(
+        module,
+        settings,
+        train=(settings_of(data.train), bool(graph.policies()) or not trains),
+        validation=(settings_of(data.validation), scores_validation),
+    )
     of_lead = [node for node in checks.learns_from_batch(graph) if node.role == lead]
     loss_node = None if has_validation_step(module) else next(iter(of_lead), None)
     if data.validation is not None and has_validation_step(module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def _listed(run: Run, run_dir: Path) -> list[Path]:
     if run.settings.ckpt_path == checkpoint.BEST:
         monitor, sign = run.settings.monitor, 1 if run.settings.mode == "min" else -1
         values = {each: checkpoint.monitored_value(each, monitor) for each in found if checkpoint.lacks(each) is None}
-        measured = {each: sign * value for each, value in values.items() if value is not None}
+        measured = {each: sign * value for each, value in values.items() if value is not None and not isnan(value)}
         found = sorted(measured, key=lambda each: measured[each])
     return [Path(name) for name in run.transport.gather_json([str(folder) for folder in found])[0]]
 

@@ -239,6 +239,11 @@ class Rollout(Placed):
                 f"the engine noted {len(support.values)} tokens that it sampled from, and {len(values)} of their"
                 " log-probabilities; let `tell_support` of the engine note both"
             )
+        if len(values) and bool(((support.lengths == 0) & (lengths > 0)).any()):
+            raise UserError(
+                "some responses were sampled from all tokens and others from some, so `sampler_logprobs` has none"
+                " for the first; set `top_k` in the `sampling` of every dataset, or in none"
+            )
         found = by_token(support, values, lengths, nothing) if len(values) else nothing[:, None][:, :0]
         by_place = values.new_full((*there.shape, found.shape[1]), -torch.inf)
         by_place[there] = found

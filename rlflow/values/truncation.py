@@ -78,38 +78,6 @@ class Truncation:
         return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids, stays)
 
 
-@dataclass(frozen=True)
-class SamplingSettings(Truncation):
-    """How responses to some prompts are sampled, in place of the policy's own settings.
-
-    Args:
-        top_p: Sample from the smallest set of likeliest tokens with at least this total probability; 1 for all tokens.
-        top_k: Sample from this number of likeliest tokens; None for no limit.
-        min_p: Sample from tokens with at least this share of the likeliest token's probability; 0 for all tokens.
-        temperature: Temperature of sampling, above 0.
-    """
-
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.temperature < math.inf:
-            raise UserError(f"the `temperature` of sampling is {self.temperature}; give a number above 0")
-
-
-@dataclass(frozen=True)
-class OwnSettings:
-    """What a dataset of a mixture sets for the responses to its prompts, in place of the run's settings.
-
-    Attributes:
-        max_tokens: Tokens of the longest response; None for those of the run.
-        sampling: How the responses are sampled; None for the policy's settings.
-    """
-
-    max_tokens: int | None = None
-    sampling: SamplingSettings | None = None
-
-
 def noted(logprobs: Tensor, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The entries of the columns `support` and `support_logprobs` for a place of each row.
 

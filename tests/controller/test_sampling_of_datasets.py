@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlflow import CausalLM, Environment, PerToken, Rollout, RolloutWithTexts, Trainer, UserError, node
-from rlflow.algorithms import SFT
+from rlflow import Batch, CausalLM, Environment, PerToken, Rollout, RolloutWithTexts, Trainer, UserError, node
+from rlflow.algorithms import SFT, ScoreCentering
 from rlflow.data import MixedDataset, Mixture, PromptData
 from rlflow.functional import KL
 from rlflow.settings import Place
 from rlflow.strategies import SingleProcess
-from rlflow.values.truncation import SamplingSettings
+from rlflow.values.response_settings import SamplingSettings
 from tests.controller.runs import FSDP, SGD, ZERO2, ZERO3, Fit, OddCharacters, RaggedGRPO, RaggedReMax, fit, grpo
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.environments.games import CountDown
@@ -124,6 +124,35 @@ def test_the_weights_are_those_of_one_rank(
         assert difference(result.weights, expected) < FLOAT32
 
 
+class Asks(RaggedGRPO):
+    """Generates by the method of the model."""
+
+    @node(generates="actor")
+    def rollout(self, batch: Batch) -> Rollout:
+        rollout: Rollout = self.actor.generate(batch, self.group_size)
+        return rollout
+
+
+def test_the_method_of_a_model_samples_so_too(policy: Path, tmp_path: Path) -> None:
+    runs = []
+    for kind in (RaggedGRPO, Asks):
+        module = updated(policy)
+        module.__class__ = kind
+        runs.append(fit(run_of(module, tmp_path / kind.__name__, max_steps=1)).weights)
+    assert difference(*runs) == 0
+
+
+def test_score_centering_refuses_responses_from_all_tokens(policy: Path, tmp_path: Path) -> None:
+    for own, message in (
+        (["cold"], "some responses were sampled from all tokens and others from some"),
+        (["cold", "few", "plain"], "`expected_logprobs` sums over the tokens that were sampled from, and these were"),
+    ):
+        settings = {name: SamplingSettings(temperature=0.5) for name in own}
+        module = made(ScoreCentering, policy, OddCharacters(), top_k=5, group_size=2, max_response_length=8)
+        with pytest.raises(UserError, match=message):
+            fit(run_of(module, tmp_path / str(len(own)), own=settings, max_steps=1))
+
+
 def test_a_node_that_asks_for_a_temperature_gets_it(policy: Path, tmp_path: Path) -> None:
     """The baseline of ReMax is the greedy response, whatever a dataset says: equal in a run without its settings."""
     found = []
@@ -170,19 +199,27 @@ def test_predicted_responses_are_sampled_so_and_made_anew_if_a_setting_changes(p
     assert any(len(plain[prompt]) > 1 for prompt in plain if "few" in prompt)
 
 
+def test_a_measured_model_may_sample_from_tokens_that_training_could_not_store(policy: Path, tmp_path: Path) -> None:
+    data = mixture({}, held_out={"few": SamplingSettings(top_p=0.9), "cold": SamplingSettings(temperature=0.1)})
+    for name in ("validate", "test", "predict"):
+        trainer = Trainer(tmp_path / name, accelerator="cpu")
+        assert data.validation is not None
+        getattr(trainer, name)(grpo(policy), data.validation)
+
+
 @pytest.mark.parametrize(
     ("own", "settings", "message"),
     [
         (
             {"few": SamplingSettings(top_p=0.9)},
-            {},
+            {"top_k": 7},
             "`top_p: 0.9` of the dataset `few` is set without `top_k`; .*, so set `top_k` too, 64 say",
         ),
         (OWN, {"environment": Environment(CountDown)}, "`top_p: 0.9, top_k: 5` of the dataset `few` is set and"),
         (
             {"cold": SamplingSettings(temperature=0.5)},
             {"environment": Environment(CountDown)},
-            "`sampling` of the dataset `cold` is set, and `module.environment` is an environment",
+            "`sampling` of the dataset `cold` of `data.train` is set, and `module.environment` is an environment",
         ),
     ],
 )
@@ -195,9 +232,11 @@ def test_what_cannot_be_stored_is_refused(
 
 def test_settings_that_nothing_samples_by_are_refused(policy: Path, tmp_path: Path) -> None:
     rows = [{"question": "1+1=", "answer": "2"}] * 4
-    data = PromptData(Mixture({"cold": MixedDataset(rows, sampling=OWN["cold"])}), None, 2, response="answer")
-    with pytest.raises(UserError, match="`sampling` of the dataset `cold` is set, and SFT samples no responses"):
-        fit(Fit(SFT(CausalLM(str(policy))), data, tmp_path))
+    own, plain = Mixture({"cold": MixedDataset(rows, sampling=OWN["cold"])}), Mixture({"cold": rows})
+    for use, given in (("train", (own, None)), ("validation", (plain, own))):
+        message = f"`sampling` of the dataset `cold` of `data.{use}` is set, and SFT samples no responses"
+        with pytest.raises(UserError, match=message):
+            fit(Fit(SFT(CausalLM(str(policy))), PromptData(*given, 2, response="answer"), tmp_path))
 
 
 def test_a_run_of_one_dataset_sends_no_temperature(policy: Path, tmp_path: Path) -> None:

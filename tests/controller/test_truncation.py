@@ -17,7 +17,8 @@ from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run.prepare import configure
 from rlflow.settings import Place
 from rlflow.strategies import SingleProcess
-from rlflow.values.truncation import END, SamplingSettings
+from rlflow.values.response_settings import SamplingSettings
+from rlflow.values.truncation import END
 from tests.controller.runs import FSDP, SGD, ZERO2, ZERO3, Fit, OddCharacters, RaggedGRPO, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.environments.games import CountDown

@@ -15,8 +15,9 @@ from rlflow.rollout import RolloutEngine, Sampling
 from rlflow.rollout.sampling import sample
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
+from rlflow.values.response_settings import ResponseSettings, SamplingSettings
 from rlflow.values.rollout import Rollout
-from rlflow.values.truncation import END, NOTED, SUPPORT, OwnSettings, SamplingSettings, Truncation
+from rlflow.values.truncation import END, NOTED, SUPPORT, Truncation
 from tests.rollout.test_parts import batch
 from tests.rollout.trained import PROMPTS
 
@@ -98,7 +99,7 @@ def check_own_settings(engine: RolloutEngine, folder: Path, version: int) -> Non
 
     settings = {"seed": 0, "draw": 0, "node": "rollout", "version": version, "decode": str}
     paths = RowPath(torch.arange(len(PROMPTS))[:, None], ("batch",))
-    of_prompts = [OwnSettings(sampling=each) for each in own]
+    of_prompts = [ResponseSettings(sampling=each) for each in own]
     rollout = sample(engine, batch(), paths, 2, common, of_prompts=of_prompts, **settings)  # type: ignore[arg-type]
     there = torch.arange(rollout.response_ids.shape[1]) < rollout.lengths[:, None]
     handle = handle_of(folder)

@@ -12,6 +12,7 @@ from rlflow import checkpoint
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import SingleProcess, TrainingStrategy
+from rlflow.values.batch import TokenRows
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 from tests.saved import write_checkpoint
@@ -98,24 +99,32 @@ def kl_gradient(
     actor, frozen = trained(folder, ADAMW), CausalLM(str(other), trainable=False, temperature=1.3)
     strategy.setup_role("actor", actor, folder)
     strategy.setup_role("other", frozen, other)
+    actor.reads_temperature = frozen.reads_temperature = True
     place = strategy.layout("actor")
     own = MICRO_BATCHES[place.shards][place.shard(strategy.global_rank)]
     every = [row for rows in own for row in rows]
-    before = actor.kl(rows_of(every), frozen, given=prompts_of(every))  # ranks make equally many micro-batches
-    likeliest, tokens = actor.topk(rows_of(every), 3)
-    assert bool((likeliest[..., 0] >= actor.logprobs(rows_of(every))).all())
-    torch.testing.assert_close(actor.logprobs_of(rows_of(every), tokens), likeliest, rtol=0, atol=1e-5)
+    before = actor.kl(heated(every), frozen, given=prompts_of(every))  # ranks make equally many micro-batches
+    likeliest, tokens = actor.topk(heated(every), 3)
+    assert bool((likeliest[..., 0] >= actor.logprobs(heated(every))).all())
+    torch.testing.assert_close(actor.logprobs_of(heated(every), tokens), likeliest, rtol=0, atol=1e-5)
     count = strategy.agree("actor", len(own))
     for number in range(count):
         rows = own[number] if number < len(own) else []
         weights = torch.tensor([ROWS[row][2] for row in rows])
         with actor.training():
-            kl = actor.kl(rows_of(rows), frozen, given=prompts_of(rows))
+            kl = actor.kl(heated(rows), frozen, given=prompts_of(rows))
             states = actor.hidden(rows_of(rows)).sum()
         loss = ((weights[:, None] * kl).sum() + 0.01 * states) / TOKENS
         strategy.backward("actor", loss, last=number == count - 1)
     whole = {key: value.clone() for key, value in strategy.gradients("actor").items()}
     return whole, before.detach().clone()
+
+
+def heated(rows: list[int]) -> TokenRows:
+    """The rows, each at a temperature of its own or at the model's."""
+    found = rows_of(rows)
+    temperature = torch.tensor([[0.0, 0.5, 2.0][row % 3] for row in rows], dtype=torch.float64)
+    return TokenRows(found.prompt_ids, found.response_ids, found.lengths, {"temperature": temperature})
 
 
 def prompts_of(rows: list[int]) -> Ragged:
