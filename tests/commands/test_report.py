@@ -118,9 +118,9 @@ def test_the_page_has_the_bytes_that_each_edge_of_the_graph_carried(ranks2: Rank
     report(tmp_path / "run", html=True)
     page = (tmp_path / "run/report.html").read_text()
     # The one prompt is loaded on rank 1; the rows that rank 0 trains came to it. Of each row went the ids (8 bytes a
-    # token), the mask (1), logprobs (4) and versions (4) of its response, and 8 + 1 + 5 * 8 for the row, as in
+    # token), the mask (1), logprobs (4) and versions (4) of its response, and 8 + 1 + 6 * 8 for the row, as in
     # tests/controller/test_ranks.py; of its advantage one float32.
-    rollout = sum(8 * prompt + 17 * response + 49 for prompt, response in moved)
+    rollout = sum(8 * prompt + 17 * response + 57 for prompt, response in moved)
     advantages = 4 * len(moved)
     assert 0 < len(moved) < 6
     carried = re.findall(r'<text class="carried"[^>]*>([^<]*)</text>', page)

@@ -127,9 +127,9 @@ def test_the_bytes_logged_are_those_of_the_rows_that_moved(one_prompt: dict[int,
     # Loading deals one prompt to the second of two shards: [0, 0) and [0, 1).
     moved = rows[0]
     # Ids of prompt and response take 8 bytes a token, its mask 1, its logprob and version 4; of a sample the length
-    # takes 8, finished 1, the version 8, what it inherited 8, why it ended 8, its seat 8, its branch 8 and the
-    # advantage 4; who they are is known, and of turns, which none has, nothing is sent.
-    expected = sum(8 * prompt + (8 + 1 + 4 + 4) * response + 8 + 1 + 5 * 8 + 4 for prompt, response in moved)
+    # takes 8, finished 1, the version 8, what it inherited 8, its temperature 8, why it ended 8, its seat 8, its branch
+    # 8 and the advantage 4; who they are is known, and of turns, which none has, nothing is sent.
+    expected = sum(8 * prompt + (8 + 1 + 4 + 4) * response + 8 + 1 + 6 * 8 + 4 for prompt, response in moved)
     for result in one_prompt[2]:
         assert result.steps[-1]["exchange/bytes"] == expected
         assert result.steps[-1]["exchange/busiest_rank_bytes"] == expected

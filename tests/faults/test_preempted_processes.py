@@ -96,6 +96,7 @@ def test_below_nohup_a_terminal_that_is_closed_changes_nothing(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hangs_up")
 def test_a_run_whose_session_has_lost_its_terminal_saves_its_state(tmp_path: Path) -> None:
     """The kernel tells the session's first process alone, which is the one that waits for the ranks."""
     folder = preempted.make(tmp_path)
