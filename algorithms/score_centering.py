@@ -1,7 +1,7 @@
 """Score Centering Stabilizes Off-policy Reinforcement Learning: arXiv 2609.20807."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -29,6 +29,8 @@ class ScoreCentering(GroupBaseline, PolicyGradient, Scored):
     paper samples from all tokens, and estimates what is beyond the likeliest ones.) w = min(p / q, 2) by default, the
     paper's TIS+SC; `importance: null` is its SC.
     """
+
+    sums_over_support: ClassVar[bool] = True  # so every dataset's `sampling` needs `top_k`
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -317,10 +317,12 @@ def test_the_best_checkpoint_is_the_later_of_equal_ones_and_has_a_value() -> Non
         assert (callback.best_model_path, callback.best_model_score) == (best, trainer.checkpoints[best])
         assert callback.last_model_path == "e"
         assert callback.best_k_models == {"a": 0.5, "b": 0.1, "c": 0.5}
-    without = ModelCheckpoint(every_n_train_steps=1)
-    trainer.checkpoints = {"a": None, "b": None}
-    without.on_fit_end(trainer, RLModule())
-    assert (without.best_model_path, without.best_model_score) == ("b", None)
+    for monitor, best in ((None, "b"), ("val/reward", "")):  # the last, or none of which a value is known
+        callback = ModelCheckpoint(monitor=monitor, every_n_train_steps=1)
+        trainer = Trainer(callbacks=callback)
+        trainer.checkpoints = {"a": None, "b": None}
+        callback.on_fit_end(trainer, RLModule())
+        assert (callback.best_model_path, callback.best_model_score) == (best, None)
 
 
 def test_a_timer_counts_the_runs_that_a_run_resumes() -> None:

@@ -130,7 +130,9 @@ class ModelCheckpoint(Preset):
         self.last_model_path = self.best_model_path = next(reversed(trainer.checkpoints), "")
         values = {path: math.nan if value is None else value for path, value in trainer.checkpoints.items()}
         self.best_k_models = {path: value for path, value in values.items() if not math.isnan(value)}
-        if self.best_k_models:  # the later of two equal ones, as `ckpt_path: best` takes it
+        if trainer.monitor is not None and not self.best_k_models:
+            self.best_model_path = ""
+        elif self.best_k_models:  # the later of two equal ones, as `ckpt_path: best` takes it
             self.best_model_path = max(reversed(self.best_k_models), key=lambda path: sign * self.best_k_models[path])
         self.best_model_score = self.best_k_models.get(self.best_model_path)
 

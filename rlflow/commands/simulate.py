@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from rlflow.commands.configuration import NODES, Configured, call_configured
+from rlflow.data.mixture import settings_of
 from rlflow.run.prepare import read_graph
 from rlflow.simulate.hardware import read_hardware, this_machine
 from rlflow.simulate.report import show
@@ -41,7 +42,7 @@ def simulate(
     """
     return Simulation(
         configured.module,
-        read_graph(configured.module),
+        read_graph(configured.module, settings_of(configured.data.train)),
         configured.data,
         configured.trainer,
         machines,
@@ -77,7 +78,7 @@ def simulation_of_run(found: Configured, hardware: str | None) -> Simulation:
         name, machine = hardware, replace(read_hardware(hardware), gpus_per_node=settings.ranks_here)
     return Simulation(
         found.module,
-        read_graph(found.module),
+        read_graph(found.module, settings_of(found.data.train)),
         found.data,
         trainer,
         settings.num_nodes,

@@ -220,6 +220,12 @@ class NodeContext:
         if isinstance(rows, Rollout):
             require_own_rows(rows, now.node, policy, self.writers, cut_off=now.part is not None)
         own_settings = self.own_settings(rows.rows) if parents.depth == 1 or isinstance(rows, Rollout) else []
+        if own_settings and isinstance(rows, Rollout):  # a row that was begun by the policy's settings goes on by them
+            begun = on_host(rows.temperature).tolist()
+            own_settings = [
+                each if by_dataset else replace(each, sampling=None)
+                for each, by_dataset in zip(own_settings, begun, strict=True)
+            ]
         if at_temperature:
             own_settings = [replace(each, sampling=None) for each in own_settings]
         if isinstance(rows, Rollout) and any(each.max_tokens for each in own_settings):

@@ -327,15 +327,7 @@ def expected_logprobs(logprobs: Tensor, sampler_logprobs: Tensor, importance: Im
 
     Returns:
         `[B, T]`.
-
-    Raises:
-        UserError: K is 0, so the tokens were sampled from the whole vocabulary, over which there is no sum here.
     """
-    if not sampler_logprobs.shape[2] and sampler_logprobs.shape[:2].numel():
-        raise UserError(
-            "`expected_logprobs` sums over the tokens that were sampled from, and these were sampled from all; set"
-            " `top_k` of the policy, and of the `sampling` of datasets that have one"
-        )
     there = sampler_logprobs > -torch.inf
     weights = sampler_logprobs.exp()
     if importance is not None:

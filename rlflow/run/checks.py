@@ -141,7 +141,7 @@ def check_response_settings(
     Raises:
         UserError: A dataset has such a setting.
     """
-    found = next(iter(environments(module)), None)
+    found, sums = next(iter(environments(module)), None), getattr(module, "sums_over_support", False)
     every = [(use, samples, *named) for use, (of, samples) in of_datasets.items() for named in of.items()]
     for use, samples, name, each in every:
         given = f"`sampling` of the dataset `{name}` of `data.{use}` is set, and"
@@ -151,6 +151,11 @@ def check_response_settings(
             raise UserError(
                 f"{given} `module.{found}` is an environment, whose conversations are sampled by the settings of their"
                 " policies; leave `sampling` out"
+            )
+        if use == "train" and each.sampling is not None and each.sampling.top_k is None and sums:
+            raise UserError(
+                f"{given} has no `top_k`, and {type(module).__name__} sums over the tokens that were sampled from; set"
+                " it too, 128 say"
             )
         longest, why = each.max_tokens, None
         if longest is None:
@@ -257,7 +262,9 @@ def support_bounds(module: RLModule, graph: Graph, of_datasets: Mapping[str, Res
     for name, policy in policies.items():
         if not isinstance(policy, CausalLM):
             continue
-        cuts: dict[str, Truncation] = {f"`{name}`": policy.truncation} if policy.trains_on_support else {}
+        cuts: dict[str, Truncation] = {}
+        if policy.trains_on_support or (of_all and policy.top_k is not None):
+            cuts[f"`{name}`"] = policy.truncation
         cuts |= of_all
         if not cuts:
             continue

@@ -49,8 +49,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-def read_graph(module: RLModule) -> Graph:
+def read_graph(module: RLModule, of_datasets: Mapping[str, ResponseSettings] = MappingProxyType({})) -> Graph:
     """The module's checked graph, its models configured but not loaded.
+
+    Args:
+        module: The algorithm; its `configure_models` is called once.
+        of_datasets: What datasets that are trained on set for their responses, by name; models then read columns of it.
 
     Raises:
         UserError: A size is below 1, a model of the config is impossible, or the graph has problems, which are listed.
@@ -59,6 +63,11 @@ def read_graph(module: RLModule) -> Graph:
         if (size := getattr(module, name)) < 1:
             raise UserError(f"`{name}` is {size}; give 1 or more", of=module)
     configure(module)
+    own = [each.sampling for each in of_datasets.values() if each.sampling is not None]
+    for handle in handles(module).values():
+        if isinstance(handle, CausalLM):
+            handle.reads_temperature = bool(own)
+            handle.reads_support |= any(own)
     bind(module)
     return graph_of(module)
 
@@ -158,15 +167,7 @@ def plan_run(
     Raises:
         UserError: The graph has problems, or cannot be placed or planned with these settings.
     """
-    graph = read_graph(module)
-    own = [each.sampling for each in of_datasets.values() if each.sampling is not None]
-    for handle in handles(module).values():
-        if isinstance(handle, CausalLM):
-            handle.reads_temperature = bool(own)
-            handle.reads_support |= any(own)
-    if own:  # then models read further columns of rows
-        graph = graph_of(module)
-    return planned(module, graph, settings, engines, settings.world_size)
+    return planned(module, read_graph(module, of_datasets), settings, engines, settings.world_size)
 
 
 def planned(
@@ -267,7 +268,7 @@ def prepare(
         check_sequence_parallel(config, sequences, role, strategy.packing, layers)
         whole = strategy.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
-    support_bounds = checks.support_bounds(module, graph, of_datasets)
+    support_bounds = checks.support_bounds(module, graph, of_datasets) if trains else {}
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
     checks.check_aggregations(module, graph)
     configure_optimizers(module, {role: paths[role] for role in graph.trained_roles()}, strategy.dtype)

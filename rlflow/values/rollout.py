@@ -242,7 +242,7 @@ class Rollout(Placed):
         if len(values) and bool(((support.lengths == 0) & (lengths > 0)).any()):
             raise UserError(
                 "some responses were sampled from all tokens and others from some, so `sampler_logprobs` has none"
-                " for the first; set `top_k` in the `sampling` of every dataset, or in none"
+                " for the first; set `top_k` of the policy, and in the `sampling` of every dataset that has one"
             )
         found = by_token(support, values, lengths, nothing) if len(values) else nothing[:, None][:, :0]
         by_place = values.new_full((*there.shape, found.shape[1]), -torch.inf)

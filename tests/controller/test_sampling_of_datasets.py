@@ -12,10 +12,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlflow import Batch, CausalLM, Environment, PerToken, Rollout, RolloutWithTexts, Trainer, UserError, node
+from rlflow import (
+    Batch,
+    CausalLM,
+    Environment,
+    PerSample,
+    PerToken,
+    Rollout,
+    RolloutWithTexts,
+    Trainer,
+    UserError,
+    node,
+)
 from rlflow.algorithms import SFT, ScoreCentering
 from rlflow.data import MixedDataset, Mixture, PromptData
+from rlflow.data.mixture import settings_of
 from rlflow.functional import KL
+from rlflow.run.prepare import read_graph
 from rlflow.settings import Place
 from rlflow.strategies import SingleProcess
 from rlflow.values.response_settings import SamplingSettings
@@ -142,15 +155,77 @@ def test_the_method_of_a_model_samples_so_too(policy: Path, tmp_path: Path) -> N
     assert difference(*runs) == 0
 
 
-def test_score_centering_refuses_responses_from_all_tokens(policy: Path, tmp_path: Path) -> None:
-    for own, message in (
-        (["cold"], "some responses were sampled from all tokens and others from some"),
-        (["cold", "few", "plain"], "`expected_logprobs` sums over the tokens that were sampled from, and these were"),
-    ):
-        settings = {name: SamplingSettings(temperature=0.5) for name in own}
-        module = made(ScoreCentering, policy, OddCharacters(), top_k=5, group_size=2, max_response_length=8)
-        with pytest.raises(UserError, match=message):
-            fit(run_of(module, tmp_path / str(len(own)), own=settings, max_steps=1))
+def test_score_centering_refuses_a_dataset_without_top_k(policy: Path, tmp_path: Path) -> None:
+    module = made(ScoreCentering, policy, OddCharacters(), top_k=5, group_size=2, max_response_length=8)
+    message = (
+        "`sampling` of the dataset `cold` of `data.train` is set, and has no `top_k`, and ScoreCentering sums over"
+    )
+    with pytest.raises(UserError, match=message):
+        fit(run_of(module, tmp_path, max_steps=1))
+
+
+class Reads(RaggedGRPO):
+    """Reads the engine's log-probabilities of the tokens that could be sampled."""
+
+    @node
+    def look(self, rollout: Rollout) -> PerSample:
+        return rollout.sampler_logprobs.exp().sum((1, 2))
+
+
+def test_some_responses_from_all_tokens_have_no_log_probabilities_of_some(policy: Path, tmp_path: Path) -> None:
+    module = updated(policy, top_k=5)
+    module.__class__ = Reads
+    with pytest.raises(UserError, match="some responses were sampled from all tokens and others from some"):
+        fit(run_of(module, tmp_path, max_steps=1))
+
+
+class Continues(RaggedGRPO):
+    """Continues responses; those to prompts that are made of responses were begun by the policy's settings."""
+
+    @node(generates="actor")
+    def rollout(self, batch: Batch) -> Rollout:
+        begun = self.generate(batch)
+        asked = begun.as_prompts(lambda text, row: [*range(70, 76)])
+        rollout: Rollout = self.generate(self.actor.generate(asked, 2, max_new_tokens=2))
+        return rollout
+
+
+def test_a_response_goes_on_by_the_settings_it_was_begun_with(policy: Path, tmp_path: Path) -> None:
+    module = updated(policy, kl=KL(0.0))
+    module.__class__ = Continues
+    (step,) = fit(run_of(module, tmp_path, max_steps=1)).steps
+    assert step["sync/logprob_gap_max"] < 1e-4
+
+
+class Taught(RaggedGRPO):
+    """A frozen teacher generates, and what it sampled is trained on."""
+
+    def configure_models(self) -> None:
+        super().configure_models()
+        self.teacher = CausalLM(self.actor.model, trainable=False)
+
+    @node(generates="teacher")
+    def rollout(self, batch: Batch) -> Rollout:
+        rollout: Rollout = self.teacher.generate(batch, self.group_size)
+        return rollout
+
+    @node
+    def look(self, rollout: RolloutWithTexts) -> None:
+        self.record += zip([row["dataset"] for row in rollout.rows], rollout.support.lengths.tolist(), strict=True)
+
+
+def test_what_a_frozen_policy_sampled_from_is_noted_too(policy: Path, tmp_path: Path) -> None:
+    module = updated(policy, kl=KL(0.0), samples_per_update=None)
+    module.__class__ = Taught
+    module.record = []
+    fit(run_of(module, tmp_path, max_steps=1))
+    assert {of for of, entries in module.record if entries} == {"few"}
+
+
+def test_the_graph_says_that_models_read_the_columns(policy: Path) -> None:
+    for own, read in ((OWN, True), ({}, False)):
+        graph = read_graph(updated(policy), settings_of(mixture(own).train))
+        assert ("temperature" in str(graph.fields["actor_loss", "rollout"])) is read
 
 
 def test_a_node_that_asks_for_a_temperature_gets_it(policy: Path, tmp_path: Path) -> None:
@@ -213,7 +288,7 @@ def test_a_measured_model_may_sample_from_tokens_that_training_could_not_store(p
         (
             {"few": SamplingSettings(top_p=0.9)},
             {"top_k": 7},
-            "`top_p: 0.9` of the dataset `few` is set without `top_k`; .*, so set `top_k` too, 64 say",
+            "^`top_p: 0.9` of the dataset `few` is set without `top_k`; .*, so set `top_k` too, 64 say",
         ),
         (OWN, {"environment": Environment(CountDown)}, "`top_p: 0.9, top_k: 5` of the dataset `few` is set and"),
         (

@@ -72,7 +72,7 @@ def configured_report(name: str, columns: tuple[CheckColumn, ...]) -> Report:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "ppo", "tree_rl", "self_play"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "tree_rl", "self_play", "score_centering"])
 def test_nothing_is_said_of_our_largest_algorithms_in_any_column(name: str) -> None:
     assert named(configured_report(name, COLUMNS)) == {}
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rlflow.errors import UserError
+from rlflow.values.response_settings import SamplingSettings
 from rlflow.values.truncation import Truncation, noted
 
 
@@ -37,6 +40,12 @@ def test_it_is_transformers_warpers_in_the_order_of_vllm(top_p: float, top_k: in
     for warper in (MinPLogitsWarper(min_p), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)):
         expected = warper(torch.empty(64, 0), expected)  # type: ignore[arg-type]
     assert torch.equal(Truncation(top_p, top_k, min_p).kept(logits), expected.isfinite())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 1e5, math.nan])
+def test_a_temperature_at_which_logits_are_not_finite_is_refused(temperature: float) -> None:
+    with pytest.raises(UserError, match=r"`temperature` is .*; it divides the logits"):
+        SamplingSettings(temperature=temperature)
 
 
 def test_as_many_tokens_as_top_k_stay_where_many_are_as_likely() -> None:
