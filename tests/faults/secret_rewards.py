@@ -8,6 +8,8 @@ from typing import Any
 
 from rlflow.rewards.reward import SampleReward
 
+OF_FIRST_STEP = 4  # samples that a rank scores in it
+
 
 class Served(SampleReward):
     """Scores lengths, and fails on each second sample.
@@ -19,7 +21,7 @@ class Served(SampleReward):
         command: That starts the service.
         hf_token: One more.
         password: One more.
-        at_end: Fails for good at the last step.
+        at_end: Fails for good after the first step.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class Served(SampleReward):
         super().__init__(on_error="raise" if at_end else "zero")
         assert all([api_key, headers, stores, command, hf_token, password, os.environ["PLANTED_TOKEN"]])
         self.scored = 0
+        self.at_end = at_end
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
         self.scored += 1
-        if self.scored % 2 == 0:
+        if self.scored % 2 == 0 and (not self.at_end or self.scored > OF_FIRST_STEP):
             raise ConnectionError("the service answered 401\nrlflow: error: forged \x1b[31mline")
         return float(len(text))
