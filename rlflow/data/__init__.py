@@ -14,3 +14,4 @@ from rlflow.data.tasks import RandomRows as RandomRows
 from rlflow.data.tasks import ReasoningGym as ReasoningGym
 from rlflow.data.tasks import ReasoningGymHints as ReasoningGymHints
 from rlflow.data.tasks import ReasoningGymPairs as ReasoningGymPairs
+from rlflow.values.response_settings import SamplingSettings as SamplingSettings

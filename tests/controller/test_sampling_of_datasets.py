@@ -25,13 +25,12 @@ from rlflow import (
     node,
 )
 from rlflow.algorithms import SFT, ScoreCentering
-from rlflow.data import MixedDataset, Mixture, PromptData
+from rlflow.data import MixedDataset, Mixture, PromptData, SamplingSettings
 from rlflow.data.mixture import settings_of
 from rlflow.functional import KL
 from rlflow.run.prepare import read_graph
 from rlflow.settings import Place
 from rlflow.strategies import SingleProcess
-from rlflow.values.response_settings import SamplingSettings
 from tests.controller.runs import FSDP, SGD, ZERO2, ZERO3, Fit, OddCharacters, RaggedGRPO, RaggedReMax, fit, grpo
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.environments.games import CountDown
