@@ -31,7 +31,7 @@ from rlflow.checkpoint.manifest import digest_of as digest_of
 from rlflow.checkpoint.manifest import find as find
 from rlflow.checkpoint.manifest import folder_of as folder_of
 from rlflow.checkpoint.manifest import lacks as lacks
-from rlflow.checkpoint.manifest import monitored_value as monitored_value
+from rlflow.checkpoint.manifest import monitored_values as monitored_values
 from rlflow.checkpoint.manifest import newest_first as newest_first
 from rlflow.checkpoint.manifest import read_progress as read_progress
 from rlflow.checkpoint.reading import restore as restore

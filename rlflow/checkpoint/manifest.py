@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,10 +137,17 @@ def find(
     )
 
 
-def monitored_value(folder: Path, monitor: str | None) -> float | None:
-    """The value of the metric `monitor` in a checkpoint that lacks no file; None if it has no such value."""
-    value = _read(folder).get("state", {}).get("monitored", {}).get(monitor)
-    return None if value is None else float(value)
+def monitored_values(folders: Iterable[Path], monitor: str | None) -> dict[Path, float | None]:
+    """Of these checkpoints those that lack no file, in their order, and the value of the metric `monitor` in each.
+
+    It is None if a checkpoint has no such value.
+    """
+    found = {}
+    for folder in folders:
+        if lacks(folder) is None:
+            value = _read(folder).get("state", {}).get("monitored", {}).get(monitor)
+            found[folder] = None if value is None else float(value)
+    return found
 
 
 def read_progress(folder: Path, seed: int, data: str) -> Progress:

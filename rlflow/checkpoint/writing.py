@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlflow.checkpoint.contents import Snapshot
-from rlflow.checkpoint.manifest import MODULE, NAME, OF_RANK, Progress, lacks, monitored_value, write_manifest
+from rlflow.checkpoint.manifest import MODULE, NAME, OF_RANK, Progress, monitored_values, write_manifest
 from rlflow.checkpoint.retention import Retention
 from rlflow.checkpoint.stored_groups import write_groups
 from rlflow.storage.disk import Disk
@@ -234,8 +234,7 @@ def _remove_others(newest: Path, retention: Retention) -> None:
     """Remove checkpoints up to `newest` that need not stay, and drafts and incomplete folders of killed runs."""
     folder = newest.parent
     earlier = sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.name <= newest.name)
-    whole = [path for path in earlier if lacks(path) is None]
-    stays = retention.staying({path: monitored_value(path, retention.monitor) for path in whole})
+    stays = retention.staying(monitored_values(earlier, retention.monitor))
     for other in folder.glob("step-*"):
         if other not in stays:
             shutil.rmtree(other)

@@ -25,7 +25,7 @@ from rlflow.values.batch import Pairs
 from rlflow.values.columns import columns
 from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
-from rlflow.values.truncation import NOTED, Truncation
+from rlflow.values.truncation import NOTED
 
 # Bytes of an entry by column. Other columns have their dtype's, or if they declare none, those of float32.
 WIDTHS = {"response_ids": 8, "loss_mask": 1, "lengths": 8, "finished": 1, "version": 8, "versions": 4, "ended": 8}
@@ -266,8 +266,8 @@ def workload_of(
         for name, size in sizes.items()
     }
     policies = [each for name in graph.policies() if isinstance(each := models[name], CausalLM)]
-    cuts: list[Truncation] = [each.sampling for each in settings_of(data.train).values() if each.sampling]
-    cuts += [each.truncation for each in policies if each.trains_on_support]
+    of_datasets = [each.sampling for each in settings_of(data.train).values() if each.sampling]
+    cuts = [*of_datasets, *(each.truncation for each in policies if each.notes_own_support(bool(of_datasets)))]
     return Workload(
         graph=graph,
         plan=plan,

@@ -180,6 +180,10 @@ class CausalLM(ModelHandle):
         """Whether the rows that it samples need the column `support`: a loss scores them over some tokens only."""
         return bool(self.truncation) and self.trainable
 
+    def notes_own_support(self, beside_datasets: bool) -> bool:
+        """Whether the tokens that its own settings leave are stored: also of a frozen model where datasets' are."""
+        return self.trains_on_support or (beside_datasets and self.top_k is not None)
+
     def score(self, rows: Tokens) -> tuple[PerToken, PerToken]:
         """Log-probability of each response token, and entropy of the model's distribution at the token's place.
 

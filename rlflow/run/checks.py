@@ -263,7 +263,7 @@ def support_bounds(module: RLModule, graph: Graph, of_datasets: Mapping[str, Res
         if not isinstance(policy, CausalLM):
             continue
         cuts: dict[str, Truncation] = {}
-        if policy.trains_on_support or (of_all and policy.top_k is not None):
+        if policy.notes_own_support(bool(of_all)):
             cuts[f"`{name}`"] = policy.truncation
         cuts |= of_all
         if not cuts:

@@ -98,7 +98,7 @@ def _listed(run: Run, run_dir: Path) -> list[Path]:
     found = checkpoint.newest_first(run_dir)
     if run.settings.ckpt_path == checkpoint.BEST:
         monitor, sign = run.settings.monitor, 1 if run.settings.mode == "min" else -1
-        values = {each: checkpoint.monitored_value(each, monitor) for each in found if checkpoint.lacks(each) is None}
+        values = checkpoint.monitored_values(found, monitor)
         measured = {each: sign * value for each, value in values.items() if value is not None and not isnan(value)}
         found = sorted(measured, key=lambda each: measured[each])
     return [Path(name) for name in run.transport.gather_json([str(folder) for folder in found])[0]]

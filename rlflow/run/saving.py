@@ -136,9 +136,8 @@ class Saving:
     def kept(self) -> dict[str, float | None]:
         """Folders of the run's checkpoints as rank 0 sees them, oldest first, and the value of `monitor` of each."""
         found = reversed(checkpoint.newest_first(self._folder.path)) if self._transport.rank == 0 else ()
-        whole = [each for each in found if checkpoint.lacks(each) is None]
-        here = {str(each): checkpoint.monitored_value(each, self._settings.monitor) for each in whole}
-        values: dict[str, float | None] = self._transport.gather_json(here)[0]
+        here = checkpoint.monitored_values(found, self._settings.monitor)
+        values: dict[str, float | None] = self._transport.gather_json({str(each): here[each] for each in here})[0]
         return values
 
     def folder_of(self, done: int) -> Path:
