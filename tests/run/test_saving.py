@@ -212,6 +212,7 @@ def fit_with_the_second_step_kept(run: Fit) -> Result:
         return fit(replace(run, settings=settings))
 
 
+@pytest.mark.row("retention, asynchronous writing")
 @pytest.mark.parametrize("strategy", slow_but([ZERO3], [ZERO2, ZERO3, FSDP]))
 def test_what_is_written_two_steps_later_is_the_state_of_the_step_that_was_saved(
     strategy: Any, model: Path, tmp_path: Path, ranks2: RankPool
