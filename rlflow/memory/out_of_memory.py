@@ -106,7 +106,7 @@ def to_hold_rows() -> list[str]:
 
 
 def _smaller_batches(strategy: TrainingStrategy) -> str:
-    return f"lower `strategy.init_args.token_budget` ({strategy.token_budget})"
+    return f"lower `strategy.init_args.token_budget` ({strategy.forward_plan.token_budget})"
 
 
 def _divided(strategy: TrainingStrategy) -> list[str]:

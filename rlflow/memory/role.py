@@ -335,7 +335,7 @@ def loaded_role(
         moments=0 if optimizer is None else 2 * (optimizer.name == "adamw") + copy,
         checkpointing=handle.gradient_checkpointing,
         updates=handle.epochs * math.ceil(samples / (handle.samples_per_update or samples)),
-        token_budget=strategy.token_budget,
+        token_budget=strategy.forward_plan.token_budget,
         longest=longest,
         epochs=handle.epochs,
         owns=owns and not isinstance(handle, WithoutAdapters),

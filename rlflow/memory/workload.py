@@ -283,7 +283,7 @@ def workload_of(
         group_size=module.group_size,
         lengths=lengths,
         moves_rows=moves_rows,
-        share_prefixes=strategy.share_prefixes,
+        share_prefixes=strategy.forward_plan.shares_prefixes,
         support=max((each.top_k or 0 for each in cuts), default=0),
     )
 

@@ -95,7 +95,7 @@ class ForwardPlan:
             at_least: Least number of micro-batches.
             prompts: Further prompts of the rows, for passes of their own that score the same responses after these.
         """
-        if self.packing and self.share_prefixes and not prompts:
+        if self.shares_prefixes and not prompts:
             return shared_micro_batches(rows, self.token_budget, at_least, self.reader)
         cut = packed_micro_batches if self._without_padding else padded_micro_batches
         costs = self._costs(rows, prompts) + patch_counts(rows, self.reader)
@@ -113,6 +113,11 @@ class ForwardPlan:
             return costs
         chosen, rejected = token_counts(rows.chosen), token_counts(rows.rejected)
         return chosen + rejected if self._without_padding else 2 * torch.maximum(chosen, rejected)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a prefix of several rows is computed once."""
+        return self.packing and self.share_prefixes
 
     @property
     def _without_padding(self) -> bool:

@@ -265,8 +265,8 @@ def prepare(
         with about(handle):
             check_tensor_parallel(config, layers, role, handle)
             check_expert_parallel(config, placed[role].expert_parallel_size, layers, role)
-        check_sequence_parallel(config, sequences, role, strategy.packing, layers)
-        whole = strategy.packing and sequences == 1
+        check_sequence_parallel(config, sequences, role, strategy.forward_plan.packing, layers)
+        whole = strategy.forward_plan.packing and sequences == 1
         checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
     support_bounds = checks.support_bounds(module, graph, of_datasets) if trains else {}
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})

@@ -23,7 +23,7 @@ from rlflow.values.layout import Layout
 def size_table(run: Run) -> list[str]:
     """The batch sizes that follow from the configuration, a line each."""
     module, data = run.module, run.data
-    world_size, token_budget = run.settings.world_size, run.strategy.token_budget
+    world_size, token_budget = run.settings.world_size, run.strategy.forward_plan.token_budget
     prompts, samples = data.prompts_per_step, data.prompts_per_step * module.group_size
     rollout = run.generating
     lines = [

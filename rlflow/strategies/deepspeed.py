@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.errors import UserError, require
+from rlflow.models.handle import ForwardPlan
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.weights import Weight
@@ -114,9 +115,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             if (value := of_divided[name]) is not None and value < least:
                 raise UserError(f"`{name}` is {value}; give {least} or more, or null.")
         self.stage = stage
-        self._configure_ranks(
-            precision, token_budget, packing, share_prefixes, float32_head, timeout_s, partition_within
-        )
+        plan = ForwardPlan(token_budget, packing, share_prefixes)
+        self._configure_ranks(precision, plan, float32_head, timeout_s, partition_within)
         self._flash_attention = flash_attention
         self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer

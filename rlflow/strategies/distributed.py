@@ -54,9 +54,7 @@ class DistributedStrategy(TrainingStrategy):
     def _configure_ranks(
         self,
         precision: str,
-        token_budget: int,
-        packing: bool,
-        share_prefixes: bool,
+        forward_plan: ForwardPlan,
         float32_head: bool,
         timeout_s: float,
         within: int | None,
@@ -68,7 +66,7 @@ class DistributedStrategy(TrainingStrategy):
         from rlflow.strategies.processes import ManyProcesses  # importing Fabric's would slow `rlflow fit --help`
 
         processes = ManyProcesses(self.timeout, self._before_joining)
-        self._configure(processes, precision, token_budget, packing, share_prefixes, float32_head)
+        self._configure(processes, precision, forward_plan, float32_head)
         self._within = within
         self._groups: dict[Layout, RoleGroups | None] = {}
 
@@ -158,8 +156,8 @@ class DistributedStrategy(TrainingStrategy):
         if self._flash_attention == 3:
             use_flash_attention_3(self.root_device)
 
-    def _forward_plan(self, name: str) -> ForwardPlan:
-        plan = super()._forward_plan(name)
+    def _plan_of(self, name: str) -> ForwardPlan:
+        plan = super()._plan_of(name)
         if self.layout(name).sequence_parallel_size > 1:
             plan = replace(plan, peers=peers_of(self._groups_of(name).peers))
         if self.divides_weights:  # a forward pass gathers weights, so all ranks must make the same number of passes
@@ -171,7 +169,7 @@ class DistributedStrategy(TrainingStrategy):
         layout = self.layout(name)
         layers, sequences = layout.tensor_parallel_size, layout.sequence_parallel_size
         if sequences > 1:
-            check_sequence_parallel(role.model.model.config, sequences, name, self.packing, layers)
+            check_sequence_parallel(role.model.model.config, sequences, name, self.forward_plan.packing, layers)
             role.model.divided = divided_attention(self._groups_of(name).peers)
         return role.model
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlflow.errors import UserError
 from rlflow.models.expert_parallel import divide_experts
-from rlflow.models.handle import ModelHandle
+from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.models.tensor_parallel import divide_layers
 from rlflow.storage.tensors import TensorRange
@@ -72,7 +72,8 @@ class FSDPStrategy(DistributedStrategy):
     ) -> None:
         if within is not None and within < 1:
             raise UserError(f"`within` is {within}; give 1 or more ranks, or null for all ranks of a role.")
-        self._configure_ranks(precision, token_budget, packing, share_prefixes, float32_head, timeout_s, within)
+        plan = ForwardPlan(token_budget, packing, share_prefixes)
+        self._configure_ranks(precision, plan, float32_head, timeout_s, within)
         self._flash_attention = flash_attention
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:

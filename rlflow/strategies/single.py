@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from rlflow.models.handle import ForwardPlan
 from rlflow.strategies.strategy import TrainingStrategy
 
 
@@ -36,4 +37,4 @@ class SingleProcess(TrainingStrategy):
     ) -> None:
         from rlflow.strategies.processes import OneProcess  # see `DistributedStrategy`
 
-        self._configure(OneProcess(), precision, token_budget, packing, share_prefixes, float32_head)
+        self._configure(OneProcess(), precision, ForwardPlan(token_budget, packing, share_prefixes), float32_head)

@@ -54,9 +54,7 @@ class TrainingStrategy:
         precisions: The dtypes in which it trains, by their names in a config: `{"bf16": torch.bfloat16, ...}`.
         otherwise: Advice for another precision, at the end of an error.
         dtype: Dtype of forward passes.
-        token_budget: Tokens of a micro-batch.
-        packing: Whether forward passes are without padding.
-        share_prefixes: Whether a prefix that several rows of a micro-batch share is computed once; never with padding.
+        forward_plan: How rows are split into micro-batches, before what is of one role.
         float32_head: Whether logits are computed in float32.
         timeout: Time after which a collective that a rank does not join fails; None on one rank.
         stage: Stage of ZeRO, or the one that divides as much: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
@@ -78,9 +76,7 @@ class TrainingStrategy:
     precisions: Mapping[str, torch.dtype]
     otherwise: str
     dtype: torch.dtype
-    token_budget: int
-    packing: bool
-    share_prefixes: bool
+    forward_plan: ForwardPlan
     float32_head: bool
     timeout: timedelta | None = None
     stage: int | None = None
@@ -98,18 +94,14 @@ class TrainingStrategy:
         self,
         processes: OneProcess | ManyProcesses,
         precision: str,
-        token_budget: int,
-        packing: bool,
-        share_prefixes: bool,
+        forward_plan: ForwardPlan,
         float32_head: bool,
     ) -> None:
         self.use_precision(precision)
-        if token_budget < 1:
-            raise UserError(f"`token_budget` is {token_budget}; a micro-batch holds at least 1 token.")
+        if forward_plan.token_budget < 1:
+            raise UserError(f"`token_budget` is {forward_plan.token_budget}; a micro-batch holds at least 1 token.")
         self.processes = processes
-        self.token_budget = token_budget
-        self.packing = packing
-        self.share_prefixes = packing and share_prefixes
+        self.forward_plan = forward_plan
         self.float32_head = float32_head
         self.roles = {}
         self._layouts: dict[str, Layout] = {}
@@ -223,8 +215,8 @@ class TrainingStrategy:
         scale = LossScale() if optimizer is not None and self.dtype == torch.float16 else None
         role = self.roles[name] = Role(handle, model, optimizer, updates, loss_scale=scale)
         forward = self._wrap(name, role)
-        handle.attach(forward, self._forward_plan(name))
-        model.check(forward, self.root_device, handle.plan.share_prefixes, handle.plan.peers)
+        handle.attach(forward, self._plan_of(name))
+        model.check(forward, self.root_device, handle.plan.shares_prefixes, handle.plan.peers)
         if handle.lora is not None:
             without_adapters = [Weight(weight.name, weight.parameter) for weight in model.weights()]
             buckets = self._full(without_adapters, SAVE_BUCKET_BYTES)
@@ -440,8 +432,8 @@ class TrainingStrategy:
         """The module that the handle calls for a forward pass."""
         return role.model
 
-    def _forward_plan(self, name: str) -> ForwardPlan:
-        return ForwardPlan(self.token_budget, self.packing, self.share_prefixes)
+    def _plan_of(self, name: str) -> ForwardPlan:
+        return self.forward_plan
 
     def _update(self, name: str, role: Role, most: float) -> float:
         """Apply the gradients, unless their norm is above `most`; returns the norm as `step` does."""

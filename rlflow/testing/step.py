@@ -30,7 +30,7 @@ from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
 from rlflow.models.arguments import make_models
 from rlflow.models.causal_lm import CausalLM
-from rlflow.models.handle import ModelHandle
+from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.scalar import RewardModel, ValueModel
 from rlflow.module import RLModule, environments, handles
@@ -154,7 +154,7 @@ class Plain(DistributedStrategy):
     within_setting = "none"
 
     def __init__(self, token_budget: int, packing: bool, share_prefixes: bool) -> None:
-        self._configure_ranks("fp64", token_budget, packing, share_prefixes, False, TIMEOUT_S, None)
+        self._configure_ranks("fp64", ForwardPlan(token_budget, packing, share_prefixes), False, TIMEOUT_S, None)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         super().backward(name, loss, last)
