@@ -148,8 +148,12 @@ class Controller:
             step.buffer.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers of steps that are done, and of draws of prompts."""
-        return {"step": self._done, "draws": self._draws.count}
+        """Numbers of steps that are done, of draws of prompts, and of the prompts of a draw."""
+        return {
+            "step": self._done,
+            "draws": self._draws.count,
+            "prompts_per_step": self._run.data.prompts_per_step,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume after the steps that were done; called before the first `step`."""

@@ -72,6 +72,7 @@ class LogprobGap:
         made_by: The nodes whose rows only this policy generates; None for all rows.
         engine: Name of the engine's class; gaps are compared only with those of the same class.
         trial: Compared steps in which a fault is a warning.
+        counts: Whether this rank's rows count: of ranks that have the same rows, those of the first alone do.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class LogprobGap:
         made_by: Collection[str] | None = None,
         engine: str = "",
         trial: int = 0,
+        counts: bool = True,
     ) -> None:
+        self._counts = counts
         self._limit = default_gap_limit(dtype) if limit is None else limit
         self._watches_more = limit is None
         self._smallest = SMALLEST.get(dtype, 1e-3)
@@ -134,6 +137,8 @@ class LogprobGap:
 
     def record(self, metrics: StepMetrics, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
         """Compare logprobs `[B, T]` of equal weights where `mask` is True."""
+        if not self._counts:
+            return
         ours, theirs = (x.detach().double().where(mask, 0.0) for x in (trainer, engine))
         gap, uncertain = (ours - theirs).abs(), (1 - ours.exp()).sum()  # where masked, the logprob is 0
         metrics.mean(self._named(GAP), gap.sum(), mask.sum())
@@ -262,7 +267,9 @@ def probe(
     said = torch.zeros(mask.shape, dtype=torch.float64, device=transport.device)
     every = [p for _, logprobs in written for p in logprobs]
     said[mask] = torch.tensor(every, dtype=said.dtype, device=transport.device)
-    gap.record(metrics, handle.logprobs(rows), said, mask)
+    logprobs = handle.logprobs(rows)
+    if transport.rank == task.source[0]:  # all have the same rows
+        gap.record(metrics, logprobs, said, mask)
 
 
 def probing_group(task: SyncWeights) -> tuple[int, ...]:

@@ -182,7 +182,8 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     limit, dtype = run.settings.logprob_gap_limit, run.strategy.dtype
     kind = type(run.engines[name]).__name__
     trial = 0 if run.strategy.root_device.type == "cpu" else STEPS
-    gap = LogprobGap(limit, dtype, name if several else "", made_by if several else None, kind, trial)
+    counts = run.layouts[name].publishes(run.transport.rank)
+    gap = LogprobGap(limit, dtype, name if several else "", made_by if several else None, kind, trial, counts)
     handle.watch = gap.observe
     changes = sum(name in graph.changed_by(node) for node in graph.order)
     start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.dag.node import BATCH
 from rlflow.databuffer.transport import Transport
 from rlflow.rewards.reward import Scores
 from rlflow.values.host_copy import on_host
@@ -60,7 +59,7 @@ class Samples:
         trees = Trees.of(rollout)
         failed_first = sorted(range(len(prompts)), key=lambda i: (ended[i] != Ending.FAILED, trees.paths[i]))
         kept = failed_first[: self._most - len(samples)]
-        places = dict(zip(kept, self._rows_of(on_host(rollout.group_of(BATCH))[kept]).tolist(), strict=True))
+        places = dict(zip(kept, self._rows_of(on_host(rollout.path.root)[kept]).tolist(), strict=True))
         for i in kept:
             pictures = self._picture_names(rollout.rows[i])
             samples.append(

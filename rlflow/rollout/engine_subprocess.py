@@ -215,12 +215,20 @@ class EngineSubprocess(RolloutEngine):
     def sleep(self, keep_weights: bool = False) -> None:
         if not keep_weights:
             self._sent, self._sent_version = [], NO_VERSION
-        self._call("sleep", "sleep", keep_weights)
+        self._call_unless_gone("sleep", "sleep", keep_weights)
 
     def wake_up(self) -> None:
         if self._device.type != "cpu":  # what this process has freed its allocator keeps from the other
             torch.cuda.empty_cache()
-        self._call("wake_up", "wake up")
+        self._call_unless_gone("wake_up", "wake up")
+
+    def _call_unless_gone(self, method: str, doing: str, *arguments: Any) -> None:
+        """Call a method of the engine; a process that is gone is started again by the next sync, or by `generate`."""
+        try:
+            self._call(method, doing, *arguments)
+        except EngineProcessError:
+            if self._running().runs or self.tensor_parallel_size > 1:  # others of the engine are not gone
+                raise
 
     def close(self) -> None:
         process, self._process = self._process, None

@@ -20,6 +20,7 @@ from rlflow.run.folder import from_here
 # Sections and settings that change no number, or only how sums are rounded. (The rows of `data.train` are compared.)
 WITHOUT_EFFECT = {"data.train", "data.validation", "logger", "callbacks", "placement", "predict"}
 WITHOUT_EFFECT |= {"strategy.init_args.timeout_s"}
+WAITING = {UNFINISHED: "unfinished responses", SURPLUS: "groups that wait for the next step"}
 TRAINER, MAX_STEPS = "trainer.", "trainer.max_steps"
 # The settings of the trainer that change numbers; `max_steps` does if a learning rate's schedule ends with the run.
 WITH_EFFECT = {
@@ -138,16 +139,28 @@ def _require_same(run: Run, folder: Path, progress: Progress) -> None:
                 f" `trainer.max_staleness` is {staleness}: it was made with another, or at the end of its run;"
                 " continue with the same, and a run that is done by a new one that starts from its model"
             )
-    lost = {
-        UNFINISHED: "unfinished responses" if not run.plan.cuts_off else None,
-        SURPLUS: "groups that wait for the next step" if run.plan.fill is None else None,
-    }
-    for name, what in lost.items():
-        if what is not None and (folder / f"{name}.json").is_file():
+    beyond = done + staleness
+    if beyond < run.steps and (folder / f"{step_name(beyond)}.json").is_file():
+        raise UserError(
+            f"{folder} has rows of step {beyond + 1}, which would be generated and counted once more, since"
+            f" `trainer.max_staleness` is {staleness} and was more; continue with the same, or start a new run from its"
+            " model"
+        )
+    is_lost = {UNFINISHED: not run.plan.cuts_off, SURPLUS: run.plan.fill is None}
+    before = progress.state["steps"].get("prompts_per_step", now)
+    for name, what in WAITING.items():
+        if not (folder / f"{name}.json").is_file():
+            continue
+        if is_lost[name]:
             raise UserError(
                 f"{folder} has {what}, which would be lost, since `trainer.partial_rollout` is null or another"
                 " algorithm is trained; continue with the algorithm that wrote it, and set that as it"
                 " was, or to the longest response to let all end in one step"
+            )
+        if before != now:
+            raise UserError(
+                f"`data.prompts_per_step` is {now}, and {folder} has {what} of draws of {before} prompts, whose ids"
+                " other prompts would get; continue with the same, or start a new run from its model"
             )
 
 

@@ -14,6 +14,7 @@ from rlflow.controller import Controller
 from rlflow.controller.run import Run
 from rlflow.errors import UserError, did_you_mean
 from rlflow.metrics import Metrics
+from rlflow.module import handles
 from rlflow.process import status
 from rlflow.run.agreement import attempt
 from rlflow.run.folder import RunFolder
@@ -89,11 +90,17 @@ class Saving:
             self._monitored = {}
         elif name in metrics:
             self._monitored = {name: metrics[name]}
-        elif name not in self._monitored and not (self._done and name.startswith(VALIDATION)):
+        elif name not in self._monitored and not self._may_come_later(name):
             raise UserError(
                 f"`trainer.monitor` is {name!r}, which this run does not log.{did_you_mean(name, metrics)} Logged:"
                 f" {', '.join(sorted(metrics))}"
             )
+
+    def _may_come_later(self, name: str) -> bool:
+        """Whether a metric may lack in this run's first steps: a validation's, a role's, or a dataset's of a mixture."""
+        role, parts = handles(self._run.module).get(name.partition("/")[0]), set(name.split("/"))
+        trains_later = role is not None and role.start_step > 0
+        return trains_later or bool(self._done and name.startswith(VALIDATION) or parts & {*self._run.train.masks([])})
 
     def state_dict(self) -> dict[str, float]:
         """The value of the metric that decides which checkpoints stay, by its name."""

@@ -93,6 +93,12 @@ def test_a_metric_that_is_not_logged_ends_the_run_after_its_first_step(model: Pa
     assert len(ended.steps) == 1
 
 
+def test_a_metric_of_a_role_that_is_trained_later_may_be_monitored(model: Path, tmp_path: Path) -> None:
+    later = grpo(model, max_response_length=4, start_step=2)
+    monitored = {"save_top_k": 1, "monitor": "actor/loss", "max_steps": 4, "save_every_n_steps": 1}
+    assert len(fit(Fit(later, sums(8, 2), tmp_path, settings=monitored)).steps) == 4
+
+
 def test_checkpoints_are_written_by_time(model: Path, tmp_path: Path) -> None:
     fit(run_of(model, tmp_path / "always", save_every_n_steps=None, save_every_seconds=1e-6, save_top_k=-1))
     assert steps(tmp_path / "always") == [1, 2, 3, 4, 5, 6]

@@ -99,6 +99,10 @@ def test_rows_that_an_older_policy_generated_are_not_compared() -> None:
     gap.observe(rollout, torch.tensor([[9.0, 9.0], [0.5, 9.0]]))
     reduced = metrics.reduce(7, Transport())
     assert {name: reduced[name] for name in (GAP, LARGEST_GAP)} == {GAP: 0.5, LARGEST_GAP: 0.5}
+    copy = LogprobGap(0.001, torch.float32, counts=False)  # on a rank that has the same rows as another
+    copy.open(3, metrics.of(8))
+    copy.observe(rollout, torch.tensor([[9.0, 9.0], [0.5, 9.0]]))
+    assert GAP not in metrics.reduce(8, Transport())
 
 
 def test_bfloat16_is_allowed_a_wider_gap() -> None:

@@ -336,6 +336,11 @@ def test_whole_responses_do_not_go_on_with_parts(stopped: Fit, tmp_path: Path) -
     assert "has unfinished responses, which would be lost" in result.error
 
 
+def test_unfinished_responses_do_not_go_on_with_draws_of_another_size(stopped: Fit, tmp_path: Path) -> None:
+    fewer = replace(stopped, folder=tmp_path, strategy=SingleProcess, data=sums(10, NEEDED - 1))
+    assert f"has unfinished responses of draws of {NEEDED} prompts, whose ids other" in failing_fit(fewer).error
+
+
 def test_groups_that_have_ended_are_not_lost_either(policy: Path, tmp_path: Path) -> None:
     settings = {"save_every_n_steps": 1, "callbacks": [StopAfter(1)]}
     result = fit(given(policy, tmp_path, SingleProcess, **settings))

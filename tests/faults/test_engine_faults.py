@@ -83,7 +83,9 @@ def test_an_engine_that_was_killed_between_steps_gets_the_next_weights(engine: E
     engine.update_weights(buckets(model), 0)
     fall(engine, signal.SIGKILL)
     engine._running()._popen.wait()
+    engine.sleep()
     perturb(model, 0)
+    engine.wake_up()  # as a sync does first
     report = engine.update_weights(buckets(model), 1)
     assert report.tensors == len(list(model.parameters()))
     assert len(engine.generate(PROMPTS, SEEDS, SAMPLING, 1)) == len(PROMPTS)
