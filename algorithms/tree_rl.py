@@ -21,9 +21,9 @@ class TreeRL(GroupBaseline, Clipped, Scored):
         V   root 0.25    trunks 0.5, 0       leaves 1, 0, 0, 0
         A                trunks 0.5, -0.5    leaves 1.25, -0.75, -0.25, -0.25
 
-    A trunk that ends before it forks has two leaves, both its copies, and counts at the root as much as any other. TreeRL
-    weighs a step by 1 / sqrt(its leaves), since it trains the step once in each of them; here a token that leaves share
-    is trained once, and needs no weight.
+    A trunk that ends before it forks has two leaves, both its copies, and counts at the root as much as any other.
+    TreeRL weighs a step by 1 / sqrt(its leaves), since it trains the step once in each of them; here a token that
+    leaves share is trained once, and needs no weight.
 
     Args:
         branches: Number of leaves of each trunk, so a prompt has `group_size / branches` trunks. The trunk itself,

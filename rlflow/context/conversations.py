@@ -226,7 +226,7 @@ class ConversationRunner:
             for row in open_rows
         )
         started = time.perf_counter()
-        queues = self._queues(engines, environment, of_all, sampling, call)
+        queues = self._queues(engines, environment, sampling, call)
 
         def ended(number: int, views: Sequence[Conversation]) -> None:
             for row, view in enumerate(views, open_rows[number]):
@@ -278,7 +278,7 @@ class ConversationRunner:
         shared = self._shared(call.layout)
         if self._door is None and (shared is None or shared.calls):
             self._door = Door()
-        queues = self._queues(engines, harness, rows, sampling, call)
+        queues = self._queues(engines, harness, sampling, call)
         calls = EnvironmentCalls(harness.concurrency, shared, limited=False)
         lengths = self.longest_prompt, sampling.max_tokens
         stops = frozenset(queues[call.policy].sampling.stop_token_ids)
@@ -478,12 +478,11 @@ class ConversationRunner:
         self,
         engines: Mapping[str, RolloutEngine],
         environment: Environment,
-        rows: Sequence[dict[str, Any]],
         sampling: Sampling,
         call: ConverseCall,
     ) -> dict[str, TurnQueue]:
-        """The turns of each policy, each sampled in its own way."""
-        ends = {end: None for row in rows for end in self.bridge(environment.definition_of(row)).ends}
+        """The turns of each policy, each sampled in its own way; what ends a turn is alike on all ranks."""
+        ends = {end: None for each in environment.definitions.values() for end in self.bridge(each).ends}
         of_turn = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
         each = {name: replace(of_turn, temperature=t, truncation=cut) for name, t, cut in call.players.values()}
         each[call.policy] = of_turn

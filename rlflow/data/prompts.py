@@ -21,7 +21,7 @@ from rlflow.data.played import Played
 from rlflow.data.sources import DataLike, Source, as_source, datasets_of, is_data_module
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
-from rlflow.environments.bridge import BRIDGES, MARK, Bridge, SpecialTokens, content_of_prompt
+from rlflow.environments.bridge import BRIDGES, MARK, Bridge, SpecialTokens, content_of_prompt, date_for_template
 from rlflow.environments.conversation_format import bridge_of, traced
 from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, about, one_line, readable_line
@@ -57,7 +57,8 @@ class PromptData:
         rejected: Column of the rejected response, a text, for algorithms that read `Pairs`. None for `rejected` in
             these algorithms, and for no column in others.
         chat_template: Whether prompts are written in the tokenizer's chat template; a text becomes the user's message.
-            None to use the template if the first row has a list of messages, or if `images` is set.
+            None to use the template if the first row has a list of messages, or if `images` is set. A template that
+            writes today's date always writes 26 July 2024, so that a run's prompts are the same on every day.
         system_prompt: System message before each prompt; needs the chat template.
         renderer: Renderer that writes conversations with environments in place of the chat template: the name of a
             renderer of the package `renderers`, such as `qwen3`; a mapping with its `name` and settings; or `auto`, to
@@ -466,7 +467,10 @@ class Encoder:
 
         try:
             chat = self._tokenizer.apply_chat_template(
-                self._special.marked(self._messages(prompt, place)), add_generation_prompt=True, tokenize=False
+                self._special.marked(self._messages(prompt, place)),
+                add_generation_prompt=True,
+                tokenize=False,
+                **date_for_template(self._tokenizer),
             )
         except (TemplateError, ValueError) as error:  # such as a template that knows no system role, or no message
             raise UserError(f"{place}: the model's chat template refuses the messages ({one_line(error)})") from error

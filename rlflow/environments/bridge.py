@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,17 @@ from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
     from transformers import AddedToken, PreTrainedTokenizerBase
+
+
+TODAY = datetime(2024, 7, 26)  # as Llama 3.2's template has it where it is not told the date
+
+
+def date_for_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The argument `strftime_now` for a chat template that writes today's date: always the same day.
+
+    The tokens of a prompt then do not depend on the day on which a run begins or resumes.
+    """
+    return {"strftime_now": TODAY.strftime} if "strftime_now" in str(tokenizer.chat_template) else {}
 
 
 @dataclass(frozen=True)

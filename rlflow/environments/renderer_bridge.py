@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlflow.environments.bridge import Bridge, MarkedTokenizer, Message, ParsedTurn, SpecialTokens, message
+from rlflow.environments.bridge import TODAY, Bridge, MarkedTokenizer, Message, ParsedTurn, SpecialTokens, message
 from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError, one_line, require
 
@@ -163,6 +163,7 @@ def _made(tokenizer: Any, named: RendererName) -> tuple[str, Any]:
             f"the renderer `gpt-oss` reads OpenAI's vocabulary from the folder that {HARMONY_VOCABULARY} names, and"
             " would download it without; put o200k_base.tiktoken into a folder and set the variable"
         )
+        given.setdefault("conversation_start_date", TODAY.date().isoformat())
     try:
         return str(name), create_renderer(tokenizer, settings(**given))
     except AssertionError as error:  # the tokenizer lacks a token of the family

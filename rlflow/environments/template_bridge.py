@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlflow.environments.bridge import Bridge, Message, ParsedTurn, SpecialTokens, message
+from rlflow.environments.bridge import Bridge, Message, ParsedTurn, SpecialTokens, date_for_template, message
 from rlflow.environments.tool_calls import TOOL_FORMS, ToolCall, ToolForm
 from rlflow.errors import UserError, did_you_mean, one_line
 
@@ -228,6 +228,7 @@ class TemplateBridge(Bridge):
                 tools=(self._schemas or None) if tools else None,
                 add_generation_prompt=generate,
                 tokenize=False,
+                **date_for_template(self._tokenizer),
             )
         except TemplateError as error:
             raise UserError(f"the model's chat template refuses the messages ({one_line(error)})") from error

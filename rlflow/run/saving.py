@@ -97,10 +97,12 @@ class Saving:
             )
 
     def _may_come_later(self, name: str) -> bool:
-        """Whether a metric may lack in this run's first steps: a validation's, a role's, or a dataset's of a mixture."""
-        role, parts = handles(self._run.module).get(name.partition("/")[0]), set(name.split("/"))
+        """Whether a run may log a metric only after its first steps: of a validation, role, or dataset of a mixture."""
+        if name.startswith(VALIDATION):
+            return self._done > 0
+        role = handles(self._run.module).get(name.partition("/")[0])
         trains_later = role is not None and role.start_step > 0
-        return trains_later or bool(self._done and name.startswith(VALIDATION) or parts & {*self._run.train.masks([])})
+        return trains_later or any(dataset in name.split("/") for dataset in self._run.train.masks([]))
 
     def state_dict(self) -> dict[str, float]:
         """The value of the metric that decides which checkpoints stay, by its name."""

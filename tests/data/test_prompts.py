@@ -137,6 +137,13 @@ def test_a_prompt_that_is_no_text_is_named(value: Any) -> None:
         encode({"question": value})
 
 
+def test_a_template_that_writes_the_date_writes_the_same_on_each_day() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    ids = encode({"question": "hi"}, tokenizer, chat_template=True).prompt_ids
+    assert tokenizer.decode(ids) == "26 Jul 2024: hi"
+
+
 def test_messages_need_the_chat_template() -> None:
     with pytest.raises(UserError, match=r"row 0: column `question` is a list of messages; set `data.chat_template"):
         encode({"question": [{"role": "user", "content": "hi"}]}, chat_template=False)

@@ -7,7 +7,7 @@ ROWS = {
     "preemption": "each signal at each node: one line, exit code 3, then equal to the byte",
     "elastic restart": "a rank killed every 20 steps: 10 of 10 finish with the weights of an uninterrupted run",
     "atomic checkpoints": "every corruption found before a weight is touched, named, fallen back from",
-    "retention, asynchronous writing": "steps go on before the disk has begun to write; the last good one is never lost",
+    "retention, asynchronous writing": "steps go on before the disk begins to write; the last good one is never lost",
     "success means success": "15 ways to end early: all end with another code than 0, the culprit named",
     "malformed configs": "100 and more: exit code 2 within 10 s and 1 GB, one line, no model loaded",
     "bad data": "69 kinds: one line with file and row, or skipped and counted; never a hang or a signal",

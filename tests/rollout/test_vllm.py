@@ -225,6 +225,12 @@ def test_the_second_runner_is_refused_on_the_cpu() -> None:
         VLLMEngine(model_runner="v2").check_device(torch.device("cpu"))
 
 
+def test_a_temperature_that_vllm_would_raise_is_refused(engine: RolloutEngine, model: Any) -> None:
+    _sync(engine, model)
+    with pytest.raises(UserError, match=r"`temperature` is 0\.005, and vLLM samples at 0\.01 or more"):
+        engine.generate(PROMPTS, SEEDS, Sampling(4, 0.005, STOP), engine.policy_version)
+
+
 def test_the_loader_of_vllm_leaves_what_pieces_are_written_to(engine: RolloutEngine, model: Any) -> None:
     perturb(model, seed=4)
     _sync(engine, model)

@@ -418,7 +418,7 @@ class VLLMEngine(InProcessEngine):
     def _params(self, sampling: Sampling, seed: int, limit: int) -> Any:
         from vllm.sampling_params import RequestOutputKind
 
-        return self._sampling_params(
+        params = self._sampling_params(
             max_tokens=limit,
             temperature=sampling.temperature,
             seed=seed,
@@ -433,6 +433,12 @@ class VLLMEngine(InProcessEngine):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        if params.temperature != sampling.temperature:  # a low one is raised
+            raise UserError(
+                f"`temperature` is {sampling.temperature:g}, and vLLM samples at {params.temperature:g} or more, or"
+                " greedily; raise it, or set `rollout: transformers`"
+            )
+        return params
 
     def _completion(self, request: Any, prompt: Sequence[int]) -> Completion:
         """The response of a vLLM `RequestOutput` that has ended: by a stop token, or by its longest length.
