@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -254,16 +254,15 @@ class Mixture(Source):
                 " the dataset's name; set its `column` to another name"
             )
         row = {**row, self.column: name}
-        column = partial(column_of, row, place=place)
         if each.prompt is not None:
-            row["prompt"] = column(each.prompt)
+            row["prompt"] = column_of(row, each.prompt, place)
         if each.template is not None:
-            own = row.get("prompt", "")
-            if not isinstance(own, str):
+            own = row.get("prompt")
+            if not isinstance(own, str | None):
                 raise UserError(
                     f"{place}: the prompt is a list of messages, into which no `template` writes; leave it out"
                 )
-            row["prompt"] = write_template(each.template, own, column)
+            row["prompt"] = write_template(each.template, own, row, place)
         return row
 
 

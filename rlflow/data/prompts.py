@@ -452,14 +452,13 @@ class Encoder:
 
     def _rewritten(self, prompt: Any, template: str, row: dict[str, Any], place: str) -> Any:
         """A prompt as the template writes it; of messages, what the user says last."""
-        column = partial(column_of, row, place=place)
         if not isinstance(prompt, list):
-            return write_template(template, text_in(prompt, self._prompt_column, place), column)
+            return write_template(template, text_in(prompt, self._prompt_column, place), row, place)
         by_user = [number for number, message in enumerate(prompt) if message.get("role") == "user"]
         if not by_user:
             raise UserError(f"{place}: no message of the prompt is the user's, into which a template writes; add one")
         last = by_user[-1]
-        said = write_template(template, text_in(prompt[last].get("content"), self._prompt_column, place), column)
+        said = write_template(template, text_in(prompt[last].get("content"), self._prompt_column, place), row, place)
         return [*prompt[:last], {**prompt[last], "content": said}, *prompt[last + 1 :]]
 
     def _chat(self, prompt: Any, place: str) -> str:

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, cast
 
 from rlflow.data.pictures import portable
@@ -147,9 +147,9 @@ class ReasoningGymHints(ReasoningGym):
     def _draw(self) -> list[dict[str, Any]]:
         problems, draws = super()._draw(), random.Random(f"{self.seed}/hints")
         for number, problem in enumerate(problems):
-            of_row = partial(column_of, problem, place=f"{self.name}, problem {number}")
-            plain = of_row(self.column)
-            problem["prompt"] = write_template(self.hint, plain, of_row) if draws.random() < 0.5 else plain
+            place = f"{self.name}, problem {number}"
+            plain = column_of(problem, self.column, place)
+            problem["prompt"] = write_template(self.hint, plain, problem, place) if draws.random() < 0.5 else plain
         return problems
 
 

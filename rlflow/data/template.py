@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from string import Formatter
 from typing import Any
 
-from rlflow.errors import UserError
+from rlflow.dotted_path import column_of
+from rlflow.errors import UserError, one_line
 
 PROMPT = "prompt"  # what a template calls the dataset's own prompt; other names are columns
 
 
-def write_template(template: str, prompt: str, column: Callable[[str], Any]) -> str:
+def write_template(template: str, prompt: str | None, row: Mapping[str, Any], place: str) -> str:
     """The text that a template such as `{prompt} The answer is {metadata.answer}.` writes from one row.
 
     Args:
         template: A text with places in braces; `{{` and `}}` give braces.
-        prompt: The dataset's own.
-        column: The column of a name, or dotted path, of the row.
+        prompt: The dataset's own; None if the row has none.
+        row: The row, whose columns the template names; dots step into a column.
+        place: Place of the row, for errors.
 
     Raises:
-        UserError: The template cannot be read, or a place has no name.
+        UserError: The template cannot be read, a place has no name, or a value is missing, null or not of its format.
     """
     try:
         parts = list(Formatter().parse(template))
@@ -34,6 +36,17 @@ def write_template(template: str, prompt: str, column: Callable[[str], Any]) -> 
         if name == "":
             raise UserError(f"the prompt template {template!r} has a place without a name; name a column in it")
         if name is not None:
-            value = Formatter().convert_field(prompt if name == PROMPT else column(name), conversion)
-            text += format(value, form or "")
+            value = prompt if name == PROMPT and prompt is not None else column_of(row, name, place)
+            if value is None:
+                raise UserError(
+                    f"{place}: column `{name}` is null, and the prompt template {template!r} would write None; fill it"
+                    " in, or remove the row"
+                )
+            try:
+                text += format(Formatter().convert_field(value, conversion), form or "")
+            except (TypeError, ValueError, OverflowError) as error:  # such as `.2f` of a text, or `!x`
+                raise UserError(
+                    f"{place}: the prompt template {template!r} cannot write column `{name}`, which is {value!r:.60}"
+                    f" ({one_line(error)}); mend the template or the row"
+                ) from error
     return text

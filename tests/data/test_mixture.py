@@ -160,6 +160,10 @@ def test_a_dataset_writes_its_prompt_by_a_column_and_a_template() -> None:
             "has a column `dataset` already, 'web'",
         ),
         (
+            lambda: Mixture({"a": MixedDataset([{"question": "1+1="}], template="{prompt} Think.")}).read([0]),
+            "`datasets.a`, row 0 has no column `prompt`; columns found: question, dataset",
+        ),
+        (
             lambda: mixed(a=(3, 1e6), b=(3, 1.0)).drawn(torch.arange(6), 0, lambda of, *_: of, 2),
             "`b` of the mixture gets none",
         ),

@@ -74,6 +74,20 @@ def test_a_prompt_that_a_template_makes_too_long_is_refused() -> None:
         (ROW, "{prompt} {}", {}, "the prompt template '{prompt} {}' has a place without a name; name a column in it"),
         (ROW, "{prompt", {}, "the prompt template '{prompt' cannot be read ("),
         ({**ROW, "question": None}, "{prompt}", {}, ": column `question` is None, not a text"),
+        (
+            {**ROW, "answer": None},
+            "{answer}",
+            {},
+            "row 0 of those that a node writes prompts from: column `answer` is null, and the prompt template",
+        ),
+        (
+            ROW,
+            "{answer:.2f}",
+            {},
+            "row 0 of those that a node writes prompts from: the prompt template '{answer:.2f}' cann",
+        ),
+        (ROW, "{metadata:d}", {}, "cannot write column `metadata`, which is {'left': 1} (unsupported format string"),
+        (ROW, "{answer!x}", {}, "cannot write column `answer`, which is '2' (Unknown conversion specifier x)"),
         ({**ROW, "answer": ""}, "{answer}", {}, ": the prompt is empty, so nothing can follow it"),
         (
             {"question": [{"role": "system", "content": "a"}]},
