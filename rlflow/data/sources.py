@@ -29,7 +29,7 @@ from rlflow.process.hub import offline_unless_reached
 
 MOST_LETTERS = 1000  # of a path
 HELD_BYTES = 256 * 2**20  # of a Parquet dataset's row groups, as Arrow; one is held however large it is
-SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")  # with which names of data files begin
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")  # with which names of files and folders begin
 HUB = re.compile(r"([\w-][\w.-]*/[\w-]+(?:\.[\d.]+)?)(?:/([\w.-]+))?(?:\[(.+)\])?")  # owner/name/subset[split]
 
 
@@ -499,12 +499,18 @@ def _of_folder(path: Path, text: str, of: str, split: str) -> Source:
     if len(found) != 1:
         what = f"files that end in {' and '.join(found)}" if found else "no file that ends in .jsonl or .parquet"
         raise UserError(f"`{of}` is {text!r:.200}, a folder with {what}; give a folder of one form, or a file")
-    splits = sorted({name for file in files if (name := re.split(r"[\W_]", file.stem)[0]) in SPLITS})
+    splits = sorted({name for file in files if (name := _split_of(file.relative_to(path)))})
     if len(splits) > 1:
         raise UserError(
             f"`{of}` is {text!r:.200}, a folder with files of the splits {' and '.join(splits)}; give the files of one"
         )
     return forms[found[0]](text)
+
+
+def _split_of(file: Path) -> str | None:
+    """The split that the name of a file begins with, else that of the nearest of its folders: `test/0000.parquet`."""
+    names = (re.split(r"[\W_]", name)[0] for name in (file.stem, *(folder.name for folder in file.parents)))
+    return next((name for name in names if name in SPLITS), None)
 
 
 def _is_saved(folder: Path) -> bool:

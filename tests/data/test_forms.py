@@ -270,12 +270,14 @@ def test_what_is_no_data_is_refused_in_one_line(form: Callable[[], Any], line: s
         ([], r"a folder with no file that ends in .jsonl or .parquet; give"),
         (["a.jsonl", "b.parquet"], r"a folder with files that end in .jsonl and .parquet; give a folder of one form"),
         (["train.jsonl", "test_1.jsonl"], "a folder with files of the splits test and train; give the files of one"),
+        (["train/0.parquet", "test/0.parquet"], "a folder with files of the splits test and train; give the files of"),
     ],
 )
 def test_a_folder_that_is_no_dataset_of_one_form_and_split_is_refused(
     files: list[str], line: str, tmp_path: Path
 ) -> None:
     for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     with pytest.raises(UserError, match=f"`data.train` is '{tmp_path}', {line}"):
         PromptData(str(tmp_path))
