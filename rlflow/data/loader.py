@@ -223,7 +223,7 @@ class Loader:
         """Score the gold answers of some rows of each dataset, spread over it; see `rlflow.rewards.gold.check_gold`."""
         for kept in [] if self._reward is None else self._by_dataset(self._kept):
             assert self._reward is not None
-            rows = kept[torch.linspace(0, len(kept) - 1, min(len(kept), GOLD_ROWS)).long()].tolist()
+            rows = kept[spread(len(kept), GOLD_ROWS)].tolist()
             read = [self.encode.sent(row) for row in self._source.read(rows)]
             places = [self._source.where(row) for row in rows]
             check_gold(self._reward, read, places, self._data.prompt, self.encode.tokens)
@@ -457,6 +457,11 @@ def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps:
 def share(count: int, shard: int, shards: int) -> range:
     """The consecutive part of `count` things that falls to `shard`; parts differ by at most one."""
     return range(count * shard // shards, count * (shard + 1) // shards)
+
+
+def spread(count: int, most: int) -> Tensor:
+    """At most so many places among `count`, the first, the last and between them at even distances: int64."""
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).long()  # float32 ends at 2**24
 
 
 def collate(examples: Sequence[Example], pad: int) -> Batch:

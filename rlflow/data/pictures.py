@@ -11,6 +11,7 @@ import base64
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -106,7 +107,7 @@ def _downloaded(url: str) -> bytes:
     try:
         with urlopen(Request(url, headers={"User-Agent": "rlflow"}), timeout=TIMEOUT_S) as answer:
             data: bytes = answer.read(MOST_BYTES + 1)
-    except (URLError, TimeoutError) as error:
+    except (URLError, HTTPException, TimeoutError) as error:  # the second of a URL with a space, say
         raise UserError(f"the picture {url!r:.100} cannot be downloaded ({one_line(error)}); check it") from error
     if len(data) > MOST_BYTES:
         raise UserError(f"the picture {url!r:.100} has more than {MOST_BYTES:,} bytes; scale it down")

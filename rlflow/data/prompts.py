@@ -255,7 +255,7 @@ class Encoder:
             return []
         values = source.read(rows)
         places = [source.where(row) for row in rows]
-        if self._holds_conversations(values):
+        if self._holds_conversations(values[0], places[0]):
             if isinstance(source, Played):
                 for value in values:
                     source.require_form(self.bridge(self._definition_of(value)).form)
@@ -412,7 +412,8 @@ class Encoder:
         chat = self._data.chat_template
         found: list[list[int]] = self._tokenizer(prompts, add_special_tokens=not chat)["input_ids"]
         ids = [
-            self._special.ids(text) if chat and MARK in text else of for text, of in zip(prompts, found, strict=True)
+            self._marked_ids(text, place) if chat and MARK in text else of
+            for text, of, place in zip(prompts, found, places, strict=True)
         ]
         if self.processor is not None:
             of_rows = [()] * len(ids) if pictures is None else pictures
@@ -422,6 +423,12 @@ class Encoder:
                 f"{empty}: the prompt is empty, so nothing can follow it; write something into it, or remove the row"
             )
         return ids
+
+    def _marked_ids(self, prompt: str, place: str) -> list[int]:
+        try:
+            return self._special.ids(prompt)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from error
 
     def _expanded(self, ids: list[int], pictures: Sequence[Picture], place: str) -> list[int]:
         assert self.processor is not None
@@ -488,9 +495,9 @@ class Encoder:
             return [{"role": "system", "content": self._data.system_prompt}, *messages]
         return list(messages)
 
-    def _holds_conversations(self, rows: list[dict[str, Any]]) -> bool:
+    def _holds_conversations(self, row: dict[str, Any], place: str) -> bool:
         column = self._data.response
-        return column is not None and self._data.rejected is None and isinstance(rows[0].get(column), list)
+        return column is not None and self._data.rejected is None and isinstance(column_of(row, column, place), list)
 
     def _conversation(self, row: dict[str, Any], place: str) -> Example:
         """A row whose response is a whole conversation."""

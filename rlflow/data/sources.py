@@ -16,8 +16,8 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from threading import Lock
@@ -28,6 +28,7 @@ from rlflow.errors import ConfigPlace, UserError, did_you_mean, no_file, one_lin
 from rlflow.process.hub import offline_unless_reached
 
 MOST_LETTERS = 1000  # of a path
+MOST_OPEN = 64  # files of a folder; a process may often have 1,024 open
 HELD_BYTES = 256 * 2**20  # of a Parquet dataset's row groups, as Arrow; one is held however large it is
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")  # with which names of files and folders begin
 HUB = re.compile(r"([\w-][\w.-]*/[\w-]+(?:\.[\d.]+)?)(?:/([\w.-]+))?(?:\[(.+)\])?")  # owner/name/subset[split]
@@ -102,11 +103,13 @@ class JSONL(Source):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         files, starts, _, lengths = self._lines
-        line = os.pread(self._files[files[row]].fileno(), lengths[row], starts[row])
+        file = self._open(files[row])
+        line = os.pread(file.fileno(), lengths[row], starts[row])
         if len(line) < lengths[row]:
             raise UserError(f"{self.where(row)} is gone: the file got shorter while the run read it; start again")
         try:
-            value = json.loads(line, object_pairs_hook=partial(_once, place=self.where(row)))
+            # Bytes would be decoded with halves of characters, as some exports write emoji in place of UTF-8.
+            value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=partial(_once, place=self.where(row)))
             if b"\\ud" in line or b"\\uD" in line:  # half a character, perhaps
                 json.dumps(value, ensure_ascii=False).encode()
         except UserError:
@@ -142,14 +145,17 @@ class JSONL(Source):
         raise UserError(f"`path` is {self.path!r}, which is a folder without a .jsonl file; give a JSON Lines file")
 
     @cached_property
-    def _files(self) -> list[BinaryIO]:
-        return [path.open("rb") for path in self._paths]
+    def _open(self) -> Callable[[int], BinaryIO]:
+        """Function from a file's index to the open file; those used last stay open, others until nobody reads them."""
+        paths = self._paths
+        return lru_cache(MOST_OPEN)(lambda which: paths[which].open("rb"))
 
     @cached_property
     def _lines(self) -> tuple[array[int], array[int], array[int], array[int]]:
         """Four arrays with an entry for each row: index of its file, byte offset, line number (from 1), and bytes."""
         files, offsets, numbers, lengths = array("i"), array("q"), array("q"), array("q")
-        for which, file in enumerate(self._files):
+        for which in range(len(self._paths)):
+            file = self._open(which)
             file.seek(0)
             offset = 0
             for number, line in enumerate(file, start=1):
@@ -359,11 +365,8 @@ def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> S
         place(found, ConfigPlace(of.rpartition(".")[2], {"path": of}))
         return found
     if is_data_module(data):
-        train, validation = datasets_of(data)
-        found = train if split == "train" else validation
-        if found is None:
-            raise UserError(f"`{of}` is a {type(data).__name__} without a `val_dataloader`; give it one")
-        return as_source(found, of, split)
+        train, validation = datasets_of(data, of, split)
+        return as_source(train if split == "train" else validation, of, split)
     bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(data).__mro__}
     kind = f"`{of}` is of type {type(data).__name__}"
     if "datasets.DatasetDict" in bases:
@@ -386,24 +389,29 @@ def is_data_module(data: object) -> TypeGuard[LightningDataModule]:
     return any(base.__name__ == "LightningDataModule" for base in type(data).__mro__)
 
 
-def datasets_of(module: LightningDataModule) -> tuple[Any, Any]:
-    """The training and the validation dataset of a `LightningDataModule`; None for the second if it has none.
+def datasets_of(module: LightningDataModule, of: str = "data.train", split: str = "train") -> tuple[Any, Any]:
+    """The training and the validation dataset of a `LightningDataModule`; None where it has no such loader.
 
     Calls `prepare_data` on the first rank of each machine (`LOCAL_RANK` 0), then `setup("fit")` on all. Uses only the
     `dataset` of its loaders, not their batches, order or `collate_fn`.
 
+    Args:
+        module: The module.
+        of: The setting that it is the value of, for error messages.
+        split: The split that it must have, `train` or another for validation.
+
     Raises:
-        UserError: The module has no `train_dataloader`, or a loader has no dataset or a sampler that leaves rows out.
+        UserError: The module has no loader of `split`, or a loader has no dataset or a sampler that leaves rows out.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":  # other ranks start after the first has prepared
         module.prepare_data()
     module.setup("fit")
-    base = next(base for base in type(module).__mro__ if base.__name__ == "LightningDataModule")
-    own = getattr(type(module), "val_dataloader") is not getattr(base, "val_dataloader")  # noqa: B009
     train = _loaded_by(module, "train_dataloader", "data.train")
-    if train is None:
-        raise UserError(f"`data.train` is a {type(module).__name__} without a `train_dataloader`; give it one")
-    return train, _loaded_by(module, "val_dataloader", "data.validation") if own else None
+    validation = _loaded_by(module, "val_dataloader", "data.validation")
+    needed, method = (train, "train_dataloader") if split == "train" else (validation, "val_dataloader")
+    if needed is None:
+        raise UserError(f"`{of}` is a {type(module).__name__} without a `{method}`; give it one")
+    return train, validation
 
 
 class _Listed(Source):
@@ -442,12 +450,16 @@ class _Listed(Source):
 
 
 def _loaded_by(module: LightningDataModule, method: str, of: str) -> Any:
-    """The dataset of the loader that `method` of a data module returns; None if it returns no loader.
+    """The dataset of the loader that `method` of a data module returns; None if it returns none or is not overridden.
 
     Raises:
         UserError: It returns several loaders, one without a dataset, or one whose sampler may leave rows out.
     """
-    loader = getattr(module, method)()
+    base = next(base for base in type(module).__mro__ if base.__name__ == "LightningDataModule")
+    own = getattr(module, method)
+    if getattr(own, "__func__", None) is getattr(base, method):  # which raises
+        return None
+    loader = own()
     if isinstance(loader, list | tuple) and len(loader) < 2:
         loader = loader[0] if loader else None
     if loader is None:
@@ -522,20 +534,27 @@ def row_as_json(row: Mapping[str, Any], place: str) -> str:
     """A row as the JSON text that ranks send each other.
 
     Raises:
-        UserError: A column holds what JSON cannot, such as a date, bytes or an image; it is named.
+        UserError: A column holds what JSON cannot, such as a date, bytes, an image or half a character; it is named.
     """
     try:
-        return json.dumps(row)
+        return _json(row)
     except (TypeError, ValueError, RecursionError) as error:
         for column, value in row.items():
             try:
-                json.dumps({column: value})
+                _json({column: value})
             except (TypeError, ValueError, RecursionError):
                 raise UserError(
                     f"{place}: column `{column}` is {value!r:.60} ({one_line(error)}), so the row cannot travel between"
                     " ranks; write it as a text or numbers, or remove the column"
                 ) from error
         raise
+
+
+def _json(row: Mapping[str, Any]) -> str:
+    text = json.dumps(row)
+    if "\\ud" in text:  # half a character, perhaps
+        json.dumps(row, ensure_ascii=False).encode()
+    return text
 
 
 def digest_of_files(folder: Path, files: Sequence[Path]) -> str:

@@ -155,6 +155,22 @@ def test_a_data_module_brings_the_validation_rows_that_it_has() -> None:
     found = PromptData(WithValidation())
     assert (len(found.train), len(found.validation or ())) == (7, 2)
     assert len(PromptData(WithValidation(), ROWS).validation or ()) == 7
+    loaders = LightningDataModule.from_datasets(Mapped(ROWS), Mapped(ROWS[:3]))  # which are no methods of its class
+    assert len(PromptData(loaders).validation or ()) == 3
+
+
+class Bare(LightningDataModule):
+    pass
+
+
+class OnlyValidation(WithValidation):
+    train_dataloader = LightningDataModule.train_dataloader
+
+
+def test_a_data_module_needs_the_loader_that_is_used_alone() -> None:
+    assert len(as_source(OnlyValidation(), "data.validation", "validation")) == 2
+    with pytest.raises(UserError, match=r"`data.validation` is a Bare without a `val_dataloader`; give it one"):
+        as_source(Bare(), "data.validation", "validation")
 
 
 def test_a_data_module_is_set_up_once_so_that_a_split_at_random_has_no_row_twice() -> None:
@@ -251,6 +267,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "number": (lambda: 3, "`data.train` is of type int; give a list of dicts"),
     "loader": (lambda: DataLoader(Mapped(ROWS)), "`data.train` is of type DataLoader; give a list of dicts"),
     "loaders": (TwoLoaders, "`data.train` is a TwoLoaders, whose `train_dataloader` gives .*, not one loader"),
+    "no loader": (OnlyValidation, "`data.train` is a OnlyValidation without a `train_dataloader`; give it one"),
     "other file": (lambda: __file__, "whose name ends in '.py'; give a JSON Lines or Parquet file"),
     "no file": (lambda: "rows.csv", "`data.train` is 'rows.csv', and there is no such file in .* Give a JSON Lines or"),
     "nothing": (lambda: "", "`data.train` is '', which names nothing; give a JSON Lines or Parquet file"),
@@ -297,6 +314,7 @@ GOOD = {"prompt": "1"}
         ([GOOD, {**GOOD, "at": datetime.date(2024, 1, 2)}], r"row 1: column `at` is datetime.date\(2024, 1, 2\)"),
         ([GOOD, {**GOOD, "bytes": b"1"}], "row 1: column `bytes` is b'1' .*; write it as a text or numbers, or remove"),
         ([GOOD, {**GOOD, "x": torch.tensor(1)}], r"row 1: column `x` is tensor\(1\)"),
+        ([GOOD, {"prompt": "\ud83d"}], r"row 1: column `prompt` is '\\ud83d' \(.* surrogates not allowed\)"),
         ([GOOD, {"prompt": 1}], "`data.train`, row 1: column `prompt` is 1, not a text"),
     ],
 )

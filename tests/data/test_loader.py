@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.data.loader import Loader, share
+from rlflow.data.loader import Loader, share, spread
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
@@ -281,3 +281,10 @@ def test_a_row_that_changes_after_the_scan_is_named() -> None:
     rows[1]["answer"] = "another"
     with pytest.raises(UserError, match="listed, row 1 is not what it was when all rows were looked at: the data"):
         data.batch(0, 0, 1)
+
+
+@pytest.mark.parametrize("count", [1, 3, 100, 2**24 + 4])  # of the last one float32 would give a place past the end
+def test_rows_that_are_spread_over_a_dataset_end_with_its_last(count: int) -> None:
+    places = spread(count, 8)
+    assert len(places.unique()) == min(count, 8)
+    assert (int(places[0]), int(places[-1])) == (0, count - 1)

@@ -165,6 +165,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a file that is not there": ({"image": "none.png"}, {}, "the picture 'none.png' cannot be read (No such file"),
     "a bomb": ({"image": data_url(bomb())}, {}, "has 8192 x 8193 pixels, and at most 67,108,864 are decoded"),
     "a remote file": ({"image": "https://x.org/a.png"}, {}, "set `data.allow_remote: true`, or give files"),
+    "a URL with a space": (
+        {"image": "http://x.org/a b.png"},
+        {"allow_remote": True},
+        "`data.train`, row 0: the picture 'http://x.org/a b.png' cannot be downloaded (URL can't contain control",
+    ),
     "no base64": ({"image": "data:;base64,@@"}, {}, "cannot be read"),
     "a number": ({"image": 3}, {}, "a picture is 3; give a path, a URL, bytes or an image of Pillow"),
     "more pictures than places": (

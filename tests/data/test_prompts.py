@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 
 from rlflow.data.prompts import Encoder, Example, PromptData
@@ -110,6 +111,15 @@ def test_a_special_token_that_a_part_of_a_message_spells_is_text() -> None:
     tokenizer.chat_template = "<|im_start|>{{ messages[0].content[0].text }}<|im_end|>"
     message = {"role": "user", "content": [{"type": "text", "text": "2<|im_end|>"}]}
     assert encode({"question": [message]}, tokenizer, chat_template=True).prompt_ids == [2, *codes("2<|im_end|>"), 3]
+
+
+def test_a_special_token_that_cannot_be_text_is_named_with_its_row() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = Metaspace("_", prepend_scheme="first")
+    source = Listed([{"question": "1"}, {"question": "2<|im_end|>"}])
+    encoder = Encoder(PromptData(source, chat_template=True).resolved(), tokenizer)
+    with pytest.raises(UserError, match=r"^listed, row 1: a message spells the special token <\|im_end\|>, and the"):
+        encoder(source, [0, 1])
 
 
 def test_what_a_tokenizer_puts_before_texts_stands_before_plain_prompts_only() -> None:
@@ -267,6 +277,8 @@ def test_a_completion_of_messages_follows_the_messages_of_the_prompt() -> None:
     assert encoded({"prompt": ASKED, "completion": SAID}) == replace(whole, row={"prompt": ASKED, "completion": SAID})
     assert encoded({"prompt": "1+1=", "completion": SAID}).prompt_ids == whole.prompt_ids
     assert TOKENIZER.decode(whole.response_ids) == "2<|im_end|>"
+    nested = {"meta": {"messages": [*ASKED, *SAID]}}
+    assert encoded(nested, response="meta.messages") == replace(whole, row=nested)
 
 
 def test_turns_of_the_policy_in_a_prompt_are_not_learned() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,16 @@ def test_a_folder_of_jsonl_files_has_the_rows_of_all_in_the_order_of_their_names
         source[4]
 
 
+def test_a_folder_of_many_files_has_few_of_them_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlflow.data.sources.MOST_OPEN", 2)
+    for number in range(9):
+        write(tmp_path / f"{number}.jsonl", f'{{"n": {number}}}\n')
+    source = JSONL(str(tmp_path))
+    assert [row["n"] for row in source.read([4, 0, 8, 4, 2])] == [4, 0, 8, 4, 2]
+    opened = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+    assert len([path for path in opened if path.startswith(str(tmp_path))]) == 2
+
+
 def test_a_device_is_no_source_and_is_not_read() -> None:
     with pytest.raises(
         UserError, match=r"is '/dev/zero', which is a device or a pipe; give a JSON Lines file or a folder of them$"
@@ -195,6 +206,7 @@ def test_an_empty_jsonl_file_has_no_rows(tmp_path: Path) -> None:
     [
         (b'{"n": 2', "line 2 is not JSON"),
         (b'{"n": "\xff"}', "line 2 is not JSON"),
+        (b'{"n": "\xed\xa0\xbd\xed\xb8\x80"}', "line 2 is not JSON"),  # an emoji as two halves, as Java writes it
         (b"[1, 2]", "line 2 is not a JSON object"),
     ],
 )
