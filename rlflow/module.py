@@ -224,7 +224,8 @@ class RLModule:
 
         Args:
             checkpoint_path: Folder of a run, or one of its checkpoints. The weights of a checkpoint are exported to
-                `exported/` of the run's folder.
+                `exported/` of the run's folder. So are an adapter, merged, and the newest checkpoint of a run that has
+                not ended: its `model` may be of an earlier step.
             arguments: Arguments of the constructor in place of those of the run, such as a reward function.
 
         Raises:

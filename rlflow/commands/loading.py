@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import inspect
 import json
+import tempfile
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow import checkpoint
-from rlflow.commands.export import export
+from rlflow.commands.export import write_export
 from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError, did_you_mean
 from rlflow.models.arguments import model_parameters
+from rlflow.models.lora import WEIGHTS as ADAPTER
 from rlflow.module import RLModule, handles
 from rlflow.run.folder import RunFolder
+from rlflow.storage.tensors import sha256
+
+DIGITS = 12  # of a digest, in a folder's name
 
 Module = TypeVar("Module", bound=RLModule)
 
@@ -31,7 +36,9 @@ def load_module(cls: type[Module], path: Path, arguments: Mapping[str, Any]) -> 
             raise UserError(f"{run.path} trained {type(found).__name__}, which is no {cls.__name__}; load it by that")
         module, cls = found, type(found)
     state = path if is_checkpoint else next(iter(checkpoint.newest_first(run.path)), None)
-    weights = {role: _weights(run, path if is_checkpoint else None, role) for role in _roles(run, state, cls)}
+    # Until a run has ended, the checkpoint may be newer than the models: a signal's checkpoint comes without them.
+    of_models = state is None or (run.summary.is_file() and not is_checkpoint)
+    weights = {role: _weights(run, None if of_models else state, role) for role in _roles(run, state, cls)}
     if not weights:
         raise UserError(f"{str(path)!r} is no folder of a run with a model of {cls.__name__}, and no checkpoint of one")
     if module is None:
@@ -104,10 +111,21 @@ def _roles(run: RunFolder, state: Path | None, cls: type[RLModule]) -> list[str]
 
 
 def _weights(run: RunFolder, state: Path | None, role: str) -> str:
-    """A folder with the weights of a model at the end of a run, or at a checkpoint."""
-    if state is None:
-        return str(run.model_of(role) if run.model_of(role).is_dir() else run.model)
-    target = run.path / "exported" / f"{state.name}-{role}"
+    """A folder with the whole model of a role, as the run saved it or at a checkpoint."""
+    source = state or (run.model_of(role) if run.model_of(role).is_dir() else run.model)
+    if state is None and not (source / ADAPTER).is_file():
+        return str(source)
+    # The digest in the name: a run that resumed from an earlier step writes others under the same step.
+    digest = sha256(source / (ADAPTER if state is None else checkpoint.STATE))[:DIGITS]
+    target = run.path / "exported" / f"{source.name}-{role}-{digest}"
     if not target.is_dir():
-        export(state, target, role=role)
+        target.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="draft-", dir=target.parent) as drafts:
+            draft = Path(drafts) / target.name
+            write_export(source, draft, role=role)
+            try:
+                draft.rename(target)
+            except OSError:
+                if not target.is_dir():  # else another rank was first
+                    raise
     return str(target)

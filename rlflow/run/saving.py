@@ -249,6 +249,7 @@ class Saving:
                 needed = bool(models) * self._model_bytes + (draft is not None) * self._state_bytes
                 what = " and the ".join(["models"] * bool(models) + ["checkpoint"] * (draft is not None))
                 require_space(self._folder.path, needed, f"the {what} of this run need", CONTINUE)
+                self._folder.summary.unlink(missing_ok=True)  # of an earlier end: the run is in progress again
                 for each in drafts:
                     each.open()
 
