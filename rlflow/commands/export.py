@@ -86,6 +86,11 @@ def write_export(
             has_own = (source / "tokenizer_config.json").is_file()
             load_tokenizer(source if has_own else base, trust_remote_code).save_pretrained(whole)
             source = whole
+        if wanted is not None and not any(source.glob("*.safetensors")):
+            raise UserError(
+                f"`--dtype` is {dtype!r}, and {str(model)!r} has no *.safetensors, of which alone weights are cast; leave"
+                " `--dtype` out, or save the model as safetensors first"
+            )
         if source != to:
             rewrite(source, to, partial(_cast, wanted))
             _write_dtype(to / "config.json", wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,9 @@ def test_a_checkpoint_of_experts_apart_is_refused_before_anything_is_written(
 def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base = write_tiny_model(tmp_path / "base", layers=1)
     adapter = run_folder(str(base), tmp_path / "model")
+    pickled = shutil.copytree(base, tmp_path / "pickled")
+    torch.save(load_file(base / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
     for arguments, told in (
         (("--model", str(base), "--to", str(tmp_path / "out"), "--form", "adapter"), "which has no adapter; leave"),
         (
@@ -164,6 +168,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capfd: p
             "no config.json and no adapter_config.json",
         ),
         (("--model", str(adapter), "--to", str(base)), "where there is something already; name a new folder"),
+        (("--model", str(pickled), "--to", str(tmp_path / "out"), "--dtype", "bf16"), "has no *.safetensors, of which"),
         (("--model", str(adapter), "--to", str(tmp_path / "out"), "--form", "both"), "`--form` is 'both'; give one of"),
     ):
         assert told in refusal(capfd, "export", *arguments)
