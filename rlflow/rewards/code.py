@@ -12,7 +12,8 @@ from rlflow.errors import UserError
 from rlflow.rewards.reward import OnError, SampleReward, read_column
 from rlflow.worker import Limits, Sandbox
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.S | re.I)
+_FENCE = re.compile(r" {0,3}(`{3,})([^`]*)")  # a line that opens a block, whose language it may name, or closes one
+_OF_PYTHON = ("", "py", "python", "python3")
 # The program and the tests come by the standard input; that all of them ran is known by a word at the end.
 _HARNESS = """
 import json, sys
@@ -28,9 +29,9 @@ print("\\n" + word)
 class CodeTests(SampleReward):
     """The share of a row's tests that the Python program in a response passes.
 
-    The program is the last block of code in the response, between lines of three backticks. Without such a block the
-    score is 0. A policy may learn to deceive tests in Python, for example with objects that equal all others. Prefer
-    pairs of input and output: a program never sees both.
+    The program is the last block of code in the response, between lines of three backticks, that names Python or no
+    language. Without such a block the score is 0. A policy may learn to deceive tests in Python, for example with
+    objects that equal all others. Prefer pairs of input and output: a program never sees both.
 
     Args:
         tests: Column of the tests. Either Python code that runs after the program and raises if the program is wrong;
@@ -98,9 +99,18 @@ class CodeTests(SampleReward):
 
 
 def program_in(text: str) -> str | None:
-    """The last block of code in a text; None without one."""
-    blocks = _BLOCK.findall(text)
-    return blocks[-1] if blocks else None
+    """The last block of code in a text that names Python or no language; None without one."""
+    program, opened, language, lines = None, "", "", list[str]()
+    for line in text.replace("\r\n", "\n").split("\n"):
+        fence, info = found.groups() if (found := _FENCE.fullmatch(line)) else ("", "")
+        if not opened:
+            opened, language, lines = fence, "".join(info.lower().split()[:1]), []
+        elif len(fence) >= len(opened) and not info.strip():
+            program = "\n".join([*lines, ""]) if language in _OF_PYTHON else program
+            opened = ""
+        else:
+            lines.append(line)
+    return program
 
 
 def _are_pairs(tests: Any) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from rlflow.errors import UserError
 from rlflow.rewards import CallableReward, CodeTests, RewardInput
+from rlflow.rewards.code import program_in
 from rlflow.worker.sandbox import why_not
 
 isolated = pytest.mark.skipif(bool(why_not()), reason=f"programs cannot be isolated here: {why_not()}")
@@ -82,6 +83,26 @@ def test_a_program_is_scored_by_its_tests() -> None:
         "```python\nwrong\n```\nor rather\n" + GOOD,
     ]
     assert CodeTests(seconds=3, at_once=3).score(RewardInput(texts, rows)).total == [1, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nP\n```",
+        "```Python3 title=a\nP\n```\nIt is right.",
+        "```bash\npip install x\n```\nThen:\n```python\nP\n```\nprints\n```text\n1\n```\n",
+        "```python\r\nP\r\n```\r\n",
+        "````py\nP\n````\n```python\nnever closed",
+        "```json\n```python\n{}\n```\n  ```\nP\n  ```",
+    ],
+)
+def test_the_program_is_the_last_whole_block_of_python_or_of_no_language(text: str) -> None:
+    assert program_in(text) == "P\n"
+
+
+@pytest.mark.parametrize("text", ["", "P", "```json\n{}\n```", "```python\nP", "```python\nprint('```')", "``` P ```"])
+def test_a_text_without_a_whole_block_of_python_has_no_program(text: str) -> None:
+    assert program_in(text) is None
 
 
 @isolated
