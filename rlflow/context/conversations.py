@@ -320,8 +320,12 @@ class ConversationRunner:
         counts = torch.tensor([len(end.rows) for end in ends], dtype=torch.int64).view(len(parents), n).sum(dim=1)
         path = parents.children(counts, call.node, None if earlier is None else earlier[:, 1])
         whole = time.perf_counter() - started
-        counts_of = ([end.refused, end.undelivered, end.rewritten] for end in ends)
-        counted = EpisodeCounts(len(ends), *map(sum, zip(*counts_of, strict=True)))
+        counted = EpisodeCounts(
+            count=len(ends),
+            refused=sum(end.refused for end in ends),
+            undelivered=sum(end.undelivered for end in ends),
+            rewritten=sum(end.rewritten for end in ends),
+        )
         if self._door is not None:
             counted = replace(counted, refused=counted.refused + self._door.refused())
         times = ConversationTimes(loop.waits, len(ends), sum(calls.seconds), calls.waited, whole, counted)

@@ -255,6 +255,12 @@ def test_an_answer_that_nobody_waited_for_is_in_no_row(engine: RolloutEngine, ru
     assert len(made.rows) == 1
 
 
+def test_a_rank_without_prompts_has_no_episodes(engine: RolloutEngine, runner: ConversationRunner) -> None:
+    made = played("talks", engine, [], n=2, runner=runner)
+    assert (made.rows, made.views) == ([], [])
+    assert made.times.episodes == EpisodeCounts(count=0, refused=0, undelivered=0, rewritten=0)
+
+
 def test_an_episode_without_calls_is_a_row_with_its_reward(runner: ConversationRunner) -> None:
     made = played("silent", says(), runner=runner)
     assert [(row[2], row[4], row[5]) for row in made.rows] == [([], [0], [3.0])]
