@@ -296,7 +296,7 @@ def key_of(
     """
     of_source = source.digest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if of_source is None or backend is None:
+    if of_source is None or backend is None or (reward is not None and reward.checked_by is None):
         return None
     of_tokenizer = [backend.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
     columns = [data.prompt, data.response, data.rejected, data.chat_template, data.system_prompt]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from rlflow.errors import UserError
 from rlflow.rewards.reward import Reward, RewardInput, Scores, read_column, scored
-from rlflow.rewards.weighted_sum import OneReward, as_reward, strictest
+from rlflow.rewards.weighted_sum import OneReward, as_reward, checked_by_parts, strictest
 
 
 class ByDataset(Reward):
@@ -36,8 +36,8 @@ class ByDataset(Reward):
         return any(each.drops for each in self.rewards.values())
 
     @property
-    def checked_by(self) -> str:
-        return " | ".join(f"{name}: {each.checked_by} {dict(each.reads)}" for name, each in self.rewards.items())
+    def checked_by(self) -> str | None:
+        return checked_by_parts(self.rewards)
 
     def check(self, row: dict[str, Any]) -> None:
         reward = self.of(row)
@@ -60,10 +60,8 @@ class ByDataset(Reward):
 
     def score(self, responses: RewardInput) -> Scores:
         whole, absent = Scores([0.0] * len(responses)), set[int]()
-        for reward in dict.fromkeys(self.rewards.values()):  # one may be that of several datasets
-            places = [i for i, row in enumerate(responses.rows) if self.of(row) is reward]
-            of_it = taken(responses, places)
-            found = scored(reward, of_it)
+        for reward, places in self._places(responses):
+            found = scored(reward, taken(responses, places))
             for i, score in zip(places, found.total, strict=True):
                 whole.total[i] = score
             whole.failed.update({places[i]: how for i, how in found.failed.items()})
@@ -75,6 +73,20 @@ class ByDataset(Reward):
                 for i, value in zip(places, of_samples, strict=True):
                     column[i] = value
         return replace(whole, absent=frozenset(absent))
+
+    def settled(self, scores: Scores, responses: RewardInput) -> Scores:
+        failed = dict(scores.failed)
+        for reward, places in self._places(responses):
+            absent = frozenset(number for number, i in enumerate(places) if i in scores.absent and i not in failed)
+            of_it = Scores([scores.total[i] for i in places], absent=absent)
+            found = reward.settled(of_it, taken(responses, places))
+            failed |= {places[number]: how for number, how in found.failed.items()}
+        return replace(scores, failed=failed, absent=frozenset())
+
+    def _places(self, responses: RewardInput) -> Iterator[tuple[Reward, list[int]]]:
+        """Each reward, which may be that of several datasets, with the places of the samples that it scores."""
+        for reward in dict.fromkeys(self.rewards.values()):
+            yield reward, [i for i, row in enumerate(responses.rows) if self.of(row) is reward]
 
 
 def taken(responses: RewardInput, places: list[int]) -> RewardInput:

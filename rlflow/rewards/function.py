@@ -22,7 +22,6 @@ from rlflow.worker.child import batch_call
 OF_A_SAMPLE = ("response", "completion", "prompt", "messages", "row", "info")
 OF_A_BATCH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 NOT_AS_COLUMNS = ("prompt", "completion", "completion_ids")  # of a batch, as TRL has it
-ALREADY_COLUMNS = ("prompt", "info")  # a column of such a name is what the name means
 
 
 class CallableReward(SampleReward):
@@ -178,7 +177,7 @@ class CallableReward(SampleReward):
         return prompt
 
     def _warn_of_column(self, name: str, responses: RewardInput) -> None:
-        means_column = name in ALREADY_COLUMNS and responses.prompt_column in (None, name)
+        means_column = name == "info" or (name == "prompt" and responses.prompt_column in (None, name))
         if name in OF_A_SAMPLE and not means_column and name not in self._warned:
             self._warned.add(name)
             log.warning("%s is given the dataset's column `%s`, in place of what a reward means by it", self, name)

@@ -22,7 +22,7 @@ def check_gold(
     prompt_column: str | None,
     tokens: Callable[[str], list[int]],
 ) -> int:
-    """Score the gold answers of rows; returns how many there are.
+    """Score the gold answers of rows; returns how many there are of rows that their reward applies to.
 
     Each part of a sum that knows gold answers is asked by itself. A policy that answers like the dataset could not be
     rewarded where such an answer is not: the answer's column, its form, or the reward is wrong.
@@ -47,16 +47,17 @@ def check_gold(
         texts = [text for _, _, text in known]
         ids = [tokens(text) for text in texts]
         read = RewardInput(texts, [row for row, _, _ in known], prompt_column, token_ids=partial(list, ids))
-        scores = scored(part, read).total
-        wrong = [place for place, score in enumerate(scores) if score < BEST_REWARD - TOLERANCE]
+        found_scores = scored(part, read)
+        scores, applies = found_scores.total, [i for i in range(len(texts)) if i not in found_scores.absent]
+        wrong = [i for i in applies if scores[i] < BEST_REWARD - TOLERANCE]
         if wrong:
             first = wrong[0]
             raise UserError(
-                f"{part} gives {len(wrong)} of {len(texts)} gold answers less than {BEST_REWARD:g}, so no response to"
+                f"{part} gives {len(wrong)} of {len(applies)} gold answers less than {BEST_REWARD:g}, so no response to"
                 f" these rows could be right: {scores[first]:g} for '{readable_line(texts[first]):.{LETTERS}}'"
                 f" ({known[first][1]}); mend the answers, name another column, or mend the reward"
             )
-        looked_at += len(texts)
+        looked_at += len(applies)
     return looked_at
 
 

@@ -86,8 +86,8 @@ class WeightedSum(Reward):
         return any(part.drops for part in self.parts.values())
 
     @property
-    def checked_by(self) -> str:
-        return " + ".join(part.checked_by for part in self.parts.values())
+    def checked_by(self) -> str | None:
+        return checked_by_parts(self.parts)
 
     def scored_early(self) -> list[EarlyReward]:
         return [each for part in self.parts.values() for each in part.scored_early()]
@@ -116,6 +116,14 @@ class WeightedSum(Reward):
 
     def __str__(self) -> str:
         return f"sum of {', '.join(self.parts)}"
+
+
+def checked_by_parts(rewards: Mapping[str, Reward]) -> str | None:
+    """`checked_by` of several rewards together, with the columns that each of them reads."""
+    names = {name: each.checked_by for name, each in rewards.items()}
+    if None in names.values():
+        return None
+    return " | ".join(f"{name}: {names[name]} {dict(each.reads)}" for name, each in rewards.items())
 
 
 def strictest(rewards: Iterable[Reward]) -> OnError:

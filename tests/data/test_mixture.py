@@ -22,6 +22,7 @@ from rlflow.data.pictures import without_pictures
 from rlflow.environments.environment import Environment
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import ByDataset, CallableReward, ExactMatch, RewardInput, WeightedSum
+from rlflow.rewards.reward import OnError
 from rlflow.strategies import SingleProcess
 from rlflow.types import Written
 from tests.controller.runs import ZERO2, Fit, RecordingSFT, StopsAfter, failing_fit, fit
@@ -201,6 +202,18 @@ def test_a_sample_that_its_datasets_reward_leaves_out_does_not_count_in_a_sum() 
     given = RewardInput(["1", "1"], [{"dataset": "b", "answer": "1"}, {"dataset": "a", "answer": "1"}])
     assert by_dataset.score(given).absent == {0}
     assert both.score(given).total == pytest.approx([0.1, 1.1])
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop", "raise"])
+def test_a_sample_that_no_reward_applies_to_gets_the_policy_of_its_datasets_reward(on_error: OnError) -> None:
+    reward = ByDataset({"a": ExactMatch(), "b": CallableReward(undecided, on_error=on_error)})
+    given = RewardInput(["1", "1"], [{"dataset": "a", "answer": "1"}, {"dataset": "b", "answer": "1"}])
+    if on_error == "raise":
+        with pytest.raises(UserError, match="`undecided` returned None for sample 0"):
+            reward.settled(reward.score(given), given)
+    else:
+        settled = reward.settled(reward.score(given), given)
+        assert (settled.total, settled.failed, settled.absent) == ([1.0, 0.0], {1: on_error}, frozenset())
 
 
 def test_a_picture_of_a_dataset_whose_prompt_is_another_column_is_not_sent() -> None:

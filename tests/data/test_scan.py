@@ -21,7 +21,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
-from rlflow.rewards import CallableReward, CodeTests, ExactMatch, MathVerify, WeightedSum
+from rlflow.rewards import ByDataset, CallableReward, CodeTests, ExactMatch, MathVerify, WeightedSum
 from rlflow.rewards.reward import Reward
 from rlflow.rollout.transformers import TransformersEngine
 from tests.controller.runs import ZERO2, Fit, failing_fit, grpo
@@ -316,7 +316,7 @@ class Reading(CallableReward):
 
 def scored(row: dict[str, Any], reads: dict[str, bool], ranks: int = 1, reward: Reward | None = None) -> Loader:
     """A loader of four good rows and this one, whose columns a reward reads."""
-    data = PromptData(Digested([{"question": "1+1=", "answer": "2"}] * 4 + [row])).resolved()
+    data = PromptData(Digested([{**row, "question": "1+1=", "answer": "2"}] * 4 + [row])).resolved()
     return Loader(data.train, data, tiny_tokenizer(), seed=0, ranks=ranks, reward=reward or Reading(reads))
 
 
@@ -341,6 +341,18 @@ def test_counts_that_are_kept_are_of_one_reward_s_columns(cache: Path) -> None:
         scored(row, {"answer": False})
 
 
+class Refusing(ExactMatch):
+    """A user's reward, which refuses one answer."""
+
+    def __init__(self, refused: int) -> None:
+        super().__init__()
+        self.refused = refused
+
+    def check(self, row: dict[str, Any]) -> None:
+        if row["answer"] == self.refused:
+            raise UserError(f"column `answer` is {self.refused}")
+
+
 @pytest.mark.parametrize(
     ("reward", "answer", "said"),
     [
@@ -359,12 +371,30 @@ def test_a_row_that_a_reward_cannot_score_is_named_before_the_first_step(
             scored(row, {}, ranks, asked)
 
 
-def test_counts_that_are_kept_are_of_one_reward_s_check(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+BOTH = {"answer": False, "tests": False}
+
+
+@pytest.mark.parametrize(
+    ("accepts", "refuses"),
+    [
+        (ExactMatch(), CodeTests("answer")),
+        (Refusing(8), Refusing(7)),
+        (ByDataset({"a": Refusing(8)}, "of"), ByDataset({"a": Refusing(7)}, "of")),
+        (
+            WeightedSum({"all": Reading(BOTH), "runs": CodeTests("tests"), "right": ExactMatch("answer")}),
+            WeightedSum({"all": Reading(BOTH), "runs": CodeTests("answer"), "right": ExactMatch("tests")}),
+        ),
+    ],
+    ids=lambda reward: type(reward).__name__,
+)
+def test_counts_that_are_kept_are_of_one_reward_s_check(
+    accepts: Reward, refuses: Reward, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlflow.data.loader.FEW_ROWS", 1)
-    row = {"question": "1+1=", "answer": 7}
-    assert scored(row, {}, reward=ExactMatch()).is_scanned
+    row = {"question": "1+1=", "answer": 7, "tests": "assert True", "of": "a"}
+    assert scored(row, {}, reward=accepts).is_scanned
     with pytest.raises(UserError, match="row 4: column `answer` is 7"):
-        scored(row, {}, reward=CodeTests("answer"))
+        scored(row, {}, reward=refuses)
 
 
 def test_what_writes_lists_of_messages_is_in_the_key_of_stored_tokens() -> None:

@@ -95,7 +95,8 @@ class TestWhatAFunctionIsGiven:
             assert scored(reward, RewardInput(["x", "x"], [{"response": 7}] * 2)).total == [7.0, 7.0]
         assert caplog.text.count("is given the dataset's column `response`") == 1
         with caplog.at_level(logging.WARNING):
-            of(lambda prompt, info: 0.0, RewardInput(["x"], [{"prompt": "p", "info": {}}]))
+            for column in (None, "prompt"):
+                of(lambda prompt, info: 0.0, RewardInput(["x"], [{"prompt": "p", "info": {}}], column))
         assert caplog.text.count("is given the dataset's column") == 1
 
     def test_an_async_function_is_called_for_all_samples_together(self) -> None:

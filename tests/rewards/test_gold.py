@@ -28,6 +28,11 @@ def as_bytes(completions: list[str], completion_ids: list[list[int]], **_: objec
     return [float(bytes(ids).decode() == text) for text, ids in zip(completions, completion_ids, strict=True)]
 
 
+def of_sums(completions: list[str], task: list[str], **_: object) -> list[float | None]:
+    """Applies to one task alone."""
+    return [1.0 if each == "sums" else None for each in task]
+
+
 def half(response: str) -> float:
     return 0.5
 
@@ -39,6 +44,11 @@ def test_a_gold_answer_below_the_best_reward_is_refused_with_its_place() -> None
 
 def test_a_function_of_trl_s_form_reads_the_tokens_of_a_gold_answer() -> None:
     assert check_gold(CallableReward(as_bytes, gold="answer"), ROWS, PLACES, None, tokens) == 2
+
+
+def test_a_gold_answer_of_a_row_that_the_function_does_not_apply_to_is_not_scored() -> None:
+    rows = [{**row, "task": task} for row, task in zip(ROWS, ("sums", "words"), strict=True)]
+    assert check_gold(CallableReward(of_sums, gold="answer"), rows, PLACES, None, tokens) == 1
 
 
 def test_each_part_of_a_sum_is_asked_for_its_own_gold_answers() -> None:
