@@ -339,6 +339,7 @@ def test_a_timer_counts_the_runs_that_a_run_resumes() -> None:
 def test_a_timer_whose_time_is_over_ends_the_run_that_resumes_before_a_step() -> None:
     trainer, timer = Trainer(), Timer(timedelta(seconds=5), verbose=False)
     timer.load_state_dict({"time_elapsed": 5.0})
+    trainer.global_step = 1
     timer.on_fit_start(trainer, RLModule())
     assert trainer.should_stop
 

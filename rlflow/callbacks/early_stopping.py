@@ -10,6 +10,8 @@ from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.errors import UserError, did_you_mean
 from rlflow.module import RLModule
 
+VALIDATION = ("val/", "val_")  # how names of metrics of a validation begin; `value/loss` is one of training
+
 
 class EarlyStopping(Callback):
     """Ends the run once a metric is good enough, or no longer gets better.
@@ -66,11 +68,14 @@ class EarlyStopping(Callback):
         self.divergence_threshold = divergence_threshold
         self._best: float | None = None
         self._looks_without_better = 0
-        self._seen = False
 
     @property
     def state_key(self) -> str:
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
+        if not trainer.global_step:  # another run of this trainer, which resumes none
+            self._best, self._looks_without_better = None, 0
 
     def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
         if not self._of_validation:
@@ -91,17 +96,17 @@ class EarlyStopping(Callback):
 
     @property
     def _of_validation(self) -> bool:
-        return self.monitor.startswith(("val/", "val_"))  # and not `value/loss`
+        return self.monitor.startswith(VALIDATION)
 
     def _look(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> None:
         if self.monitor not in metrics:
-            if self._seen or not self.strict:  # a mean over no entry is left out of a step's metrics
+            was_seen = self._best is not None or self._looks_without_better > 0
+            if was_seen or not self.strict:  # a mean over no entry is left out of a step's metrics
                 return
             raise UserError(
                 f"EarlyStopping monitors `{self.monitor}`, which this run does not log."
                 f"{did_you_mean(self.monitor, metrics)} Logged: {', '.join(sorted(metrics))}"
             )
-        self._seen = True
         value = metrics[self.monitor]
         reason = self._reason(value)
         if trainer.fast_dev_run:  # which takes all of its steps

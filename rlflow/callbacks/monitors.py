@@ -76,8 +76,11 @@ class ThroughputMonitor(Callback):
         if window_size < 2:
             raise UserError(f"`window_size` of ThroughputMonitor is {window_size}; give 2 steps or more")
         self.separator = separator
-        # Seconds, steps, samples and tokens up to the end of each step.
-        self._totals = deque([(0.0, 0.0, 0.0, 0.0)], maxlen=window_size)
+        self._window_size = window_size
+        self._begin()
+
+    def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
+        self._begin()
 
     def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
         nodes = [name.removesuffix("/tokens") for name in metrics if name.endswith("/tokens")]
@@ -91,3 +94,7 @@ class ThroughputMonitor(Callback):
         for place, name in enumerate(("batches_per_sec", "samples_per_sec", "items_per_sec"), start=1):
             if now[place] > 0:
                 metrics[f"train{self.separator}{name}"] = (now[place] - first[place]) / seconds
+
+    def _begin(self) -> None:
+        # Seconds, steps, samples and tokens up to the end of each step.
+        self._totals = deque([(0.0, 0.0, 0.0, 0.0)], maxlen=self._window_size)

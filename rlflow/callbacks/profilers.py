@@ -20,6 +20,9 @@ class SimpleProfiler(Callback):
     def __init__(self) -> None:
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
 
+    def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
+        self._seconds.clear()
+
     def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
         for name, seconds in metrics.items():
             if name.startswith(PART) and name not in NO_PART:
@@ -59,6 +62,7 @@ class PyTorchProfiler(Callback):
 
         file = trainer.folder / PROFILED / f"rank{trainer.global_rank}.json"
         file.parent.mkdir(exist_ok=True)
+        self._recorded = False
         self._profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=record)
         self._profiler.start()
 

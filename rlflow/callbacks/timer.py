@@ -52,6 +52,9 @@ class Timer(Callback):
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
+        self._elapsed = 0.0
+        if not trainer.global_step:  # another run of this trainer, which resumes none
+            self._before = 0.0
         self._check(trainer)
 
     def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:

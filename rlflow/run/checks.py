@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.callbacks.callback import Callback
-from rlflow.callbacks.early_stopping import EarlyStopping
+from rlflow.callbacks.early_stopping import VALIDATION, EarlyStopping
 from rlflow.context.generation import require_no_seats
 from rlflow.controller.run import Run
 from rlflow.dag.graph import Graph
@@ -80,7 +80,7 @@ def check_aggregations(module: RLModule, graph: Graph) -> None:
 
 
 def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: PromptData) -> None:
-    """Refuse a `monitor` that begins with `val/` in a run without validation; other names are known after a step.
+    """Refuse a `monitor` of validation (`val/...`, `val_...`) in a run without one; others are known after a step.
 
     Raises:
         UserError: `trainer.monitor` or an `EarlyStopping` has such a name.
@@ -90,7 +90,7 @@ def check_monitors(settings: Settings, callbacks: Iterable[Callback], data: Prom
         if isinstance(callback, EarlyStopping):
             monitors[f"{setting(callback, 'monitor', 'monitor')} of EarlyStopping"] = callback.monitor
     for who, name in monitors.items():
-        if name is not None and name.startswith("val/") and data.validation is None:
+        if name is not None and name.startswith(VALIDATION) and data.validation is None:
             raise UserError(f"{who} is {name!r}, and `data.validation` is not set, so nothing is validated; set it")
 
 

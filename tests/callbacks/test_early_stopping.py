@@ -84,7 +84,10 @@ def test_a_metric_that_is_not_logged_is_refused_with_the_names_that_are() -> Non
 def test_a_metric_that_a_step_leaves_out_is_not_missed_once_it_was_seen() -> None:
     trainer, callback = Trainer(), EarlyStopping("reward/format", patience=1)
     callback.on_step_end(trainer, RLModule(), 1, {"reward/format": 0.5})
-    callback.on_step_end(trainer, RLModule(), 2, {"reward/mean": 0.5})
+    resumed = EarlyStopping("reward/format", patience=1)
+    resumed.load_state_dict(json.loads(json.dumps(callback.state_dict())))
+    for each in (callback, resumed):
+        each.on_step_end(trainer, RLModule(), 2, {"reward/mean": 0.5})
     assert not trainer.should_stop
 
 

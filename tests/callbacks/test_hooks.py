@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from rlflow.callbacks import Callback, EarlyStopping
+from rlflow import CausalLM
+from rlflow.algorithms import SFT
+from rlflow.callbacks import Callback, EarlyStopping, ThroughputMonitor, Timer
 from rlflow.callbacks.hooks import Callbacks
+from rlflow.callbacks.profilers import SimpleProfiler
 from rlflow.errors import UserError
 from rlflow.loggers import CSVLogger
 from rlflow.models.tiny import write_tiny_model
 from rlflow.module import RLModule
 from rlflow.trainer import Trainer
-from tests.controller.runs import ZERO2, Fit, fit, grpo, sums
+from tests.controller.runs import ZERO2, Fit, answers, fit, grpo, sums
 from tests.ranks import RankPool
 
 
@@ -158,6 +161,36 @@ def test_a_state_that_is_not_json_is_refused_with_the_callback_that_has_it() -> 
     counts.steps = {1, 2}  # type: ignore[assignment]
     with pytest.raises(UserError, match=r"callback Counts\{'name': 'a'\} cannot be saved \(Object of type set"):
         Callbacks([counts], Trainer(), RLModule()).state_dict()
+
+
+class Lasted(Callback):
+    """Steps per second of each step, and the seconds since the run's start."""
+
+    def __init__(self) -> None:
+        self.rates: list[tuple[float, float]] = []
+
+    def on_step_end(self, trainer: Any, module: RLModule, step: int, metrics: dict[str, float]) -> None:
+        self.rates.append((metrics["train/batches_per_sec"], metrics["time/elapsed"]))
+
+
+def test_callbacks_begin_each_fit_of_a_trainer_anew(policy: Path, tmp_path: Path) -> None:
+    timer, early, lasted = Timer({"microseconds": 1}), EarlyStopping("actor/lr"), Lasted()
+    throughput, profiler = ThroughputMonitor(window_size=2), SimpleProfiler()
+    callbacks = [timer, early, throughput, lasted, profiler]
+    trainer = Trainer(str(tmp_path / "run"), max_steps=2, accelerator="cpu", callbacks=callbacks)
+    for _ in range(2):
+        assert trainer.fit(SFT(CausalLM(str(policy))), answers((3, 4), 2))["steps"] == 1
+        assert timer.time_elapsed() == lasted.rates[-1][1]
+        assert early.state_dict()["looks_without_better"] == 0
+        assert lasted.rates[-1][0] == pytest.approx(1 / lasted.rates[-1][1])
+        assert next(line.split()[2] for line in profiler.table() if line.startswith("step ")) == "1"
+
+
+@pytest.mark.parametrize("monitor", ["val/accuracy", "val_greedy/accuracy"])
+def test_a_metric_of_validation_is_not_monitored_without_one(monitor: str) -> None:
+    trainer = Trainer(callbacks=EarlyStopping(monitor))
+    with pytest.raises(UserError, match=f"'{monitor}', and `data.validation` is not set, so nothing is validated"):
+        trainer.fit(RLModule(), [{"question": "1+1="}])
 
 
 def test_logger_is_the_first_of_loggers() -> None:
