@@ -88,8 +88,8 @@ def write_export(
             source = whole
         if wanted is not None and not any(source.glob("*.safetensors")):
             raise UserError(
-                f"`--dtype` is {dtype!r}, and {str(model)!r} has no *.safetensors, of which alone weights are cast; leave"
-                " `--dtype` out, or save the model as safetensors first"
+                f"`--dtype` is {dtype!r}, and {str(model)!r} has no *.safetensors, of which alone weights are cast;"
+                " leave `--dtype` out, or save the model as safetensors first"
             )
         if source != to:
             rewrite(source, to, partial(_cast, wanted))
