@@ -86,7 +86,10 @@ class Recording:
         self.console.begin()
 
     def step(self, done: int, metrics: dict[str, float], records: bool) -> None:
-        """Show a step on the terminal, and pass it to loggers if `records`; called by all ranks."""
+        """Show a step on the terminal, and pass its metrics to loggers if `records`; called by all ranks.
+
+        Samples are passed if `log_samples_every_n_steps` says so, or as the metrics if it is None.
+        """
         samples = self._write(metrics, done, records)
         if done == self._done_before + 1 and samples:
             self.console.say(scored_sample(samples[0]))
@@ -107,12 +110,14 @@ class Recording:
 
     def _write(self, metrics: dict[str, float], done: int, records: bool = True) -> list[dict[str, Any]]:
         """Pass metrics and the step's samples to the loggers; on rank 0 the samples are returned."""
-        samples = self._run.samples.take(done - 1)
-        for logger in self._loggers if records else ():
-            if recorded := {name: x for name, x in metrics.items() if name not in self._run.context.off_loggers}:
+        samples, every = self._run.samples.take(done - 1), self._run.settings.log_samples_every_n_steps
+        recorded = {name: x for name, x in metrics.items() if records and name not in self._run.context.off_loggers}
+        shown = samples if (records if every is None else done % every == 0) else []
+        for logger in self._loggers:
+            if recorded:
                 logger.log_metrics(recorded, done)
-            if samples and done % (self._run.settings.log_samples_every_n_steps or 1) == 0:
-                logger.log_samples(samples, done)
+            if shown:
+                logger.log_samples(shown, done)
         self._warn()
         return samples
 

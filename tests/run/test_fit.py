@@ -143,6 +143,15 @@ def test_metrics_are_recorded_every_so_many_steps_and_with_each_validation(polic
     assert sorted({sample["step"] for sample in samples}) == [2, 3, 4, 5]
 
 
+def test_samples_are_recorded_as_often_as_they_are_to_be_between_metrics_too(policy: Path, tmp_path: Path) -> None:
+    settings = {"max_steps": 5, "log_every_n_steps": 2, "log_samples_every_n_steps": 3}
+    fit(Fit(grpo(policy), sums(8, 2), tmp_path, settings=settings))
+    recorded = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert recorded == [2, 4, 5]  # 5 is the last
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {3}
+
+
 def test_the_engine_of_a_policy_takes_the_place_of_rollout(policy: Path, tmp_path: Path) -> None:
     """The other is not set up, though it is the config's."""
     unused, own = Setups(), Setups(max_batch=256)
