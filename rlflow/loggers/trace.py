@@ -49,6 +49,9 @@ class Trace:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"rank{rank}.jsonl"
         _earlier(self._path).unlink(missing_ok=True)
+        for file in _files(folder) if rank == 0 else ():
+            if _rank(file) >= ranks:  # of a run of more ranks that was resumed
+                file.unlink()
         self._begin()
 
     def span(self, name: str, category: str, start: float, end: float, **arguments: Any) -> None:

@@ -296,7 +296,7 @@ def run_step(module: RLModule, rows: list[dict[str, Any]], way: Way, scratch: Pa
             random.seed()
             np.random.seed()
         prompts = stack.enter_context(Prefetch(run.train, None))
-        trace = Trace(scratch / "traces", run.rank)
+        trace = Trace(scratch / "traces", run.rank, run.transport.world_size)
         stack.callback(trace.close)
         callbacks = Callbacks([], None, module)  # type: ignore[arg-type]
         node_values = NodeValues(run, None, found=found, reversed_prompts=way.backwards == "prompts")

@@ -111,5 +111,12 @@ def test_joining_the_ranks_takes_no_memory_for_their_events(tmp_path: Path) -> N
     assert len(json.loads((tmp_path / TRACE_FILE).read_text())["traceEvents"]) == 4 * 2001
 
 
+def test_a_run_on_fewer_ranks_removes_the_traces_of_the_others(tmp_path: Path) -> None:
+    _of_ranks(tmp_path, ranks=4, spans=1)
+    (tmp_path / "rank3.earlier.jsonl").touch()
+    Trace(tmp_path, 0, ranks=2).close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank0.jsonl", "rank1.jsonl"]
+
+
 def test_a_trace_of_no_event_is_joined_too(tmp_path: Path) -> None:
     assert json.loads(merge_traces(tmp_path).read_text()) == {"traceEvents": []}
