@@ -182,7 +182,7 @@ class Trainer(RunningTrainer):
         """
         self._require_no_checkpoint("`rlflow predict`")
         data = copy.copy(prompts) if isinstance(prompts, PromptData) else _validated(prompts)
-        data.validation = None
+        data.validation = data.curriculum = None
         data.prompts_per_step = max(1, min(data.prompts_per_step, len(data.train)))
         reward, module.reward = module.reward, None  # rows need not have what it reads
         try:

@@ -81,9 +81,9 @@ class PredictionFiles:
 def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config: str | None) -> dict[str, Any]:
     """Write `trainer.val_samples` responses to each prompt of the training rows; called by all ranks.
 
-    A line has the row's place, the number of the response, the prompt, the response, whether it ended, and its tokens.
-    Each rank writes those of its rows as they are made. Started again, it goes on with the rows that lack responses, on
-    any number of ranks.
+    A line has the row's place in the dataset, the number of the response, the prompt, the response, whether it ended,
+    and its tokens. Each rank writes those of its rows as they are made. Started again, it goes on with the rows that
+    lack responses, on any number of ranks.
 
     Args:
         run: The run, prepared with `Settings.beside`.
@@ -118,7 +118,8 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
         attempt(transport, folder.path, partial(_write_once, files.facts, facts, run.is_first))
         there = sorted({row for row, number, _ in files.lines() if number == n - 1}) if run.is_first else []
         before = set(transport.broadcast_json(there, 0, tuple(range(transport.world_size))))
-        left = torch.tensor([row for row in range(loader.size) if row not in before], dtype=torch.int64)
+        rows = loader.rows_of_all(torch.arange(loader.size)).tolist()  # places in the dataset, by id
+        left = torch.tensor([each for each, row in enumerate(rows) if row not in before], dtype=torch.int64)
         if transport.rank in layout.ranks and len(left):
             engine = run.validating
             assert engine is not None
@@ -144,7 +145,7 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
                         read = run.context.reward_input(rollout, 0)
                         for i, text in enumerate(rollout.texts):
                             line = {
-                                "row": int(ids[i // n]),
+                                "row": rows[int(ids[i // n])],
                                 "sample": i % n,
                                 "prompt": read.prompt(i),
                                 "response": text,

@@ -83,10 +83,10 @@ def test(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config:
     mine: list[dict[str, Any]] = []
 
     def keep(prefix: str, ids: Tensor, rollout: Rollout, scores: Tensor) -> None:
-        n = len(scores) // max(1, len(ids))
+        n, rows = len(scores) // max(1, len(ids)), loader.rows_of_all(ids).tolist()
         names = {name: of_it.tolist() for name, of_it in loader.masks(rollout.rows).items()}
         for i, score in enumerate(scores.tolist()):
-            found = {"row": int(ids[i // n]), "sample": i % n, "greedy": prefix != "val", "reward": score}
+            found = {"row": rows[i // n], "sample": i % n, "greedy": prefix != "val", "reward": score}
             dataset = next((name for name, of_it in names.items() if of_it[i]), "")
             mine.append({**found, "dataset": dataset, "response": rollout.texts[i]})
 

@@ -16,6 +16,7 @@ from rlflow.commands.fit import read_fit
 from rlflow.data import Mixture, PromptData
 from rlflow.functional import bootstrap_interval
 from rlflow.models.tiny import write_tiny_model
+from rlflow.state import Curriculum
 from tests.slow import slow_but
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(6)]
@@ -86,6 +87,19 @@ def test_predictions_go_on_where_a_killed_process_stopped(model: Path, tmp_path:
     whole.unlink()
     again = trainer(tmp_path, **how).predict(grpo(model), ROWS)
     assert (again["found"], whole.read_text()) == (2, text.replace(kept[0], first))
+
+
+def test_responses_have_the_row_s_place_in_the_dataset_where_rows_are_dropped(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "1" * 20, "answer": "1"}, *ROWS[:3]]
+    data = PromptData(rows, rows, prompts_per_step=2, max_prompt_length=8, overlong="drop", curriculum=Curriculum())
+    trainer(tmp_path).test(grpo(model), data)
+    tested = lines(tmp_path / "run-test" / "responses.jsonl")
+    assert [each["row"] for each in tested if each["greedy"]] == [1, 2, 3]
+    # It calls no reward, and so the curriculum has none either.
+    predicted = Path(trainer(tmp_path).predict(grpo(model), data)["path"])
+    assert [(each["row"], each["prompt"]) for each in lines(predicted)] == [(i, rows[i]["prompt"]) for i in (1, 2, 3)]
+    predicted.rename(predicted.parent / "part-0-0.jsonl")
+    assert trainer(tmp_path).predict(grpo(model), data)["found"] == 3
 
 
 @pytest.mark.slow
