@@ -254,7 +254,12 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"`--model` {str(adapter)!r} on {str(base)!r} cannot be loaded: {reason}") from error
+    generation = merged.generation_config if merged.can_generate() else None
+    if generation is not None:  # `save_pretrained` would refuse settings with which models are published
+        merged.generation_config = type(generation)()
     merged.to(dtype).save_pretrained(folder)
+    if generation is not None:
+        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     if pictures:
         copy_processor(base, folder)
     return base

@@ -295,8 +295,8 @@ class PackedModel(nn.Module):
         config.save_pretrained(folder)
         if self.path is not None:
             copy_processor(self.path, folder)
-        if self.model.can_generate():
-            self.model.generation_config.save_pretrained(folder)
+        if self.model.can_generate():  # `save_pretrained` would refuse settings with which models are published
+            self.model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
     def save_adapter(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
         """Write the adapters in peft's form.

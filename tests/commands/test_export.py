@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,17 @@ def test_the_merged_model_is_the_base_with_the_adapter_in_the_base_s_dtype(tmp_p
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     }
     AutoTokenizer.from_pretrained(tmp_path / "out")
+
+
+def test_settings_of_generation_that_transformers_would_refuse_stay_as_they_were(tmp_path: Path) -> None:
+    base = write_tiny_model(tmp_path / "base", seed=3)
+    file = "generation_config.json"
+    generation = json.loads((base / file).read_text()) | {"temperature": 0.6, "top_p": 0.9, "pad_token_id": -1}
+    (base / file).write_text(json.dumps(generation))
+    CausalLM(str(base)).load(base, torch.float32, CPU).save_config(tmp_path)
+    adapter = run_folder(str(base), tmp_path / "model")
+    main(["export", "--model", str(adapter), "--to", str(tmp_path / "out")])
+    assert json.loads((tmp_path / file).read_text()) == json.loads((tmp_path / "out" / file).read_text()) == generation
 
 
 def test_the_exported_model_is_the_one_that_was_synced(tmp_path: Path) -> None:
