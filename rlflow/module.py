@@ -267,14 +267,15 @@ class RLModule:
         return prompts if self.data_curriculum is None else self.data_curriculum.choose(epoch, prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's state from step to step: adaptive coefficients, memories of prompts, replay buffers.
+        """The module's state from step to step: coefficients with a target, memories of prompts, replay buffers.
 
         An override may add JSON-able values and tensors, by name and in dicts of any depth. All ranks must change a
         tensor in the same way, so compute the change from `all_rows`, `mean` or the like. Checkpoints have tensors in a
         separate file.
         """
-        coefficients = {name: x.value for name, x in vars(self).items() if isinstance(x, AdaptiveCoefficient)}
-        return coefficients | {name: kept.state_dict() for name, kept in self._kept().items()}
+        coefficients = {name: x for name, x in vars(self).items() if isinstance(x, AdaptiveCoefficient)}
+        adapted = {name: x.value for name, x in coefficients.items() if x.target is not None}  # the rest are settings
+        return adapted | {name: kept.state_dict() for name, kept in self._kept().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from `state_dict`, before the first step of a resumed run."""
@@ -283,7 +284,8 @@ class RLModule:
             if name in kept:
                 kept[name].load_state_dict(value)
             elif isinstance(coefficient := getattr(self, name, None), AdaptiveCoefficient):
-                coefficient.value = value
+                if coefficient.target is not None:
+                    coefficient.value = value
             elif name != "data_curriculum":  # which belongs to the data of a run, and this one is not resumed
                 found = f"the checkpoint has `{name}` of its module, and {type(self).__name__} keeps no such thing"
                 raise UserError(

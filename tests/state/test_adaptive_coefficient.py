@@ -46,15 +46,26 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> No
         AdaptiveCoefficient(**{"value": 1.0, **settings})
 
 
-def test_a_module_keeps_its_coefficients_in_checkpoints() -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "saved", "value"),
+    [
+        (1.0, 1.0, {"kl": 0.75}, 0.75),
+        (None, None, {}, 0.5),  # a fixed coefficient is a setting, which a resumed run may change
+        (1.0, None, {"kl": 0.75}, 0.5),
+        (None, 1.0, {}, 0.5),
+    ],
+)
+def test_a_module_keeps_the_coefficients_that_adapt_in_checkpoints(
+    before: float | None, after: float | None, saved: dict[str, float], value: float
+) -> None:
     class Module(RLModule):
-        def __init__(self) -> None:
-            self.kl = AdaptiveCoefficient(0.5)
+        def __init__(self, value: float, target: float | None) -> None:
+            self.kl = AdaptiveCoefficient(value, target)
 
-    saved, loaded = Module(), Module()
-    saved.kl.value = 0.75
-    loaded.load_state_dict(saved.state_dict())
-    assert (saved.state_dict(), loaded.kl.value) == ({"kl": 0.75}, 0.75)
+    old, loaded = Module(0.75, before), Module(0.5, after)
+    assert old.state_dict() == saved
+    loaded.load_state_dict(old.state_dict())
+    assert loaded.kl.value == value
 
 
 def test_what_a_module_does_not_keep_is_refused_in_one_line() -> None:
