@@ -7,11 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, pad
 
-from rlflow import Batch, PerSample, PerToken, RewardModel, node
-from rlflow.types import Each, Grown, Masked, Ragged, RowPath, Tokens, Trained
+from rlflow import PerSample, PerToken, RewardModel, node
+from rlflow.types import Each, Grown, Masked, MaskedTokens, Ragged, RowPath, Tokens, Trained
 
 from .grpo import GRPO
 from .policy_gradient import Clipped, GroupBaseline
+
+
+class Real(MaskedTokens, Protocol):
+    """The fields of the dataset's rows that the judge reads, their responses among them."""
+
+    path: RowPath | None
 
 
 class ResponseTokens(Masked, Protocol):
@@ -68,7 +74,7 @@ class GAIL(GroupBaseline, Clipped):
     advantages = GRPO.advantages
 
     @node
-    def examples(self, batch: Batch, rollout: Each[ResponseTokens]) -> Grown[Labelled]:
+    def examples(self, batch: Real, rollout: Each[ResponseTokens]) -> Grown[Labelled]:
         prompts = len(batch.lengths)
         real = torch.arange(prompts, device=batch.lengths.device)
         rows = torch.cat([real, rollout.parent])  # the prompt of each example: the dataset's responses, then samples

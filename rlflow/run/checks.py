@@ -11,6 +11,7 @@ from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.early_stopping import VALIDATION, EarlyStopping
 from rlflow.context.generation import require_no_seats
 from rlflow.controller.run import Run
+from rlflow.dag.annotations import members, names_fields
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
@@ -26,7 +27,7 @@ from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import check_moe
 from rlflow.module import RLModule, aggregation_of, environments, handles
 from rlflow.settings import Settings
-from rlflow.values.batch import Pairs
+from rlflow.values.batch import Batch, Pairs
 from rlflow.values.layout import Layout
 from rlflow.values.response_settings import ResponseSettings
 from rlflow.values.truncation import Truncation
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 def resolved(data: PromptData, module: RLModule, graph: Graph) -> PromptData:
     """The data with resolved columns, as far as this algorithm reads them: pairs, responses, or prompts alone.
 
-    DPO reads `batch` as `Pairs`; SFT trains on `batch` itself, so it needs responses; GRPO samples its responses.
+    DPO reads `batch` as `Pairs`; SFT trains on `batch` itself, so it needs responses; GRPO samples its responses; GAIL
+    samples responses and reads those of `batch`.
 
     Raises:
         UserError: The rows have no such columns, or `data.rejected` is set and the algorithm reads no pairs.
@@ -51,7 +53,7 @@ def resolved(data: PromptData, module: RLModule, graph: Graph) -> PromptData:
             f"`data.rejected` is {data.rejected!r}, and {type(module).__name__} reads `batch` as Batch, whose rows have"
             " one response; leave it out, or take an algorithm of pairs, such as DPO"
         )
-    elif learns_from_batch(graph) or not any(node.kind == "rollout" for node in graph.order):
+    elif learns_from_batch(graph) or names_responses(graph) or not any(node.kind == "rollout" for node in graph.order):
         learned = "responses"
     return data.resolved(learned)
 
@@ -60,6 +62,12 @@ def learns_from_batch(graph: Graph) -> list[Node]:
     """The train nodes with `batch`, responses of the dataset, as their only input."""
     trained = [node for node in graph.order if node.kind == "train" and [each.name for each in node.inputs] == [BATCH]]
     return [] if graph.type_of(BATCH) is Pairs else trained
+
+
+def names_responses(graph: Graph) -> bool:
+    """Whether a node's type names the responses of `batch`; `Batch` itself is also the type of prompts alone."""
+    asked = [each.annotation for node in graph.order for each in node.inputs if each.name == BATCH]
+    return any(kind is not Batch and names_fields(kind) and "loss_mask" in members(kind) for kind in asked)
 
 
 def check_aggregations(module: RLModule, graph: Graph) -> None:

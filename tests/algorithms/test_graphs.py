@@ -10,8 +10,10 @@ from rlflow import CausalLM, LoRA, RewardModel, UserError, algorithms
 from rlflow.algorithms import GRPO, SFT, PolicyGradient
 from rlflow.algorithms.policy_gradient import GroupBaseline
 from rlflow.dag.graph import GraphError
+from rlflow.data import PromptData
 from rlflow.functional import KL
 from rlflow.models.causal_lm import WithoutAdapters
+from rlflow.run.checks import resolved
 from rlflow.run.prepare import read_graph
 from tests.controller.runs import OddCharacters
 from tests.making import made
@@ -69,6 +71,16 @@ def test_a_judge_is_trained_along_and_pays_after_its_updates() -> None:
     assert order.index("judge_loss") < order.index("rewards") < order.index("actor_loss")
     assert graph.levels("examples") == ("batch", "examples")
     assert graph.trained_roles() == ("judge", "actor")
+
+
+def test_a_judge_s_dataset_needs_responses_whose_column_is_found() -> None:
+    module = algorithms.GAIL(CausalLM("tiny"), judge=RewardModel("tiny"))
+    rows = PromptData([{"prompt": "1+1=", "response": "2"}])
+    assert resolved(rows, module, read_graph(module)).response == "response"
+    with pytest.raises(UserError, match="no column `response` or `completion` or `messages`; columns found: prompt"):
+        resolved(PromptData([{"prompt": "1+1="}]), module, read_graph(module))
+    without = GRPO(CausalLM("tiny"), OddCharacters())
+    assert resolved(rows, without, read_graph(without)).response is None
 
 
 @pytest.mark.parametrize("algorithm", [algorithms.DPPO, algorithms.OffPolicySequenceMasking, algorithms.REINFORCE])
