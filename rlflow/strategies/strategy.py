@@ -386,8 +386,10 @@ class TrainingStrategy:
         self._renew_copies(name)
         assert role.optimizer is not None
         for state in role.optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(updates_done)
+            if isinstance(step := state.get("step"), Tensor):
+                step.fill_(updates_done)
+            elif step is not None:
+                state["step"] = updates_done
         role.done = updates_done
         if role.loss_scale is not None and loss_scale is not None:
             role.loss_scale = LossScale(*loss_scale)
@@ -541,9 +543,15 @@ def _kinds_kept(role: Role, device: torch.device) -> int:
     if kinds := role.kinds:
         return len(kinds)
     weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
-    weight.grad = torch.zeros_like(weight)
+    weight.grad = torch.ones_like(weight)
     optimizer = role.settings.kind([weight], **role.settings.keywords)
+    before = _options(optimizer)
     optimizer.step()
+    if moved := [name for name, value in _options(optimizer).items() if before.get(name) != value]:
+        raise UserError(
+            f"`optimizer.name` is {role.settings.name!r}, whose step changes `{moved[0]}` of its groups, and a"
+            " checkpoint does not hold that; take another, or set `trainer.save_every_n_steps` to null"
+        )
     kept = {kind: value for kind, value in optimizer.state[weight].items() if kind != "step" and value is not None}
     for kind, value in kept.items():
         if not isinstance(value, Tensor) or value.shape != weight.shape:
@@ -552,6 +560,12 @@ def _kinds_kept(role: Role, device: torch.device) -> int:
                 " its own, and a checkpoint cannot hold that; take another, or set `trainer.save_every_n_steps` to null"
             )
     return len(kept)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The options of the optimizer's first group as text, which stays as it is when a step changes them in place."""
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    return {name: repr(each.tolist() if isinstance(each, Tensor) else each) for name, each in options.items()}
 
 
 def _share_of(part: TensorRange, place: int, count: int) -> TensorRange:

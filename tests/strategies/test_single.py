@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,27 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.role import scheduled
 from rlflow.strategies.single import SingleProcess
+from rlflow.strategies.strategy import WEIGHT
 from tests.strategies.reference import distance, plain_update
+from tests.strategies.state import InMemory
 from tests.strategies.update import backward, trained, update
 
 CLIP = 0.5
+
+
+class Counts(torch.optim.Optimizer):
+    """Moves each number by lr / n at update n; it counts in a plain number, of each weight or of its group."""
+
+    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float, of_group: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "of_group": of_group})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                counted = group if group["of_group"] else self.state[weight]
+                counted["step"] = counted.get("step", 0) + 1
+                weight -= group["lr"] / counted["step"]
 
 
 def single(precision: str) -> SingleProcess:
@@ -86,3 +105,31 @@ def test_sgd_takes_a_momentum(tiny: Path) -> None:
     _, _, weights = plain_update(tiny, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), CLIP, updates=2)
     given = Optimizer("sgd", lr=0.1, gradient_clipping=CLIP, arguments={"momentum": 0.9})
     assert distance(update(single("fp64"), tiny, given, updates=2).weights, weights) < 1e-12
+
+
+def test_an_optimizer_that_counts_in_plain_numbers_goes_on_with_its_count(tiny: Path) -> None:
+    strategies = single("fp64"), single("fp64")
+    first, second = strategies
+    handles = [trained(tiny, Optimizer(f"{__name__}.Counts", lr=1.0)) for _ in strategies]
+    for strategy, handle in zip(strategies, handles, strict=True):
+        strategy.setup_role("actor", handle, tiny)
+    for _ in range(2):
+        backward(first, "actor", handles[0])
+        first.step("actor")
+    state = {
+        key: {WEIGHT: part[WEIGHT].values.detach().clone().view(shape)}
+        for key, shape, part in first.state_parts("actor")
+    }
+    second.load_state_parts("actor", InMemory(state), 2)  # type: ignore[arg-type]
+    backward(second, "actor", handles[1])
+    second.step("actor")
+    for key, _, part in second.state_parts("actor"):  # the third update: by 1 / 3
+        torch.testing.assert_close(part[WEIGHT].values.detach(), state[key][WEIGHT].flatten() - 1 / 3)
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused_where_states_are_saved(tiny: Path) -> None:
+    strategy = single("fp64")
+    given = Optimizer(f"{__name__}.Counts", lr=1.0, arguments={"of_group": True})
+    strategy.setup_role("actor", trained(tiny, given), tiny)
+    with pytest.raises(UserError, match=r"Counts', whose step changes `step` of its groups, and a checkpoint does not"):
+        strategy.state_bytes("actor")
