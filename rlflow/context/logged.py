@@ -19,6 +19,8 @@ _OF_TORCH = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torc
 
 def check_value(name: str, value: Any, mask: Any) -> None:
     """Refuse what cannot be logged."""
+    if name == "step":
+        raise _refused(name, "the name under which each step's number is recorded; take another")
     shape = list(value.shape) if isinstance(value, Tensor) else []
     if not isinstance(value, Tensor | Number):
         raise _refused(name, f"a {type(value).__name__}; give a number, or a tensor with a number of each row")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -158,4 +159,6 @@ def _below_prompt(path: Sequence[int]) -> str:
 
 
 def _json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has no such number
+        return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)

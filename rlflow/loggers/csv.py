@@ -31,7 +31,7 @@ class CSVLogger(Logger):
         self._continue(first_step)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        metrics = {readable_line(name): value for name, value in metrics.items()}
+        metrics = {readable_line(name): float(value) for name, value in metrics.items()}
         if gone := not self._path.exists():
             self.warnings.append(f"warning: {self._path} is gone; it begins anew with step {step}")
         if gone or not metrics.keys() <= {*self._columns}:
@@ -41,7 +41,7 @@ class CSVLogger(Logger):
                 rows = list(csv.DictReader(file))
             self._write(rows)
         with self._path.open("a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, self._columns, restval="").writerow({"step": step, **metrics})
+            csv.DictWriter(file, self._columns, restval="").writerow(metrics | {"step": step})
 
     def _continue(self, first_step: int) -> None:
         """Take the columns of the file and leave in it the rows of steps before the first, without damaged ones."""

@@ -33,8 +33,8 @@ class JSONLLogger(Logger):
         self._samples = self._continued(folder / SAMPLES_FILE, first_step, _is_of_step)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        _write(self._metrics, [{"step": step, **finite}])
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        _write(self._metrics, [{"step": step} | finite | {"step": step}])
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         _write(self._samples, [{"step": step, **row} for row in rows])

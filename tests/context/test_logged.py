@@ -215,6 +215,11 @@ def test_an_argument_without_a_meaning_is_refused(said: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_the_name_of_a_step_s_number_is_refused() -> None:
+    with pytest.raises(UserError, match=r"log\('step'\) was given the name under which each step's number"):
+        running([1.0])[0].log("step", 1.0)
+
+
 def test_in_validation_a_metric_is_of_all_rows() -> None:
     module, metrics = running([1.0])
     context = module._context

@@ -45,6 +45,14 @@ def test_a_name_of_more_than_a_line_keeps_the_rows_before_a_wider_header(tmp_pat
     assert not logger.warnings
 
 
+def test_what_a_callback_adds_to_metrics_is_a_number_and_no_other_step(tmp_path: Path) -> None:
+    logger = CSVLogger()
+    logger.start(tmp_path)
+    logger.log_metrics({"flag": True, "step": 7.5}, step=1)
+    logger.finalize("success")
+    assert table(tmp_path) == [["step", "flag"], ["1", "1.0"]]
+
+
 def test_numbers_come_back_to_the_bit(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.start(tmp_path)

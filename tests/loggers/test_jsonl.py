@@ -43,6 +43,14 @@ def test_what_json_has_no_number_for_is_null(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 1, "actor/grad_norm": None, "actor/kl": None}]
 
 
+def test_what_a_callback_adds_to_metrics_is_a_number_and_no_other_step(tmp_path: Path) -> None:
+    logger = JSONLLogger()
+    logger.start(tmp_path)
+    logger.log_metrics({"flag": True, "step": 7.5}, step=1)
+    logger.finalize("success")
+    assert read_metrics(tmp_path) == [{"step": 1, "flag": 1.0}]
+
+
 def test_samples_keep_their_order_and_every_character(tmp_path: Path) -> None:
     logger = JSONLLogger()
     logger.start(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -74,6 +75,13 @@ def places(rollout: Rollout) -> list[dict[str, Any]]:
     samples.keep(0, rollout, Scores([0.0] * len(rollout.texts)))
     told = ("sample", "response", "path", "episode", "continues")
     return [{name: each[name] for name in told if name in each} for each in samples.take(0)]
+
+
+def test_a_column_of_a_reward_has_null_for_what_json_has_no_number_for() -> None:
+    rollout = written([[5], [6], [7], [8]], [[3, 0], [3, 1], [3, 2], [3, 3]], ("batch", "rollout"))
+    samples = Samples(Transport(), 0, str, str, lambda group: group, 100)
+    samples.keep(0, rollout, Scores([0.0] * 4, columns={"margin": [math.nan, 0.5, -math.inf, "none"]}))
+    assert [each["columns"]["margin"] for each in samples.take(0)] == [None, 0.5, None, "none"]
 
 
 def test_leaves_of_a_trunk_follow_one_another_and_say_where_they_branch_off() -> None:
