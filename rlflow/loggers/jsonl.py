@@ -33,8 +33,9 @@ class JSONLLogger(Logger):
         self._samples = self._continued(folder / SAMPLES_FILE, first_step, _is_of_step)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        _write(self._metrics, [{"step": step} | finite | {"step": step}])
+        numbers = {name: value for name, value in metrics.items() if name != "step"}
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
+        _write(self._metrics, [{"step": step, **finite}])
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         _write(self._samples, [{"step": step, **row} for row in rows])
