@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -144,11 +145,17 @@ def command(folder: Path, name: str, *arguments: str) -> None:
 
     A run of several ranks needs processes that are ranks already, for a launcher starts the command of this process.
     """
+    with forgotten(folder), contextlib.chdir(folder):
+        sys.path.insert(0, str(folder))
+        import_module(f"rlflow.commands.{name}").main(arguments)
+
+
+@contextlib.contextmanager
+def forgotten(folder: Path) -> Iterator[None]:
+    """Within, modules of the folder may be imported; afterwards they are forgotten, as changes of `sys.path` are."""
     path, modules = [*sys.path], {*sys.modules}
-    sys.path.insert(0, str(folder))
     try:
-        with contextlib.chdir(folder):
-            import_module(f"rlflow.commands.{name}").main(arguments)
+        yield
     finally:
         sys.path[:] = path
         for made in {*sys.modules} - modules:

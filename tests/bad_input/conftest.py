@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,15 @@ import pytest
 
 from rlflow.models.causal_lm import ScoringModel
 from tests.bad_input.refusal import Refused, refusal
-from tests.own_folder import make, write
+from tests.own_folder import forgotten, make, write
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     make(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path.copy())  # `main` puts the folder there
-    for name in ("my_algorithm", "my_rewards", "my_asks", "broken_algorithm", "leaving_algorithm"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    return tmp_path
+    with forgotten(tmp_path):  # `main` puts the folder on the path
+        yield tmp_path
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,16 @@ from rlflow.rewards import ExactMatch
 from rlflow.rollout import VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
-from tests.own_folder import make, write
+from tests.own_folder import forgotten, make, write
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     make(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "my_algorithm", raising=False)
-    return tmp_path
+    with forgotten(tmp_path):
+        sys.path.insert(0, str(tmp_path))
+        yield tmp_path
 
 
 def test_of_two_configs_the_later_wins_and_keeps_what_it_does_not_name(folder: Path) -> None:
