@@ -20,7 +20,7 @@ from rlflow.models.logprobs import Softmax, logprobs_of_tokens, token_kl, token_
 from rlflow.models.lora import adapters_off
 from rlflow.models.moe import MoE, Routing, load_balancing_loss, routers, watch_routers
 from rlflow.models.packed import PackedModel
-from rlflow.models.packing import PICTURES, ModelInput, columns_of, response_mask, supports, tokens_alone, whole
+from rlflow.models.packing import PICTURES, ModelInput, columns_of, response_mask, supports, tokens_alone
 from rlflow.models.weights import in_buckets
 from rlflow.values.batch import TokenRows
 from rlflow.values.cuts import PerSample, PerToken
@@ -276,7 +276,7 @@ class CausalLM(ModelHandle):
         Returns:
             `[B, H]` in float32 (float64 where the model is).
         """
-        (states_there,) = self._scores(whole(rows), self.temperature, states)
+        (states_there,) = self._scores(rows, self.temperature, states, at_end=True)
         return states_there[:, 0]
 
     def kl(
@@ -336,6 +336,7 @@ class CausalLM(ModelHandle):
             with torch.no_grad():
                 # Nodes wrote other prompts, which have no pictures.
                 read = tokens_alone(own) if prompts is None else TokenRows(prompts, own.response_ids, own.lengths)
+                other._check_pictures(read)
                 _, (theirs,) = other._forward_pass(read, 1.0, keep)
             temperatures = self._temperature_of(own), other._temperature_of(own)
             return self._forward_pass(own, temperatures[0], compare, theirs, temperatures[1])

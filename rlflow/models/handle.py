@@ -35,6 +35,7 @@ from rlflow.models.packing import (
     shared_micro_batches,
     take,
     token_counts,
+    whole,
 )
 from rlflow.models.pictures import PictureProcessor, PictureReader, no_pictures
 from rlflow.values.batch import Pairs, TokenRows
@@ -366,20 +367,22 @@ class ModelHandle(ABC):
             {"params": [parameter for parameter in trained if parameter in tower], "highest_lr": self.vision_tower_lr},
         ]
 
-    def _scores(self, rows: Tokens, *arguments: object) -> tuple[Tensor, ...]:
+    def _scores(self, rows: Tokens, *arguments: object, at_end: bool = False) -> tuple[Tensor, ...]:
         """Values that the output layer computes for each response token, `[B, T, ...]` each, 0 where padded.
 
         Args:
             rows: A `Batch`, a `Rollout`, or anything with their `prompt_ids`, `response_ids` and `lengths`.
             arguments: Further arguments of the output layer's forward.
+            at_end: Compute them for the last token of each row alone, `[B, 1, ...]`, see `whole`.
         """
-        return self._by_micro_batch(rows, lambda own, _: self._forward_pass(own, *arguments))
+        return self._by_micro_batch(rows, lambda own, _: self._forward_pass(own, *arguments), at_end=at_end)
 
     def _by_micro_batch(
         self,
         rows: Tokens,
         score: Callable[[Tokens, Any], tuple[ModelInput, tuple[Tensor, ...]]],
         beside: Tensor | Ragged | None = None,
+        at_end: bool = False,
     ) -> tuple[Tensor, ...]:
         """As `_scores`: in one pass within `training`, else by micro-batch, without gradients.
 
@@ -389,7 +392,10 @@ class ModelHandle(ABC):
                 result of `_forward_pass` for these.
             beside: A further tensor `[B, ...]` with an entry for each row, such as tokens to score; or further prompts,
                 see `ForwardPlan.split`. None for neither.
+            at_end: See `_scores`.
         """
+        self._check_pictures(rows)
+        rows = whole(rows) if at_end else rows  # not checked: responses, in which a placeholder is a token
         home = rows.response_ids.device
 
         def scores(own: Tokens, beside: Tensor | Ragged | None) -> tuple[Tensor, ...]:
@@ -414,7 +420,6 @@ class ModelHandle(ABC):
                 scored token; a rank that scores a part of them gets its entries.
         """
         assert self._forward is not None, "attach comes first"
-        self._check_pictures(rows)
         peers = self.plan.peers
         beside = tuple(each for each in arguments if isinstance(each, Tensor))
         parts = replace(self.plan.model_input(rows), beside=beside).divide(peers.size)

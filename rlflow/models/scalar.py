@@ -11,7 +11,7 @@ from rlflow.errors import UserError
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import SCALAR_AUTO_CLASS, PackedModel
-from rlflow.models.packing import ALONE, Peers, whole
+from rlflow.models.packing import ALONE, Peers
 from rlflow.models.pictures import reads_pictures
 from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.protocols import Tokens
@@ -43,7 +43,7 @@ class ValueModel(ModelHandle):
 
         For a row without a response it is the value after the prompt.
         """
-        (values,) = self._scores(whole(rows))
+        (values,) = self._scores(rows, at_end=True)
         return values[:, 0]
 
     @property
@@ -68,7 +68,7 @@ class RewardModel(ModelHandle):
         Returns:
             `[B]` in float32 (float64 where the model is).
         """
-        (scores,) = self._scores(whole(rows))
+        (scores,) = self._scores(rows, at_end=True)
         return scores[:, 0]
 
     @property

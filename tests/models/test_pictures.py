@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from rlflow import CausalLM
+from rlflow import CausalLM, RewardModel, ValueModel
 from rlflow.errors import UserError
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.packing import pack
@@ -164,3 +164,20 @@ def test_a_model_of_text_is_given_no_prompt_with_pictures(tmp_path: Path) -> Non
         UserError, match=r"^'tiny' reads text alone, and it is given prompts with pictures; take a model"
     ):
         handle.logprobs(rows[1])
+
+
+@pytest.mark.parametrize("kind", [CausalLM, ValueModel, RewardModel])
+def test_a_placeholder_that_a_policy_sampled_is_a_token_where_a_row_is_read_at_its_end(
+    kind: type[CausalLM | ValueModel | RewardModel], tmp_path: Path
+) -> None:
+    handle = kind("tiny")
+    handle.attach(handle.load(write_tiny_model(tmp_path / "tiny"), torch.float32, torch.device("cpu")), handle.plan)
+    handle.unread_placeholder = 4
+    read = {CausalLM: "hidden", ValueModel: "final_values", RewardModel: "scores"}[kind]
+    sampled, shown = (
+        TokenRows.padded(Ragged.from_lists([prompt]), Ragged.from_lists([response]))
+        for prompt, response in ([[65, 66], [70, 4]], [[65, 4], [70, 66]])
+    )
+    assert len(getattr(handle, read)(sampled)) == 1
+    with pytest.raises(UserError, match=r"^'tiny' reads text alone, and it is given prompts with pictures"):
+        getattr(handle, read)(shown)
