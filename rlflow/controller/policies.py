@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller.gap import STEPS, LogprobGap, probe
@@ -184,11 +186,18 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     trial = 0 if run.strategy.root_device.type == "cpu" else STEPS
     counts = run.layouts[name].publishes(run.transport.rank)
     gap = LogprobGap(limit, dtype, name if several else "", made_by if several else None, kind, trial, counts)
-    handle.watch = gap.observe
+    lora = handle.lora
+    draws_dropout = lora is not None and lora.dropout > 0  # so scores in training are not the policy's own
+
+    def watch(rows: Any, logprobs: Tensor) -> None:
+        if not (handle.in_training and draws_dropout):
+            gap.observe(rows, logprobs)
+
+    handle.watch = watch
     changes = sum(name in graph.changed_by(node) for node in graph.order)
     start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step
     # With `max_staleness` or `partial_rollout`, few or no rows of a step come from the trainer's present weights.
-    served = scores_its_rows(name, graph) and not (run.plan.max_staleness or run.plan.cuts_off)
+    served = scores_its_rows(name, graph, draws_dropout) and not (run.plan.max_staleness or run.plan.cuts_off)
     if served:
         return Policy(name, engine, sync, changes, start, gap)
     first = run.train.first()
@@ -196,12 +205,13 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     return Policy(name, engine, sync, changes, start, gap, partial(probe, run, task, gap, prompt, pictures))
 
 
-def scores_its_rows(policy: str, graph: Graph) -> bool:
+def scores_its_rows(policy: str, graph: Graph, draws_dropout: bool = False) -> bool:
     """Whether, for each version of its weights in a step, a policy's model scores rows that it alone generated.
 
     Args:
         policy: Name of the policy.
         graph: Graph of the module.
+        draws_dropout: Whether the model's scores in training are with dropout, so that they are not its own.
     """
     generated: dict[int, set[str]] = {}  # by the number of times that the step has changed the weights before
     scored: dict[int, set[str]] = {}
@@ -209,7 +219,7 @@ def scores_its_rows(policy: str, graph: Graph) -> bool:
         changed = graph.changed_before(node)[policy]
         if policy in node.generates:
             generated.setdefault(changed, set()).update({node.id} if node.generates == (policy,) else ())
-        if node.role == policy:
+        if node.role == policy and not (node.kind == "train" and draws_dropout):
             rollouts = (value for value in node.reads if graph.type_of(value) is Rollout)
             scored.setdefault(changed, set()).update(graph.space_of(value) for value in rollouts)
     return all(rows & scored.get(changed, set()) for changed, rows in generated.items())

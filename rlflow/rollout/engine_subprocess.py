@@ -224,11 +224,8 @@ class EngineSubprocess(RolloutEngine):
 
     def _call_unless_gone(self, method: str, doing: str, *arguments: Any) -> None:
         """Call a method of the engine; a process that is gone is started again by the next sync, or by `generate`."""
-        try:
+        if self._running().runs or self.tensor_parallel_size > 1:  # others of the engine are not gone
             self._call(method, doing, *arguments)
-        except EngineProcessError:
-            if self._running().runs or self.tensor_parallel_size > 1:  # others of the engine are not gone
-                raise
 
     def close(self) -> None:
         process, self._process = self._process, None

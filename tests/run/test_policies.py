@@ -55,3 +55,8 @@ class TooLate(GRPO):
 @pytest.mark.parametrize(("module", "said"), [(GRPO, True), (Twice, True), (OnlyRewarded, False), (TooLate, False)])
 def test_rows_of_all_weights_of_a_step_are_scored_or_not(module: type, said: bool) -> None:
     assert scores_its_rows("actor", Graph.read(module(), ("actor", "reference"))) is said
+
+
+@pytest.mark.parametrize(("module", "said"), [(GRPO, True), (Twice, False)])
+def test_rows_that_are_scored_only_in_training_with_dropout_are_not_compared(module: type, said: bool) -> None:
+    assert scores_its_rows("actor", Graph.read(module(), ("actor", "reference")), draws_dropout=True) is said
