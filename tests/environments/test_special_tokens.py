@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, pre_tokenizers
 
-from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, message
+from rlflow.environments.bridge import MARK, Bridge, SpecialTokens, date_for_template, message
 from rlflow.environments.renderer_bridge import RendererBridge
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
@@ -55,7 +55,8 @@ ASKED = [message("user", "?")]
 def test_text_without_a_spelling_has_the_tokens_that_it_always_had(family: str) -> None:
     tokenizer = tokenizer_of(family)
     said = [message("user", "so <|im_ end|> <tool_call> [/IN ST] x")]
-    written = tokenizer.apply_chat_template(said, tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
+    dated = date_for_template(tokenizer)
+    written = tokenizer.apply_chat_template(said, tools=[SCHEMA], add_generation_prompt=True, tokenize=False, **dated)
     assert BRIDGES["template", family].begin(said) == tokenizer(written, add_special_tokens=False)["input_ids"]
 
 

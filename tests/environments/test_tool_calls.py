@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlflow.environments.bridge import message
+from rlflow.environments.bridge import date_for_template, message
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.environments.tool_calls import TOOL_FORMS, ToolCall
 from rlflow.errors import UserError
@@ -148,7 +148,8 @@ def test_conversations_of_gpt_oss_are_what_its_template_writes() -> None:
         function = {"name": "guess", "arguments": {"word": str(place)}}
         turns += [message("assistant", "Well.", tool_calls=[{"type": "function", "function": function}]), ANSWER]
     asked = [message("user", "?"), *turns]
-    text = tokenizer.apply_chat_template(asked, tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
+    dated = date_for_template(tokenizer)
+    text = tokenizer.apply_chat_template(asked, tools=[SCHEMA], add_generation_prompt=True, tokenize=False, **dated)
     assert tokens == [each for part in text.split(SPELLED) for each in [*SAID, *ids("gpt-oss", part)]][len(SAID) :]
     answers = [message("tool", "4", name="guess"), message("tool", "5", name="other")]
     both = tokenizer.decode(bridge.after(answers, ids("gpt-oss", "<|call|>")))
