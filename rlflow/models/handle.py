@@ -234,7 +234,8 @@ class ModelHandle(ABC):
             )
         model.requires_grad_(self.trainable)
         if self.lora is not None:
-            model.add_adapters(self.lora, self.model)
+            base = str(path) if Path(self.model).is_dir() else self.model  # of a run the folder `model` in it
+            model.add_adapters(self.lora, base)
         self._prepare(model)
         self.remarks = model.remarks
         self._processor = model.processor

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from rlflow import Batch, CausalLM, LoRA, Optimizer, PerToken, UserError, ValueModel, node
 from rlflow.algorithms import SFT
+from rlflow.models.tiny import resolve_model
 from rlflow.rollout.vllm import VLLMEngine
 from tests.controller.runs import (
     ZERO3,
@@ -50,6 +51,14 @@ def test_the_engine_generates_with_the_adapters_merged(
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= left
     config = json.loads((tmp_path / "run/model/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(policy)
+
+
+def test_an_adapter_on_the_model_of_a_run_names_its_folder_which_peft_can_load(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft/model").symlink_to(policy)
+    actor = CausalLM(str(tmp_path / "sft"), lora=LoRA(4))
+    model = actor.load(resolve_model(actor.model, tmp_path), torch.float32, torch.device("cpu"))
+    assert model.base == str(tmp_path / "sft/model")
 
 
 class _Adapters(ActorCritic):
