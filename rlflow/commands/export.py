@@ -51,19 +51,6 @@ def export(
     Raises:
         UserError: There is nothing to export, or there is something where it would go.
     """
-    write_export(model, to, form, dtype, role, trust_remote_code)
-    print(f"wrote {to}/ ({form}{f', {dtype}' if dtype else ''})")
-
-
-def write_export(
-    model: Path,
-    to: Path,
-    form: Form = "merged",
-    dtype: Dtype | None = None,
-    role: str = "actor",
-    trust_remote_code: bool = False,
-) -> None:
-    """As `export`, which also prints what it wrote."""
     source = model / "model" if (model / "model").is_dir() else model
     wanted = None if dtype is None else DTYPES[dtype]
     with tempfile.TemporaryDirectory() as scratch:
@@ -96,6 +83,7 @@ def write_export(
             _write_dtype(to / "config.json", wanted)
     if not (to / CARD).exists():
         (to / CARD).write_text(card(model), encoding="utf-8")
+    print(f"wrote {to}/ ({form}{f', {dtype}' if dtype else ''})")
 
 
 def of_checkpoint(checkpoint: Path, role: str, dtype: torch.dtype | None, to: Path) -> Path:

@@ -7,11 +7,12 @@ import json
 import tempfile
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow import checkpoint
-from rlflow.commands.export import write_export
+from rlflow.commands.export import export
 from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError, did_you_mean
 from rlflow.models.arguments import model_parameters
@@ -122,7 +123,8 @@ def _weights(run: RunFolder, state: Path | None, role: str) -> str:
         target.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="draft-", dir=target.parent) as drafts:
             draft = Path(drafts) / target.name
-            write_export(source, draft, role=role)
+            with redirect_stdout(None):  # it would name the draft
+                export(source, draft, role=role)
             try:
                 draft.rename(target)
             except OSError:
