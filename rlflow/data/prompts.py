@@ -412,30 +412,18 @@ class Encoder:
         chat = self._data.chat_template
         found: list[list[int]] = self._tokenizer(prompts, add_special_tokens=not chat)["input_ids"]
         ids = [
-            self._marked_ids(text, place) if chat and MARK in text else of
+            _at(place, self._special.ids, text) if chat and MARK in text else of
             for text, of, place in zip(prompts, found, places, strict=True)
         ]
         if self.processor is not None:
             of_rows = [()] * len(ids) if pictures is None else pictures
-            ids = [self._expanded(*each) for each in zip(ids, of_rows, places, strict=True)]
+            expand, of_all = self.processor.expand, zip(ids, of_rows, places, strict=True)
+            ids = [_at(place, expand, of, seen) for of, seen, place in of_all]
         if (empty := next((place for of, place in zip(ids, places, strict=True) if not of), None)) is not None:
             raise UserError(
                 f"{empty}: the prompt is empty, so nothing can follow it; write something into it, or remove the row"
             )
         return ids
-
-    def _marked_ids(self, prompt: str, place: str) -> list[int]:
-        try:
-            return self._special.ids(prompt)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from error
-
-    def _expanded(self, ids: list[int], pictures: Sequence[Picture], place: str) -> list[int]:
-        assert self.processor is not None
-        try:
-            return self.processor.expand(ids, pictures)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from error
 
     def _prompt(self, row: dict[str, Any], place: str, template: str | None = None, pictures: int = 0) -> str:
         prompt = column_of(row, self._prompt_column, place)
@@ -577,3 +565,11 @@ def says_nothing(prompt: Any) -> bool:
     if isinstance(prompt, list):
         return bool(prompt) and all(is_message(each) and says_nothing(each["content"]) for each in prompt)
     return isinstance(prompt, str) and not prompt.strip()
+
+
+def _at(place: str, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
+    """What `encode` returns; its errors name the row."""
+    try:
+        return encode(*arguments)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error

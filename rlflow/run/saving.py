@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from rlflow import checkpoint
+from rlflow.callbacks.early_stopping import VALIDATION
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint import Checkpoint, Progress, RandomStates, Snapshot
 from rlflow.controller import Controller
@@ -25,7 +26,6 @@ from rlflow.storage.draft import Draft
 from rlflow.storage.space import bytes_in, in_bytes, require_space
 from rlflow.strategies.distributed import TIMEOUT_S
 
-VALIDATION = "val"  # how names of metrics of a validation begin
 ELSEWHERE = "or give `trainer.run_dir` on another"
 CONTINUE = "and continue with `--trainer.ckpt_path last`: what was saved before is still there"
 
@@ -146,7 +146,8 @@ class Saving:
         """Folders of the run's checkpoints as rank 0 sees them, oldest first, and the value of `monitor` of each."""
         found = reversed(checkpoint.newest_first(self._folder.path)) if self._transport.rank == 0 else ()
         here = checkpoint.monitored_values(found, self._settings.monitor)
-        values: dict[str, float | None] = self._transport.gather_json({str(each): here[each] for each in here})[0]
+        named = {str(each): value for each, value in here.items()}
+        values: dict[str, float | None] = self._transport.gather_json(named)[0]
         return values
 
     def folder_of(self, done: int) -> Path:
