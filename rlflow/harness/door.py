@@ -211,13 +211,15 @@ class Door:
             }
         )
         sent = await future
+        if isinstance(sent.body, list):
+            stream = "".join(f"data: {each}\n\n" for each in sent.body)
+            answer = Response(stream, sent.status, media_type="text/event-stream")
+        else:
+            answer = _json(sent.status, sent.body)
         if not await request.is_disconnected():
             with self._lock:
                 episode.delivered.append(number)
-        if isinstance(sent.body, list):
-            stream = "".join(f"data: {each}\n\n" for each in sent.body)
-            return Response(stream, sent.status, media_type="text/event-stream")
-        return _json(sent.status, sent.body)
+        return answer
 
     def _of_key(self, request: Request) -> OpenEpisode | None:
         return self._episodes.get(_key(request))

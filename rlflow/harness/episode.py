@@ -19,6 +19,7 @@ from typing import Any
 
 from rlflow.environments.bridge import Bridge, Message, message
 from rlflow.environments.session import Session, written
+from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError, line_log, one_line, shown
 from rlflow.harness.apis import APIS, Answer, Asked, Refused, Said
 from rlflow.harness.door import Sent
@@ -378,7 +379,7 @@ class Episode:
         completion, request, tools = choice.completion, choice.request, choice.request.asked.tools
         assert completion is not None
         parsed = request.bridge.read(completion.token_ids, request.read)
-        readable = tools and not any(call.problem for call in parsed.calls)
+        readable = tools and not any(call.problem for call in parsed.calls) and _is_json(parsed.calls)
         text, calls = (parsed.text, parsed.calls) if readable or not parsed.calls else (parsed.whole, ())
         if request.asked.prompt is not None:
             text = parsed.whole
@@ -480,6 +481,15 @@ class Episode:
             row.end(Ending.DONE, "the agent ended it")
         row.calls = sum(len(each.said.calls) for each in turns if each.said is not None)
         return row
+
+
+def _is_json(calls: Sequence[ToolCall]) -> bool:
+    """Whether calls can be sent: JSON in UTF-8 has no NaN, no infinity and no half characters."""
+    try:
+        json.dumps([(call.name, call.arguments) for call in calls], allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _shown(said: Message) -> Message:

@@ -52,7 +52,7 @@ class JSONLLogger(Logger):
             return None if found is None else int(found["step"])
 
         self.warnings += continued(path, first_step, step_of)
-        return path.open("a", encoding="utf-8")
+        return path.open("a", encoding="utf-8", errors="replace")  # of half characters, which JSON may hold
 
 
 def read_metrics(folder: Path) -> list[dict[str, float | None]]:

@@ -294,6 +294,15 @@ def claude(row: dict[str, Any], base_url: str, api_key: str) -> float:
     return float(last.content[0].text == row["answer"])
 
 
+async def gets_text(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A turn with a tool, by Anthropic's API; the reward is 1 if it is the row's answer, as text."""
+    tool = {"name": "add", "input_schema": INTEGERS}
+    body = {"model": MODEL, "messages": [user(row["question"])], "tools": [tool], "max_tokens": 100}
+    answer = await by_http(base_url, api_key).post("/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    return float(answer.json()["content"] == [{"type": "text", "text": row["answer"]}])
+
+
 async def streams(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """The pieces of a stream, and three answers with log-probabilities, are what one call gives."""
     calls, messages = client(base_url, api_key), [user(row["question"])]

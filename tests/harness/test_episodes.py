@@ -97,6 +97,13 @@ def test_a_call_of_a_tool_is_read_and_its_result_goes_on_from_the_tokens(
     assert made.views[0].calls == 1
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud83d"'])
+def test_a_call_that_json_cannot_hold_is_text(value: str, runner: ConversationRunner) -> None:
+    call = f'<tool_call>{{"name": "add", "arguments": {{"a": {value}}}}}</tool_call>'
+    made = played("gets_text", says(call), [{**SUM, "answer": call}], runner=runner)
+    assert [row[5] for row in made.rows] == [[1.0]]
+
+
 def test_a_branch_has_the_reward_of_its_name_whichever_calls_first(
     engine: RolloutEngine, runner: ConversationRunner
 ) -> None:

@@ -62,6 +62,15 @@ def test_samples_keep_their_order_and_every_character(tmp_path: Path) -> None:
     ]
 
 
+def test_half_a_character_in_a_sample_is_replaced(tmp_path: Path) -> None:
+    logger = JSONLLogger()
+    logger.start(tmp_path)
+    logger.log_samples([{"messages": [{"tool_calls": [{"arguments": {"word": "a\ud83d"}}]}]}], step=1)
+    logger.finalize("success")
+    (sample,) = read_samples(tmp_path)
+    assert sample["messages"] == [{"tool_calls": [{"arguments": {"word": "a?"}}]}]
+
+
 def test_a_run_that_goes_on_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     for first_step, steps, value in ((0, (1, 2, 3), 0.0), (2, (2, 3, 4), 1.0)):
         logger = JSONLLogger()
