@@ -52,10 +52,10 @@ def main(settings: dict[str, Any]) -> None:
     os.set_inheritable(settings["socket"], False)  # programs that the code starts do not get it
     requests = os.fdopen(settings["socket"], encoding="utf-8")
     answers = os.fdopen(settings["socket"], "w", encoding="utf-8", closefd=False)
-    kept = None
+    kept, own = None, os.getpid()
     with asyncio.Runner() as runner:
         for line in requests:
-            request = json.loads(line)
+            request, code = json.loads(line), 0
             try:
                 value = _answer(request, kept)
                 if inspect.isawaitable(value):
@@ -67,6 +67,9 @@ def main(settings: dict[str, Any]) -> None:
                 answer = json.dumps({"value": value}, default=_fields)
             except BaseException as error:  # `exit()` is an error of the code too
                 answer = json.dumps(_raised(error) | ({"where": ""} if "text" in request else {}))
+                code = int(not isinstance(error, SystemExit) or bool(error.code))
+            if os.getpid() != own:  # a fork that the code made came back here: it ends, and answers nobody
+                os._exit(code)
             answers.write(answer + "\n")
             answers.flush()
 

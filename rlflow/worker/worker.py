@@ -28,6 +28,7 @@ CHILD = Path(__file__).with_name("child.py")
 MB = 1 << 20
 MARK = "RLFLOW_WORKER"  # in the environment of a worker, and of all that it starts
 KILL_ROUNDS = 1000
+OUTPUT_SECONDS = 1.0  # that the end of the output is waited for: a process whose parents ended before may print on
 
 Result = TypeVar("Result")
 
@@ -184,7 +185,7 @@ class Worker:
         process.wait()
         self._socket.close()
         assert self._output is not None
-        self._output.join()  # it ends when all processes that can print are gone
+        self._output.join(OUTPUT_SECONDS)  # it ends when all processes that can print are gone
 
     def adopt(self) -> None:
         """Make processes that the code starts children of the worker once their parent has ended, in any session."""
@@ -363,13 +364,13 @@ def _ended(process: subprocess.Popen[bytes], seconds: float = 0.0) -> bool:
 
 
 def _kill_all(leader: int, mark: str) -> None:
-    """Kill a worker, its session, and whatever else has its mark, until nothing is left that can be killed.
+    """Kill a worker, its descendants and session, and whatever has its mark, until nothing is left that can be killed.
 
     Args:
         leader: Process id of the worker; it was not waited for yet, see `_ended`.
         mark: Value in the environment variable `MARK` of the worker and of all that it started.
     """
-    known: set[psutil.Process] = set()
+    known = _stopped_with_descendants(leader)
     looked_at: Iterable[psutil.Process] = psutil.process_iter()
     for _ in range(KILL_ROUNDS):
         belongs = {process: process in known or _belongs(process, leader, mark) for process in looked_at}
@@ -384,6 +385,19 @@ def _kill_all(leader: int, mark: str) -> None:
         time.sleep(0.001)
         only_starting = not known and all(map(_lives, starting))  # one that ended may have left others
         looked_at = starting if only_starting else psutil.process_iter()
+
+
+def _stopped_with_descendants(leader: int) -> set[psutil.Process]:
+    """A process and its descendants, which may have no mark and another session; stopped, so that no more come."""
+    stopped: set[psutil.Process] = set()
+    with suppress(psutil.NoSuchProcess):
+        worker = psutil.Process(leader)
+        while more := {worker, *worker.children(recursive=True)} - stopped:
+            for process in more:
+                with suppress(psutil.Error):
+                    process.suspend()
+            stopped |= more
+    return stopped
 
 
 def _belongs(process: psutil.Process, leader: int, mark: str) -> bool | None:

@@ -35,6 +35,13 @@ def leave() -> None:
     os._exit(0)
 
 
+def code_of_a_fork(does: str) -> int:
+    if (pid := os.fork()) == 0:
+        exec(does)
+        return -1
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def give_up() -> None:
     exit(0)
 
@@ -60,7 +67,12 @@ def write_much(path: str) -> None:
 
 
 def start_others(pids: str) -> None:
-    """One that leaves the session, and one of it."""
+    """One that leaves the session, one of it, and one that leaves it with another environment."""
+    unmarked = subprocess.Popen(
+        ["sleep", "60"], env={}, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    with open(pids, "a") as file:
+        file.write(f"{unmarked.pid}\n")
     for leaves in (True, False):
         if os.fork() == 0:
             if leaves:
@@ -85,6 +97,12 @@ def leave_an_orphan(seconds: float) -> int:
         os._exit(0)
     os.waitpid(first, 0)
     return int(os.read(reads, 20))
+
+
+def leave_a_printer() -> int:
+    """An orphan that has nothing by which it is known to be the worker's, and may print; its id."""
+    command = ["sh", "-c", "sleep 60 >&2 & echo $!"]
+    return int(subprocess.run(command, env={}, start_new_session=True, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def start_a_large_one(pids: str) -> None:

@@ -70,6 +70,12 @@ def test_what_raises_says_so_in_one_line_and_the_worker_goes_on(worker: Worker) 
     assert worker.starts == 1
 
 
+def test_a_fork_of_the_code_ends_and_answers_nobody(worker: Worker) -> None:
+    codes = [worker.function("harm.code_of_a_fork", does) for does in ("pass", "exit()", "exit(3)", "1 / 0")]
+    assert codes == [0, 0, 1, 1]
+    assert worker.function("harm.add", 1, 2) == 3
+
+
 def test_a_process_that_leaves_is_named_with_its_code_and_last_words() -> None:
     worker = Worker(Limits(seconds=30))
     with pytest.raises(WorkerDied, match=r"`harm\.leave` ended its process with code 0; its last line was 'so long'"):
@@ -115,7 +121,7 @@ def test_long_arguments_and_values_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "processes"), slow_but([("start_others", 2)], [("start_others", 2), ("start_a_large_one", 1)])
+    ("function", "processes"), slow_but([("start_others", 3)], [("start_others", 3), ("start_a_large_one", 1)])
 )
 def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
@@ -135,6 +141,13 @@ def test_a_worker_ends_with_an_orphan_that_a_call_left_and_else_takes_the_next(w
     worker.close_if_others_run()
     assert not worker.runs
     assert not _lives(orphan)
+
+
+def test_the_end_of_a_worker_does_not_wait_for_a_process_that_may_still_print(worker: Worker) -> None:
+    orphan, began = worker.function("harm.leave_a_printer"), time.monotonic()
+    worker.close()
+    assert time.monotonic() - began < 20
+    os.kill(orphan, signal.SIGKILL)
 
 
 def test_an_orphan_that_ends_is_no_zombie_of_a_worker_that_adopts_none(worker: Worker) -> None:
