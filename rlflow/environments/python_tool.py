@@ -15,7 +15,7 @@ class PythonTool:
 
     Args:
         seconds: Seconds that a program may take.
-        memory_mb: Memory that each of its processes may take, in MB.
+        memory_mb: Memory that each of its processes may take, in MB; in a worker at most the worker's.
         output_kb: Kilobytes of its output that the policy reads, from the beginning.
 
     Raises:

@@ -48,6 +48,8 @@ def main(settings: dict[str, Any]) -> None:
     if settings["memory_bytes"] is not None:
         limits[resource.RLIMIT_AS] = settings["memory_bytes"]
     for kind, most in limits.items():
+        hard = resource.getrlimit(kind)[1]  # which cannot be raised
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
     os.set_inheritable(settings["socket"], False)  # programs that the code starts do not get it
     requests = os.fdopen(settings["socket"], encoding="utf-8")

@@ -128,6 +128,8 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 def _set_limits(limits: dict[str, int]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for name, most in limits.items():
+        hard = resource.getrlimit(getattr(resource, name))[1]  # which cannot be raised, as in a worker with less memory
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(getattr(resource, name), (most, most))
 
 

@@ -134,6 +134,12 @@ def run_a_program_without_end() -> None:
     Sandbox(Limits(seconds=123457)).run("while True: pass")
 
 
+def run_a_program(memory_mb: int) -> str:
+    from rlflow.worker import Limits, Sandbox
+
+    return Sandbox(Limits(seconds=20, memory_mb=memory_mb)).run("print(1)").output
+
+
 def what_is_no_json() -> Any:
     return {1, 2}
 

@@ -137,6 +137,12 @@ def test_a_program_ends_with_the_worker_that_runs_it(monkeypatch: pytest.MonkeyP
     assert left == []
 
 
+def test_a_program_in_a_worker_of_less_memory_has_the_worker_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    with contextlib.closing(Worker(Limits(memory_mb=2048))) as worker:
+        assert worker.function("harm.run_a_program", 8192) == "1\n"
+
+
 def _without_end() -> list[int]:
     """The processes of `harm.run_a_program_without_end`: the one that waits, by its settings, and the one that runs."""
     found = []
