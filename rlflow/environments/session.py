@@ -232,7 +232,7 @@ class Session:
             self._host.make(made.path, **made.arguments)
 
     def _number(self, value: Any, where: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number(value):
             raise HostError(f"{where} gave the reward {value!r:.60}; give a finite number")
         return float(value)
 
@@ -367,6 +367,14 @@ def written(each: Message) -> Message:
     """A message that a tokenizer takes: half characters, which JSON may hold, are replaced."""
     whole = {key: x.encode("utf-8", "replace").decode("utf-8") for key, x in each.items() if isinstance(x, str)}
     return {**each, **whole}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, as rewards are."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that is larger than all floats
+        return False
 
 
 def _append(messages: list[Message], said: str) -> None:

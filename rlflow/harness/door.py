@@ -246,9 +246,10 @@ def ignored(request: int, sent: Sent) -> None:
 
 def _reached_without_a_proxy() -> None:
     """Let programs that this process starts reach the loopback directly, where the environment names a proxy."""
-    for name in ("NO_PROXY", "no_proxy"):
-        others = [host for host in os.environ.get(name, "").split(",") if host]
-        os.environ[name] = ",".join(dict.fromkeys([*others, "127.0.0.1", "localhost"]))
+    names = "NO_PROXY", "no_proxy"  # programs read one or the other
+    others = [host for name in names for host in os.environ.get(name, "").split(",") if host.strip()]
+    if "*" not in others:  # which counts only where it is alone
+        os.environ.update(dict.fromkeys(names, ",".join(dict.fromkeys([*others, "127.0.0.1", "localhost"]))))
 
 
 def check_installed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -11,13 +10,14 @@ from typing import Any
 from rlflow.dotted_path import function_at
 from rlflow.environments.environment import Definition, Environment, OnFailure
 from rlflow.environments.host import Host, HostError
+from rlflow.environments.session import is_number
 from rlflow.errors import UserError, did_you_mean
-from rlflow.harness.apis import APIS
 from rlflow.harness.door import Door, OpenEpisode, check_installed
 from rlflow.worker import Limits, Worker, WorkerError
 
 LARGEST_FILE_MB = 2**20  # an agent may clone and download what it needs
 COMMAND = "rlflow.harness.command.run"
+READ = frozenset(["model", "messages", "input", "prompt"])  # fields that say which policy answers what
 
 
 class Harness(Environment):
@@ -81,8 +81,8 @@ class Harness(Environment):
         self.model = model
         self.models = (model, *([other_models] if isinstance(other_models, str) else other_models))
         self.ignore = frozenset([ignore] if isinstance(ignore, str) else ignore)
-        if unknown := self.ignore - _fields():
-            raise UserError(f"`ignore` has {sorted(unknown)[0]!r}, which no API has as a field; leave it out")
+        if read := self.ignore & READ:
+            raise UserError(f"`ignore` has {sorted(read)[0]!r}, without which no request can be answered; leave it out")
         self._limits = Limits(seconds=seconds, memory_mb=memory_mb, file_mb=LARGEST_FILE_MB)
 
     @cached_property
@@ -176,10 +176,6 @@ def play(
     return outcome
 
 
-def _fields() -> frozenset[str]:
-    return frozenset(name for api in APIS.values() for name in (*api.served, *api.neutral)) - {"model", "messages"}
-
-
 def _rewards(given: Any, where: str) -> tuple[float, dict[str, float]]:
     if not isinstance(given, Mapping):
         return _reward(given, where), {}
@@ -190,6 +186,6 @@ def _rewards(given: Any, where: str) -> tuple[float, dict[str, float]]:
 
 
 def _reward(found: Any, where: str) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+    if not is_number(found):
         raise HostError(f"{where} gave the reward {found!r:.60}; give a finite number, or a mapping with `reward`")
     return float(found)

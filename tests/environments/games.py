@@ -105,7 +105,7 @@ class Untyped:
 
 class Unrewarding(CountDown):
     async def step(self, message: dict[str, Any]) -> StepResult:
-        return StepResult(float("nan"), False, [])
+        return StepResult(float("nan") if message["content"] == "nan" else 10**400, False, [])
 
 
 class Endless(WordGame):

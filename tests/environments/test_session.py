@@ -210,12 +210,13 @@ def test_an_environment_is_made_with_its_arguments(host: Host) -> None:
     assert session.begin([], {"start": 1}) == [message("user", "count down from 4")]
 
 
-def test_a_reward_that_is_no_number_names_class_method_and_turn(host: Host) -> None:
+@pytest.mark.parametrize(("given", "shown"), [("nan", "nan"), ("an integer beyond floats", "10{59}")])
+def test_a_reward_that_is_no_number_names_class_method_and_turn(host: Host, given: str, shown: str) -> None:
     session = Session(defined("games.Unrewarding"), host)
     session.begin([], {"start": 1})
-    said = "^`games.Unrewarding.step` at turn 4 gave the reward nan; give a finite number$"
+    said = f"^`games.Unrewarding.step` at turn 4 gave the reward {shown}; give a finite number$"
     with pytest.raises(HostError, match=said):
-        session.answer(spoken("1"), turn=4)
+        session.answer(spoken(given), turn=4)
 
 
 def test_a_group_is_rewarded_as_a_whole(host: Host) -> None:

@@ -424,7 +424,7 @@ def fails(row: dict[str, Any], base_url: str, api_key: str) -> float:
     if how == "hangs":
         subprocess.Popen([sys.executable, "-c", SLEEPS], start_new_session=True)
         time.sleep(600)
-    return float("nan") if how == "nan" else 1.0
+    return {"nan": float("nan"), "huge": 10**400}.get(how, 1.0)
 
 
 def leaves_a_process(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -484,7 +484,7 @@ async def talks_once(row: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 async def at_a_temperature(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    await asked(by_http(base_url, api_key), [user(row["question"])], temperature=0.2)
+    await asked(by_http(base_url, api_key), [user(row["question"])], temperature=0.2, reasoning_effort="low")
     return 0.0
 
 

@@ -17,6 +17,7 @@ import torch
 from rlflow import Harness
 from rlflow.context.conversations import ConversationRunner, EpisodeCounts
 from rlflow.errors import UserError
+from rlflow.harness.door import Door
 from rlflow.rollout import RolloutEngine
 from rlflow.values.rollout import Ending
 from rlflow.values.truncation import Truncation
@@ -204,7 +205,7 @@ def test_what_cannot_be_served_is_refused_in_the_form_of_the_api(
         ("raises", "raised ValueError"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("exits", "code 3"), ("hangs", "longer than 3 s"), ("nan", "nan"))
+            for each in (("exits", "code 3"), ("hangs", "longer than 3 s"), ("nan", "nan"), ("huge", "1000000"))
         ),
     ],
 )
@@ -301,7 +302,14 @@ def test_a_call_goes_to_the_door_and_to_no_proxy(engine: RolloutEngine, monkeypa
     monkeypatch.delenv("no_proxy", raising=False)
     with running() as runner:
         assert [row[5] for row in played("retries", engine, runner=runner, seconds=59).rows] == [[1.0]] * 3
-    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "example.org,127.0.0.1,localhost"
+
+
+def test_an_environment_that_uses_no_proxy_at_all_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.delenv("no_proxy", raising=False)
+    Door().close()
+    assert (os.environ["NO_PROXY"], "no_proxy" in os.environ) == ("*", False)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +319,7 @@ def test_a_call_goes_to_the_door_and_to_no_proxy(engine: RolloutEngine, monkeypa
         ({"run": []}, "`run` is empty"),
         ({"run": ["no_such_program"]}, "no such program"),
         ({"run": f"{AGENTS}.talks", "concurrency": 0}, "`concurrency` is 0"),
-        ({"run": f"{AGENTS}.talks", "ignore": ["heat"]}, "'heat'"),
+        ({"run": f"{AGENTS}.talks", "ignore": ["top_k", "input"]}, "'input'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], text: str) -> None:
@@ -324,7 +332,8 @@ def test_a_field_in_ignore_is_left_out_of_account(engine: RolloutEngine, runner:
     def said(made: Played) -> list[Any]:
         return [row[2] for row in made.rows]
 
-    assert said(played("at_a_temperature", engine, runner=runner, ignore="temperature")) == said(
+    ignored = ("temperature", "reasoning_effort")
+    assert said(played("at_a_temperature", engine, runner=runner, ignore=ignored)) == said(
         played("talks_once", engine, runner=runner)
     )
     with pytest.raises(UserError, match="temperature"):
