@@ -111,7 +111,15 @@ class Environment:
     @cached_property
     def definitions(self) -> dict[str, Definition]:
         """The methods and tools of each class, read once: by the class's name in rows, or "" if there is one class."""
-        return {name: defined(cls, self._tools, self._arguments[name]) for name, cls in self._classes.items()}
+        made = {name: defined(cls, self._tools, self._arguments[name]) for name, cls in self._classes.items()}
+        for each in made.values() if self._limits is not None else ():
+            for path in (each.path, *(tool.path for tool in each.tools.values() if not tool.method)):
+                if path.startswith("__main__."):
+                    raise UserError(
+                        f"`seconds` is {self._limits.seconds:g}, and `{path}` is in the script that runs, which no"
+                        " other process can import; move it to a module"
+                    )
+        return made
 
     def definition_of(self, row: Mapping[str, Any]) -> Definition:
         """The definition of the environment that answers this row of the dataset.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
-from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from rlflow.errors import ENDING, one_line
 from rlflow.worker import Worker, WorkerError
+from rlflow.worker.child import named
 
 
 class HostError(WorkerError):
@@ -53,7 +53,7 @@ class InProcess:
         """Begin a conversation: import what is at dotted paths, then seed the states of `random` and NumPy for it."""
         self._draws = OwnDraws(seed)
         for path in paths:
-            self._value(path, partial(_at, path))
+            self._value(path, partial(named, path))
         self._draws = OwnDraws(seed)  # whatever modules drew, where they were not imported before
         self._seed = seed
 
@@ -69,7 +69,7 @@ class InProcess:
 
     def make(self, path: str, /, **given: Any) -> None:
         """Construct the environment from the class at a dotted path, in place of the one before."""
-        self._kept = self._value(path, lambda: _at(path)(**given))
+        self._kept = self._value(path, lambda: named(path)(**given))
 
     def call(self, method: str, /, **given: Any) -> Any:
         """What a method of the environment returns; a coroutine is awaited."""
@@ -81,7 +81,7 @@ class InProcess:
 
     def text(self, name: str, method: bool, given: Mapping[str, Any]) -> str:
         """What a tool returns, converted by `str`: a method of the environment, or the function at a dotted path."""
-        said = self._value(name, lambda: (getattr(self._kept, name) if method else _at(name))(**given))
+        said = self._value(name, lambda: (getattr(self._kept, name) if method else named(name))(**given))
         text: str = self._value(name, lambda: str(said))  # its own `__str__` is code of the environment too
         return text
 
@@ -108,12 +108,6 @@ class InProcess:
 
 
 Host = InProcess | Worker  # runs the code of one environment at a time; a worker ends calls that take too long
-
-
-def _at(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
-
 
 END_SECONDS = 1.0  # that the end of cancelled tasks is waited for
 

@@ -82,13 +82,13 @@ def _answer(request: dict[str, Any], kept: Any) -> Any:
     if "call" in request:
         function = getattr(kept, request["call"])
     else:
-        function = _named(request.get("make") or request["function"])
+        function = named(request.get("make") or request["function"])
     return function(*request.get("args", ()), **request.get("given", {}))
 
 
-def load(module: str) -> None:
-    """Import a module."""
-    importlib.import_module(module)
+def load(path: str) -> None:
+    """Import the module at a dotted path; where a class is there, the module that it is in."""
+    _module_or_class(path)
 
 
 def adopt() -> None:
@@ -123,7 +123,7 @@ def set_draws(of_random: list[Any], of_numpy: list[Any] | None) -> None:
 
 def batch_at(path: str, given: dict[str, Any], state: dict[str, Any] | None, logs: list[str]) -> list[Any]:
     """Call the function at the dotted path by `batch_call`."""
-    return batch_call(_named(path), given, state, logs)
+    return batch_call(named(path), given, state, logs)
 
 
 def batch_call(
@@ -170,9 +170,19 @@ def _states() -> list[Any]:
     return [[version, list(numbers), gauss], of_numpy]
 
 
-def _named(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+def named(path: str) -> Any:
+    """What is at a dotted path: in a module, or in a class of it."""
+    inside, _, name = path.rpartition(".")
+    return getattr(_module_or_class(inside), name)
+
+
+def _module_or_class(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if "." not in path or not f"{path}.".startswith(f"{error.name}."):  # it is there, and lacks another one
+            raise
+        return named(path)
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -78,6 +78,10 @@ class Sized(CountDown):
         super().reset(self.start)
 
 
+class Games:
+    class Inner(CountDown): ...
+
+
 def add(a: float, b: float) -> float:
     """Add two numbers.
 

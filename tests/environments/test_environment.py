@@ -11,6 +11,7 @@ from rlflow.environments.conversation_format import bridge_of
 from rlflow.environments.environment import Definition
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
+from tests.environments.games import Sized
 
 GAMES = "tests.environments.games"
 SEVERAL = {"words": f"{GAMES}.WordGame", "counting": f"{GAMES}.Sized"}
@@ -40,6 +41,13 @@ def test_the_policy_reads_of_the_tools_of_its_own_environment() -> None:
 
     assert "guess" in prompt(environment.definition_of({"task": "words"}))
     assert "guess" not in prompt(environment.definition_of({"task": "counting"}))
+
+
+def test_a_class_of_the_script_is_refused_where_it_would_run_in_a_worker() -> None:
+    own = type("Own", (Sized,), {"__module__": "__main__"})
+    assert Environment(own, arguments={"start": 3}).definitions[""].path == "__main__.Own"
+    with pytest.raises(UserError, match=r"`seconds` is 5, and `__main__\.Own` is in the script that runs, .* module$"):
+        _ = Environment(own, arguments={"start": 3}, seconds=5).definitions
 
 
 @pytest.mark.parametrize(

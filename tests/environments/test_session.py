@@ -197,8 +197,9 @@ def test_a_step_of_another_form_is_shown(host: Host) -> None:
         session.answer(spoken("1"), turn=0)
 
 
-def test_an_environment_of_tinker_s_form_answers_messages(host: Host) -> None:
-    session = Session(defined("games.CountDown"), host)
+@pytest.mark.parametrize("game", ["games.CountDown", "games.Games.Inner"])
+def test_an_environment_of_tinker_s_form_answers_messages(host: Host, game: str) -> None:
+    session = Session(defined(game), host)
     assert session.begin([], {"start": 1, "level": 3}) == [message("user", "count down from 1")]
     first = session.answer(spoken("1"), turn=0)
     assert (first.messages, first.reward, first.done) == ([message("user", "next")], 1.0, False)
