@@ -11,6 +11,7 @@ ones. Other templates are refused before the run, with the first token that diff
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPOKEN = "\u2603answer\u2603"  # in place of what a policy said, where a template is asked what comes after it
+BEGINS_CALL = re.compile(r"(<tool_call>| to=\S+)\s*$")  # before the mark: Qwen3-Coder's, gpt-oss's
 CALL_ID = "000000000"  # of a call that has none, for templates that write ids; Mistral's take nine characters
 
 
@@ -128,7 +130,14 @@ class TemplateBridge(Bridge):
             return ParsedTurn(text, whole=text)
         marked = self._tokenizer.convert_tokens_to_ids(self.form.mark) in self._special.ids_of_all
         marked_text = self._text([each for each in spoken if each not in self.ends], special=True) if marked else text
-        return ParsedTurn(text, tuple(self.form.calls(marked_text, self._schemas)), text)
+        calls = tuple(self.form.calls(marked_text, self._schemas))
+        return ParsedTurn(self._before_calls(marked_text) if calls else text, calls, text)
+
+    def _before_calls(self, text: str) -> str:
+        """What a turn says before its first call; nothing where calls have no mark, since they are then all of it."""
+        assert self.form is not None
+        said, mark, _ = text.partition(self.form.mark)
+        return BEGINS_CALL.sub("", said).rstrip() if mark else ""
 
     def _form_of_template(self) -> ToolForm | None:
         """The form in which a call that the template writes can be read; else one whose mark the template mentions."""

@@ -609,14 +609,7 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
     item = _object(item, where)
     kind = item.get("type", "message")
     if kind == "message":
-        content = item.get("content")
-        if isinstance(content, list):
-            texts = ("input_text", "output_text")
-            content = [
-                {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in texts else part
-                for part in content
-            ]
-        messages.append(_chat_message({"role": item.get("role"), "content": content}, where))
+        messages.append(_chat_message({"role": item.get("role"), "content": _parts(item.get("content"))}, where))
     elif kind == "function_call":
         call = _made(item.get("call_id"), item.get("name"), _arguments(item.get("arguments"), where))
         if not messages or messages[-1]["role"] != "assistant":
@@ -624,11 +617,20 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
         last = messages[-1]
         messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *_assistant("", [call])["tool_calls"]]}
     elif kind == "function_call_output":
-        output = item.get("output", "")
-        content = output if isinstance(output, str) else json.dumps(output)
+        content = text_of(_parts(item.get("output") or ""), f"`{where}`")
         messages.append(message("tool", content, tool_call_id=str(item.get("call_id", ""))))
     else:
         raise Refused(f"`{where}` is of type {kind!r:.60}; send messages and calls of functions", where)
+
+
+def _parts(content: Any) -> Any:
+    """The content of an item of a response's input, as that of a message of a chat completion."""
+    if not isinstance(content, list):
+        return content
+    texts = ("input_text", "output_text")
+    return [
+        {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in texts else part for part in content
+    ]
 
 
 def _add_blocks(messages: list[Message], given: Any, where: str) -> None:

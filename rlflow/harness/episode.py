@@ -270,7 +270,7 @@ class Episode:
         if asked.prompt is not None:
             read = self._plain(asked.prompt, sorted(self._of(policy), key=order), bridge)
             return read, self._first(read, policy), False
-        messages, rewritten = [written(each) for each in asked.messages], False
+        messages, rewritten = [written(each) for each in _with_names(asked.messages)], False
         for place in reversed(range(len(messages))):
             said, new = self._said.get(digests[place + 1], ()), messages[place + 1 :]
             if said and not any(each["role"] == "assistant" for each in new):
@@ -383,8 +383,6 @@ class Episode:
         text, calls = (parsed.text, parsed.calls) if readable or not parsed.calls else (parsed.whole, ())
         if request.asked.prompt is not None:
             text = parsed.whole
-        if calls and request.bridge.form is not None:
-            text = text.partition(request.bridge.form.mark)[0].rstrip()
         if choice.stop:
             text = text.partition(choice.stop)[0]
         name = _digest([self._seed, request.place, choice.number])
@@ -481,6 +479,17 @@ class Episode:
             row.end(Ending.DONE, "the agent ended it")
         row.calls = sum(len(each.said.calls) for each in turns if each.said is not None)
         return row
+
+
+def _with_names(messages: Sequence[Message]) -> list[Message]:
+    """The messages; a tool's answer has the name of the tool, which APIs tell by the id of the call alone."""
+    names: dict[str, str] = {}
+    named = []
+    for each in messages:
+        names |= {call["id"]: call["function"]["name"] for call in each.get("tool_calls", ()) if call["id"]}
+        known = {"name": names[each["tool_call_id"]]} if each.get("tool_call_id") in names else {}
+        named.append({**known, **each})
+    return named
 
 
 def _is_json(calls: Sequence[ToolCall]) -> bool:

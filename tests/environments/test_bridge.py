@@ -89,7 +89,7 @@ def test_every_beginning_stays_in_each_family_s_template(family: str, turns: lis
     for pieces, answer, ended in turns:
         spoken = "".join(pieces)
         turn = tokenizer(spoken, add_special_tokens=False)["input_ids"] + ([bridge.end] if ended else [])
-        assert bridge.read(turn, tokens).text == tokenizer.decode(turn, skip_special_tokens=True)
+        assert bridge.read(turn, tokens).whole == tokenizer.decode(turn, skip_special_tokens=True)
         following = bridge.after([message("tool", answer)], turn, tokens)
         answered[2]["content"] = answer
         whole = tokenizer.apply_chat_template(answered, tools=[SCHEMA], add_generation_prompt=True, tokenize=False)

@@ -89,6 +89,22 @@ def test_calls_in_a_family_s_form_are_found_in_order(family: str, said: str, cal
     assert [each.name for each in found] == calls
 
 
+@pytest.mark.parametrize(
+    ("family", "said", "text"),
+    [
+        ("qwen2.5", 'Well. <tool_call>{"name": "a", "arguments": {}}</tool_call>', "Well."),
+        ("qwen3-coder", "Well. <tool_call>\n<function=a>\n</function>\n</tool_call>", "Well."),
+        ("llama-3", '{"name": "a", "parameters": {}}', ""),
+        ("llama-3", '<|python_tag|>{"name": "a", "parameters": {}}', ""),
+        ("mistral", "Well. [TOOL_CALLS]a[ARGS]{}</s>", "Well."),
+        ("gpt-oss", " to=functions.a<|channel|>commentary json<|message|>{}<|call|>", ""),
+        ("gpt-oss", THOUGHT + "<|channel|>commentary to=functions.a <|constrain|>json<|message|>{}<|call|>", ""),
+    ],
+)
+def test_the_text_of_a_turn_with_calls_is_what_it_says_before_them(family: str, said: str, text: str) -> None:
+    assert BRIDGES[family].read(ids(family, said)).text == text
+
+
 @pytest.mark.parametrize("form", TOOL_FORMS)
 @settings(max_examples=40, deadline=None)
 @given(parts=st.lists(st.one_of(st.text(max_size=4), st.sampled_from('{"name":}[],')), max_size=8))

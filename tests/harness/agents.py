@@ -220,6 +220,20 @@ async def calls_a_tool(row: dict[str, Any], base_url: str, api_key: str) -> floa
     return float(last.choices[0].message.content == row["answer"])
 
 
+async def calls_the_second_tool(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A call of a tool that is not the first, and its result, which names it by the id of the call alone."""
+    calls, messages = by_http(base_url, api_key), [user(row["question"])]
+    more = {
+        "tools": [ADD, {"type": "function", "function": {"name": "second", "description": "Be."}}],
+        "max_tokens": None,
+    }
+    said = await asked(calls, messages, **more)
+    (call,) = said["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
+    await asked(calls, [*messages, said, result], **more)
+    return float(said["content"] is None)
+
+
 async def responds(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """The same by `responses`."""
     calls, items = client(base_url, api_key).responses, [user(row["question"])]

@@ -17,6 +17,7 @@ import torch
 from rlflow import Harness
 from rlflow.context.conversations import ConversationRunner, EpisodeCounts
 from rlflow.errors import UserError
+from rlflow.harness.apis import APIS, Refused
 from rlflow.harness.door import Door
 from rlflow.rollout import RolloutEngine
 from rlflow.values.rollout import Ending
@@ -96,6 +97,18 @@ def test_a_call_of_a_tool_is_read_and_its_result_goes_on_from_the_tokens(
     )
     assert made.trained() == [f"{CALL}<|im_end|>5<|im_end|>"]
     assert made.views[0].calls == 1
+
+
+def test_the_output_of_a_function_may_be_parts_of_text() -> None:
+    def output(kind: str) -> str:
+        call = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": "a", "output": [{"type": kind, "text": "5"}]}
+        body = {"model": "policy", "input": [call, result]}
+        return str(APIS["/v1/responses"].asked(body, {"policy": 1.0}, ()).messages[-1]["content"])
+
+    assert output("input_text") == "5"
+    with pytest.raises(Refused, match="a content of type 'input_image', and only text is read"):
+        output("input_image")
 
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud83d"'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import pytest
@@ -114,3 +115,16 @@ def test_a_template_that_drops_earlier_thoughts_makes_a_row_of_each_turn_and_is_
     trained = sum(sum(row[3]) for row in made.rows)
     assert trained == sum(len(written.ids(reply)) + 1 for reply in replies)
     assert made.times.episodes.rewritten == 1
+
+
+def test_the_result_of_a_tool_has_the_name_of_the_call_with_its_id() -> None:
+    tokenizer = copy(tokenizer_of("qwen3-coder"))
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool_response>", "{{ message.name }} says", 1)
+    engine = says(
+        "<tool_call>\n<function=second>\n</function>\n</tool_call>", "5", of=tokenizer, end=tokenizer.eos_token_id
+    )
+    with running(of=tokenizer, longest_prompt=4000) as runner:
+        made = played("calls_the_second_tool", engine, runner=runner, longest=2000)
+    ((_, prompt, response, *_),) = made.rows
+    assert "<|im_start|>user\nsecond says\n5\n" in tokenizer.decode(prompt + response)
+    assert made.rollout.returns.sum() == 1.0
