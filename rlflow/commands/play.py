@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from rlflow.data.prompts import Encoder, PromptData
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about, one_line
+from rlflow.harness.harness import Harness
 from rlflow.loggers.transcript import text as written
 from rlflow.module import RLModule, environments, handles
 from rlflow.rewards.reward import RewardInput, scored
@@ -35,6 +37,8 @@ from rlflow.values.picture import Picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+PLAY_SECONDS = 86_400.0  # of an agent's episode
 
 
 def play(
@@ -60,6 +64,9 @@ def play(
     """
     module, data, screen = configured.module, configured.data, Screen()
     answering = _environment(module, environment)
+    if isinstance(answering, Harness):  # whose limit is of a whole episode, in which a person types
+        assert answering.limits is not None
+        answering.limits = replace(answering.limits, seconds=PLAY_SECONDS)
     graph = read_graph(module)
     policy = followed_role(module, graph) or graph.trained_roles()[0]
     with tempfile.TemporaryDirectory() as scratch:

@@ -102,7 +102,7 @@ class Environment:
         self._at_once = at_once
         self.workers = None if seconds is None else workers
         self.lockstep = lockstep or seconds is None
-        self._limits = None if seconds is None else Limits(seconds=seconds, memory_mb=memory_mb)
+        self.limits = None if seconds is None else Limits(seconds=seconds, memory_mb=memory_mb)
         self.by = by if isinstance(environment, Mapping) else None
         self._classes = dict(environment) if isinstance(environment, Mapping) else {"": environment}
         self._arguments = _arguments(self._classes, arguments or {}) if self.by else {"": arguments or {}}
@@ -112,13 +112,14 @@ class Environment:
     def definitions(self) -> dict[str, Definition]:
         """The methods and tools of each class, read once: by the class's name in rows, or "" if there is one class."""
         made = {name: defined(cls, self._tools, self._arguments[name]) for name, cls in self._classes.items()}
-        for each in made.values() if self._limits is not None else ():
-            for path in (each.path, *(tool.path for tool in each.tools.values() if not tool.method)):
-                if path.startswith("__main__."):
-                    raise UserError(
-                        f"`seconds` is {self._limits.seconds:g}, and `{path}` is in the script that runs, which no"
-                        " other process can import; move it to a module"
-                    )
+        tools = [tool.path for each in made.values() for tool in each.tools.values() if not tool.method]
+        paths = [*(each.path for each in made.values()), *tools]
+        own = next((path for path in paths if path.startswith("__main__.")), None)
+        if self.limits is not None and own is not None:
+            raise UserError(
+                f"`seconds` is {self.limits.seconds:g}, and `{own}` is in the script that runs, which no other process"
+                " can import; move it to a module"
+            )
         return made
 
     def definition_of(self, row: Mapping[str, Any]) -> Definition:
@@ -188,7 +189,7 @@ class Environment:
 
     def host(self, coroutines: Coroutines | None = None) -> Host:
         """Where the environment of one conversation runs; in the rank's own process it runs with `coroutines`."""
-        return InProcess(coroutines, self.overlaps) if self._limits is None else Worker(self._limits)
+        return InProcess(coroutines, self.overlaps) if self.limits is None else Worker(self.limits)
 
 
 def _named(definition: Definition) -> str:

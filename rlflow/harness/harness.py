@@ -83,7 +83,7 @@ class Harness(Environment):
         self.ignore = frozenset([ignore] if isinstance(ignore, str) else ignore)
         if read := self.ignore & READ:
             raise UserError(f"`ignore` has {sorted(read)[0]!r}, without which no request can be answered; leave it out")
-        self._limits = Limits(seconds=seconds, memory_mb=memory_mb, file_mb=LARGEST_FILE_MB)
+        self.limits = Limits(seconds=seconds, memory_mb=memory_mb, file_mb=LARGEST_FILE_MB)
 
     @cached_property
     def definitions(self) -> dict[str, Definition]:

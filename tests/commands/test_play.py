@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -35,7 +36,8 @@ def config(folder: Path, name: str, environment: dict[str, Any] | None, **module
     path = folder / f"{name}.yaml"
     given = {"actor": {"model": str(folder / "model")}, "max_response_length": 400, **module}
     if environment is not None:
-        given["environment"] = {"class_path": "rlflow.Environment", "init_args": environment}
+        kind = "Harness" if "run" in environment else "Environment"
+        given["environment"] = {"class_path": f"rlflow.{kind}", "init_args": environment}
     source = {"class_path": "rlflow.data.JSONL", "init_args": {"path": str(folder / "rows.jsonl")}}
     data = {"train": source, "chat_template": True, "max_prompt_length": 1000}
     changed = {"module": {"class_path": "rlflow.algorithms.GRPO", "init_args": given}, "data": data}
@@ -69,6 +71,21 @@ def test_an_environment_of_tools_is_played_by_a_pipe(
     assert calls == "tool calls: 1; 0 gave no value"
     assert rewards == "rewards of the environment: 0, 1 (sum 1)"
     assert ended == "ended: done, the policy called no tool"
+
+
+class Slow(io.StringIO):
+    def readline(self, size: int | None = -1, /) -> str:
+        time.sleep(1.5)
+        return super().readline(-1 if size is None else size)
+
+
+def test_an_agent_waits_for_a_person_longer_than_its_seconds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Slow("It is house.\n"))
+    agent = {"run": "tests.harness.agents.talks_once", "seconds": 1}
+    main(["play", "--config", config(folder, "agent", agent)])
+    assert "ended: done, the agent ended it" in capsys.readouterr().out
 
 
 def test_an_environment_of_messages_is_played_by_a_person_who_leaves(
