@@ -12,7 +12,7 @@ from rlflow.errors import UserError
 from rlflow.rewards.reward import OnError, SampleReward, read_column
 from rlflow.worker import Limits, Sandbox
 
-_FENCE = re.compile(r" {0,3}(`{3,})([^`]*)")  # a line that opens a block, whose language it may name, or closes one
+_FENCE = re.compile(r"((?:(?!```).)*)(`{3,})([^`]*)")  # a line with three backticks once, and the language after them
 _OF_PYTHON = ("", "py", "python", "python3")
 # The program and the tests come by the standard input; that all of them ran is known by a word at the end.
 _HARNESS = """
@@ -29,8 +29,8 @@ print("\\n" + word)
 class CodeTests(SampleReward):
     """The share of a row's tests that the Python program in a response passes.
 
-    The program is the last block of code in the response, between lines of three backticks, that names Python or no
-    language. Without such a block the score is 0. A policy may learn to deceive tests in Python, for example with
+    The program is the last block of code in the response, between fences of three backticks, that names Python or
+    no language. Without such a block the score is 0. A policy may learn to deceive tests in Python, for example with
     objects that equal all others. Prefer pairs of input and output: a program never sees both.
 
     Args:
@@ -100,16 +100,22 @@ class CodeTests(SampleReward):
 
 def program_in(text: str) -> str | None:
     """The last block of code in a text that names Python or no language; None without one."""
-    program, opened, language, lines = None, "", "", list[str]()
+    program, opened, indent, language, lines = None, "", "", "", list[str]()
     for line in text.replace("\r\n", "\n").split("\n"):
-        fence, info = found.groups() if (found := _FENCE.fullmatch(line)) else ("", "")
-        if not opened:
-            opened, language, lines = fence, "".join(info.lower().split()[:1]), []
-        elif len(fence) >= len(opened) and not info.strip():
+        before, fence, info = found.groups() if (found := _FENCE.fullmatch(line)) else ("", "", "")
+        begins, words = not before.strip(), info.lower().split()
+        if not opened and (begins or len(words) <= 1):  # text before a fence is common, as in `Answer:```python`
+            opened, indent, language, lines = fence, before if begins else "", "".join(words[:1]), []
+        elif (
+            len(fence) >= len(opened) > 0
+            and begins
+            and len(before) <= len(indent) + 3
+            and not info.strip().isidentifier()  # which opens a block in the program's text; `</answer>` is after it
+        ):
             program = "\n".join([*lines, ""]) if language in _OF_PYTHON else program
             opened = ""
         else:
-            lines.append(line)
+            lines.append(line.removeprefix(indent))
     return program
 
 

@@ -94,6 +94,11 @@ def test_a_program_is_scored_by_its_tests() -> None:
         "```python\r\nP\r\n```\r\n",
         "````py\nP\n````\n```python\nnever closed",
         "```json\n```python\n{}\n```\n  ```\nP\n  ```",
+        "Answer:```python\nP\n```",
+        "<answer>```\nP\n```</answer>",
+        "1. First:\n    ```python\n    P\n    ```",
+        "text ```python\nx=1\n```\nmore\n```python\nP\n```",
+        "Run `x`:```bash\nx\n```\nThen ```y```\n```python\nP\n```",
     ],
 )
 def test_the_program_is_the_last_whole_block_of_python_or_of_no_language(text: str) -> None:
