@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +237,7 @@ def test_responses_beside_the_prompts_go_on_to_the_bit(policy: Path, tmp_path: P
     goes_on(tmp_path, lambda: remax(policy), ranks2, placement={"rollout": 0, "actor": 1}, max_staleness=2)
 
 
-def test_a_run_that_is_done_is_not_made_longer_where_steps_overlap(
+def test_a_run_whose_steps_overlap_is_not_made_longer_or_given_other_draws(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     given = {"placement": APART, "max_staleness": 1, "save_every_n_steps": 1}
@@ -249,6 +249,9 @@ def test_a_run_that_is_done_is_not_made_longer_where_steps_overlap(
     together = run(policy, tmp_path / "together", **{**given, "max_staleness": 0, "ckpt_path": saved, "max_steps": 2})
     for result in ranks2.run(failing_fit, together):
         assert "has rows of step 2, which would be generated and counted once more" in result.error
+    fewer = run(policy, tmp_path / "fewer", **{**given, "ckpt_path": saved, "max_steps": 2})
+    for result in ranks2.run(failing_fit, replace(fewer, data=sums(16, 2))):
+        assert "has rows of later steps of draws of 4 prompts, whose ids other prompts would get" in result.error
 
 
 class FilteredGRPO(RaggedGRPO):
