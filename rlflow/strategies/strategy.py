@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 SAVE_BUCKET_BYTES = 64 * 2**20
 FLOAT32_BYTES = 4
 WEIGHT = "weight"
+NO_CHECKPOINTS = (
+    "take another, or set `trainer.save_every_n_steps` and `trainer.save_every_seconds` to null and resume no run"
+)
 
 
 class TrainingStrategy:
@@ -377,6 +380,7 @@ class TrainingStrategy:
             role.done = updates_done
             return
         trained = role.model.trained()
+        _kinds_kept(role, self.root_device)  # refuses what was saved after a signal in a run without other checkpoints
         self._make_optimizer_state(name, role)
         # An optimizer has no tensors before its first update. Then its state is the one after an update of length 0.
         kinds = [kind for kind in role.kinds if updates_done or kind in stored.kinds]
@@ -550,14 +554,14 @@ def _kinds_kept(role: Role, device: torch.device) -> int:
     if moved := [name for name, value in _options(optimizer).items() if before.get(name) != value]:
         raise UserError(
             f"`optimizer.name` is {role.settings.name!r}, whose step changes `{moved[0]}` of its groups, and a"
-            " checkpoint does not hold that; take another, or set `trainer.save_every_n_steps` to null"
+            f" checkpoint does not hold that; {NO_CHECKPOINTS}"
         )
     kept = {kind: value for kind, value in optimizer.state[weight].items() if kind != "step" and value is not None}
     for kind, value in kept.items():
         if not isinstance(value, Tensor) or value.shape != weight.shape:
             raise UserError(
                 f"`optimizer.name` is {role.settings.name!r}, which keeps `{kind}` of a weight in another shape than"
-                " its own, and a checkpoint cannot hold that; take another, or set `trainer.save_every_n_steps` to null"
+                f" its own, and a checkpoint cannot hold that; {NO_CHECKPOINTS}"
             )
     return len(kept)
 
