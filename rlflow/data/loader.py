@@ -110,7 +110,8 @@ class Loader:
         with about(source):
             rows = len(source)
         self._key = key_of(source, data, tokenizer, environment, reward, processor) if rows > FEW_ROWS else None
-        counted = None if self._key is None else read_counted(self._key, rows)
+        is_known = reward is None or reward.checked_by is not None
+        counted = read_counted(self._key, rows) if self._key is not None and is_known else None
         if counted is None and (ranks == 1 or self._key is None):
             counted = self._count()
         if counted is not None:

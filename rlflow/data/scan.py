@@ -292,15 +292,16 @@ def key_of(
 ) -> str | None:
     """A digest of all that numbers depend on: data, tokenizer, template, tools, reward; None where one has none.
 
+    The reward is left out where its `check` is a user's own; then its rows are counted in every run.
     The files of pictures are not read for it. A picture of another size than when it was counted is refused later.
     """
     of_source = source.digest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if of_source is None or backend is None or (reward is not None and reward.checked_by is None):
+    if of_source is None or backend is None:
         return None
     of_tokenizer = [backend.to_str(), tokenizer.chat_template, tokenizer.eos_token_id]
     columns = [data.prompt, data.response, data.rejected, data.chat_template, data.system_prompt]
-    of_reward = None if reward is None else [dict(reward.reads), reward.checked_by]
+    of_reward = None if reward is None or reward.checked_by is None else [dict(reward.reads), reward.checked_by]
     writers = [data.renderer, data.tool_calls]  # of lists of messages, with an environment and without
     facts: list[Any] = [VERSION, of_source, of_tokenizer, columns, writers, of_reward]
     if processor is not None:

@@ -76,7 +76,7 @@ class Source(ABC):
     def digest(self) -> str | None:
         """A digest of everything that rows are made from; with an equal digest the check of all rows is not repeated.
 
-        None if computing it costs as much as reading the rows: then they are checked in every run.
+        None if computing it costs as much as reading the rows: then every rank checks all of them in every run.
         """
         return None
 

@@ -192,11 +192,11 @@ class Reward(ABC):
     def checked_by(self) -> str | None:
         """Name of the code of `check`. Its results for many rows are stored on disk under this name.
 
-        None for a user's own `check`, of which nothing is stored, since nobody sees when its code changes.
+        None for a user's own `check`, which runs in every run, since nobody sees when its code changes.
         """
         of = type(self)
-        is_known = of.check is Reward.check or of.__module__.partition(".")[0] == "rlflow"
-        return f"{of.__module__}.{of.__qualname__}" if is_known else None
+        owner = next(each for each in of.__mro__ if "check" in vars(each))
+        return f"{of.__module__}.{of.__qualname__}" if owner.__module__.partition(".")[0] == "rlflow" else None
 
     def check(self, row: dict[str, Any]) -> None:  # noqa: B027 - most score whatever stands there
         """Refuse a row for which no response could be scored, although the row has all columns of `reads`.

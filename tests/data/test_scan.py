@@ -403,3 +403,17 @@ def test_what_writes_lists_of_messages_is_in_the_key_of_stored_tokens() -> None:
     ways: list[dict[str, Any]] = [{}, {"renderer": "qwen3"}, {"tool_calls": "mistral"}]
     keys = [key_of(data.train, data, tokenizer) for data in (PromptData(rows, **way) for way in ways)]
     assert len({*keys}) == 3
+
+
+class Inheriting(MathVerify):
+    """A user's reward with the check of rlflow's."""
+
+
+@pytest.mark.parametrize(("reward", "is_stored"), [(Inheriting(), True), (Refusing(8), False)], ids=["theirs", "own"])
+def test_ranks_share_a_user_s_own_check_and_a_later_run_repeats_it(
+    reward: Reward, is_stored: bool, cache: Path
+) -> None:
+    row = {"question": "1+1=", "answer": "7"}
+    assert not scored(row, {}, 2, reward).is_scanned
+    scored(row, {}, 1, reward)
+    assert scored(row, {}, 2, reward).is_scanned == is_stored
