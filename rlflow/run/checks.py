@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping
 from math import inf
 from pathlib import Path
@@ -17,7 +18,8 @@ from rlflow.dag.node import BATCH, Node
 from rlflow.dag.planner import Plan
 from rlflow.dag.tasks import rank_ranges
 from rlflow.data.mixture import Mixture
-from rlflow.data.prompts import Learned, PromptData
+from rlflow.data.prompts import RESPONSES, Learned, PromptData
+from rlflow.data.sources import Source
 from rlflow.errors import UserError, about, setting
 from rlflow.harness.harness import Harness
 from rlflow.lightning_names import MODULE_HOOKS, MODULE_METHODS
@@ -25,7 +27,7 @@ from rlflow.models.architecture import cached_bytes, check_positions, positions
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import check_moe
-from rlflow.module import RLModule, aggregation_of, environments, handles
+from rlflow.module import RLModule, aggregation_of, environments, handles, has_validation_step
 from rlflow.settings import Settings
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.layout import Layout
@@ -36,11 +38,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def resolved(data: PromptData, module: RLModule, graph: Graph) -> PromptData:
+def resolved(data: PromptData, module: RLModule, graph: Graph, trains: bool = True) -> PromptData:
     """The data with resolved columns, as far as this algorithm reads them: pairs, responses, or prompts alone.
 
     DPO reads `batch` as `Pairs`; SFT trains on `batch` itself, so it needs responses; GRPO samples its responses; GAIL
-    samples responses and reads those of `batch`.
+    samples responses and trains on those of `batch` too.
 
     Raises:
         UserError: The rows have no such columns, or `data.rejected` is set and the algorithm reads no pairs.
@@ -53,9 +55,28 @@ def resolved(data: PromptData, module: RLModule, graph: Graph) -> PromptData:
             f"`data.rejected` is {data.rejected!r}, and {type(module).__name__} reads `batch` as Batch, whose rows have"
             " one response; leave it out, or take an algorithm of pairs, such as DPO"
         )
-    elif learns_from_batch(graph) or names_responses(graph) or not any(node.kind == "rollout" for node in graph.order):
+    elif (
+        learns_from_batch(graph)
+        or not any(node.kind == "rollout" for node in graph.order)
+        or (names_responses(graph) and (trains or has_validation_step(module) or _has_column(data.train, *RESPONSES)))
+    ):
         learned = "responses"
     return data.resolved(learned)
+
+
+def held_out(data: PromptData, source: Source, module: RLModule, loss_node: Node | None) -> PromptData:
+    """How rows of validation are read: without responses if they have none, and nothing but sampling reads the rows."""
+    column, is_read = data.response, loss_node is not None or has_validation_step(module) or data.rejected is not None
+    if column is None or is_read or _has_column(source, column):
+        return data
+    found = copy.copy(data)
+    found.response = None
+    return found
+
+
+def _has_column(source: Source, *columns: str) -> bool:
+    """Whether the first row has one of these columns."""
+    return len(source) > 0 and any(column.split(".")[0] in source.read([0])[0] for column in columns)
 
 
 def learns_from_batch(graph: Graph) -> list[Node]:

@@ -250,7 +250,7 @@ def prepare(
         raise UserError(f"`trainer.keep_inputs_of` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
     names = _generating_policies(graph, made.follows)
     checks.check_hooks(module, graph)
-    data = checks.resolved(data, module, graph)
+    data = checks.resolved(data, module, graph, trains)
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
     policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}
     configs = {name: _model_config(module, name, path) for name, path in (paths | policies).items()}
@@ -279,7 +279,7 @@ def prepare(
     module.data_curriculum = None if data.curriculum is None else data.curriculum.begun(data.prompts_per_step)
     checks.require_end(made.plan, settings, chooses_prompts(module))
     ranks, seed = settings.world_size, settings.seed
-    held_out = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
+    limit = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
     found = list(environments(module).values())
     environment = found[0] if len(found) == 1 else None
     is_scored = module.reward is not None or bool(found)
@@ -296,13 +296,14 @@ def prepare(
         checks.require_one_place(module, paths, placed, lead)
     elif data.validation is not None and not scores_validation and loss_node is None:
         raise UserError(checks.nothing_to_validate(module, made.follows))
-    read = data, tokenizer, seed
     samples = any(node.kind == "rollout" for node in graph.order)
     scorer = module.scorer if samples else None
     validation = None
     if data.validation is not None:
         scored_by = module.scorer if scores_validation else None
-        validation = Loader(data.validation, *read, held_out, ranks, environment, scored_by, processor, validates=True)
+        held_out = checks.held_out(data, data.validation, module, loss_node)
+        read = held_out, tokenizer, seed, limit, ranks, environment, scored_by, processor
+        validation = Loader(data.validation, *read, validates=True)
     return Run(
         graph=graph,
         plan=made.plan,
@@ -319,7 +320,7 @@ def prepare(
         support_bounds=support_bounds,
         tokenizer=tokenizer,
         stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
-        train=Loader(data.train, *read, ranks=ranks, environment=environment, reward=scorer, processor=processor),
+        train=Loader(data.train, data, tokenizer, seed, None, ranks, environment, scorer, processor),
         validation=validation,
         generates=samples or scores_validation,
         scores_validation=scores_validation,

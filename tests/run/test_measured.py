@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import CausalLM, Trainer, UserError
-from rlflow.algorithms import GRPO, SFT
+from rlflow import CausalLM, RewardModel, Trainer, UserError
+from rlflow.algorithms import GAIL, GRPO, SFT
 from rlflow.commands.fit import read_fit
 from rlflow.data import Mixture, PromptData
 from rlflow.functional import bootstrap_interval
@@ -100,6 +100,17 @@ def test_responses_have_the_row_s_place_in_the_dataset_where_rows_are_dropped(mo
     assert [(each["row"], each["prompt"]) for each in lines(predicted)] == [(i, rows[i]["prompt"]) for i in (1, 2, 3)]
     predicted.rename(predicted.parent / "part-0-0.jsonl")
     assert trainer(tmp_path).predict(grpo(model), data)["found"] == 3
+
+
+def test_gail_asks_responses_of_the_rows_that_it_trains_on_alone(model: Path, tmp_path: Path) -> None:
+    def gail() -> GAIL:
+        return GAIL(CausalLM(str(model)), judge=RewardModel(str(model)), reward=has_a_letter, max_response_length=3)
+
+    assert trainer(tmp_path).predict(gail(), ROWS)["found"] == 0
+    learned = PromptData([{**row, "response": "1"} for row in ROWS], ROWS, prompts_per_step=2)
+    assert 0 <= trainer(tmp_path, max_steps=1).fit(gail(), learned)["reward_after"] <= 1
+    with pytest.raises(UserError, match="has no column `response`"):
+        trainer(tmp_path, max_steps=1).fit(gail(), ROWS)
 
 
 @pytest.mark.slow
