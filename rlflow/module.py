@@ -226,7 +226,8 @@ class RLModule:
             checkpoint_path: Folder of a run, or one of its checkpoints. The weights of a checkpoint are exported to
                 `exported/` of the run's folder. So are an adapter, merged, and the newest checkpoint of a run that has
                 not ended: its `model` may be of an earlier step.
-            arguments: Arguments of the constructor in place of those of the run, such as a reward function.
+            arguments: Arguments of the constructor in place of those of the run, such as a reward function or a model,
+                whose weights are then not loaded from the run.
 
         Raises:
             UserError: There is no run, its config has another class, the weights of a model are missing, or an argument

@@ -106,7 +106,7 @@ def of_checkpoint(checkpoint: Path, role: str, dtype: torch.dtype | None, to: Pa
     if missing := index.shapes.keys() - {name.removeprefix(OF_ADAPTER) for name in weight_names(like)}:
         raise UserError(
             f"{checkpoint} has `{min(missing)}` of `{role}`, which transformers' files name otherwise; resume from the"
-            " checkpoint, which saves the model at its end"
+            f" checkpoint, which saves the model at its end, or take {like}, which may be of an earlier step"
         )
 
     def trained(name: str, tensor: Tensor) -> Tensor:

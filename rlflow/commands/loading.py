@@ -39,14 +39,19 @@ def load_module(cls: type[Module], path: Path, arguments: Mapping[str, Any]) -> 
     state = path if is_checkpoint else next(iter(checkpoint.newest_first(run.path)), None)
     # Until a run has ended, the checkpoint may be newer than the models: a signal's checkpoint comes without them.
     of_models = state is None or (run.summary.is_file() and not is_checkpoint)
-    weights = {role: _weights(run, None if of_models else state, role) for role in _roles(run, state, cls)}
-    if not weights:
+    if not (roles := _roles(run, state, cls)):
         raise UserError(f"{str(path)!r} is no folder of a run with a model of {cls.__name__}, and no checkpoint of one")
+    trusted = {} if module is None else {role: each.trust_remote_code for role, each in handles(module).items()}
+    weights = {
+        role: _weights(run, None if of_models else state, role, trusted.get(role, False))
+        for role in roles
+        if role not in arguments
+    }
     if module is None:
-        if defaults := [role for role in weights if role not in arguments]:
+        if weights:
             warnings.warn(
-                f"{run.path} has no config, so settings of `{defaults[0]}`, such as its temperature and LoRA, are the"
-                " defaults; set them in the module that is returned",
+                f"{run.path} has no config, so settings of `{next(iter(weights))}`, such as its temperature and LoRA,"
+                " are the defaults; set them in the module that is returned",
                 stacklevel=3,
             )
         kept = json.loads(run.hparams.read_text()) if run.hparams.is_file() else {}
@@ -54,7 +59,7 @@ def load_module(cls: type[Module], path: Path, arguments: Mapping[str, Any]) -> 
     elif arguments:
         module = cls(**{**_arguments_of(module, arguments), **_known(cls, arguments)})
     for role, handle in handles(module).items():
-        if role in weights and role not in arguments:
+        if role in weights:
             handle.model = weights[role]
     if state is not None:
         stored = json.loads((state / checkpoint.STATE).read_text())
@@ -111,7 +116,7 @@ def _roles(run: RunFolder, state: Path | None, cls: type[RLModule]) -> list[str]
     return [name for name in names if name in lead or run.model_of(name).is_dir()]
 
 
-def _weights(run: RunFolder, state: Path | None, role: str) -> str:
+def _weights(run: RunFolder, state: Path | None, role: str, trust_remote_code: bool) -> str:
     """A folder with the whole model of a role, as the run saved it or at a checkpoint."""
     source = state or (run.model_of(role) if run.model_of(role).is_dir() else run.model)
     if state is None and not (source / ADAPTER).is_file():
@@ -124,7 +129,7 @@ def _weights(run: RunFolder, state: Path | None, role: str) -> str:
         with tempfile.TemporaryDirectory(prefix="draft-", dir=target.parent) as drafts:
             draft = Path(drafts) / target.name
             with redirect_stdout(None):  # it would name the draft
-                export(source, draft, role=role)
+                export(source, draft, role=role, trust_remote_code=trust_remote_code)
             try:
                 draft.rename(target)
             except OSError:

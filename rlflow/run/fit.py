@@ -132,9 +132,12 @@ def _fit(
                 strategy.barrier()
             raise
     run.rank_engines.close()
+    leaves = run.is_first and not settings.fast_dev_run
+    if leaves:  # on any rank, whatever follows `fit` may ask whether the run has ended
+        summary = folder.write_summary(summary, run.paths[run.lead])
     strategy.barrier()  # rank 0, which ends last, serves the store that the others leave through
-    if run.is_first and not settings.fast_dev_run:
-        summary = _leave_behind(folder, run, summary)
+    if leaves:
+        _leave_behind(folder, summary)
     return summary
 
 
@@ -310,16 +313,14 @@ def _look_at_data(run: Run, console: Console) -> None:
             check_gold_answers(run)
 
 
-def _leave_behind(folder: RunFolder, run: Run, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Write `curves.png` and `summary.json`, print where the results are, and return the summary; rank 0 only."""
+def _leave_behind(folder: RunFolder, summary: dict[str, Any]) -> None:
+    """Write `curves.png`, and print where the results are; rank 0 only."""
     try:
         draw_curves(folder.path)
     except UserError as error:  # the metrics were damaged during the run; the run itself is done
         print(f"warning: no {CURVES_FILE}: {error}")
-    summary = folder.write_summary(numbers, run.paths[run.lead])
     for line in closing_lines(folder, summary):
         print(line)
-    return summary
 
 
 def _too_long(metrics: dict[str, float], max_seconds: float | None) -> bool:

@@ -163,8 +163,11 @@ def test_a_checkpoint_of_experts_apart_is_refused_before_anything_is_written(
     )
     stored, to = tmp_path / "run/checkpoint/step-00000001", tmp_path / "out"
     told = refusal(capfd, "export", "--model", str(stored), "--to", str(to))
+    model = tmp_path / "run/model"
     assert "which transformers' files name otherwise; resume from the checkpoint" in told
+    assert f"or take {model}, which may be of an earlier step" in told
     assert not to.exists() or not any(to.iterdir())
+    assert SFT.load_from_checkpoint(stored, actor=CausalLM(str(model))).actor.model == str(model)
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

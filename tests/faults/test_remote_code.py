@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlflow import RLModule
 from rlflow.cli import main
 from tests.own_code import copies_in, write_own_model
 from tests.own_folder import make, write
@@ -152,8 +153,10 @@ def test_an_adapter_of_such_a_model_is_exported_with_its_code_where_that_is_said
     assert "read it, then set `--trust_remote_code` to true" in capfd.readouterr().err.splitlines()[-1]
     assert not Path("was_run").exists()
     main([*export, "--trust_remote_code", "true"])
-    model = AutoModelForCausalLM.from_pretrained(Path("merged").resolve(), trust_remote_code=True)
-    assert type(model).__name__ == "OwnForCausalLM"
+    of_run = Path(vars(RLModule.load_from_checkpoint("runs/own"))["actor"].model)
+    for folder in (Path("merged"), of_run):  # what a run's config trusts is trusted where its module is loaded
+        model = AutoModelForCausalLM.from_pretrained(folder.resolve(), trust_remote_code=True)
+        assert type(model).__name__ == "OwnForCausalLM"
 
 
 def test_code_that_asks_for_more_code_and_does_not_say_whether_asks_nobody(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,18 @@ def test_the_run_folder_holds_what_the_documents_say(policy: Path, tmp_path: Pat
     assert json.loads((tmp_path / "run/summary.json").read_text()) == summary
     assert (summary["steps"], summary["problems"], list(summary["seconds"])) == (2, 3, ["run"])
     assert {"accuracy_before", "accuracy_after", "greedy_accuracy_before", "greedy_accuracy_after"} < summary.keys()
+
+
+def has_ended(run: Fit) -> bool:
+    """Whether this rank sees after `fit`, while rank 0 still draws curves, that the run has ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlflow.run.fit.draw_curves", lambda _: time.sleep(2))
+        fit(run)
+    return (run.folder / "summary.json").is_file()
+
+
+def test_every_rank_sees_that_a_run_has_ended(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    assert ranks2.run(has_ended, Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2)) == [True, True]
 
 
 def test_a_dev_run_leaves_the_real_one_s_folder_alone(policy: Path, tmp_path: Path) -> None:
