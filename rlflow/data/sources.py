@@ -103,10 +103,13 @@ class JSONL(Source):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         files, starts, _, lengths = self._lines
-        file = self._open(files[row])
-        line = os.pread(file.fileno(), lengths[row], starts[row])
-        if len(line) < lengths[row]:
-            raise UserError(f"{self.where(row)} is gone: the file got shorter while the run read it; start again")
+        try:
+            line = os.pread(self._open(files[row]).fileno(), lengths[row], starts[row])
+            gone = "the file got shorter while the run read it" if len(line) < lengths[row] else ""
+        except OSError as error:
+            gone = one_line(error)
+        if gone:
+            raise UserError(f"{self.where(row)} is gone: {gone}; put it back, and start again")
         try:
             # Bytes would be decoded with halves of characters, as some exports write emoji in place of UTF-8.
             value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=partial(_once, place=self.where(row)))
@@ -129,7 +132,7 @@ class JSONL(Source):
         return f"{self._paths[files[row]]}, line {numbers[row]}"
 
     def folder(self, row: int) -> Path | None:
-        return self._paths[self._lines[0][row]].parent
+        return self._files[self._lines[0][row]].parent
 
     def digest(self) -> str | None:
         """SHA-256 of the files' bytes and of their paths in the folder."""
@@ -145,10 +148,15 @@ class JSONL(Source):
         raise UserError(f"`path` is {self.path!r}, which is a folder without a .jsonl file; give a JSON Lines file")
 
     @cached_property
+    def _files(self) -> list[Path]:
+        """The paths, made absolute, since code of the user may call `os.chdir`."""
+        return [path.absolute() for path in self._paths]
+
+    @cached_property
     def _open(self) -> Callable[[int], BinaryIO]:
         """Function from a file's index to the open file; those used last stay open, others until nobody reads them."""
-        paths = self._paths
-        return lru_cache(MOST_OPEN)(lambda which: paths[which].open("rb"))
+        files = self._files
+        return lru_cache(MOST_OPEN)(lambda which: files[which].open("rb"))
 
     @cached_property
     def _lines(self) -> tuple[array[int], array[int], array[int], array[int]]:
@@ -216,9 +224,9 @@ class Parquet(Source):
         path = self._existing
         return digest_of_files(path, sorted(path.rglob("*")) if path.is_dir() else [path])
 
-    @property
+    @cached_property
     def _existing(self) -> Path:
-        return _existing(self.path, "a Parquet file or a folder of them", ".parquet")
+        return _existing(self.path, "a Parquet file or a folder of them", ".parquet").absolute()
 
     @cached_property
     def _groups(self) -> list[Any]:
@@ -228,7 +236,7 @@ class Parquet(Source):
 
         path = self._existing
         try:
-            dataset = parquet.ParquetDataset(path.absolute())
+            dataset = parquet.ParquetDataset(path)
             self._schema = dataset.schema
             return [group for file in dataset.fragments for group in file.split_by_row_group()]
         except (pyarrow.ArrowException, OSError) as error:

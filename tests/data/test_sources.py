@@ -175,6 +175,23 @@ def test_a_folder_of_many_files_has_few_of_them_open(tmp_path: Path, monkeypatch
     assert len([path for path in opened if path.startswith(str(tmp_path))]) == 2
 
 
+def test_files_are_opened_again_in_another_folder_and_one_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlflow.data.sources.MOST_OPEN", 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    for number in range(2):
+        write(tmp_path / f"rows/{number}.jsonl", f'{{"n": {number}}}\n')
+    source = JSONL("rows")
+    assert len(source) == 2
+    monkeypatch.chdir("/")
+    assert ([row["n"] for row in source.read([0, 1])], source.folder(0)) == ([0, 1], tmp_path / "rows")
+    (tmp_path / "rows/0.jsonl").unlink()
+    with pytest.raises(UserError, match=r"^rows/0.jsonl, line 1 is gone: .*No such file.*; put it back, and start aga"):
+        source[0]
+
+
 def test_a_device_is_no_source_and_is_not_read() -> None:
     with pytest.raises(
         UserError, match=r"is '/dev/zero', which is a device or a pipe; give a JSON Lines file or a folder of them$"
