@@ -22,6 +22,7 @@ from rlflow.models.pictures import class_of, copy_processor, reads_pictures
 from rlflow.models.remote_code import code_beside
 from rlflow.models.sizes import experts
 from rlflow.models.tiny import resolve_model
+from rlflow.models.weight_files import write_generation_config
 from rlflow.models.weights import ADAPTER, PARAMETER, is_adapter
 
 PEFT_PREFIX = "base_model.model."
@@ -255,11 +256,11 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
         reason = str(error).splitlines()[0]
         raise UserError(f"`--model` {str(adapter)!r} on {str(base)!r} cannot be loaded: {reason}") from error
     generation = merged.generation_config if merged.can_generate() else None
-    if generation is not None:  # `save_pretrained` would refuse settings with which models are published
+    if generation is not None:  # which `save_pretrained` may refuse
         merged.generation_config = type(generation)()
     merged.to(dtype).save_pretrained(folder)
     if generation is not None:
-        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+        write_generation_config(generation, folder)
     if pictures:
         copy_processor(base, folder)
     return base

@@ -32,7 +32,7 @@ from rlflow.models.pictures import (
 )
 from rlflow.models.prefixes import SHORTEST, Prefixes, gather
 from rlflow.models.remote_code import code_beside, register_decoder
-from rlflow.models.weight_files import WeightFiles, finish, not_finite
+from rlflow.models.weight_files import WeightFiles, finish, not_finite, write_generation_config
 from rlflow.models.weights import Weight, is_adapter, plain_name, stored_buffers
 from rlflow.storage.tensors import is_finite
 from rlflow.values.batch import TokenRows
@@ -295,8 +295,8 @@ class PackedModel(nn.Module):
         config.save_pretrained(folder)
         if self.path is not None:
             copy_processor(self.path, folder)
-        if self.model.can_generate():  # `save_pretrained` would refuse settings with which models are published
-            self.model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+        if self.model.can_generate():
+            write_generation_config(self.model.generation_config, folder)
 
     def save_adapter(self, folder: Path, state_dict: dict[str, Tensor]) -> None:
         """Write the adapters in peft's form.

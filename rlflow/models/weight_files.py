@@ -23,6 +23,11 @@ def shard_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
+def write_generation_config(generation: Any, folder: Path) -> None:
+    """Write a model's settings of generating, also those that `save_pretrained` would refuse in a published model."""
+    generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+
+
 class WeightFiles:
     """The tensors in a model's files, by name.
 
