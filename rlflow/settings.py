@@ -17,6 +17,7 @@ from rlflow.values.response_settings import SamplingSettings
 
 MOST_DEVICES = 1024  # of a machine
 MOST_NODES = 65_536
+VALIDATION = ("val/", "val_")  # how names of metrics of a validation begin; `value/loss` is one of training
 
 
 @dataclass(frozen=True)

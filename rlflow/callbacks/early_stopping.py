@@ -9,14 +9,13 @@ from typing import Any, Literal
 from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.errors import UserError, did_you_mean
 from rlflow.module import RLModule
-
-VALIDATION = ("val/", "val_")  # how names of metrics of a validation begin; `value/loss` is one of training
+from rlflow.settings import VALIDATION
 
 
 class EarlyStopping(Callback):
     """Ends the run once a metric is good enough, or no longer gets better.
 
-    A metric of validation (`val...`) is checked after each validation, any other metric after each step.
+    A metric of validation (`val/...`, `val_...`) is checked after each validation, any other metric after each step.
 
     Example:
         `EarlyStopping("val/accuracy", mode="max", patience=None, stopping_threshold=0.8)` ends the run after the first
@@ -105,7 +104,8 @@ class EarlyStopping(Callback):
                 return
             raise UserError(
                 f"EarlyStopping monitors `{self.monitor}`, which this run does not log."
-                f"{did_you_mean(self.monitor, metrics)} Logged: {', '.join(sorted(metrics))}"
+                f"{did_you_mean(self.monitor, metrics)} If a later step does, as after `start_step`, set `strict` to"
+                f" false. Logged: {', '.join(sorted(metrics))}"
             )
         value = metrics[self.monitor]
         reason = self._reason(value)

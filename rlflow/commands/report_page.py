@@ -29,6 +29,7 @@ from rlflow.errors import UserError, one_line
 from rlflow.loggers.jsonl import SAMPLES_FILE, read_metrics, read_samples
 from rlflow.loggers.secrets import without_secrets
 from rlflow.run.prepare import plan_run
+from rlflow.settings import VALIDATION
 
 MOST_BYTES = 2_000_000  # of the samples of all runs, as JSON
 MOST_SAMPLES = 400  # of a run
@@ -283,7 +284,7 @@ def _matches(name: str, pattern: str) -> bool:
     if pattern == "reward/*":
         return name.startswith("reward/") and name not in NOT_PARTS
     start, star, end = pattern.partition("*")
-    of_validation = pattern.startswith("*") and name.startswith("val")
+    of_validation = pattern.startswith("*") and name.startswith(VALIDATION)
     return name == pattern if not star else name.startswith(start) and name.endswith(end) and not of_validation
 
 

@@ -19,6 +19,7 @@ from rich.table import Column
 
 from rlflow.errors import readable
 from rlflow.process.terminal import lasting
+from rlflow.settings import VALIDATION
 
 MOST_BYTES = 64 * 2**20
 POLL_S = 1.0
@@ -177,7 +178,7 @@ def _fields(metrics: Mapping[str, float]) -> dict[str, str]:
 def _of_roles(label: str, metric: str, form: str, metrics: Mapping[str, float]) -> dict[str, str]:
     """A metric of the roles: `loss 0.512`, with the role's name where there are several."""
     end = metric.removeprefix("*")
-    roles = [name.removesuffix(end) for name in metrics if name.endswith(end) and not name.startswith("val")]
+    roles = [name.removesuffix(end) for name in metrics if name.endswith(end) and not name.startswith(VALIDATION)]
     labels = {role: f"{role} {label}" if len(roles) > 1 else label for role in roles}
     return {each: f"{each} {form.format(metrics[role + end])}" for role, each in labels.items()}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.callbacks.callback import Callback
-from rlflow.callbacks.early_stopping import VALIDATION, EarlyStopping
+from rlflow.callbacks.early_stopping import EarlyStopping
 from rlflow.context.generation import require_no_seats
 from rlflow.controller.run import Run
 from rlflow.dag.annotations import members, names_fields
@@ -28,7 +28,7 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
 from rlflow.models.moe import check_moe
 from rlflow.module import RLModule, aggregation_of, environments, handles, has_validation_step
-from rlflow.settings import Settings
+from rlflow.settings import VALIDATION, Settings
 from rlflow.values.batch import Batch, Pairs
 from rlflow.values.layout import Layout
 from rlflow.values.response_settings import ResponseSettings

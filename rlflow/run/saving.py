@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from rlflow import checkpoint
-from rlflow.callbacks.early_stopping import VALIDATION
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint import Checkpoint, Progress, RandomStates, Snapshot
 from rlflow.controller import Controller
@@ -21,6 +20,7 @@ from rlflow.run.agreement import attempt
 from rlflow.run.folder import RunFolder
 from rlflow.run.recording import Recording
 from rlflow.run.resume import Resume
+from rlflow.settings import VALIDATION
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft
 from rlflow.storage.space import bytes_in, in_bytes, require_space

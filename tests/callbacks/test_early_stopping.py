@@ -77,7 +77,8 @@ def test_a_metric_of_training_is_looked_at_after_each_step() -> None:
 
 def test_a_metric_that_is_not_logged_is_refused_with_the_names_that_are() -> None:
     callback = EarlyStopping("val/acuracy", patience=1)
-    with pytest.raises(UserError, match=r'`val/acuracy`.*Did you mean "val/accuracy"\?.*val/accuracy, val/reward'):
+    said = r'`val/acuracy`.*Did you mean "val/accuracy"\? .* set `strict` to false. Logged: val/accuracy, val/reward'
+    with pytest.raises(UserError, match=said):
         callback.on_validation_end(Trainer(), RLModule(), 0, {"val/reward": 0.0, "val/accuracy": 0.0})
 
 

@@ -32,7 +32,15 @@ from rlflow.commands.parser import call
 from rlflow.commands.report import report
 from rlflow.commands.report_charts import Z, graph_drawing, in_bytes, short, thinned, ticks, wilson
 from rlflow.commands.report_health import RANGES, findings
-from rlflow.commands.report_page import MOST_BYTES, MOST_SAMPLES, ReportedRun, chosen_samples, with_pictures
+from rlflow.commands.report_page import (
+    MOST_BYTES,
+    MOST_SAMPLES,
+    PANELS,
+    ReportedRun,
+    _of_panel,
+    chosen_samples,
+    with_pictures,
+)
 from rlflow.commands.report_server import open_server
 from rlflow.dag.tasks import Exchange
 from rlflow.loggers.jsonl import JSONLLogger
@@ -134,6 +142,11 @@ def test_the_page_draws_the_graph_and_says_what_differs_between_runs(page: str) 
         ("module.init_args.actor.optimizer.lr", "0.1", "0.2")
     ]
     assert "1 setting differs" in page
+
+
+def test_a_role_whose_name_begins_as_validation_has_its_curve(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", **{"value/loss": 1.0, "val/loss": 2.0})  # type: ignore[arg-type]
+    assert list(_of_panel(ReportedRun(run), "Loss", PANELS["Loss"])) == ["value/loss"]
 
 
 def test_readers_that_share_an_exchange_are_not_counted_twice(tmp_path: Path) -> None:

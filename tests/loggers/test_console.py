@@ -187,8 +187,8 @@ def test_what_takes_long_is_named_and_what_does_not_is_not(monkeypatch: pytest.M
 def test_a_loss_is_shown_where_nothing_is_sampled() -> None:
     sft = {"actor/loss": 1.25, "val/loss": 2.0}
     assert shown((1, sft, 101.0)) == ["step 1/10  loss 1.250  left 0:09"]
-    both = {"actor/loss": 1.25, "critic/loss": 0.5}
-    assert shown((1, both, 101.0)) == ["step 1/10  actor loss 1.250  critic loss 0.500  left 0:09"]
+    both = {"actor/loss": 1.25, "value/loss": 0.5}
+    assert shown((1, both, 101.0)) == ["step 1/10  actor loss 1.250  value loss 0.500  left 0:09"]
     for sampled in ("reward/mean", "rollout/length"):
         assert "loss" not in shown((1, {"actor/loss": 0.1, sampled: 1.0}, 101.0))[0]
 
