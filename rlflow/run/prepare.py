@@ -126,8 +126,10 @@ def configure(module: RLModule) -> None:
 
 
 def _settings(handle: ModelHandle) -> dict[str, Any]:
-    """The settings of a model that only a user changes; the run itself changes `trainable`."""
+    """The settings of a model that only a user changes; the run itself may freeze it, which removes its optimizer."""
     names = set(signature(type(handle)).parameters) - {"trainable", "owner"}
+    if handle.optimizer is None:
+        names.discard("optimizer")
     return {name: value for name, value in vars(handle).items() if name in names}
 
 

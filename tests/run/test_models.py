@@ -23,6 +23,7 @@ def test_a_run_changes_no_model_that_a_user_holds() -> None:
         read_graph(module)
         assert module.actor is not actor
         assert module.actor.trainable
+        assert module.actor.optimizer == actor.optimizer
         module.actor.freeze()  # as validation does
     assert actor.trainable
 
