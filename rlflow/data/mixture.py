@@ -22,6 +22,7 @@ from rlflow.data.sources import DataLike, Source, as_source
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
 from rlflow.errors import UserError
+from rlflow.rewards.reward import PROMPTS
 from rlflow.values.response_settings import ResponseSettings, SamplingSettings
 
 Shuffle = Callable[[Tensor, int, str], Tensor]
@@ -36,7 +37,8 @@ class MixedDataset:
         weight: Share of the prompts, in proportion to the weights of the other datasets. Or a schedule of weights:
             points `[step, weight]`, with ascending steps from 0. Between two points the weight changes linearly; before
             the first point and after the last it is constant.
-        prompt: Column that becomes the column `prompt`; dots step into a column. None if rows need no such change.
+        prompt: Column that becomes the column `prompt`; dots step into a column. None if rows need no such change. If
+            another dataset needs one, the column `question` of rows without a `prompt` becomes the column `prompt`.
         template: Text that becomes the column `prompt`. Columns are in braces: `{question} Answer with a number.`;
             `{prompt}` is the column `prompt`.
         max_response_length: Tokens after which responses to these prompts are cut, at most the module's own limit. None
@@ -211,6 +213,11 @@ class Mixture(Source):
         return torch.cat([interleaved(of_step) for of_step in zip(*parts, strict=True)])
 
     @property
+    def writes_prompts(self) -> bool:
+        """Whether it writes the column `prompt` of some rows, so that prompts are read from it."""
+        return any(each.prompt is not None or each.template is not None for each in self.datasets.values())
+
+    @property
     def is_scheduled(self) -> bool:
         """Whether weights change from step to step."""
         return any(len(each.points) > 1 for each in self.datasets.values())
@@ -256,6 +263,8 @@ class Mixture(Source):
         row = {**row, self.column: name}
         if each.prompt is not None:
             row["prompt"] = column_of(row, each.prompt, place)
+        elif each.template is None and self.writes_prompts and (there := [name for name in PROMPTS if name in row]):
+            row["prompt"] = row[there[0]]
         if each.template is not None:
             own = row.get("prompt")
             if not isinstance(own, str | None):

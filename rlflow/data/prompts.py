@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
+from rlflow.data.mixture import Mixture
 from rlflow.data.pictures import (
     MOST_IN_ROW,
     UnreadablePicture,
@@ -157,6 +158,12 @@ class PromptData:
             # It is not read for whole conversations, except where they are held.
             absent = PROMPTS[0] if _is_whole(response) else None
             found.prompt = _first(row, PROMPTS, "prompt", place, absent)
+        for name, source in (("train", self.train), ("validation", self.validation)):
+            if isinstance(source, Mixture) and source.writes_prompts and found.prompt != PROMPTS[0]:
+                raise UserError(
+                    f"prompts are read from the column `{found.prompt}`, and a `template` or `prompt` in `data.{name}`"
+                    " writes the column `prompt`; leave them out, or let all data have the column `prompt`"
+                )
         if self.chat_template is None:
             prompt = None if _is_whole(response) else column_of(row, str(found.prompt), place)
             found.chat_template = isinstance(prompt, list) or isinstance(response, list) or self.images is not None

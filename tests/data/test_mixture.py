@@ -142,6 +142,17 @@ def test_a_dataset_writes_its_prompt_by_a_column_and_a_template() -> None:
     ]
 
 
+def test_prompts_are_read_where_a_template_writes_them_whichever_dataset_is_first() -> None:
+    asked, written = [{"question": "1+1="}], MixedDataset([{"question": "2+2="}], template="{question} Think.")
+    for source in (Mixture({"sums": asked, "math": written}), Mixture({"math": written, "sums": asked})):
+        data = PromptData(source).resolved()
+        assert data.prompt == "prompt"
+        assert {row["prompt"] for row in data.train.read([0, 1])} == {"1+1=", "2+2= Think."}
+    for train, settings in ((source, {"prompt": "question"}), (asked, {"validation": source})):
+        with pytest.raises(UserError, match=r"read from the column `question`, and a `template` or `prompt` in `data"):
+            PromptData(train, **settings).resolved()
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
