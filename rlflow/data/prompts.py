@@ -502,6 +502,11 @@ class Encoder:
             raise UserError(f"{where} is {messages!r:.60}, and in other rows a list of messages; make them alike")
         if not self._data.chat_template:
             raise UserError(f"{where} is a list of messages; set `data.chat_template: true`")
+        if self._data.images is not None or self.picture_count(row, place):
+            raise UserError(
+                f"{where} is a list of messages to learn, and such rows can have no pictures; leave out `data.images`"
+                " and pictures in the prompt"
+            )
         bridge = self.bridge(self._definition_of(row))
         if _is_whole(messages):
             before, after = [], self._messages(messages, place)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from rlflow.data.loader import Loader
 from rlflow.data.pictures import Album, portable
-from rlflow.data.prompts import PromptData
+from rlflow.data.prompts import Encoder, PromptData
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.models.pictures import PictureProcessor
@@ -203,6 +203,22 @@ def test_what_cannot_be_is_refused_in_one_line(case: str, processor: PictureProc
         loader(processor, [{"prompt": "which?", **row}], **{"images": "image", **settings})
     assert "\n" not in str(error.value)
     assert MOST_PIXELS == 2**26
+
+
+@pytest.mark.parametrize("in_message", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("sees", [False, True])
+def test_learned_messages_can_have_no_pictures(
+    sees: bool, whole: bool, in_message: bool, processor: PictureProcessor
+) -> None:
+    part = {"type": "image", "image": "none.png"}
+    prompt = [{"role": "user", "content": [part] if in_message else "which?"}]
+    said = [{"role": "user", "content": "which?"}] * whole + [{"role": "assistant", "content": "red"}]
+    row = {"prompt": prompt, "messages": said, "image": "none.png"}
+    data = PromptData([row], prompts_per_step=1, images=None if in_message else "image").resolved("responses")
+    reads = processor if sees else None
+    with pytest.raises(UserError, match="`messages` is a list of messages to learn, and such rows can have no pict"):
+        Encoder(data, processor._tokenizer, processor=reads)(data.train, [0])
 
 
 def test_a_model_of_text_is_not_given_pictures() -> None:
