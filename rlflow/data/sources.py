@@ -400,8 +400,8 @@ def is_data_module(data: object) -> TypeGuard[LightningDataModule]:
 def datasets_of(module: LightningDataModule, of: str = "data.train", split: str = "train") -> tuple[Any, Any]:
     """The training and the validation dataset of a `LightningDataModule`; None where it has no such loader.
 
-    Calls `prepare_data` on the first rank of each machine (`LOCAL_RANK` 0), then `setup("fit")` on all. Uses only the
-    `dataset` of its loaders, not their batches, order or `collate_fn`.
+    Calls `prepare_data` in the first rank of each machine, before that starts the others, then `setup("fit")` in all.
+    Uses only the `dataset` of its loaders, not their batches, order or `collate_fn`.
 
     Args:
         module: The module.
@@ -409,9 +409,16 @@ def datasets_of(module: LightningDataModule, of: str = "data.train", split: str 
         split: The split that it must have, `train` or another for validation.
 
     Raises:
-        UserError: The module has no loader of `split`, or a loader has no dataset or a sampler that leaves rows out.
+        UserError: The module has no loader of `split`, or a loader has no dataset or a sampler that leaves rows out; or
+            it has a `prepare_data`, and torchrun or Slurm started several ranks of this machine.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # other ranks start after the first has prepared
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")  # such as 2(x16)
+    if ranks.partition("(")[0] != "1" and type(module).prepare_data is not _base_of(module).prepare_data:
+        raise UserError(
+            f"`{of}` is a {type(module).__name__} with a `prepare_data`, and torchrun or Slurm started several ranks of"
+            " this machine, none of which waits for another; run it in a command before, and leave it out of the class"
+        )
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         module.prepare_data()
     module.setup("fit")
     train = _loaded_by(module, "train_dataloader", "data.train")
@@ -420,6 +427,10 @@ def datasets_of(module: LightningDataModule, of: str = "data.train", split: str 
     if needed is None:
         raise UserError(f"`{of}` is a {type(module).__name__} without a `{method}`; give it one")
     return train, validation
+
+
+def _base_of(module: LightningDataModule) -> Any:
+    return next(base for base in type(module).__mro__ if base.__name__ == "LightningDataModule")
 
 
 class _Listed(Source):
@@ -463,9 +474,8 @@ def _loaded_by(module: LightningDataModule, method: str, of: str) -> Any:
     Raises:
         UserError: It returns several loaders, one without a dataset, or one whose sampler may leave rows out.
     """
-    base = next(base for base in type(module).__mro__ if base.__name__ == "LightningDataModule")
     own = getattr(module, method)
-    if getattr(own, "__func__", None) is getattr(base, method):  # which raises
+    if getattr(own, "__func__", None) is getattr(_base_of(module), method):  # which raises
         return None
     loader = own()
     if isinstance(loader, list | tuple) and len(loader) < 2:
