@@ -120,7 +120,7 @@ class NodeContext:
         longest_prompt: Tokens of the longest prompt that a node may generate from; None for any.
         conversations: Runs conversations; None without a tokenizer.
         prompt_column: Column of the prompt that rewards read, see `RewardInput`.
-        trainer_state: A step (from 0) to the progress of the run, for rewards.
+        trainer_state: A step and a draw (from 0) to the progress of the run, for rewards.
         reward: The module's reward; None without.
         masks: Rows of a mixture to which of them are of each dataset `[B]`, by name; empty for one dataset.
         own_settings: Rows of the dataset to what the dataset of each sets for its responses; empty for one dataset.
@@ -148,7 +148,7 @@ class NodeContext:
     longest_prompt: int | None = None
     conversations: ConversationRunner | None = None
     prompt_column: str | None = None
-    trainer_state: Callable[[int], TrainerState] = TrainerState
+    trainer_state: Callable[[int, int], TrainerState] = lambda step, draw: TrainerState(step)
     reward: Reward | None = None
     masks: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]] = lambda rows: {}
     own_settings: Callable[[Sequence[Mapping[str, Any]]], Sequence[ResponseSettings]] = lambda rows: []
@@ -371,7 +371,7 @@ class NodeContext:
                 " on, which nodes that train would not know of; score in a node that reads `rollout: Written` and"
                 " returns PerSample, or set `on_error` to raise or zero"
             )
-        scores = self._scores(reward, self.reward_input(rollout, now.metrics.step), now)
+        scores = self._scores(reward, self.reward_input(rollout, now.metrics.step, now.draw), now)
         if drops:
             (path,) = (value for value in vars(rollout).values() if isinstance(value, RowPath))
             mine = on_host(path.numbers)[list(scores.dropped)]
@@ -412,8 +412,8 @@ class NodeContext:
                 self.transport.watch.flight(name, start, end)
         return scores
 
-    def reward_input(self, rollout: Written, step: int) -> RewardInput:
-        """This rank's samples as a reward reads them, at a step counted from 0; no node needs to run.
+    def reward_input(self, rollout: Written, step: int, draw: int) -> RewardInput:
+        """This rank's samples as a reward reads them, at a step and a draw counted from 0; no node needs to run.
 
         Token ids are computed only if the reward asks for them.
         """
@@ -422,7 +422,7 @@ class NodeContext:
             lengths = on_host(rollout.lengths).tolist()
             return [ids[:length] for ids, length in zip(on_host(rollout.response_ids).tolist(), lengths, strict=True)]
 
-        state = self.trainer_state(step)
+        state = self.trainer_state(step, draw)
         return RewardInput(rollout.texts, rollout.rows, self.prompt_column, rollout.messages, token_ids, state)
 
     def scores_of(self, reward: Reward, responses: RewardInput, ranks: tuple[int, ...]) -> Scores:

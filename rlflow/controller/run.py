@@ -212,9 +212,9 @@ class Run(RunPlan):
             return self.data.max_prompt_length
         return max(loader.scan.longest_prompt for loader in self.loaders if loader is not None)
 
-    def trainer_state(self, step: int) -> TrainerState:
-        """The progress of the run before `step` (from 0), as rewards read it."""
-        return TrainerState(step, self.steps, step * self.data.prompts_per_step / max(1, self.train.size))
+    def trainer_state(self, step: int, draw: int) -> TrainerState:
+        """The progress of the run before this draw of `step` (both from 0), as rewards read it."""
+        return TrainerState(step, self.steps, draw / self.train.steps_per_epoch)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""

@@ -41,19 +41,20 @@ DRAW = 0  # the same seeds at every validation, so that only the policy makes a 
 Scored = Callable[[str, Tensor, Rollout, Tensor], None]
 
 
-def measure(run: Run, version: int, done: int) -> dict[str, float]:
+def measure(run: Run, version: int, done: int = 0, draws: int = 0) -> dict[str, float]:
     """Metrics of the held-out rows, equal on every rank: of sampled responses, and of the rows themselves.
 
     Args:
         run: The run on this rank.
         version: Version of the policy's weights.
         done: Number of steps trained before; passed to rewards.
+        draws: Number of draws of prompts before; passed to rewards.
     """
     report(run.rank, "validation")
     strategy, metrics = run.strategy, dict[str, float]()
     if run.scores_validation:
         with memory_watched("validation, generating", partial(to_generate, strategy, run.validating), strategy):
-            metrics = score_responses(run, version, done)
+            metrics = score_responses(run, version, done, draws)
     if has_validation_step(run.module) or run.loss_node is not None:
         with memory_watched("validation, scoring", partial(to_score, strategy), strategy):
             of_rows = score_rows(run)
@@ -71,7 +72,9 @@ def require_other_names(metrics: Mapping[str, float], of_rows: Mapping[str, floa
         )
 
 
-def score_responses(run: Run, version: int, done: int, on_scored: Scored | None = None) -> dict[str, float]:
+def score_responses(
+    run: Run, version: int, done: int = 0, draws: int = 0, on_scored: Scored | None = None
+) -> dict[str, float]:
     """Metrics of responses: `val_samples` for each held-out prompt, see `held_out_sampling`, and one at temperature 0.
 
     Ranks that do not generate only receive the result. If the module has an environment, responses are conversations,
@@ -82,6 +85,7 @@ def score_responses(run: Run, version: int, done: int, on_scored: Scored | None 
         run: The run on this rank.
         version: Version of the policy's weights.
         done: Number of steps trained before; passed to rewards.
+        draws: Number of draws of prompts before; passed to rewards.
         on_scored: Called with `val` and then `val_greedy`, this rank's ids of prompts `[B]`, its `B * n` responses and
             their scores `[B * n]`, on ranks whose rows count. None for nothing.
 
@@ -134,7 +138,7 @@ def score_responses(run: Run, version: int, done: int, on_scored: Scored | None 
                 {POLICY: engine}, environment, batch.rows, path, n, sampling, call, pictures=batch.pictures
             )
         speaks = layout.publishes(transport.rank)
-        of_rank = run.context.reward_input(rollout, done) if speaks else RewardInput([], [])
+        of_rank = run.context.reward_input(rollout, done, draws) if speaks else RewardInput([], [])
         scored = None if module.scorer is None else run.context.scores_of(module.scorer, of_rank, layout.ranks)
         if not speaks:
             continue

@@ -38,7 +38,7 @@ class TrainerState:
     Attributes:
         global_step: Number of steps before this one.
         max_steps: Number of steps of the run.
-        epoch: Number of passes over the dataset before this step, with a fraction.
+        epoch: Number of passes over the dataset before the last prompts were drawn, with a fraction.
     """
 
     global_step: int = 0

@@ -242,9 +242,12 @@ class Fit:
 
     def _stand_at(self, done: int) -> None:
         """Set `global_step` and `current_epoch` of the trainer, which callbacks see, after `done` steps."""
-        draws = done if self.run.plan.fill is None else self.controller.draws
         self.state.global_step = done
-        self.state.current_epoch = max(0, draws - 1) // self.run.train.steps_per_epoch
+        self.state.current_epoch = max(0, self._draws(done) - 1) // self.run.train.steps_per_epoch
+
+    def _draws(self, done: int) -> int:
+        """Number of draws of prompts for `done` steps."""
+        return done if self.run.plan.fill is None else self.controller.draws
 
     def _step(self, done: int) -> dict[str, float]:
         """Run the step after `done`, and return its metrics over all ranks.
@@ -296,7 +299,7 @@ class Fit:
         follows = None if name is None else policies.get(name)
         if self.run.scores_validation and follows is not None:
             policies.bring(follows.name, done)
-        metrics = measure(self.run, 0 if follows is None else follows.version_after(done), done)
+        metrics = measure(self.run, 0 if follows is None else follows.version_after(done), done, self._draws(done))
         if follows is not None and self.run.graph.policies() != (follows.name,):
             follows.sleep()  # else the next step generates with it first, and lets it sleep
         self.state.callback_metrics |= metrics

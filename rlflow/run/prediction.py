@@ -142,7 +142,7 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
                         of_prompts=loader.own_settings(batch.rows),
                     )
                     if layout.publishes(transport.rank):
-                        read = run.context.reward_input(rollout, 0)
+                        read = run.context.reward_input(rollout, 0, 0)
                         for i, text in enumerate(rollout.texts):
                             line = {
                                 "row": rows[int(ids[i // n])],

@@ -42,7 +42,7 @@ def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_con
     assert run.validation is not None
     join(run, resolved_config)
     with loaded(run) as folder:
-        metrics = measure(run, version=0, done=0)
+        metrics = measure(run, version=0)
         state.callback_metrics = dict(metrics)
         callbacks.call(Callback.on_validation_end, 0, metrics)
     run.rank_engines.close()
@@ -91,7 +91,7 @@ def test(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config:
             mine.append({**found, "dataset": dataset, "response": rollout.texts[i]})
 
     with loaded(run) as folder:
-        metrics = score_responses(run, version=0, done=0, on_scored=keep)
+        metrics = score_responses(run, version=0, on_scored=keep)
         state.callback_metrics = dict(metrics)
         callbacks.call(Callback.on_validation_end, 0, metrics)
         responses = [each for of_rank in run.transport.gather_json(mine) for each in of_rank]

@@ -13,6 +13,7 @@ import torch
 
 from rlflow import Batch, CausalLM, PerSample, PerToken, Rollout, UserError, node
 from rlflow.controller.draws import kept_groups
+from rlflow.rewards.reward import RewardInput, Scores
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
@@ -272,6 +273,26 @@ def test_a_step_makes_all_allowed_draws_and_the_engine_sleeps_after_the_last(pol
     (step,) = fit(Fit(module, sums(10, NEEDED), tmp_path, engine=engine)).steps
     assert (step["filter/draws"], step["filter/kept"], step["filter/surplus"]) == (6.0, 4 / 24, 0.0)
     assert engine.asked == ["generate"] * 6 + ["sleep"]
+
+
+class Epochs(OddCharacters):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def score(self, responses: RewardInput) -> Scores:
+        self.seen.append(responses.state.epoch)
+        return super().score(responses)
+
+
+def test_a_reward_is_given_the_passes_of_all_draws(policy: Path, tmp_path: Path) -> None:
+    module, reward = picky(policy), Epochs()
+    module.reward = reward
+    ran = fit(Fit(module, sums(10, NEEDED, held_out=2), tmp_path, settings={"max_steps": STEPS}))
+    draws = int(sum(step["filter/draws"] for step in ran.steps))
+    assert draws > STEPS
+    # An epoch has 2 draws, of 4 of the 10 rows. Both validations score samples, and those at temperature 0.
+    assert reward.seen == [0.0, 0.0, *(draw / 2 for draw in range(draws)), draws / 2, draws / 2]
 
 
 def test_groups_are_kept_whole() -> None:
