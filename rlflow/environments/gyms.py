@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -79,7 +80,7 @@ class SkyRLGym:
         self._gym = self._class(env_config=self._config, extras=row)
         prompt = row.get(self._prompt, [])
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        messages, _ = self._gym.init(prompt)
+        messages, _ = self._gym.init(deepcopy(prompt))
         if messages[: len(prompt)] != prompt:
             raise UserError(
                 f"{self._class.__name__}.init changed the prompt, which the dataset gave; let it add messages alone"

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,8 @@ class HostError(WorkerError):
 class InProcess:
     """Runs an environment in the rank's own process: faster than a `Worker`, without limits of time and memory.
 
-    It has the methods of `Worker`, called in the same order. It runs one conversation's environment at a time; while
+    It has the methods of `Worker`, called in the same order. Like a worker's, its environment gets copies of what it is
+    given, which it may change. It runs one conversation's environment at a time; while
     its code runs, the process-wide `random` and NumPy are in the states of this conversation.
 
         host = InProcess()
@@ -69,11 +71,11 @@ class InProcess:
 
     def make(self, path: str, /, **given: Any) -> None:
         """Construct the environment from the class at a dotted path, in place of the one before."""
-        self._kept = self._value(path, lambda: named(path)(**given))
+        self._kept = self._value(path, lambda: named(path)(**deepcopy(given)))
 
     def call(self, method: str, /, **given: Any) -> Any:
         """What a method of the environment returns; a coroutine is awaited."""
-        return self._value(method, lambda: getattr(self._kept, method)(**given))
+        return self._value(method, lambda: getattr(self._kept, method)(**deepcopy(given)))
 
     def read(self, name: str, /) -> Any:
         """An attribute of the environment; None where it has none."""

@@ -452,7 +452,7 @@ def add_group_rewards(
         {"messages": each.messages, "rewards": each.rewards, "row": row, "seat": seats[each.seat]} for each in group
     ]
     try:
-        rewards = yield partial(session.group_rewards, deepcopy(given))  # which an environment may change
+        rewards = yield partial(session.group_rewards, given)
     except HostError as error:
         for conversation in group:
             _fail(conversation, error, rules)

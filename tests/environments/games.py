@@ -82,6 +82,16 @@ class Games:
     class Inner(CountDown): ...
 
 
+class Dealt(CountDown):
+    """Takes one of the cards that it is made with, and one of the row's."""
+
+    def __init__(self, deck: list[int]) -> None:
+        self.deck = deck
+
+    def reset(self, cards: list[int]) -> None:
+        super().reset(self.deck.pop() + cards.pop())
+
+
 def add(a: float, b: float) -> float:
     """Add two numbers.
 
@@ -263,6 +273,14 @@ class Forgetful(Sky):
 
     def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
         return [{"role": "user", "content": "Anew."}], {}
+
+
+class Appending(Sky):
+    """Adds to the very prompt that it is given."""
+
+    def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        prompt.append({"role": "user", "content": "Think."})
+        return prompt, {}
 
 
 class Dated:

@@ -34,8 +34,9 @@ def test_a_gym_that_is_cut_is_over() -> None:
     assert lamp.answer(ParsedTurn("off"), 0).done
 
 
-def test_an_environment_of_skyrl_s_form_is_made_with_the_row() -> None:
-    sky = session(SKY, gym="games.Sky", config={"bonus": 0.5}, prompt="question")
+@pytest.mark.parametrize("gym", ["games.Sky", "games.Appending"])
+def test_an_environment_of_skyrl_s_form_is_made_with_the_row(gym: str) -> None:
+    sky = session(SKY, gym=gym, config={"bonus": 0.5}, prompt="question")
     prompt = [message("user", "2 + 2?")]
     assert sky.begin(prompt, {"question": prompt, "answer": "4"}) == [*prompt, message("user", "Think.")]
     first = sky.answer(ParsedTurn("3"), 0)

@@ -211,6 +211,12 @@ def test_an_environment_is_made_with_its_arguments(host: Host) -> None:
     assert session.begin([], {"start": 1}) == [message("user", "count down from 4")]
 
 
+def test_what_an_environment_changes_is_its_own(host: Host) -> None:
+    dealt, row = defined("games.Dealt", arguments={"deck": [1, 2]}), {"cards": [3, 4]}
+    began = [Session(dealt, host).begin([], row) for _ in range(2)]
+    assert began == [[message("user", "count down from 6")]] * 2
+
+
 @pytest.mark.parametrize(("given", "shown"), [("nan", "nan"), ("an integer beyond floats", "10{59}")])
 def test_a_reward_that_is_no_number_names_class_method_and_turn(host: Host, given: str, shown: str) -> None:
     session = Session(defined("games.Unrewarding"), host)
