@@ -28,6 +28,8 @@ PROBLEMS = {
     "missing_name": "this tool call names no tool",
     "malformed_structure": "this tool call cannot be read",
 }
+# Turns where the prompt begins a thought, which a turn has to end; the second is of gpt-oss.
+AFTER_THOUGHTS = "</think>a", "<|end|><|start|>assistant<|channel|>final<|message|>a"
 HARMONY = "gpt-oss"
 HARMONY_VOCABULARY = "TIKTOKEN_ENCODINGS_BASE"  # where openai_harmony finds its vocabulary; else it downloads it
 
@@ -112,7 +114,7 @@ class RendererBridge(Bridge):
         named = {"name": self._tools[0]["function"]["name"]} if self._tools and role == "tool" else {}
         new = [message(role, "?", **named)]
         closed = None
-        for text in ("a", "</think>a"):  # the second where the prompt begins a thought, which a turn has to end
+        for text in ("a", *AFTER_THOUGHTS):
             self._word = [int(each) for each in self._tokenizer.encode(text, add_special_tokens=False)]
             if self._bridged(self._prompt, [*self._word, self.ends[0]], new) is not None:
                 closed = self._bridged(self._prompt, self._word, new)
@@ -127,7 +129,7 @@ class RendererBridge(Bridge):
                     else "set `thinking_retention: all` next to its `name`, which leaves thoughts where they are"
                 )
             )
-        first = next(each for each in closed if each in self.ends)
+        first = next((each for each in closed if each in self.ends), self.ends[0])
         self.ends = (first, *(each for each in self.ends if each != first))
 
     def _bridged(self, before: Sequence[int], spoken: Sequence[int], new: Sequence[Message]) -> list[int] | None:
@@ -163,6 +165,7 @@ def _made(tokenizer: Any, named: RendererName) -> tuple[str, Any]:
             f"the renderer `gpt-oss` reads OpenAI's vocabulary from the folder that {HARMONY_VOCABULARY} names, and"
             " would download it without; put o200k_base.tiktoken into a folder and set the variable"
         )
+    if name == HARMONY:
         given.setdefault("conversation_start_date", TODAY.date().isoformat())
     try:
         return str(name), create_renderer(tokenizer, settings(**given))

@@ -17,7 +17,7 @@ from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError
 from tests.environments.families import SCHEMA, tokenizer_of
 
-QWEN3 = tokenizer_of("qwen3")
+QWEN3, GPT_OSS = tokenizer_of("qwen3"), tokenizer_of("gpt-oss")
 KEEPS = {"name": "qwen3", "thinking_retention": "all"}
 PIECES = st.one_of(
     st.text(max_size=4),
@@ -159,6 +159,32 @@ def test_glm_s_renderer_goes_on_as_its_family_s_template_writes() -> None:
     )
     before, after = (tokenizer.encode(part, add_special_tokens=False) for part in whole.split("@"))
     assert tokens == [*before, *map(ord, "<|user|>"), *after]
+
+
+class ByteHarmony:
+    """In place of openai_harmony's encoder, whose vocabulary is a download: a message is its JSON."""
+
+    def render(self, each: Any) -> list[int]:
+        return list(GPT_OSS.encode(f"<|start|>{each.author.role.value}<|message|>{each.to_json()}<|end|>"))
+
+    def render_conversation(self, conversation: Any) -> list[int]:
+        return [token for each in conversation.messages for token in self.render(each)]
+
+
+def test_gpt_oss_s_renderer_goes_on_after_what_it_thought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts have a fixed date; a turn that was cut in a thought is closed, and another keeps its end."""
+    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", "here")
+    monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", lambda name: ByteHarmony())
+    bridge = RendererBridge(GPT_OSS, "gpt-oss", [SCHEMA], "tool")
+    asked = bridge.begin([message("user", "?")])
+    assert '"conversation_start_date": "2024-07-26"' in GPT_OSS.decode(asked)
+    call = '<|end|><|start|>assistant to=functions.guess<|channel|>commentary<|message|>{"word": "a"}<|call|>'
+    for said, closed in (("Well." + call, ""), ("Well.", "<|end|>"), ("Well.<|return|>", "")):
+        turn = GPT_OSS.encode(said)
+        following = GPT_OSS.decode(bridge.after([tool("é")], turn, asked))
+        assert following.startswith(closed + "<|start|>tool<|message|>")
+        assert following.endswith("<|start|>assistant<|channel|>analysis<|message|>")
+    assert bridge.read(GPT_OSS.encode("Well." + call), asked).calls == (ToolCall("guess", {"word": "a"}),)
 
 
 def test_a_renderer_never_asks_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
