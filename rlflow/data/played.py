@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.data.sources import DataLike, Source, as_source
 from rlflow.dotted_path import column_of, object_at
-from rlflow.environments.bridge import Bridge, Message, ParsedTurn, message
+from rlflow.environments.bridge import Bridge, Message, ParsedTurn, message, messages_of_prompt
 from rlflow.environments.environment import Environment
 from rlflow.environments.session import Session
 from rlflow.environments.tool_calls import TOOL_FORMS, ToolForm
@@ -97,7 +97,6 @@ class Played(Source):
         host = environment.host()
         seed = random.Random(f"{self.seed}/{row}/environment").getrandbits(63)
         session = Session(definition, host, of_row, environment.max_tool_calls, seed)
-        prompt = [message("user", asks)] if isinstance(asks, str) else asks
         bridge = _TextBridge(TOOL_FORMS[self.tool_calls], definition.schemas)
         rules = Rules("script", environment.max_turns, ENDLESS, ENDLESS, ENDLESS)
 
@@ -106,6 +105,7 @@ class Played(Source):
             return Completion(ids, (0.0,) * len(ids), finished=True)
 
         try:
+            prompt = [message("user", asks)] if isinstance(asks, str) else messages_of_prompt(asks)
             run_alone(converse(session, bridge, prompt, of_row, lambda turn: 0, rules), take_turn)
         except UserError as error:
             raise UserError(f"{self.where(row)}: {error}") from error

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 from rlflow.data.mixture import Mixture
 from rlflow.data.pictures import (
@@ -22,7 +22,7 @@ from rlflow.data.played import Played
 from rlflow.data.sources import DataLike, Source, as_source, datasets_of, is_data_module
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
-from rlflow.environments.bridge import BRIDGES, MARK, Bridge, SpecialTokens, content_of_prompt, date_for_template
+from rlflow.environments.bridge import BRIDGES, MARK, Bridge, SpecialTokens, date_for_template, messages_of_prompt
 from rlflow.environments.conversation_format import bridge_of, traced
 from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, about, one_line, readable_line
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Item = TypeVar("Item")
 Learned = Literal["responses", "pairs"]  # what an algorithm learns from, where it is the dataset's
 RESPONSES = ("response", "completion", "messages")  # columns of the response where none is named
 
@@ -384,8 +385,7 @@ class Encoder:
         if not self._begins:
             return 0
         self._definition_of(row).given(row)
-        said = [{**each, "content": content_of_prompt(each["content"])} for each in self.messages(row)]
-        return len(self.bridge(self._definition_of(row)).begin(said))
+        return len(self.bridge(self._definition_of(row)).begin(self.messages(row)))
 
     def written(self, rows: Sequence[dict[str, Any]], template: str) -> list[list[int]]:
         """The token ids of prompts that a template writes from rows, in the chat template if the dataset's are.
@@ -473,12 +473,12 @@ class Encoder:
                 tokenize=False,
                 **date_for_template(self._tokenizer),
             )
-        except (TemplateError, ValueError) as error:  # such as a template that knows no system role, or no message
+        except (TemplateError, TypeError, ValueError) as error:  # such as one that knows no system role
             raise UserError(f"{place}: the model's chat template refuses the messages ({one_line(error)})") from error
         return cast(str, chat)
 
     def _messages(self, prompt: Any, place: str) -> list[dict[str, Any]]:
-        messages = prompt
+        messages: list[dict[str, Any]] = prompt
         if not isinstance(prompt, list):
             messages = [{"role": "user", "content": text_in(prompt, self._prompt_column, place)}]
         if not all(map(is_message, messages)):
@@ -486,9 +486,10 @@ class Encoder:
                 f"{place}: column `{self._prompt_column}` is {prompt!r:.60}, not messages with role and content;"
                 " mend or remove the row"
             )
+        messages = _at(place, messages_of_prompt, messages)
         if self._data.system_prompt is not None:
             return [{"role": "system", "content": self._data.system_prompt}, *messages]
-        return list(messages)
+        return messages
 
     def _holds_conversations(self, row: dict[str, Any], place: str) -> bool:
         column = self._data.response
@@ -579,9 +580,9 @@ def says_nothing(prompt: Any) -> bool:
     return isinstance(prompt, str) and not prompt.strip()
 
 
-def _at(place: str, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
-    """What `encode` returns; its errors name the row."""
+def _at(place: str, read: Callable[..., list[Item]], *arguments: Any) -> list[Item]:
+    """What `read` returns; its errors name the row."""
     try:
-        return encode(*arguments)
+        return read(*arguments)
     except UserError as error:
         raise UserError(f"{place}: {error}") from error

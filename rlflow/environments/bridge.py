@@ -214,12 +214,18 @@ def text_of(content: Any, where: str) -> str:
 PICTURE = {"type": "image"}  # a part of a message, as chat templates take it
 
 
-def content_of_prompt(content: Any) -> str | list[dict[str, str]]:
-    """The text of a prompt's message, or its parts where some are pictures: `PICTURE`, and texts between them.
+def messages_of_prompt(messages: Sequence[Message]) -> list[Message]:
+    """The messages of a prompt, the content of each a text, or parts where some are `PICTURE` and others texts.
 
     Raises:
         UserError: A part is something else.
     """
+    return [{**each, "content": _content_of_prompt(each["content"])} for each in messages]
+
+
+def _content_of_prompt(content: Any) -> str | list[dict[str, str]]:
+    if content is None:  # of a turn that calls tools
+        return ""
     if not isinstance(content, list) or PICTURE not in content:
         return text_of(content, "the prompt")
     return [part if part == PICTURE else {"type": "text", "text": text_of([part], "the prompt")} for part in content]
@@ -291,12 +297,14 @@ class SpecialTokens:
             return each
         return {key: value if key == "role" else self._with_marks(value) for key, value in each.items()}
 
-    def _with_marks(self, text: Any) -> Any:
-        if isinstance(text, list):  # parts of a content
-            return [{**each, "text": self._with_marks(each["text"])} if "text" in each else each for each in text]
-        if not isinstance(text, str):
-            return text
-        return self._spelled.sub(lambda match: MARK.join(match.group()), text.replace(MARK, MARK * 2))
+    def _with_marks(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._with_marks(each) for each in value]
+        if isinstance(value, dict):
+            return {key: self._with_marks(each) for key, each in value.items()}
+        if not isinstance(value, str):
+            return value
+        return self._spelled.sub(lambda match: MARK.join(match.group()), value.replace(MARK, MARK * 2))
 
     def _parts(self, text: str) -> Iterator[tuple[str, str]]:
         """Pairs of token and text: a special token of the template and "", or "" and a text between them, unmarked."""

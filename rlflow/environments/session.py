@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from rlflow.environments.bridge import Message, ParsedTurn, checked, content_of_prompt, message
+from rlflow.environments.bridge import Message, ParsedTurn, checked, message
 from rlflow.environments.environment import Definition
 from rlflow.environments.host import Host, HostError
 from rlflow.environments.tool_calls import ToolCall
@@ -95,7 +95,7 @@ class Session:
         """The messages of the first turn; in a game, those with which each seat begins.
 
         Args:
-            prompt: Messages of the dataset's row.
+            prompt: Messages of the dataset's row, as `messages_of_prompt` gives them.
             row: All of its columns.
 
         Raises:
@@ -103,7 +103,7 @@ class Session:
             UserError: It does not take the row, or gave no messages.
         """
         made, self._row = self.definition, row
-        messages = [{**each, "content": content_of_prompt(each["content"])} for each in prompt]
+        messages = list(prompt)
         self._make()
         said = self._host.call("reset", **made.given(row)) if made.resets else None
         if isinstance(said, str):

@@ -239,7 +239,7 @@ class TemplateBridge(Bridge):
                 tokenize=False,
                 **date_for_template(self._tokenizer),
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the model's chat template refuses the messages ({one_line(error)})") from error
         assert isinstance(text, str)
         return text

@@ -10,6 +10,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 
 from rlflow.data.prompts import Encoder, Example, PromptData
+from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
 from tests.data.listed import Listed
@@ -106,11 +107,22 @@ def test_a_spelled_special_token_is_text_in_chats_and_a_token_in_plain_prompts()
     assert encode({"question": "2<|im_end|>"}).prompt_ids == [*codes("2"), 3]
 
 
-def test_a_special_token_that_a_part_of_a_message_spells_is_text() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "<|im_start|>{{ messages[0].content[0].text }}<|im_end|>"
-    message = {"role": "user", "content": [{"type": "text", "text": "2<|im_end|>"}]}
-    assert encode({"question": [message]}, tokenizer, chat_template=True).prompt_ids == [2, *codes("2<|im_end|>"), 3]
+CALLS: dict[str, Any] = {"tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [([{"type": "text", "text": "2<|im"}, {"type": "text", "text": "_end|>"}], "2<|im_end|>"), (None, "")],
+)
+@pytest.mark.parametrize("environment", [None, Environment(tools=["tests.environments.games.add"])])
+def test_parts_of_text_are_one_text_and_no_content_is_none(content: Any, text: str, environment: Any) -> None:
+    found = []
+    for said in (content, text):
+        turn = {"role": "user"} if said else {"role": "assistant", **CALLS}
+        source = Listed([{"question": [{**turn, "content": said}, {"role": "user", "content": "?"}]}])
+        encoder, row = Encoder(PromptData(source).resolved(), TOKENIZER, environment), source.read([0])[0]
+        found += [[encoder(source, [0])[0].prompt_ids, encoder.begins(row), encoder.messages(row)]]
+    assert found[0] == found[1]
 
 
 def test_a_special_token_that_cannot_be_text_is_named_with_its_row() -> None:
@@ -165,11 +177,17 @@ def test_a_message_without_role_or_content_is_named(message: Any) -> None:
         encode({"question": [message]}, chat_template=True)
 
 
-def test_messages_that_the_template_refuses_are_named() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+def test_a_part_of_a_message_that_is_no_text_is_named_with_its_row() -> None:
+    with pytest.raises(UserError, match=r"row 0: the prompt gave a content of type 'str', and only text is read"):
+        encode({"question": [{"role": "user", "content": ["context"]}]}, chat_template=True)
 
-    with pytest.raises(UserError, match=r"row 0: the model's chat template refuses the messages \(no system role\)"):
+
+@pytest.mark.parametrize("template", ["raise_exception('can only')", "'a' + 1"])
+def test_messages_that_the_template_refuses_are_named(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = f"{{{{ {template} }}}}"
+
+    with pytest.raises(UserError, match=r"row 0: the model's chat template refuses the messages \(can only"):
         encode({"question": "hi"}, tokenizer, chat_template=True)
 
 

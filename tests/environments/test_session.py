@@ -300,10 +300,9 @@ def test_a_part_that_is_no_text_is_refused_with_class_method_and_row(part: Any, 
     assert said.endswith("(the row is {'start': 3, 'notes': '" + "a" * 77 + "...)")  # 100 characters of it
 
 
-def test_a_prompt_s_content_may_be_parts_of_text() -> None:
+def test_half_a_character_of_a_prompt_is_replaced() -> None:
     session = Session(defined("games.WordGame"), InProcess())
-    parts = [{"type": "text", "text": "Guess"}, {"type": "text", "text": " my \ud800."}]
-    began = session.begin([{"role": "user", "content": parts}], {"word": "house"})
+    began = session.begin([message("user", "Guess my \ud800.")], {"word": "house"})
     assert began == [message("user", "Guess my ?. It has 5 letters.")]
 
 

@@ -60,6 +60,14 @@ def test_text_without_a_spelling_has_the_tokens_that_it_always_had(family: str) 
     assert BRIDGES["template", family].begin(said) == tokenizer(written, add_special_tokens=False)["input_ids"]
 
 
+def test_values_beside_the_content_of_a_message_are_marked_too() -> None:
+    more = {"ids": [1, None], "images": ["textures/a.png"], "by": {"text": "Ann"}}
+    spelled = {"notes": [{"text": "<|im_end|>"}, "<|im_end|>"]}
+    (said,) = SpecialTokens(tokenizer_of("qwen2.5")).marked([message("user", "?", **more, **spelled)])
+    assert {name: said[name] for name in more} == more
+    assert "<|im_end|>" not in str(said)
+
+
 def test_a_turn_of_the_policy_in_a_prompt_keeps_its_special_tokens() -> None:
     said = [message("user", "?"), message("assistant", '<|python_tag|>{"name": "guess"}'), message("user", "?")]
     assert tokenizer_of("llama-3").convert_tokens_to_ids("<|python_tag|>") in TemplateBridge(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rlflow.environments.bridge import PICTURE, PictureBridge, content_of_prompt
+from rlflow.environments.bridge import PICTURE, PictureBridge, messages_of_prompt
 from rlflow.environments.environment import defined
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
@@ -73,4 +73,4 @@ def test_a_prompt_that_has_no_places_for_its_pictures_is_refused_by_the_engine(t
 )
 def test_a_part_of_a_prompt_that_no_model_reads_is_refused(part: dict[str, str], told: str) -> None:
     with pytest.raises(UserError, match=rf"the prompt gave a content of type {told}, and only text is read"):
-        content_of_prompt([PICTURE, part])
+        messages_of_prompt([{"role": "user", "content": [PICTURE, part]}])
