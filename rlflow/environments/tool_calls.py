@@ -24,8 +24,10 @@ _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _MISTRAL_CALL = re.compile(r"([^\[{\s]+)(?:\[CALL_ID\]([^\[]*))?(?:\[ARGS\])?\s*(.*)", re.S)
 _READER = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
+_LLAMA_END = re.compile(r"<\|(?:eom_id|end_of_text)\|>\s*$")
 _END = re.compile(r"<\|(?:end|call|return)\|>")
 _JSON = json.JSONDecoder()
+_JSON_OF = {"true": "true", "false": "false", "none": "null"}  # Qwen3-Coder's template writes values as Python does
 
 Schemas = Sequence[Mapping[str, Any]]
 
@@ -70,7 +72,7 @@ def _qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
 
 def _llama3(text: str, schemas: Schemas) -> list[ToolCall]:
     """A call is all that the turn says; several are divided by `;`. An object without a name is an answer."""
-    marked, text = "<|python_tag|>" in text, text.rpartition("<|python_tag|>")[2].strip()
+    marked, text = "<|python_tag|>" in text, _LLAMA_END.sub("", text.rpartition("<|python_tag|>")[2]).strip()
     if not marked and not re.match(r'\{\s*"name"', text):
         return []
     calls = []
@@ -174,7 +176,7 @@ def _from_xml(text: str | None, schemas: Schemas) -> ToolCall:
         parameter, value = match.group(1).strip(), match.group(2)
         kinds = _kinds(schemas, name.strip(), parameter)
         try:
-            arguments[parameter] = value if "string" in kinds else json.loads(value)
+            arguments[parameter] = value if "string" in kinds else json.loads(_JSON_OF.get(value.lower(), value))
         except (ValueError, RecursionError):
             return ToolCall(name.strip(), {}, f"`{parameter}` of this tool call is no {' or '.join(sorted(kinds))}")
     return ToolCall(name.strip(), arguments)

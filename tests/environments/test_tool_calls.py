@@ -64,6 +64,8 @@ def test_a_call_that_a_family_s_template_writes_is_read_back(family: str, argume
         ("qwen3-coder", "Well. <tool_call>\n<function=a>\n</function>\n</tool_call><tool_call>b", ["a", ""]),
         ("qwen3-coder", "<function=a>\n<parameter=word>\nb\n</parameter>\n", ["a"]),
         ("llama-3", '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', ["a", "b"]),
+        ("llama-3", '{"name": "a", "parameters": {}}<|eom_id|>', ["a"]),
+        ("llama-3", '<|python_tag|>{"name": "a", "parameters": {}}<|end_of_text|>', ["a"]),
         ("llama-3", '{"name": "a", "parameters"', [""]),
         ("llama-3", '{"word": 1}', []),
         ("llama-3", '<|python_tag|>print("a")', [""]),
@@ -121,6 +123,9 @@ def test_values_of_xml_are_of_the_types_of_the_schema() -> None:
     said = "<function=guess><parameter=word>7</parameter><parameter=sure>{}</parameter></function>"
     (call,) = TOOL_FORMS["qwen3_coder"].calls(said.replace("{}", "0.5"), [SCHEMA])
     assert call.arguments == {"word": "7", "sure": 0.5}
+    for text, value in {"True": True, "false": False, "None": None, "null": None}.items():
+        (call,) = TOOL_FORMS["qwen3_coder"].calls(said.replace("{}", text), [SCHEMA])
+        assert call.arguments["sure"] is value
     (call,) = TOOL_FORMS["qwen3_coder"].calls(said.replace("{}", "very"), [SCHEMA])
     assert call == ToolCall("guess", {}, "`sure` of this tool call is no number")
 
