@@ -54,6 +54,14 @@ def test_a_template_that_drops_earlier_thoughts_is_refused_with_what_differs() -
         TemplateBridge(with_template(CHAT_TEMPLATE.replace("{{ message.content }}", kept)))
 
 
+def test_a_template_may_know_no_system_role() -> None:
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    bridge = TemplateBridge(with_template(refuses + CHAT_TEMPLATE))
+    assert bridge.begin([message("user", "?")]) == TemplateBridge(TOKENIZER).begin([message("user", "?")])
+    with pytest.raises(UserError, match=r"refuses the messages .System role not supported"):
+        bridge.begin([message("system", "s"), message("user", "?")])
+
+
 def test_a_template_that_ends_turns_with_plain_text_is_refused() -> None:
     with pytest.raises(UserError, match=r"ends a turn of the policy with .*, which is no special token"):
         TemplateBridge(with_template(CHAT_TEMPLATE.replace("<|im_end|>", "")))
