@@ -210,6 +210,9 @@ def _take_turn(conversation: Conversation, seed_of: Callable[[int], int], rules:
     if conversation.turn_open:
         number, said = number - 1, conversation.segments[-1]
     longest = min(rules.longest_turn - said, rules.longest - len(conversation.tokens))
+    if longest <= 0:  # it was cut off under larger limits
+        conversation.add_turn(Completion((), (), finished=False))
+        return True
     may = longest if rules.budget is None else min(longest, rules.budget - conversation.sampled)
     if not may:
         return False

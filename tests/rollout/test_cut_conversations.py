@@ -119,6 +119,18 @@ def test_a_conversation_that_is_cut_anywhere_goes_on_as_it_did(
         assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
+@pytest.mark.parametrize("smaller", [{"longest_turn": 4}, {"longest_turn": 3}, {"longest": 3}])
+def test_what_is_longer_than_the_limits_are_by_now_ends(engine: RolloutEngine, smaller: dict[str, int]) -> None:
+    definition = defined(answering.Stateful)
+    cut = through_a_checkpoint(run(engine, InProcess, definition, replace(RULES, budget=4), [None] * len(ROWS)))
+    turns = [list(each.tokens) if each.turn_open else [] for each in cut]
+    assert any(turns)
+    found = run(engine, InProcess, definition, replace(RULES, **smaller), cut)
+    for each, turn in zip(found, turns, strict=True):
+        assert each.ended is not None
+        assert not turn or each.tokens[: each.segments[0]] == turn
+
+
 def add(a: int, b: int) -> int:
     """Add two numbers.
 
