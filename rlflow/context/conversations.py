@@ -246,7 +246,6 @@ class ConversationRunner:
             raise
         finally:
             calls.close()
-        self._hosts.pause()
         whole = time.perf_counter() - started
         times = ConversationTimes(loop.waits, len(open_rows), seconds, calls.waited, whole)
         version, cut_off = call.versions[call.policy], call.part is not None
@@ -572,13 +571,8 @@ class EnvironmentHosts:
             if isinstance(host, Worker):
                 host.kill()
 
-    def pause(self) -> None:
-        """End the loop of coroutines, unless an environment waits for a later call: it may have tasks on the loop."""
-        if not self._waiting:
-            self._coroutines.close()
-
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, and the loop of coroutines, on which code may share locks and clients until then."""
         for host in self._processes:
             host.close()
         self._processes.clear()

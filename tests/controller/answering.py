@@ -53,6 +53,7 @@ class Meeting(Counting):
 
     guests = 12
     here = most = 0
+    door: asyncio.Semaphore
 
     async def initial_observation(self) -> str:  # type: ignore[override]
         Meeting.here += 1
@@ -62,6 +63,8 @@ class Meeting(Counting):
                 break
             await asyncio.sleep(0.01)
         Meeting.here -= 1
+        async with Meeting.door:  # which has one loop
+            await asyncio.sleep(0)
         assert Meeting.most >= self.guests, "nobody else came"
         return super().initial_observation()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -261,10 +262,11 @@ def test_an_environment_that_fails_is_left_out_of_the_loss(policy: Path, tmp_pat
 def test_coroutines_of_a_rank_s_conversations_wait_side_by_side_as_many_as_may(
     policy: Path, tmp_path: Path, name: str, given: dict[str, Any], met: set[int]
 ) -> None:
-    """Each conversation begins when all others, or one other, are beginning too."""
+    """Each conversation begins when all others, or one other, are beginning too; they share a lock in all steps."""
     Meeting.here = Meeting.most = 0
+    Meeting.door = asyncio.Semaphore()
     meeting = Environment(f"tests.controller.answering.{name}", max_turns=1, max_turn_length=6, **given)
-    fit(run(talking(policy, environment=meeting), tmp_path / "run", max_steps=1))
+    fit(run(talking(policy, environment=meeting), tmp_path / "run", max_steps=2))
     assert {Meeting.most} == met
 
 
