@@ -99,8 +99,8 @@ class Session:
             row: All of its columns.
 
         Raises:
-            WorkerError: The environment failed.
-            UserError: It does not take the row, or gave no messages.
+            WorkerError: The environment failed, or gave what is no message.
+            UserError: It does not take the row.
         """
         made, self._row = self.definition, row
         messages = list(prompt)
@@ -109,9 +109,9 @@ class Session:
         if isinstance(said, str):
             _append(messages, said)
         else:
-            messages += checked(said, f"`{made.path}.reset`")
+            messages += self._messages(said, f"`{made.path}.reset`")
         if made.answers_messages and not made.seats:
-            messages += checked(self._host.call("initial_observation"), f"`{made.path}.initial_observation`")
+            messages += self._messages(self._host.call("initial_observation"), f"`{made.path}.initial_observation`")
         return [written(each) for each in messages]
 
     @naming_row
@@ -146,8 +146,7 @@ class Session:
         """Who speaks first in a game that has begun.
 
         Raises:
-            WorkerError: The environment failed, or gave what is no message.
-            UserError: It gave no seat.
+            WorkerError: The environment failed, or gave what is no message or no seat.
         """
         where = f"`{self.definition.path}.initial_observation`"
         return self._moved(self._host.call("initial_observation"), "", where)
@@ -157,8 +156,7 @@ class Session:
         """The game's answer to what a seat said in its turn of this number.
 
         Raises:
-            WorkerError: The environment failed, or gave what is no message or no finite reward.
-            UserError: It gave no seat.
+            WorkerError: The environment failed, or gave what is no message, no finite reward or no seat.
         """
         result = self._host.call("step", message=message("assistant", text))
         return self._moved(result, seat, f"`{self.definition.path}.step` at turn {turn} of {seat}")
@@ -237,7 +235,7 @@ class Session:
         return float(value)
 
     def _messages(self, given: Any, where: str) -> list[Message]:
-        """The messages that answer a turn."""
+        """The messages in what the environment gave."""
         try:
             return checked(given, where)
         except UserError as error:
@@ -290,7 +288,7 @@ class Session:
             return Move(rewards=rewards, done=True)
         seat = found.get("next_seat")
         if seat not in self.definition.seats:
-            raise UserError(
+            raise HostError(
                 f"{where} gave the seat {seat!r:.60} as `next_seat`, and `seats` are"
                 f" {', '.join(self.definition.seats)}; name one of them"
             )
@@ -298,7 +296,7 @@ class Session:
 
     def _by_seat(self, given: Any, where: str) -> dict[str, float]:
         if not isinstance(given, Mapping) or not set(given) <= set(self.definition.seats):
-            raise UserError(
+            raise HostError(
                 f"{where} gave the rewards {given!r:.60}; give a number for each of {', '.join(self.definition.seats)}"
             )
         return {seat: self._number(value, where) for seat, value in given.items()}

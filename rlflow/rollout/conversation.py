@@ -166,8 +166,8 @@ def converse(
         begun: The conversation as far as it got; None where it begins.
 
     Raises:
-        UserError: The environment failed, where that ends the run; does not take the row; makes a prompt that is longer
-            than prompts may be; or gave what is no message or no reward.
+        UserError: The environment failed, or gave what is no message or no reward, where that ends the run; does not
+            take the row; or makes a prompt that is longer than prompts may be.
     """
     conversation = begun
     try:
@@ -337,7 +337,7 @@ def play_game(
         rules: How the conversation of each seat goes, and who speaks in it.
 
     Raises:
-        UserError: For the reasons of `converse`; or a seat that does not exist speaks or is rewarded.
+        UserError: For the reasons of `converse`.
     """
     table = _Table(game, bridge, prompt, rules)
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from rlflow.environments.bridge import message
 from rlflow.environments.environment import defined
-from rlflow.environments.host import Host, InProcess
+from rlflow.environments.host import Host, HostError, InProcess
 from rlflow.environments.session import Session
 from rlflow.errors import UserError
 
@@ -37,7 +37,7 @@ def test_a_game_says_who_speaks_and_what_it_reads(host: Host) -> None:
     ],
 )
 def test_a_seat_that_is_none_is_refused_in_one_line(path: str, line: str) -> None:
-    with pytest.raises(UserError, match=line) as refused:
+    with pytest.raises(HostError, match=line) as refused:
         two_moves(Session(defined(path), InProcess()))
     assert "\n" not in str(refused.value)
 

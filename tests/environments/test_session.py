@@ -290,14 +290,22 @@ def test_what_is_no_environment_is_refused_in_one_line(
         ("text", "gave a content of type 'str'"),
     ],
 )
-def test_a_part_that_is_no_text_is_refused_with_class_method_and_row(part: Any, complaint: str) -> None:
+def test_a_part_that_is_no_text_is_a_failure_of_the_environment(part: Any, complaint: str) -> None:
     session = Session(defined("games.Pictures", arguments={"part": part}), InProcess())
-    with pytest.raises(UserError) as refused:
-        session.begin([], {"start": 3, "notes": "a" * 200})
+    with pytest.raises(HostError) as refused:
+        session.begin([], {"start": 3})
     said = str(refused.value)
     assert said.startswith("`games.Pictures.initial_observation` gave ")
     assert complaint in said
-    assert said.endswith("(the row is {'start': 3, 'notes': '" + "a" * 77 + "...)")  # 100 characters of it
+
+
+def test_a_refused_row_is_named_with_its_beginning() -> None:
+    session = Session(defined("games.CountDown"), InProcess())
+    with pytest.raises(UserError) as refused:
+        session.begin([], {"begin": 3, "notes": "a" * 200})
+    assert str(refused.value).endswith(
+        "(the row is {'begin': 3, 'notes': '" + "a" * 77 + "...)"
+    )  # 100 characters of it
 
 
 def test_half_a_character_of_a_prompt_is_replaced() -> None:
