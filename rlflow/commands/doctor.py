@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     if given.keep is not None:
         given.keep.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rlflow-doctor-") as temporary:
-        folder = Path(tempfile.mkdtemp(dir=given.keep) if given.keep else temporary)
+        folder = Path(tempfile.mkdtemp(dir=given.keep.absolute()) if given.keep else temporary)
         found = _shown("packages", checks.packages(gpu, folder))
         found += _shown("this machine", checks.this_machine(gpu, nodes, folder))
         found += _shown("many machines", checks.many_machines(gpu, nodes))

@@ -314,9 +314,11 @@ def _address(what: str, name: str, mend: str, state: State, needed: bool) -> Fin
 def _interfaces() -> Iterator[Finding]:
     there = sorted(name for _, name in socket.if_nameindex())
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        given = os.environ.get(name, "")
-        if given and not given.startswith("^"):
-            lacks = [each for each in given.lstrip("=").split(",") if not any(one.startswith(each) for one in there)]
+        given, of_gloo = os.environ.get(name, ""), name.startswith("GLOO")  # which reads whole names alone
+        if given and (of_gloo or not given.startswith("^")):
+            names = given.split(",") if of_gloo else given.removeprefix("=").split(",")
+            whole = of_gloo or given.startswith("=")
+            lacks = [each for each in names if not any(one == each if whole else one.startswith(each) for one in there)]
             what = f"{name}={given}" + (f": no {lacks[0]} here" if lacks else "")
             yield checked(what, not lacks, f"give one of {', '.join(there)}", state="broken")
 
@@ -326,10 +328,12 @@ def _infiniband(needed: bool) -> Iterator[Finding]:
     if not devices:
         mend = "without it NCCL uses sockets, which are slow; set NCCL_IB_DISABLE=1 if that is intended"
         yield Finding("InfiniBand", "missing", mend, needed and os.environ.get("NCCL_IB_DISABLE") != "1")
-    wanted = os.environ.get("NCCL_IB_HCA", "").lstrip("^=").split(",")
+    given = os.environ.get("NCCL_IB_HCA", "")  # beginnings of names, or whole names after `=`; after `^` all others
+    names = tuple(each.partition(":")[0] for each in given.lstrip("^=").split(","))
     for device in devices:
         states = ", ".join(port.read_text().strip() for port in device.glob("ports/*/state"))
-        used = any(device.name.startswith(each.split(":")[0]) for each in wanted)
+        listed = device.name in names if given.startswith(("=", "^=")) else device.name.startswith(names)
+        used = listed != given.startswith("^")
         mend = "look at ibstat, or leave it out by NCCL_IB_HCA"
         yield checked(f"InfiniBand {device.name}: {states or 'no port'}", "ACTIVE" in states, mend, needed and used)
 

@@ -103,6 +103,40 @@ def test_what_many_nodes_need_is_needed_where_a_run_has_many(monkeypatch: pytest
     assert "which others cannot reach" in str(alone)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "used"),
+    [
+        ("", {"mlx5_1", "mlx5_10"}),
+        ("mlx5_1:1", {"mlx5_1", "mlx5_10"}),
+        ("=mlx5_1:1", {"mlx5_1"}),
+        ("^mlx5_10", {"mlx5_1"}),
+        ("^=mlx5_1", {"mlx5_10"}),
+    ],
+)
+def test_adapters_that_nccl_leaves_out_are_not_needed(
+    chosen: str, used: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mlx5_1", "mlx5_10"):
+        (tmp_path / name / "ports" / "1").mkdir(parents=True)
+        (tmp_path / name / "ports" / "1" / "state").write_text("1: DOWN\n")
+    monkeypatch.setattr("rlflow.doctor.checks.INFINIBAND", tmp_path)
+    monkeypatch.setenv("NCCL_IB_HCA", chosen)
+    found = [each for each in many_machines(gpu=True, nodes=2) if each.what.startswith("InfiniBand mlx5")]
+    assert {each.what.split()[1].rstrip(":") for each in found if each.fails} == used
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "fails"),
+    [("GLOO", "l", True), ("GLOO", "^lo", True), ("NCCL", "l", False), ("NCCL", "=l", True), ("NCCL", "=lo", False)],
+)
+def test_an_interface_is_named_as_gloo_and_nccl_read_it(
+    name: str, given: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{name}_SOCKET_IFNAME", given)
+    (found,) = (each for each in many_machines(gpu=False, nodes=1) if each.what.startswith(f"{name}_SOCKET"))
+    assert found.fails == fails
+
+
 @pytest.mark.slow
 def test_two_ranks_meet_by_gloo_and_a_network_that_is_not_there_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +189,7 @@ def test_a_setting_that_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 def test_a_step_and_a_sync_of_every_engine_here_work(tmp_path: Path) -> None:
-    code, printed = examined(tmp_path)
+    code, printed = examined(tmp_path, "--keep", "kept")
     assert code == 0, printed
     for engine in ("transformers engine, one process", "transformers engine, DeepSpeed", "vLLM engine"):
         assert line(printed, f"steps and syncs: {engine}").startswith("ok"), printed
