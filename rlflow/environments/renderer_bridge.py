@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlflow.environments.bridge import TODAY, Bridge, MarkedTokenizer, Message, ParsedTurn, SpecialTokens, message
@@ -90,6 +91,20 @@ class RendererBridge(Bridge):
                 " messages of the user or of tools"
             )
         return ids
+
+    def end_of(self, text: str) -> int:
+        calls = self.read(self._tokenizer.encode(text, add_special_tokens=False), self._prompt).calls
+        return self._call_end if calls else self.end
+
+    @cached_property
+    def _call_end(self) -> int:
+        """The token that ends a turn which calls a tool: the first of `ends` that is written before a tool answers."""
+        name = self._tools[0]["function"]["name"] if self._tools else "f"
+        call = {"id": "0", "type": "function", "function": {"name": name, "arguments": {}}}
+        asked = [message("user", "?")]
+        said = [*asked, message("assistant", "", tool_calls=[call]), message("tool", "?", name=name, tool_call_id="0")]
+        before, whole = (self._renderer.render_ids(each, tools=self._tools) for each in (asked, said))
+        return next((each for each in whole[len(before) :] if each in self.ends), self.end)
 
     def plain(self, prompt: str | Sequence[int], begins: bool = True) -> list[int]:
         return self._said.plain(prompt, begins)

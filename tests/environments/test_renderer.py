@@ -151,6 +151,7 @@ def test_glm_s_renderer_goes_on_as_its_family_s_template_writes() -> None:
     call = "<tool_call>guess\n<arg_key>word</arg_key>\n<arg_value>é</arg_value>\n</tool_call>"
     turn = tokenizer.encode(f"\n<think>t</think>\n{call}<|observation|>", add_special_tokens=False)
     assert bridge.read(turn, tokens).calls == (ToolCall("guess", {"word": "é"}),)
+    assert tokenizer.decode(bridge.end_of(call)) == "<|observation|>", "as a recorded turn ends"
     tokens += turn + bridge.after([tool("4<|user|>")], turn, tokens)
     function = {"name": "guess", "arguments": {"word": "é"}}
     spoken = message("assistant", "", reasoning_content="t", tool_calls=[{"type": "function", "function": function}])
@@ -165,7 +166,8 @@ class ByteHarmony:
     """In place of openai_harmony's encoder, whose vocabulary is a download: a message is its JSON."""
 
     def render(self, each: Any) -> list[int]:
-        return list(GPT_OSS.encode(f"<|start|>{each.author.role.value}<|message|>{each.to_json()}<|end|>"))
+        end = "<|call|>" if each.author.role.value == "assistant" and each.recipient else "<|end|>"
+        return list(GPT_OSS.encode(f"<|start|>{each.author.role.value}<|message|>{each.to_json()}{end}"))
 
     def render_conversation(self, conversation: Any) -> list[int]:
         return [token for each in conversation.messages for token in self.render(each)]
@@ -185,6 +187,7 @@ def test_gpt_oss_s_renderer_goes_on_after_what_it_thought(monkeypatch: pytest.Mo
         assert following.startswith(closed + "<|start|>tool<|message|>")
         assert following.endswith("<|start|>assistant<|channel|>analysis<|message|>")
     assert bridge.read(GPT_OSS.encode("Well." + call), asked).calls == (ToolCall("guess", {"word": "a"}),)
+    assert GPT_OSS.decode(bridge.end_of("Well." + call)) == "<|call|>", "as a recorded turn ends"
 
 
 def test_a_renderer_never_asks_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
