@@ -59,7 +59,7 @@ class Memory:
     @property
     def generating(self) -> float:
         """Bytes while responses are generated, at the fullest moment."""
-        return self.kept + self.held + self.awake
+        return self._resting + self.held + self.awake
 
     @property
     def logits(self) -> float:
@@ -83,7 +83,7 @@ class Memory:
         activations = max((role.activations for role in self.trained), default=0.0)
         stepping = max((role.stepping for role in self.trained), default=0.0)
         backward = activations + self.reduced + self.logits + self.gathered
-        gradients = sum(role.gradients for role in self.trained)
+        gradients = sum(role.gradients_here for role in self.trained)
         return self.kept + self.held + gradients + max(backward, stepping) + self.asleep
 
     @property
@@ -92,7 +92,7 @@ class Memory:
         lies = most = 0.0
         for role in self.roles.values():
             most = max(most, lies + role.loading)
-            lies += role.loading - (role.piece if role.stage == 3 else 0)
+            lies += role.loaded
         return most
 
     def saving(self, buffer: float) -> float:
@@ -101,12 +101,14 @@ class Memory:
         Args:
             buffer: Bytes of weights that are gathered at one time.
         """
-        return self._resting + max((role.sync(buffer) - role.resting for role in self.roles.values()), default=0.0)
+        gathered = max((role.sync(buffer) - role.resting for role in self.roles.values()), default=0.0)
+        return self._resting + gathered + self.asleep
 
     @property
     def resuming(self) -> float:
         """Bytes while a checkpoint is read, one role after the other."""
-        return self._resting + max((role.resuming - role.resting for role in self.roles.values()), default=0.0)
+        read = max((role.resuming - role.resting for role in self.roles.values()), default=0.0)
+        return self._resting + read + self.asleep
 
     @property
     def spare(self) -> float:
@@ -200,7 +202,7 @@ def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
     for name, role in memory.roles.items():
         parts = {"weights": role.weights_here}
         if role.trained:
-            parts |= {"gradients": role.gradients, "optimizer": role.states_here, "activations": role.activations}
+            parts |= {"gradients": role.gradients_here, "optimizer": role.states_here, "activations": role.activations}
         if role.in_host_memory:
             parts["in host memory"] = role.in_host_memory
         yield f"    {name:<10} {', '.join(f'{part} {in_bytes(nbytes)}' for part, nbytes in parts.items())}"
@@ -230,7 +232,7 @@ def does_not_fit(memory: Memory) -> str:
                 f" {in_bytes(engine.weights)}: raise rollout.init_args.gpu_memory_utilization or"
                 " tensor_parallel_size"
             )
-    of = {name: role.weights_here + role.gradients + role.states_here for name, role in memory.roles.items()}
+    of = {name: role.weights_here + role.gradients_here + role.states_here for name, role in memory.roles.items()}
     generates = bool(memory.engines) and memory.generating > capacity
     if generates:
         of["rollout"] = memory.awake

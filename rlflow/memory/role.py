@@ -157,9 +157,24 @@ class LoadedRole:
         return 0.0 if self.offloaded else self.optimizer
 
     @property
+    def gradients_here(self) -> float:
+        """Bytes of summed gradients on the device; 0 if they are summed in the CPU's memory.
+
+        Where the optimizer's states are there, DeepSpeed sums there at ZeRO 3, and at ZeRO 2 gradients of float32.
+        """
+        elsewhere = self.stage == 3 or (self.stage == 2 and self.width == self.summed_width)
+        return 0.0 if self.offloaded and elsewhere else self.gradients
+
+    @property
     def in_host_memory(self) -> float:
-        """Bytes of optimizer states and weights in the CPU's memory."""
-        return (self.optimizer if self.offloaded else 0.0) + (self.weights if self.weights_offloaded else 0.0)
+        """Bytes in the CPU's memory: weights; optimizer states, gradients that these read, and summed gradients.
+
+        Below ZeRO 3, updated weights are there in their own dtype too, before they go to the device.
+        """
+        own = self.trained / self.states_over
+        read = own * (self.summed_width + (self.width if self.stage < 3 else 0))
+        states = self.optimizer + read + self.gradients - self.gradients_here
+        return (states if self.offloaded else 0.0) + (self.weights if self.weights_offloaded else 0.0)
 
     @property
     def stepping(self) -> float:
@@ -228,13 +243,16 @@ class LoadedRole:
     @property
     def loading(self) -> float:
         """Most bytes while the role is loaded: the whole role, or at ZeRO 3 this rank's part and one piece."""
-        # the float32 copy of the weights, which `moments` counts in addition to the moments
-        copied = self.moments % 2 * self.trained * self.summed_width / self.states_over
         if self.stage == 3:
-            return self.weights + copied + self._gradients_at_rest + self.piece
-        if self.stage and self.trained:  # weights are flattened, then this rank's part is cut out and copied
-            return max(2 * self.weights, self.weights + 2 * copied)
-        return self.weights + copied
+            return self.loaded + self.piece
+        if self.stage:  # trained weights are flattened, then this rank's part is cut out and copied
+            return max(self.weights + self.trained * self.width, self.loaded + self._copied)
+        return self.loaded
+
+    @property
+    def loaded(self) -> float:
+        """Bytes of the loaded role before its first step: weights, their float32 copy, and at ZeRO 3 gradients."""
+        return self.weights_here + self._copied + self._gradients_at_rest
 
     @property
     def resting(self) -> float:
@@ -256,7 +274,7 @@ class LoadedRole:
         if not self.trained:
             return read
         moved = self.gathered + self.reduced - self._buffer_at_rest
-        return max(read, self.resting + (self.gradients - self._gradients_at_rest) + max(moved, self.stepping))
+        return max(read, self.resting + (self.gradients_here - self._gradients_at_rest) + max(moved, self.stepping))
 
     @property
     def piece(self) -> float:
@@ -280,8 +298,13 @@ class LoadedRole:
         return max(self.token_budget, self.longest) / self.layout.sequence_parallel_size
 
     @property
+    def _copied(self) -> float:
+        """Bytes of the float32 copy of the weights, which `moments` counts in addition to the moments."""
+        return self.moments % 2 * self.trained * self.summed_width / self.states_over if not self.offloaded else 0.0
+
+    @property
     def _gradients_at_rest(self) -> float:
-        return self.gradients if self.keeps_buffer else 0.0
+        return self.gradients_here if self.keeps_buffer else 0.0
 
     @property
     def _buffer_at_rest(self) -> float:

@@ -171,9 +171,9 @@ def storages() -> dict[int, torch.Tensor]:
     return {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
 
 
-def counted_bytes(folder: Path, stage: Stage, precision: str) -> tuple[int, float]:
+def counted_bytes(folder: Path, stage: Stage, precision: str, offload: bool) -> tuple[int, float]:
     """What two updates' tensors take on this rank before the second step: counted, and as computed."""
-    strategy = launch(stage, precision)
+    strategy = launch(stage, precision, **({"offload_optimizer": True} if offload else {}))
     before = storages()  # kept, so that no address is given anew
     handle = trained(folder, Optimizer())
     strategy.setup_role("actor", handle, folder, 2)
@@ -183,23 +183,27 @@ def counted_bytes(folder: Path, stage: Stage, precision: str) -> tuple[int, floa
     new = [tensor.untyped_storage().nbytes() for address, tensor in storages().items() if address not in before]
     role = loaded_role(handle, size_of(str(folder)), strategy, Layout((0, 1), 2), samples=8)
     buffers = role.bucket * role.summed_width if stage == 3 else 0.0  # the others are gone after the backward pass
-    return sum(new), role.weights + role.gradients + role.optimizer + buffers
+    return sum(new), role.weights_here + role.gradients_here + role.states_here + role.in_host_memory + buffers
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision"),
+    ("stage", "precision", "offload"),
     [
-        (3, "bf16"),
-        pytest.param("fsdp", "bf16", marks=pytest.mark.slow),
-        pytest.param(0, "fp32", marks=pytest.mark.slow),
-        pytest.param(2, "fp32", marks=pytest.mark.slow),
-        pytest.param(2, "bf16", marks=pytest.mark.slow),
-        pytest.param(3, "fp32", marks=pytest.mark.slow),
-        pytest.param("fsdp", "fp32", marks=pytest.mark.slow),
+        (3, "bf16", False),
+        pytest.param("fsdp", "bf16", False, marks=pytest.mark.slow),
+        pytest.param(0, "fp32", False, marks=pytest.mark.slow),
+        pytest.param(2, "fp32", False, marks=pytest.mark.slow),
+        pytest.param(2, "bf16", False, marks=pytest.mark.slow),
+        pytest.param(2, "bf16", True, marks=pytest.mark.slow),
+        pytest.param(3, "fp32", False, marks=pytest.mark.slow),
+        pytest.param(3, "bf16", True, marks=pytest.mark.slow),
+        pytest.param("fsdp", "fp32", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_role_takes_as_many_bytes_as_computed(stage: Stage, precision: str, tiny: Path, ranks2: RankPool) -> None:
-    for counted, computed in ranks2.run(counted_bytes, tiny, stage, precision):
+def test_a_role_takes_as_many_bytes_as_computed(
+    stage: Stage, precision: str, offload: bool, tiny: Path, ranks2: RankPool
+) -> None:
+    for counted, computed in ranks2.run(counted_bytes, tiny, stage, precision, offload):
         # DeepSpeed keeps one of the weights twice, and small ones whole.
         assert counted == pytest.approx(computed, rel=0.1)
 
@@ -224,6 +228,13 @@ def test_states_that_lie_with_the_cpu_are_told_apart() -> None:
     for on_cpu, offloaded in ((False, True), (True, False)):
         role = loaded_role(handle, SMALL, strategy, Layout((0, 1), 2), samples=8, on_cpu=on_cpu)
         assert role.offloaded is offloaded
+
+
+@pytest.mark.parametrize(("stage", "width", "here"), [(3, 2, 0), (3, 4, 0), (2, 2, 3850), (2, 4, 0), (1, 2, 23100)])
+def test_offloading_also_takes_gradients_off_the_device_at_zero_3(stage: int, width: int, here: float) -> None:
+    how = replace(ZERO3, stage=stage, width=width, offloaded=True)
+    assert how.gradients_here == here
+    assert how.loaded == how.weights + (how.gradients_here if stage == 3 else 0)
 
 
 def test_engines_keep_what_they_say() -> None:
@@ -270,7 +281,7 @@ def test_the_table_adds_up_and_says_what_is_short() -> None:
     assert (memory.generating, memory.training) == (15_400 + 1000 + 37_700, 16_400 + 23_100 + 34_000 + 15_400 + 40_000)
     assert first == "memory of a rank: 54.1 kB generating, 128.9 kB training, of 40.0 kB"
     assert actor.split(maxsplit=1)[1] == (
-        "weights 7.7 kB, gradients 23.1 kB, optimizer 0 B, activations 34.0 kB, in host memory 30.8 kB"
+        "weights 7.7 kB, gradients 23.1 kB, optimizer 0 B, activations 34.0 kB, in host memory 53.9 kB"
     )
     assert reference.split(maxsplit=1)[1] == "weights 7.7 kB"
     assert training.endswith("logits 40.0 kB, gathered 0 B, reduced 15.4 kB; values of the step 1.0 kB")

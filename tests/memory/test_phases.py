@@ -8,7 +8,9 @@ import pytest
 
 from rlflow.memory.estimate import Memory
 from rlflow.memory.role import LoadedRole
+from rlflow.memory.workload import Engine
 from rlflow.models.sizes import ModelSize
+from rlflow.rollout.engine import EngineMemory
 from rlflow.values.layout import Layout
 
 # 3,850 parameters; the largest piece is an embedding of 1,000
@@ -49,6 +51,23 @@ def test_at_zero_2_the_weights_are_there_twice_while_they_are_flattened() -> Non
     how = replace(WHOLE, stage=2, bucket=100)
     assert how.loading == 3850 * 2 + 2 * 1925 * 4
     assert replace(how, width=4, moments=2).loading == 2 * 3850 * 4
+    assert replace(how, trained=100).loading == 3850 * 2 + 2 * 50 * 4  # only what is trained is flattened
+
+
+def test_of_roles_that_are_loaded_only_the_last_ones_copies_are_counted() -> None:
+    how = replace(WHOLE, stage=2, bucket=100)
+    memory = Memory((0,), {"actor": how, "critic": how}, {}, held=0, capacity=0)
+    assert memory.loading == 3850 * 2 + 1925 * 4 + how.loading
+
+
+def test_between_steps_gradients_of_zero_3_and_sleeping_engines_take_memory() -> None:
+    how = replace(WHOLE, stage=3, bucket=100, live=1500)
+    engine = Engine(1, (0,), 700, EngineMemory(1, cache=50, asleep="weights"))
+    memory = Memory((0,), {"actor": how}, {"actor": engine}, held=0, capacity=1e6)
+    assert how.resting == 1925 * (2 + 12 + 4) + 100 * 4
+    assert memory.generating == how.resting + 750
+    assert memory.saving(buffer=3000) == how.resting + 3000 + 700
+    assert memory.resuming == how.resuming + 700
 
 
 def test_at_zero_3_a_rank_loads_its_part_and_a_piece() -> None:
