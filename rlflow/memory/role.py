@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.models.logprobs import CHUNK_ELEMENTS, chunk_elements_in
+from rlflow.models.optimizer import GroupedOptimizer, Optimizer
 from rlflow.models.sizes import ModelSize
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
@@ -19,6 +21,7 @@ from rlflow.values.layout import Layout
 # that divide a layer have parts of those within attention and feed-forward layers, and the others each.
 WHOLE_ACTIVATION_BYTES, DIVIDED_ACTIVATION_BYTES = 10, 24
 FLOAT32 = 4
+KEPT = {"adamw": 2, "sgd": 0}  # tensors of a weight; to measure them, torch imports its compiler, which takes seconds
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,14 @@ class LoadedRole:
         return self.trained * self.summed_width * self.moments / self.states_over
 
     @property
+    def copies(self) -> bool:
+        """Whether a float32 copy of the weights is one of the `moments`, as DeepSpeed updates it.
+
+        It has none at ZeRO 0 in float32.
+        """
+        return not self.masters and (self.stage > 0 or self.width < self.summed_width)
+
+    @property
     def weights_here(self) -> float:
         """Bytes of the weights on the device; 0 if they are in the CPU's memory."""
         return 0.0 if self.weights_offloaded else self.weights
@@ -179,7 +190,8 @@ class LoadedRole:
     @property
     def stepping(self) -> float:
         """Bytes that a step of AdamW takes in addition: the root of the second moments."""
-        return self.trained * self.summed_width / self.states_over if self.moments >= 2 and not self.offloaded else 0.0
+        adam = self.moments - self.copies >= 2 and not self.offloaded
+        return self.trained * self.summed_width / self.states_over if adam else 0.0
 
     @property
     def activations(self) -> float:
@@ -299,8 +311,8 @@ class LoadedRole:
 
     @property
     def _copied(self) -> float:
-        """Bytes of the float32 copy of the weights, which `moments` counts in addition to the moments."""
-        return self.moments % 2 * self.trained * self.summed_width / self.states_over if not self.offloaded else 0.0
+        """Bytes of the float32 copy of the weights on the device."""
+        return self.copies * self.trained * self.summed_width / self.states_over if not self.offloaded else 0.0
 
     @property
     def _gradients_at_rest(self) -> float:
@@ -343,19 +355,17 @@ def loaded_role(
     width = torch.finfo(strategy.dtype).bits // 8
     within = strategy.partition_within or 0
     divides = strategy.stage is not None
-    # DeepSpeed updates a float32 copy of the weights, unless they are float32 and the stage is 0.
-    copy = divides and not strategy.holds_masters and (stage > 0 or strategy.dtype != torch.float32)
     # An average is a float32 copy of narrower weights. If trained weights are stored in float32, so is the average, and
     # only the bytes count that it has more than the weights.
     averages = isinstance(handle, Averaged) and width < FLOAT32
-    return LoadedRole(
+    role = LoadedRole(
         size=size,
         layout=layout,
         stage=stage,
         divided_over=strategy.divided_over(layout),
         width=width,
         trained=trained,
-        moments=0 if optimizer is None else 2 * (optimizer.name == "adamw") + copy,
+        moments=0 if optimizer is None else _kept_by(optimizer),
         checkpointing=handle.gradient_checkpointing,
         updates=handle.epochs * math.ceil(samples / (handle.samples_per_update or samples)),
         token_budget=strategy.forward_plan.token_budget,
@@ -373,3 +383,14 @@ def loaded_role(
         on_cpu=on_cpu,
         trains_tower=optimizer is not None and handle.lora is None and not handle.freeze_vision_tower,
     )
+    return replace(role, moments=role.moments + role.copies) if trained else role
+
+
+def _kept_by(optimizer: Optimizer) -> int:
+    """Number of tensors that an optimizer keeps for each weight, as large as the weight."""
+    if optimizer.name in KEPT and not optimizer.arguments and not isinstance(optimizer, GroupedOptimizer):
+        return KEPT[optimizer.name]
+    small = optimizer.small()
+    small.step()
+    (weight,) = small.param_groups[0]["params"]
+    return sum(isinstance(value, Tensor) and value.shape == weight.shape for value in small.state[weight].values())

@@ -101,6 +101,12 @@ class Optimizer:
         """
         return self.kind([{**group} for group in groups], **self.keywords)
 
+    def small(self, device: torch.device | str = "cpu") -> torch.optim.Optimizer:
+        """An optimizer of the class with one small weight that has a gradient, from whose step its states are seen."""
+        weight = nn.Parameter(torch.zeros(2, 2, device=device))
+        weight.grad = torch.ones_like(weight)
+        return self.kind([weight], **self.keywords)
+
     def check_divides(self) -> None:
         """Refuse a class that updates a whole weight differently than its pieces; called if ranks shard the weights.
 

@@ -392,4 +392,4 @@ def _saved_bytes(role: LoadedRole, hardware: Hardware) -> float:
 
 def _numbers(role: LoadedRole) -> int:
     """Numbers of a checkpoint: weights, and the moments without the copy of a weight."""
-    return role.trained * (1 + role.moments // 2 * 2)
+    return role.trained * (1 + role.moments - role.copies)

@@ -546,9 +546,8 @@ def _kinds_kept(role: Role, device: torch.device) -> int:
     """Number of the optimizer's tensors for each weight; before its first update, measured on a small weight."""
     if kinds := role.kinds:
         return len(kinds)
-    weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
-    weight.grad = torch.ones_like(weight)
-    optimizer = role.settings.kind([weight], **role.settings.keywords)
+    optimizer = role.settings.small(device)
+    (weight,) = optimizer.param_groups[0]["params"]
     before = _options(optimizer)
     optimizer.step()
     if moved := [name for name, value in _options(optimizer).items() if before.get(name) != value]:

@@ -15,7 +15,7 @@ from rlflow.memory.estimate import Memory, does_not_fit, memory_lines
 from rlflow.memory.role import LoadedRole, loaded_role
 from rlflow.memory.workload import Engine, loaded_engine
 from rlflow.models.causal_lm import CausalLM
-from rlflow.models.optimizer import Optimizer
+from rlflow.models.optimizer import GroupedOptimizer, Optimizer
 from rlflow.models.scalar import ValueModel
 from rlflow.models.sizes import ModelSize, size_of
 from rlflow.models.tiny import write_tiny_model
@@ -220,6 +220,26 @@ def test_one_process_keeps_all_in_the_dtype_of_the_weights() -> None:
     handle = CausalLM("tiny", optimizer=Optimizer())
     found = loaded_role(handle, SMALL, SingleProcess("bf16"), Layout((0,), 1), samples=8)
     assert (found.weights, found.gradients, found.optimizer) == (7700, 7700, 15400)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments"),
+    [
+        (Optimizer(), 2),
+        (Optimizer(arguments={"amsgrad": True}), 3),
+        (Optimizer("torch.optim.Adam"), 2),
+        (Optimizer("sgd"), 0),
+        (Optimizer("sgd", arguments={"momentum": 0.9}), 1),
+        (GroupedOptimizer("sgd", given=torch.optim.SGD([torch.ones(1)], momentum=0.9)), 1),
+    ],
+)
+def test_what_an_optimizer_keeps_for_each_weight_is_measured(optimizer: Optimizer, moments: int) -> None:
+    handle = CausalLM("tiny", optimizer=optimizer)
+    alone = loaded_role(handle, SMALL, SingleProcess("bf16"), Layout((0,), 1), samples=8)
+    assert (alone.moments, alone.copies) == (moments, False)
+    divided = loaded_role(handle, SMALL, DeepSpeedStrategy(3), FOUR, samples=8)
+    assert divided.optimizer == 3850 * 4 * (moments + 1) / 4  # with the copy
+    assert (divided.stepping > 0) == (moments >= 2)
 
 
 def test_states_that_lie_with_the_cpu_are_told_apart() -> None:
