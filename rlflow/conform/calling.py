@@ -138,9 +138,16 @@ class Function:
             clip: The range of the algorithm's clip, downwards and upwards.
 
         Raises:
-            UserError: A parameter without a default asks for nothing known, or a name given is no parameter's.
+            UserError: A parameter without a default asks for nothing known, or a name given is no parameter's; or the
+                function does not say what its parameters are.
         """
-        parameters = inspect.signature(call).parameters
+        try:
+            parameters = inspect.signature(call).parameters
+        except ValueError as error:  # of a function written in C
+            raise UserError(
+                f"{name} does not say its parameters, so it cannot be called by their names; give a Python function"
+                " that calls it"
+            ) from error
         for given, meant in names.items():
             if given not in parameters:
                 raise UserError(f"`--names` has {given!r}, and {name} takes {', '.join(parameters)}")
@@ -149,6 +156,8 @@ class Function:
                 raise UserError(
                     f"`--names.{given}` is {meant!r}, which such a function is not called with; give one of {told}"
                 )
+        own = SETTINGS.keys() & known  # for a loss `eps` is the clip's range, for advantages what is added to a divisor
+        chosen = {quantity_of(key, own) or quantity_of(key, SETTINGS) or key: value for key, value in settings.items()}
         takes: dict[str, str] = {}
         constants: dict[str, Any] = {}
         for each in parameters.values():
@@ -156,8 +165,10 @@ class Function:
             if each.name in settings and quantity is None:
                 constants[each.name] = settings[each.name]
             elif (
-                quantity is not None and quantity in known and (quantity != "eps" or each.default is each.empty)
-            ):  # it is the function's own
+                quantity is not None
+                and quantity in known
+                and (quantity != "eps" or "eps" in chosen or each.default is each.empty)
+            ):  # an `eps` that has a default is the function's own
                 takes[each.name] = quantity
             elif each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
                 told = ", ".join(sorted(known))
@@ -166,7 +177,6 @@ class Function:
                     f"{name} has a parameter `{each.name}`, which is none of {told}.{hint} Give its number by"
                     f" --settings.{each.name}, or which of these it stands for by --names.{each.name}"
                 )
-        chosen = {quantity_of(key, SETTINGS) or key: value for key, value in settings.items()}
         taken = {*takes.values()}
         neutral = {name: x for name, x in NEUTRAL.items() if not taken & {name, "config"}}
         return cls(

@@ -145,6 +145,22 @@ def test_a_right_function_has_conventions_at_most(
     assert (found.verdict != "differs", {change.term for change in found.changes}) == (True, conventions), found
 
 
+@pytest.mark.parametrize("setting", ["eps", "epsilon"])
+def test_a_number_set_for_the_divisor_reaches_advantages_with_or_without_a_default(setting: str) -> None:
+    seen = set()
+
+    def with_default(rewards: Tensor, group: Tensor, epsilon: float = 1e-4) -> Tensor:
+        seen.add(epsilon)
+        return rewards
+
+    def without(rewards: Tensor, group: Tensor, eps: float) -> Tensor:
+        return with_default(rewards, group, eps)
+
+    for function in (with_default, without):
+        conform("advantages", function, settings={setting: 0.01})
+    assert seen == {0.01}
+
+
 def inverse(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(surrogate(old_logprobs, logprobs, advantages), mask)
 
