@@ -63,7 +63,7 @@ class Memory:
 
     @property
     def logits(self) -> float:
-        """Bytes of a chunk of logits, `[tokens, vocabulary]` or `[tokens, labels]`, and of its gradient."""
+        """Bytes of a chunk of logits, `[tokens, vocabulary]` or `[tokens, labels]`, and of their gradients."""
         return max((role.logits(self.capacity) for role in self.roles.values()), default=0.0)
 
     @property
@@ -73,18 +73,20 @@ class Memory:
 
     @property
     def reduced(self) -> float:
-        """Bytes of buffers that reduce gradients. ZeRO-3 holds its buffer all the time, others for a backward pass."""
-        each = [0.0, *(role.reduced for role in self.trained)]
-        return sum(each) if any(role.keeps_buffer for role in self.trained) else max(each)
+        """Bytes that reduce gradients: ZeRO-3's buffers of all roles, and what one role takes for a backward pass."""
+        return self._buffers + max((role.reduced for role in self.trained), default=0.0)
 
     @property
     def training(self) -> float:
-        """Bytes while engines sleep and roles train: the larger of one role's passes and of its optimizer's step."""
+        """Bytes while engines sleep and roles train: the larger of one role's passes and of its optimizer's step.
+
+        A backward pass begins with the logits, and reduces gradients after these.
+        """
         activations = max((role.activations for role in self.trained), default=0.0)
         stepping = max((role.stepping for role in self.trained), default=0.0)
-        backward = activations + self.reduced + self.logits + self.gathered
+        backward = activations + max(self.reduced - self._buffers, self.logits) + self.gathered
         gradients = sum(role.gradients_here for role in self.trained)
-        return self.kept + self.held + gradients + max(backward, stepping) + self.asleep
+        return self.kept + self.held + gradients + self._buffers + max(backward, stepping) + self.asleep
 
     @property
     def loading(self) -> float:
@@ -120,6 +122,10 @@ class Memory:
     def fits(self) -> bool:
         """Whether the run fits on the device, and each engine's weights fit in the engine's share of it."""
         return self.spare >= 0
+
+    @property
+    def _buffers(self) -> float:
+        return sum(role.buffer for role in self.roles.values())
 
     @property
     def _resting(self) -> float:

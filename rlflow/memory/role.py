@@ -21,6 +21,7 @@ from rlflow.values.layout import Layout
 # that divide a layer have parts of those within attention and feed-forward layers, and the others each.
 WHOLE_ACTIVATION_BYTES, DIVIDED_ACTIVATION_BYTES = 10, 24
 FLOAT32 = 4
+ALLREDUCED = 500_000_000  # gradients that DeepSpeed sums at one time at ZeRO 0; it may add those of one more weight
 KEPT = {"adamw": 2, "sgd": 0}  # tensors of a weight; to measure them, torch imports its compiler, which takes seconds
 
 
@@ -58,6 +59,7 @@ class LoadedRole:
         within: Number of ranks, such as those of a node, that divide a second copy of the weights; 0 for none.
         on_cpu: Whether it is trained on the CPU.
         trains_tower: Whether the tower of a model that reads pictures is trained.
+        float32_head: Whether logits are computed in float32 even if weights are narrower.
     """
 
     size: ModelSize
@@ -83,6 +85,7 @@ class LoadedRole:
     within: int = 0
     on_cpu: bool = True
     trains_tower: bool = False
+    float32_head: bool = False
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -216,13 +219,26 @@ class LoadedRole:
         return self.size.layers * self._tokens * self.size.hidden * self.width + layer
 
     def logits(self, capacity: float) -> float:
-        """Bytes of the chunk of a micro-batch's logits that is in memory at one time, and of its gradient.
+        """Bytes of the chunk of a micro-batch's logits that is in memory at one time, and of gradients.
 
         Args:
             capacity: Bytes of the rank's device.
         """
         chunk = CHUNK_ELEMENTS if self.on_cpu else chunk_elements_in(int(capacity))
-        return 2.0 * FLOAT32 * min(chunk, self._tokens * self.size.outputs / self.tensor_parallel_size)
+        of_chunk = min(chunk, self._tokens * self.size.outputs / self.tensor_parallel_size)
+        return 2.0 * FLOAT32 * of_chunk + self._head
+
+    @property
+    def _head(self) -> float:
+        """Bytes of the output layer that exist beside a chunk of logits, whose gradients a backward pass adds up.
+
+        These are the sum in float32, of narrower weights also the gradient of a chunk; or the layer in float32.
+        """
+        narrow, adapters = self.width < FLOAT32, self.trained < self.size.parameters - self.size.tower
+        nbytes = FLOAT32 if narrow and self.float32_head else 0
+        if not adapters:
+            nbytes += FLOAT32 + (self.width if narrow and not self.float32_head else 0)
+        return self.size.outputs * self.size.hidden * nbytes / self.tensor_parallel_size
 
     @property
     def gathered(self) -> float:
@@ -235,22 +251,24 @@ class LoadedRole:
 
     @property
     def reduced(self) -> float:
-        """Bytes that reducing gradients takes: the gradients of a backward pass, the buffer, and a copy being sent.
+        """Bytes that reducing gradients takes for a while, in addition to the `buffer` that ZeRO-3 has all the time.
 
-        FSDP has no buffer and reduces all gradients of a layer together.
+        These are the gradients of a backward pass, at ZeRO 1 and 2 also the buffer, and a copy being sent. FSDP has no
+        buffer and reduces all gradients of a layer together.
         """
         if not self.trained or self.divided_over == 1:
             return 0.0
-        if self.stage == 0:  # all of them, flattened
-            return float(self.trained * self.summed_width)
+        if self.stage == 0:  # flattened, and in float32
+            flat = min(self.trained, ALLREDUCED + self.size.largest_layer)
+            return float(flat * (self.summed_width + (self.width if self.width < self.summed_width else 0)))
         if self.masters:
             return float(min(self._largest, self.trained) * (self.width + self.summed_width))
-        return float(self.bucket * (self.width + self.summed_width * (1 if self.stage == 3 else 2)))
+        return float(self.bucket * (self.width + self.summed_width * (0 if self.stage == 3 else 2)))
 
     @property
-    def keeps_buffer(self) -> bool:
-        """Whether the buffer that reduces gradients exists between backward passes, as with ZeRO-3; FSDP has none."""
-        return self.stage == 3 and not self.masters
+    def buffer(self) -> float:
+        """Bytes of ZeRO-3's buffer of gradients, which is never freed; 0 for other stages."""
+        return float(self.bucket * self.summed_width) if self.stage == 3 else 0.0
 
     @property
     def loading(self) -> float:
@@ -269,7 +287,7 @@ class LoadedRole:
     @property
     def resting(self) -> float:
         """Bytes between steps, after the first: weights, states, and at ZeRO-3 gradients and buffers not freed."""
-        return self.weights_here + self.states_here + self._gradients_at_rest + self._buffer_at_rest
+        return self.weights_here + self.states_here + self._gradients_at_rest + self.buffer
 
     def sync(self, buffer: float) -> float:
         """Most bytes while weights are sent to an engine, or written to a file.
@@ -285,7 +303,7 @@ class LoadedRole:
         read = max(self.loading, self.resting + self.piece)
         if not self.trained:
             return read
-        moved = self.gathered + self.reduced - self._buffer_at_rest
+        moved = self.gathered + self.reduced
         return max(read, self.resting + (self.gradients_here - self._gradients_at_rest) + max(moved, self.stepping))
 
     @property
@@ -316,11 +334,7 @@ class LoadedRole:
 
     @property
     def _gradients_at_rest(self) -> float:
-        return self.gradients_here if self.keeps_buffer else 0.0
-
-    @property
-    def _buffer_at_rest(self) -> float:
-        return float(self.bucket * self.summed_width) if self.stage == 3 else 0.0
+        return self.gradients_here if self.stage == 3 and not self.masters else 0.0  # FSDP frees them
 
 
 def loaded_role(
@@ -382,6 +396,7 @@ def loaded_role(
         within=within if within < len(layout.ranks) else 0,
         on_cpu=on_cpu,
         trains_tower=optimizer is not None and handle.lora is None and not handle.freeze_vision_tower,
+        float32_head=strategy.float32_head,
     )
     return replace(role, moments=role.moments + role.copies) if trained else role
 

@@ -34,6 +34,7 @@ from tests.strategies.update import Stage, backward, launch, trained
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
 FOUR = Layout((0, 1, 2, 3), 4)
 ZERO3 = LoadedRole(SMALL, FOUR, 3, 4, 2, 3850, 3, False, 2, 500)
+CHUNK = 2 * 4 * 500 * 100  # of logits: with the gradient, float32, tokens, vocabulary
 ZERO3_CHECKPOINTED = 2 * 500 * 10 * 2 + 500 * 10 * 34  # activations
 # Two ranks that sum their gradients whole; two layers, 50 tokens of width 10, a vocabulary of 100
 ACTOR = LoadedRole(SMALL, Layout((0, 1), 2), 0, 2, 2, 3850, 2, False, 1, 50, offloaded=True)
@@ -127,8 +128,9 @@ def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way(
     assert how(offload_parameters=True).weights_offloaded
 
 
-def test_zero_0_flattens_all_gradients_to_sum_them() -> None:
-    assert replace(ZERO3, stage=0).reduced == 3850 * 4
+def test_zero_0_flattens_a_bucket_of_gradients_to_sum_them_in_float32() -> None:
+    assert replace(ZERO3, stage=0).reduced == 3850 * (2 + 4)
+    assert replace(ZERO3, stage=0, trained=10**9).reduced == (500_000_000 + 1000) * (2 + 4)
 
 
 def test_fsdp_holds_a_layer_and_the_next_one_whole() -> None:
@@ -152,10 +154,19 @@ def test_a_moving_average_is_counted_beside_narrower_weights() -> None:
 
 
 def test_logits_of_a_small_vocabulary_are_less_than_a_chunk() -> None:
-    assert ZERO3.logits(80e9) == 2 * 4 * 500 * 100  # with the gradient, float32, tokens, vocabulary
-    large = replace(ZERO3, size=replace(SMALL, vocabulary=150_000), token_budget=4096)
+    assert replace(ZERO3, trained=0).logits(80e9) == CHUNK
+    large = replace(ZERO3, size=replace(SMALL, vocabulary=150_000), token_budget=4096, trained=0)
     assert large.logits(80e9) == 2 * 256 * 2**20
     assert replace(large, on_cpu=False).logits(80 * 2**30) == 2 * 2**30
+
+
+def test_beside_logits_is_the_gradient_of_the_output_layer_in_float32() -> None:
+    # Of its 1,000 weights; in 16 bits also a chunk's, or with `float32_head` the weights once more
+    assert ZERO3.logits(80e9) == CHUNK + 1000 * (4 + 2)
+    assert replace(ZERO3, width=4).logits(80e9) == CHUNK + 1000 * 4
+    assert replace(ZERO3, float32_head=True).logits(80e9) == CHUNK + 1000 * (4 + 4)
+    assert replace(ZERO3, trained=100).logits(80e9) == CHUNK  # of adapters
+    assert replace(ZERO3, trained=100, float32_head=True).logits(80e9) == CHUNK + 1000 * 4
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +224,7 @@ def test_a_critic_is_as_large_as_a_classifier_of_one_label(tiny: Path) -> None:
     size = loaded_role(handle, size_of(str(tiny)), SingleProcess(), Layout((0,), 1), samples=8).size
     classifier = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
     assert size.parameters == sum(parameter.numel() for parameter in classifier.parameters())
-    assert replace(ZERO3, size=size).logits(80e9) == 2 * 4 * 500  # with the gradient, float32, a number for each token
+    assert replace(ZERO3, size=size, trained=0).logits(80e9) == 2 * 4 * 500  # with the gradient, of each token
 
 
 def test_one_process_keeps_all_in_the_dtype_of_the_weights() -> None:
@@ -297,14 +308,15 @@ def test_of_several_engines_that_do_not_fit_the_line_says_that_they_may_share_on
 def test_the_table_adds_up_and_says_what_is_short() -> None:
     memory = busy(actor=engine(weights=7700, cache=30_000, asleep="nothing"))
     first, actor, reference, training, of_engine, short = memory_lines(memory, every=True)
-    # Weights of two models, values and the engine; while training gradients of 6 bytes, activations, sums and logits
-    assert (memory.generating, memory.training) == (15_400 + 1000 + 37_700, 16_400 + 23_100 + 34_000 + 15_400 + 40_000)
-    assert first == "memory of a rank: 54.1 kB generating, 128.9 kB training, of 40.0 kB"
+    # Weights of two models, values and the engine; while training gradients of 6 bytes, activations, and logits with
+    # the gradient of their layer, which are gone when gradients are reduced
+    assert (memory.generating, memory.training) == (15_400 + 1000 + 37_700, 16_400 + 23_100 + 34_000 + 46_000)
+    assert first == "memory of a rank: 54.1 kB generating, 119.5 kB training, of 40.0 kB"
     assert actor.split(maxsplit=1)[1] == (
         "weights 7.7 kB, gradients 23.1 kB, optimizer 0 B, activations 34.0 kB, in host memory 53.9 kB"
     )
     assert reference.split(maxsplit=1)[1] == "weights 7.7 kB"
-    assert training.endswith("logits 40.0 kB, gathered 0 B, reduced 15.4 kB; values of the step 1.0 kB")
+    assert training.endswith("logits 46.0 kB, gathered 0 B, reduced 23.1 kB; values of the step 1.0 kB")
     assert of_engine.endswith("weights 7.7 kB, cache 30.0 kB")
     assert short.startswith(
         "  ! rank 0 is out of memory by 14.1 kB of 40.0 kB while generating; `rollout` holds 37.7 kB"

@@ -18,7 +18,8 @@ SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, voc
 # bf16 on two ranks, with a float32 copy and two moments; 5 tokens at most
 TWO = Layout((0, 1), 2)
 WHOLE = LoadedRole(SMALL, TWO, 0, 2, 2, 3850, 3, False, 1, 5)
-PASSES = 2 * 5 * 10 * 34 + 2 * 4 * 5 * 100  # activations of two layers, logits and their gradient
+ACTIVATIONS = 2 * 5 * 10 * 34  # of two layers
+LOGITS = 2 * 4 * 5 * 100 + 1000 * (4 + 2)  # with their gradient, and that of the output layer
 
 # RssAnon of a rank beyond what it was before the model was built, MiB, the larger of two ranks on the CPU, 2026-11-22:
 # SFT with AdamW on 47.2 million parameters, micro-batches of 64 tokens, buckets of 11.8 million numbers, and glibc's
@@ -81,15 +82,16 @@ def test_with_fsdp_a_rank_loads_its_float32_part_and_a_piece() -> None:
     assert how.loading == 1925 * 4 + 1000 * 2
 
 
-def test_a_step_of_zero_3_adds_what_is_gathered_and_what_is_reduced() -> None:
+def test_a_step_of_zero_3_adds_what_is_gathered_and_logits_or_what_is_reduced() -> None:
     how = replace(WHOLE, stage=3, bucket=100, live=1500)
     parts = 1925 * (2 + 4 + 8 + 4) + 100 * 4  # with gradients and the bucket
-    assert step(how) == parts + PASSES + 1500 * 2 + 100 * 2
+    assert step(how) == parts + ACTIVATIONS + LOGITS + 1500 * 2
+    assert step(replace(how, bucket=6000)) == parts + 5900 * 4 + ACTIVATIONS + 6000 * 2 + 1500 * 2
 
 
 def test_a_step_of_fsdp_adds_two_pieces_and_the_gradients_of_one() -> None:
     how = replace(WHOLE, stage=3, moments=2, masters=True)
-    assert step(how) == 1925 * (4 + 8 + 4) + PASSES + 1000 * (2 * 2 + 2 + 4)
+    assert step(how) == 1925 * (4 + 8 + 4) + ACTIVATIONS + LOGITS + 1000 * 2 * 2  # reduced are 1,000 of 2 + 4 bytes
 
 
 def test_where_passes_are_small_the_optimizer_decides() -> None:
