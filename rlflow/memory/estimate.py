@@ -244,11 +244,14 @@ def does_not_fit(memory: Memory) -> str:
         of["rollout"] = memory.awake
     largest = max(of, key=lambda role: of[role])
     phase, need = ("generating", memory.generating) if generates else ("training", memory.training)
+    roles = memory.roles.values()
+    divisible = any(role.stage < 3 and len(role.layout.ranks) > 1 for role in roles)  # else all that can be is divided
+    divided = "raise strategy.init_args.stage" if divisible else "divide the roles over more ranks"
+    recomputed = all(role.checkpointing for role in memory.trained)
     remedy = (
-        "lower gpu_memory_utilization (on the CPU kv_cache_gib, of TransformersEngine max_batch), or raise"
-        " strategy.init_args.stage"
+        f"lower gpu_memory_utilization (on the CPU kv_cache_gib, of TransformersEngine max_batch), or {divided}"
         if generates
-        else "raise the stage, lower token_budget, or set gradient_checkpointing"
+        else f"{divided}, or lower token_budget{'' if recomputed else ', or set gradient_checkpointing'}"
     )
     if generates and len(memory.engines) > 1:
         first, second, *_ = memory.engines

@@ -298,6 +298,18 @@ def test_engines_that_are_never_awake_at_once_are_not_added() -> None:
     assert busy().awake == 0
 
 
+@pytest.mark.parametrize(("stage", "ranks", "raised"), [(0, 2, True), (2, 2, True), (3, 2, False), (0, 1, False)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_settings_that_are_at_their_end_are_not_advised(
+    stage: int, ranks: int, raised: bool, checkpointing: bool
+) -> None:
+    layout = Layout(tuple(range(ranks)), ranks)
+    role = replace(ACTOR, stage=stage, layout=layout, divided_over=ranks, checkpointing=checkpointing)
+    memory = replace(busy(), roles={"actor": role}, capacity=9000)
+    assert ("init_args.stage" in does_not_fit(memory)) is raised
+    assert ("gradient_checkpointing" in does_not_fit(memory)) is not checkpointing
+
+
 def test_of_several_engines_that_do_not_fit_the_line_says_that_they_may_share_one() -> None:
     memory = busy(actor=engine(10e9, 15e9, "weights and cache"), opponent=engine(8e9, 10e9, "weights"))
     line = does_not_fit(replace(memory, capacity=42e9))
