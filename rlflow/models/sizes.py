@@ -292,7 +292,7 @@ def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
             heads=config["num_attention_heads"],
             kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             vocabulary=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=bool(config["tie_word_embeddings"] if "tie_word_embeddings" in config else _tied_by_itself(kind)),
             head_dim=config.get("head_dim"),
             bias=bool(config.get("attention_bias", kind in ("qwen2", "gpt_oss"))),
             experts=0 if found is None else found[1],
@@ -305,6 +305,13 @@ def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
         raise UserError(
             f"`model` is {model!r}, whose config does not say {error}; only decoders of the Llama family are known"
         ) from error
+
+
+def _tied_by_itself(kind: str | None) -> bool:
+    """What a type's class says of `tie_word_embeddings`; older transformers left it out of config.json if this held."""
+    from transformers import CONFIG_MAPPING
+
+    return kind in CONFIG_MAPPING and bool(CONFIG_MAPPING[kind]().tie_word_embeddings)
 
 
 def _with_tower(model: str) -> ModelSize:

@@ -134,6 +134,15 @@ def test_a_latent_is_what_a_token_takes_where_keys_are_made_of_it() -> None:
     assert cached_bytes(configuration("kimi_linear"), torch.bfloat16, 4) == (64 + 32) * 2
 
 
+@pytest.mark.parametrize(("kind", "tied"), [("gemma2", True), ("llama", False), ("of_nobody", False)])
+def test_a_config_that_does_not_say_whether_embeddings_are_tied_is_read_as_its_type(
+    kind: str, tied: bool, tmp_path: Path
+) -> None:
+    given = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 100, **given}))
+    assert size_of(str(tmp_path)).tied is tied
+
+
 def test_many_tokens_take_more_of_a_mixture_than_one() -> None:
     # One layer, four experts of 3 * 2 * 5 = 30 parameters, two for a token: one token misses 2 of 4, two miss 1.
     size = ModelSize(2, 5, 1, 1, 1, 10, experts=4, experts_per_token=2)
