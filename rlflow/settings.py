@@ -212,7 +212,7 @@ class Settings:
                 f"`trainer.save_top_k` is {self.save_top_k} and `trainer.monitor` is not set, so no checkpoint is"
                 " better than another; name a metric"
             )
-        if self.save_top_k == 0 and self.monitor is not None:
+        if self.save_top_k == 0 and self.monitor is not None and self.ckpt_path != "best":
             raise UserError(
                 f"`trainer.monitor` is {self.monitor!r} and `trainer.save_top_k` is 0, so the metric decides nothing;"
                 " give a number of best checkpoints"

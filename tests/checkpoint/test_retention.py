@@ -57,6 +57,10 @@ def test_settings_that_keep_nothing_are_refused(given: dict[str, Any], says: str
     assert says in str(refused.value)
 
 
+def test_a_metric_may_say_which_checkpoint_is_best_though_none_stays_for_it() -> None:
+    assert Settings(monitor="loss", ckpt_path="best").save_top_k == 0
+
+
 def test_true_is_the_least_number_of_last_ones() -> None:
     assert Trainer(save_last=True).save_last == 2
 
