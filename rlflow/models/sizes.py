@@ -311,7 +311,7 @@ def _tied_by_itself(kind: str | None) -> bool:
     """What a type's class says of `tie_word_embeddings`; older transformers left it out of config.json if this held."""
     from transformers import CONFIG_MAPPING
 
-    return kind in CONFIG_MAPPING and bool(CONFIG_MAPPING[kind]().tie_word_embeddings)
+    return kind is not None and kind in CONFIG_MAPPING and bool(CONFIG_MAPPING[kind]().tie_word_embeddings)
 
 
 def _with_tower(model: str) -> ModelSize:
