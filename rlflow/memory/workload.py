@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
@@ -107,6 +108,7 @@ class Workload:
         moves_rows: Whether rows are balanced over ranks.
         share_prefixes: Whether a prompt is computed once for all of its samples on a rank.
         support: How many tokens are stored at most for a token of a response, its `support`; 0 for none.
+        shared: For each policy without an engine of its own, the policy whose engine it uses.
     """
 
     graph: Graph
@@ -120,6 +122,7 @@ class Workload:
     moves_rows: bool
     share_prefixes: bool
     support: int = 0
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self, space: str) -> int:
         """The number of rows of a row space in the step, as far as the graph determines it.
@@ -228,6 +231,8 @@ def workload_of(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
     moves_rows: bool = False,
+    shared: Mapping[str, str] = MappingProxyType({}),
+    longest_response: int | None = None,
 ) -> Workload:
     """The work of a step of a module, by its plan.
 
@@ -245,12 +250,16 @@ def workload_of(
         prompt_tokens: Tokens of a prompt on average; None for half of the longest.
         response_tokens: Tokens of a response on average; None for half of the longest.
         moves_rows: Whether rows are balanced over ranks.
+        shared: For each policy without an engine of its own, the policy whose engine it uses.
+        longest_response: Tokens of the longest response of the data, if that is known.
 
     Raises:
         UserError: A length is larger than the config allows.
     """
     models, samples = handles(module), data.prompts_per_step * module.group_size
-    longest = (None if graph.policies() else data.max_response_length) or module.max_response_length
+    longest = module.max_response_length
+    if not graph.policies():  # that of the module is for validation alone
+        longest = data.max_response_length or longest_response or max(longest, math.ceil(response_tokens or 0))
     lengths = _lengths(data.max_prompt_length, longest, prompt_tokens, response_tokens)
     roles = {
         name: loaded_role(
@@ -285,6 +294,7 @@ def workload_of(
         moves_rows=moves_rows,
         share_prefixes=strategy.forward_plan.shares_prefixes,
         support=max((each.top_k or 0 for each in cuts), default=0),
+        shared=shared,
     )
 
 

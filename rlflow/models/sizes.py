@@ -212,7 +212,7 @@ def size_of(model: str, trust_remote_code: bool = False) -> ModelSize:
     """The size of a model that is in the table, in a folder, or has a config that can be downloaded.
 
     Args:
-        model: A folder, or a Hugging Face name.
+        model: A folder, also the folder of a run, or a Hugging Face name.
         trust_remote_code: Whether code of a model on the hub may run, to read its config.
 
     Raises:
@@ -221,7 +221,10 @@ def size_of(model: str, trust_remote_code: bool = False) -> ModelSize:
     name = model.removesuffix("-Instruct")
     if name in KNOWN:
         return KNOWN[name]
+    of_run = Path(model) / "model"
     config = Path(model) / "config.json"
+    if not config.is_file() and (of_run / "config.json").is_file():  # the folder of a run
+        return size_of(str(of_run), trust_remote_code)
     if config.is_file():
         return _read(model, json.loads(config.read_text()))
     if Path(model).exists() or model.count("/") != 1:

@@ -135,13 +135,13 @@ class EngineMemory:
     """How much of a rank's memory an engine takes in addition to its weights.
 
     Attributes:
-        at_once: Most responses that are generated at the same time.
+        at_once: Most responses that are generated at the same time; None for as many as the GPU's kind decides.
         share: Share of the device's memory, for weights and cache together; 0 where `cache` is given.
         cache: Bytes of keys and values on a rank; None for what the weights leave of the share.
         asleep: What stays in memory while roles are trained.
     """
 
-    at_once: int
+    at_once: int | None
     share: float = 0.0
     cache: float | None = None
     asleep: Literal["nothing", "weights", "weights and cache"] = "nothing"

@@ -49,9 +49,10 @@ def calibrated(bare: Hardware, steps: Sequence[Measured]) -> Hardware:
 def as_yaml(machine: Hardware, sharing: Mapping[int, float]) -> str:
     """What `--hardware` reads."""
     numbers = {name: value for name, value in asdict(machine).items() if name != "sharing"}
-    lines = [f"{name}: {float(value):.6e}" for name, value in numbers.items() if name != "gpus_per_node"]
+    counts = ("gpus_per_node", "max_num_seqs")
+    lines = [f"{name}: {value if name in counts else f'{float(value):.6e}'}" for name, value in numbers.items()]
     shares = ", ".join(f"{ranks}: {factor:.3f}" for ranks, factor in sharing.items())
-    return "\n".join([*lines, f"gpus_per_node: {machine.gpus_per_node}", f"sharing: {{{shares}}}", ""])
+    return "\n".join([*lines, f"sharing: {{{shares}}}", ""])
 
 
 def _fitted(machine: Hardware, steps: Sequence[Measured], names: Sequence[str], constants: Sequence[str]) -> Hardware:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from rlflow.memory.role import LoadedRole
 from rlflow.models.sizes import ModelSize
@@ -78,8 +79,9 @@ def decode_seconds(
     """Seconds that one engine generates, with weights and cache as wide as the role's.
 
     Prompts first, at the speed of a forward pass. Then one token of each running response a step: a step reads the
-    weights and the running responses' caches, or multiplies them, whichever is slower; two reductions a layer join the
-    ranks. The engine is never idle while responses wait, and ends with the longest.
+    weights, only those experts that a token goes to, and the running responses' caches, or multiplies them, whichever
+    is slower; two reductions a layer join the ranks. The engine is never idle while responses wait, and ends with the
+    longest.
 
     Args:
         role: Role that it generates with.
@@ -102,7 +104,8 @@ def decode_seconds(
     length = prompt + response / 2
     # A state is read and written at each step.
     kept = length * size.cache_bytes(width) + 2 * size.state_bytes
-    read = size.multiplied * width + mean_running * kept
+    touched = size.multiplied + size.touched(max(1.0, mean_running)) - size.active  # of all running responses' experts
+    read = touched * width + mean_running * kept
     reading = read / (ranks * hardware.memory_bandwidth * hardware.memory_efficiency)
     multiplied = forward_flops(size, mean_running, 2 * length)
     multiplying = multiplied / (ranks * hardware.peak_flops * hardware.forward_efficiency)
@@ -134,14 +137,16 @@ def train_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hard
     passes = 4 if role.checkpointing else 3
     computing = _computing(role, tokens, length, passes, hardware, hardware.train_efficiency)
     micro_batches = _micro_batches(tokens / role.updates, role) * role.updates
-    reducing = _gathered_seconds(role, role.trained, role.divided_over, hardware)
+    reducing = _gathered_seconds(role, role.trained * role.summed_width, role.divided_over, hardware)
     moving = 2 * micro_batches * _gathers(role, hardware)
     moving += reducing * (micro_batches if role.stage >= 2 else role.updates)
     moving += role.updates * _summed_over_copies_seconds(role, hardware)
     own = role.trained / role.states_over
     touched = own * 2 * (role.width + 4 + 4 * role.moments)
-    whole = role.weights_over == 1
-    stepping = touched / (hardware.memory_bandwidth * hardware.memory_efficiency) + (reducing if whole else 0)
+    stepping = touched / (hardware.memory_bandwidth * hardware.memory_efficiency)
+    if role.weights_over == 1:  # ZeRO 0 gathers the summed gradients, the second half of an all-reduce
+        width = role.width if role.stage else role.summed_width
+        stepping += _gathered_seconds(role, role.trained * width, role.divided_over, hardware)
     beside = passes * micro_batches * hardware.micro_batch_seconds + role.updates * hardware.update_seconds
     return max(computing, moving) + role.updates * stepping + beside
 
@@ -226,16 +231,19 @@ def _exchange_seconds(role: LoadedRole, tokens: float, hardware: Hardware) -> fl
 
 
 def _gathers(role: LoadedRole, hardware: Hardware) -> float:
-    return _gathered_seconds(role, role.size.parameters, role.gathered_over, hardware)
+    return _gathered_seconds(role, role.size.parameters * role.width, role.gathered_over, hardware)
 
 
-def _gathered_seconds(role: LoadedRole, parameters: float, ranks: int, hardware: Hardware) -> float:
-    """Seconds to gather, or to reduce, what a rank computes with, layer by layer, from ranks with parts of the same."""
-    return sum(
-        _moving_seconds(parameters * role.width * share, over, hardware)
-        + role.size.layers * ring_latency(over, hardware)
-        for share, over in role.shares(ranks)
-    )
+def _gathered_seconds(role: LoadedRole, nbytes: float, ranks: int, hardware: Hardware) -> float:
+    """Seconds to gather, or to reduce, what a rank computes with of `nbytes`, layer by layer.
+
+    Ranks with parts of the same share are `ranks // over` apart, so a node has fewer of them.
+    """
+    seconds = 0.0
+    for share, over in role.shares(ranks):
+        apart = replace(hardware, gpus_per_node=max(1, hardware.gpus_per_node * over // ranks))
+        seconds += _moving_seconds(nbytes * share, over, apart) + role.size.layers * ring_latency(over, apart)
+    return seconds
 
 
 def _summed_over_copies_seconds(role: LoadedRole, hardware: Hardware) -> float:
@@ -246,7 +254,7 @@ def _summed_over_copies_seconds(role: LoadedRole, hardware: Hardware) -> float:
     copies = len(role.layout.ranks) // role.divided_over
     if role.stage < 3 or copies == 1:
         return 0.0
-    nbytes = role.trained * role.width / role.divided_over * (1 - 1 / copies)
+    nbytes = role.trained * role.summed_width / role.divided_over * (1 - 1 / copies)
     moving = nbytes / (hardware.network_bandwidth * hardware.link_efficiency)
     return 2 * (moving + (copies - 1) * hardware.network_latency)
 

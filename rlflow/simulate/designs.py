@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -56,8 +57,13 @@ def works(workload: Workload, hardware: Hardware, design: Design) -> list[WorkIt
 
 
 def node_seconds(works: Iterable[WorkItem]) -> dict[str, float]:
-    """Seconds of each work by its name in the metrics `time/...`: a node's id, or `sync` for a weight sync."""
-    return {"sync" if work.kind == "sync" else work.name: work.seconds for work in works}
+    """Seconds in a step of each node by its id, and of all weight syncs as `sync`, as in the metrics `time/...`."""
+    found = dict[str, float]()
+    for work in works:
+        if work.kind not in ("exchange", "control"):
+            name, *_ = work.name.split()  # without a sync's policy and the number of a draw
+            found[name] = found.get(name, 0.0) + work.seconds
+    return found
 
 
 class _Step:
@@ -76,6 +82,7 @@ class _Step:
         self.made: dict[str, str] = {}
         self.brought: dict[tuple[str, str], str] = {}  # by value and the node that reads it: the work that brings it
         self.draw = ""
+        self.syncs: Counter[str] = Counter()  # by policy, which may be synced again for an engine that it shares
 
     def works(self) -> Iterator[WorkItem]:
         for task in self._in_order():
@@ -106,7 +113,9 @@ class _Step:
             elsewhere = {*task.target} - {*task.source}
             seconds = sync_seconds(role, self.hardware, crossing=len(elsewhere) + 1 if elsewhere else 0)
             nbytes = float(role.size.parameters * role.width)
-            yield WorkItem(f"sync {task.policy}", "sync", self._of(task.ranks), seconds, nbytes=nbytes)
+            self.syncs[task.policy] += 1
+            again = f" ({times})" if (times := self.syncs[task.policy]) > 1 else ""
+            yield WorkItem(f"sync {task.policy}{again}", "sync", self._of(task.ranks), seconds, nbytes=nbytes)
         elif isinstance(task, Exchange) and self.design == "rlflow":
             yield from self._exchange(task)
         elif isinstance(task, RunNode | TrainNode):
@@ -129,24 +138,26 @@ class _Step:
             yield from self._stored(node, layout)
 
     def _seconds(self, node: Node, layout: Layout) -> tuple[str, float]:
-        load, rows = self.workload, self.workload.rows(node.space) / layout.shards
-        tokens, length = load.computed_tokens(node, layout.shards), load.lengths.total
+        load, dealt = self.workload, self.workload.rows(node.space)
+        # where there is less to deal than shards, some have no rows; samples of a prompt may be dealt together
+        shards = min(layout.shards, load.prompts if layout.dealing == "groups" else dealt)
+        rows, tokens, length = dealt / shards, load.computed_tokens(node, shards), load.lengths.total
         if node.kind == "rollout":
-            return "rollout", self._generate(node, rows, layout.shards)
+            return "rollout", self._generate(node, rows, shards)
         if node.role is None:
             return "host", rows * self.hardware.row_seconds
         role = load.roles[node.role]
         if not load.moves_rows:
-            tokens *= straggling(rows, layout.shards, VARIATION * load.lengths.response / length)
+            tokens *= straggling(rows, shards, VARIATION * load.lengths.response / length)
         if node.kind == "train":
             return "train", train_seconds(role, tokens * role.epochs, length, self.hardware)
         return "score", score_seconds(role, tokens, length, self.hardware)
 
     def _generate(self, node: Node, rows: float, shards: int) -> float:
-        load, lengths = self.workload, self.workload.lengths
-        role = load.roles[node.generates[0]]
-        # a policy may share another's engine
-        engine = load.engines.get(node.generates[0]) or next(iter(load.engines.values()))
+        load, lengths, policy = self.workload, self.workload.lengths, node.generates[0]
+        role, engine = load.roles[policy], load.engines[load.shared.get(policy, policy)]
+        # each rank has a head of keys or more, so that more ranks than heads have copies
+        role = replace(role, size=replace(role.size, kv_heads=max(role.size.kv_heads, engine.ranks)))
         row = lengths.total * role.size.cache_bytes(role.width) + role.size.state_bytes
         held = engine.cache(self.hardware.memory) * engine.ranks / row
         return decode_seconds(
@@ -158,7 +169,7 @@ class _Step:
             prompt=lengths.prompt,
             response=lengths.response * straggling(rows, shards, VARIATION),
             longest=lengths.longest_response,
-            at_once=max(1.0, min(engine.memory.at_once, held)),
+            at_once=max(1.0, min(engine.memory.at_once or self.hardware.max_num_seqs, held)),
         )
 
     def _exchange(self, task: Exchange) -> Iterator[WorkItem]:
@@ -294,6 +305,7 @@ def scheduled(works: Iterable[WorkItem]) -> StepTimeline:
     """
     found, last = dict[str, WorkItem](), dict[str, str]()
     for work in works:
+        assert work.name not in found, work.name
         before = {*work.needs, *(last.get(lane, "") for lane in work.lanes)} - {""}
         latest = max(before, key=lambda name: found[name].end, default=None)
         found[work.name] = replace(work, start=0.0 if latest is None else found[latest].end, after=latest)

@@ -36,6 +36,7 @@ class Hardware:
         node_bandwidth: Between GPUs of a node.
         network_bandwidth: Between nodes.
         gpus_per_node: GPUs of a node.
+        max_num_seqs: Responses that vLLM generates at the same time, where the engine's `max_num_seqs` is not set.
         storage_bandwidth: Storage bandwidth of a node, from and to the storage of models and checkpoints.
         node_latency: Latency of a collective's hop in a node.
         network_latency: Latency of a collective's hop between nodes.
@@ -83,6 +84,7 @@ class Hardware:
     exchange_row_seconds: float = 0.0
     step_seconds: float = 0.0
     storage_bandwidth: float = 4e9
+    max_num_seqs: int = 1024
     sharing: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,9 +120,9 @@ COMPUTED = (
 LAPS = 5  # of each rate that is measured on this machine, after one that is not counted
 
 # NVIDIA's data sheets of the SXM modules, and of the DGX systems for the network: one adapter for each GPU, 400 Gb/s
-# (H100, H200) or 200 Gb/s (A100). NVLink's figure is both directions; a half is one.
+# (H100, H200) or 200 Gb/s (A100). NVLink's figure is both directions; a half is one. `max_num_seqs` is vLLM's default.
 PRESETS = {
-    "a100": Hardware(312e12, 80e9, 2.039e12, 300e9, 25e9),
+    "a100": Hardware(312e12, 80e9, 2.039e12, 300e9, 25e9, max_num_seqs=256),
     "h100": Hardware(989e12, 80e9, 3.35e12, 450e9, 50e9),
     "h200": Hardware(989e12, 141e9, 4.8e12, 450e9, 50e9),
 }

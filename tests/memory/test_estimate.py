@@ -275,7 +275,7 @@ def test_engines_keep_what_they_say() -> None:
     on_cpu = taken(VLLMEngine(kv_cache_gib=0.5), on_cpu=True)
     assert (on_cpu.memory.cache, on_cpu.memory.asleep) == (2**29, "weights and cache")
     on_gpu = taken(VLLMEngine(), on_cpu=False)
-    assert on_gpu.memory == EngineMemory(1024, 0.5, None, "nothing")
+    assert on_gpu.memory == EngineMemory(None, 0.5, None, "nothing")
     assert (on_cpu.memory.at_once, taken(VLLMEngine(max_num_seqs=7), on_cpu=False).memory.at_once) == (256, 7)
     assert on_gpu.cache(capacity=80_000) == 40_000 - 7700
     plain = taken(TransformersEngine(max_batch=3), on_cpu=True)

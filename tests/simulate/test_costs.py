@@ -22,7 +22,7 @@ from rlflow.simulate.costs import (
     sync_seconds,
     train_seconds,
 )
-from rlflow.simulate.designs import WorkItem, scheduled
+from rlflow.simulate.designs import WorkItem, node_seconds, scheduled
 from rlflow.simulate.hardware import Hardware, read_hardware
 from rlflow.values.layout import Layout
 
@@ -64,7 +64,8 @@ def test_known_models_have_as_many_parameters_as_published(model: str, parameter
 def test_the_size_of_a_folder_is_that_of_its_config(tmp_path: Path) -> None:
     from rlflow.models.tiny import write_tiny_model
 
-    assert size_of(str(write_tiny_model(tmp_path / "tiny"))) == replace(KNOWN["tiny"], head_dim=None)
+    assert size_of(str(write_tiny_model(tmp_path / "model"))) == replace(KNOWN["tiny"], head_dim=None)
+    assert size_of(str(tmp_path)) == size_of(str(tmp_path / "model"))  # the folder of a run
 
 
 def test_a_folder_whose_config_says_too_little_is_refused(tmp_path: Path) -> None:
@@ -102,9 +103,9 @@ def test_a_ring_has_a_hop_for_each_rank_but_one() -> None:
 def test_ranks_with_copies_of_weights_sum_their_gradients_once_an_update() -> None:
     fast = replace(PLAIN, peak_flops=1e15, memory_bandwidth=1e15)
     copies = replace(ZERO3, layout=Layout(tuple(range(8)), 8))  # divided over 4 ranks, so 2 copies, on 2 nodes
-    # Twice: half of a rank's 1,925 bytes at 0.5 MB/s, and a hop between nodes; for each of 2 updates.
+    # Twice: half of a rank's 3,850 float32 bytes at 0.5 MB/s, and a hop between nodes; for each of 2 updates.
     more = train_seconds(copies, 1000, 4, fast) - train_seconds(ZERO3, 1000, 4, fast)
-    assert more == pytest.approx(2 * 2 * (0.001925 + 0.002), rel=1e-4)
+    assert more == pytest.approx(2 * 2 * (0.00385 + 0.002), rel=1e-4)
 
 
 def test_an_exchange_is_as_slow_as_what_leaves_the_node() -> None:
@@ -117,6 +118,15 @@ def test_decoding_reads_weights_and_caches_at_every_step() -> None:
     # Two at once: 4 x 20 / 2 = 40 steps. A step reads 2,850 x 2 bytes, and 2 caches of 10 + 20 / 2 tokens of 40 bytes:
     # 7,300 bytes at 1 MB/s. Prompts: 2 x 10 tokens x (5,700 + 400) FLOP at 1 GFLOP/s.
     assert seconds == pytest.approx(40 * 0.0073 + 20 * 6100e-9, rel=1e-5)
+
+
+def test_decoding_reads_the_experts_of_all_running_responses() -> None:
+    size = replace(SMALL, experts=4, experts_per_token=2)
+    sparse, lengths = replace(ZERO3, size=size), {"prompt": 10, "response": 20, "longest": 20}
+    seconds = decode_seconds(sparse, 1, PLAIN, responses=4, prompts=2, at_once=2, **lengths)
+    # Of 4 experts of 600 parameters in each of two layers, two responses miss 4 / 2 / 2 = 1, and one misses 2.
+    read = 2 * (size.multiplied + 2 * 600) + 1600
+    assert seconds == pytest.approx(40 * read / 1e6 + 20 * (2 * size.multiplied + 400) / 1e9, rel=1e-5)
 
 
 def test_decoding_ends_with_the_longest_response() -> None:
@@ -142,11 +152,13 @@ def test_training_is_three_forward_passes_and_four_with_checkpointing() -> None:
 
 def test_training_at_zero_3_moves_weights_twice_and_gradients_once_a_micro_batch() -> None:
     fast = replace(PLAIN, peak_flops=1e15, memory_bandwidth=1e15)
-    # 2 updates of 500 tokens, a micro-batch each; 3 movements of 7,700 bytes.
-    assert train_seconds(ZERO3, 1000, 4, fast) == pytest.approx(2 * 3 * 0.011775, rel=1e-4)
-    # ZeRO 1 reduces once an update, and gathers the weights after it.
-    one = replace(ZERO3, stage=1, token_budget=50)
-    assert train_seconds(one, 1000, 4, fast) == pytest.approx(2 * 0.011775 + 2 * 0.011775, rel=1e-4)
+    # 2 updates of 500 tokens, a micro-batch each: 7,700 bytes of weights twice, and 15,400 of float32 gradients.
+    weights, gradients = 0.011775, 0.01155 + 0.006
+    assert train_seconds(ZERO3, 1000, 4, fast) == pytest.approx(2 * (2 * weights + gradients), rel=1e-4)
+    # ZeRO 1 reduces once an update, and gathers the weights after it; ZeRO 0 gathers the gradients.
+    for stage, gathered in ((1, weights), (0, gradients)):
+        once = replace(ZERO3, stage=stage, token_budget=50)
+        assert train_seconds(once, 1000, 4, fast) == pytest.approx(2 * (gradients + gathered), rel=1e-4)
 
 
 def test_weights_are_gathered_written_and_read_back() -> None:
@@ -171,6 +183,12 @@ def test_work_waits_for_its_lane_and_for_what_it_needs() -> None:
     assert {name: work.start for name, work in timeline.works.items()} == {"a": 0, "move": 3, "b": 3, "c": 8}
     assert [work.name for work in timeline.critical_path()] == ["a", "move", "c"]
     assert timeline.seconds == 10
+
+
+def test_a_node_s_seconds_are_those_of_all_draws_and_a_sync_s_those_of_all_policies() -> None:
+    works = [("sync actor", "sync", 1.0), ("sync judge", "sync", 2.0), ("rollout", "rollout", 3.0)]
+    works += [("rollout (2)", "rollout", 4.0), ("rollout -> rewards", "exchange", 5.0)]
+    assert node_seconds(WorkItem(name, kind, (), seconds) for name, kind, seconds in works) == {"sync": 3, "rollout": 7}
 
 
 def test_a_file_says_what_differs_from_a_preset(tmp_path: Path) -> None:
@@ -213,6 +231,13 @@ def test_ranks_of_a_layer_gather_its_weights_from_those_that_have_the_same_part(
     layer = replace(ZERO3, layout=Layout((0, 1, 2, 3), 2, tensor_parallel_size=2), masters=True)
     assert layer.shares(4) == [(1 / 2, 2)]
     assert replace(layer, layout=Layout((0, 1, 2, 3), 1, tensor_parallel_size=4)).shares(4) == [(1 / 4, 1)]
+
+
+def test_ranks_with_the_same_part_of_a_layer_are_on_as_many_nodes() -> None:
+    layer = replace(ZERO3, layout=Layout(tuple(range(16)), 4, tensor_parallel_size=4), divided_over=16)
+    fast = replace(PLAIN, peak_flops=1e15, node_bandwidth=1e15, node_latency=1e-12)
+    # Ranks 0, 4, 8 and 12 gather a quarter of 7,700 bytes: 3/4 at 0.5 MB/s, and 3 hops of 2 ms for each of two layers.
+    assert score_seconds(layer, 1, 4, fast) == pytest.approx(1925 * 0.75 / 0.5e6 + 2 * 3 * 2e-3)
 
 
 def test_ranks_that_divide_experts_hold_a_share_of_these_and_exchange_tokens_twice_a_layer() -> None:

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 live_engines: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()  # of this process; they share vLLM's groups of ranks
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/maintainers/benchmarks.md
-CPU_SLOTS, GPU_SLOTS = 256, 1024  # responses generated at the same time; the latter is vLLM's number on an H100
+CPU_SLOTS = 256  # responses generated at the same time
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # of this process, for good
 SPARE = 16  # tokens that vLLM may leave beyond `top_k`, at least, where they are as likely as the last
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that sleep gives back
@@ -158,7 +158,7 @@ class VLLMEngine(InProcessEngine):
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
         if not on_cpu:
-            return EngineMemory(self.max_num_seqs or GPU_SLOTS, self.gpu_memory_utilization)
+            return EngineMemory(self.max_num_seqs, self.gpu_memory_utilization)
         return EngineMemory(self._cpu_slots, cache=self.kv_cache_gib * 2**30, asleep="weights and cache")
 
     @property
