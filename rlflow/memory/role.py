@@ -60,6 +60,8 @@ class LoadedRole:
         on_cpu: Whether it is trained on the CPU.
         trains_tower: Whether the tower of a model that reads pictures is trained.
         float32_head: Whether logits are computed in float32 even if weights are narrower.
+        adapters: Whether only adapters are trained, and written.
+        averaged: Number of parameters that are a moving average of another role's.
     """
 
     size: ModelSize
@@ -86,6 +88,8 @@ class LoadedRole:
     on_cpu: bool = True
     trains_tower: bool = False
     float32_head: bool = False
+    adapters: bool = False
+    averaged: int = 0
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -363,8 +367,7 @@ def loaded_role(
     optimizer = handle.optimizer
     if not isinstance(handle, CausalLM):
         size = size.with_labels(1)
-    whole = size.parameters - (size.tower if handle.freeze_vision_tower else 0)
-    trained = 0 if optimizer is None else size.adapters(handle.lora.rank) if handle.lora else whole
+    trained = 0 if optimizer is None else _trainable(handle, size)
     stage = strategy.stage or 0
     width = torch.finfo(strategy.dtype).bits // 8
     within = strategy.partition_within or 0
@@ -397,6 +400,8 @@ def loaded_role(
         on_cpu=on_cpu,
         trains_tower=optimizer is not None and handle.lora is None and not handle.freeze_vision_tower,
         float32_head=strategy.float32_head,
+        adapters=handle.lora is not None,
+        averaged=_trainable(handle.owner, size) if isinstance(handle, Averaged) else 0,
     )
     return replace(role, moments=role.moments + role.copies) if trained else role
 
@@ -409,3 +414,8 @@ def _kept_by(optimizer: Optimizer) -> int:
     small.step()
     (weight,) = small.param_groups[0]["params"]
     return sum(isinstance(value, Tensor) and value.shape == weight.shape for value in small.state[weight].values())
+
+
+def _trainable(handle: ModelHandle, size: ModelSize) -> int:
+    whole = size.parameters - (size.tower if handle.freeze_vision_tower else 0)
+    return size.adapters(handle.lora.rank) if handle.lora else whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from rlflow.dag.graph import Graph
-from rlflow.dag.node import engine_of
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.memory.estimate import Memory, memories
@@ -145,7 +145,7 @@ class Simulation:
         for power in range(self.nodes.bit_length()):
             try:
                 workload = self._workload(2**power)
-            except UserError:  # too few prompts, or updates of no whole number of samples, on so few
+            except UserError:  # prompts, or updates of no whole number of samples, on so few
                 continue
             found[workload.ranks] = PredictedStep(workload, self.hardware)
         return found | {self.predicted.workload.ranks: self.predicted}
@@ -157,7 +157,8 @@ class Simulation:
         if settings.max_staleness:
             found["in step"] = self._with(settings.placement, 0)
         if settings.placement:
-            found["all roles on all ranks"] = self._with(None, 0)
+            with suppress(UserError):  # an engine's size may not divide all ranks
+                found["all roles on all ranks"] = self._with(None, 0)
         return found
 
     @cached_property
@@ -198,8 +199,8 @@ class Simulation:
 
     def _widths(self, ranks: int) -> list[int]:
         """Numbers of ranks that may divide weights: one node, 2, 4, ... and all."""
-        node = self.hardware.gpus_per_node
-        return [width for power in range(ranks.bit_length()) if ranks % (width := node * 2**power) == 0] or [ranks]
+        nodes = (self.hardware.gpus_per_node * 2**power for power in range(self.nodes.bit_length()))
+        return sorted({ranks, *(width for width in nodes if ranks % width == 0)})
 
     def _with(self, placement: Mapping[str, Placed] | None, max_staleness: int) -> PredictedStep:
         other = replace(self.trainer.settings, placement=placement, max_staleness=max_staleness)
@@ -219,7 +220,8 @@ class Simulation:
         share = ranks / world if self.scaling == "weak" else 1.0
         module, data = _of_size(self.module, share, ranks), copy.copy(self.data)
         data.prompts_per_step = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)
-        if settings.placement:
+        places = (settings.placement or {}).values()
+        if any(not isinstance(place, Place) or place.ranks is not None for place in places):
             spread = partial(_spread, world=world, ranks=ranks)
             made = planned(module, graph, settings, trainer.engine_settings, ranks, spread)
         else:
@@ -227,11 +229,11 @@ class Simulation:
             machines = replace(settings, num_nodes=ranks // devices, devices=devices)
             made = planned(module, graph, machines, trainer.engine_settings, ranks)
         policies = graph.policies()
-        smallest = min((made.layouts[engine_of(name)].shards for name in policies), default=ranks)
-        if data.prompts_per_step < smallest:
+        strategy = trainer.strategy or (SingleProcess() if world == ranks == 1 else DeepSpeedStrategy())
+        if isinstance(strategy, SingleProcess) and ranks > 1:
             raise UserError(
-                f"`data.prompts_per_step` is {data.prompts_per_step} for {smallest} shards on {ranks} ranks, so some"
-                " would have nothing to do; raise it, or simulate fewer nodes"
+                "`strategy` is `single`, as by default with `trainer.devices: 1` and `trainer.precision`, so one"
+                f" process trains, and {ranks} ranks are simulated; give `--strategy deepspeed` or `--strategy fsdp`"
             )
         models = handles(module)
         sizes = {
@@ -252,13 +254,14 @@ class Simulation:
             made.plan,
             made.layouts,
             sizes,
-            trainer.strategy or (SingleProcess() if world == ranks == 1 else DeepSpeedStrategy()),
+            strategy,
             made.engines.own if policies else {},
             ranks=ranks,
             on_cpu=self.on_cpu,
             prompt_tokens=self.prompt_tokens,
             response_tokens=self.response_tokens,
             moves_rows=settings.balancing.mode != "off",
+            shared=made.engines.shared,
         )
 
 
@@ -341,11 +344,11 @@ def run_phases(
         sync_bucket_bytes: Bytes of weights gathered at a time.
     """
     own = [role for role in workload.roles.values() if role.owns]
-    trained = [role for role in own if role.trained]
+    trained = [role for role in own if role.trained or role.averaged]
     loading = sum(_loaded_bytes(role, hardware) for role in own)
     states = sum(_state_bytes(role, hardware) for role in trained)
     saved = sum(_saved_bytes(role, hardware) for role in trained)
-    gathering = sum(gather_seconds(role.size.parameters * role.width, role.gathered_over, hardware) for role in trained)
+    gathering = sum(gather_seconds(_written_bytes(role), role.gathered_over, hardware) for role in trained)
     bandwidth = hardware.storage_bandwidth
     return [
         Phase("loading", loading / bandwidth, loading, max(memory.loading for memory in memories)),
@@ -387,9 +390,14 @@ def _state_bytes(role: LoadedRole, hardware: Hardware) -> float:
 def _saved_bytes(role: LoadedRole, hardware: Hardware) -> float:
     """Bytes that a node writes, as all do in parallel: the checkpoint, and the model in Hugging Face form."""
     nodes = math.ceil(len(role.layout.ranks) / hardware.gpus_per_node)
-    return (_numbers(role) * FLOAT32 + role.size.parameters * role.width) / nodes
+    return (_numbers(role) * FLOAT32 + _written_bytes(role)) / nodes
+
+
+def _written_bytes(role: LoadedRole) -> int:
+    """Bytes of the model in Hugging Face form: of its adapters alone if it has any; a moving average has no such."""
+    return (role.trained if role.adapters or not role.trained else role.size.parameters) * role.width
 
 
 def _numbers(role: LoadedRole) -> int:
-    """Numbers of a checkpoint: weights, and the moments without the copy of a weight."""
-    return role.trained * (1 + role.moments - role.copies)
+    """Numbers of a checkpoint: weights, the moments without the copy of a weight, and moving averages."""
+    return role.trained * (1 + role.moments - role.copies) + role.averaged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from rlflow.cli import main
 from rlflow.commands.simulate import read_simulate
 from rlflow.errors import UserError
 from rlflow.settings import Place
+from rlflow.simulate.designs import node_seconds, works
 from rlflow.simulate.simulation import Simulation
 
 ROOT = Path(__file__).parents[2]
+SIXTEEN_NODES = str(ROOT / "configs" / "grpo_math_16nodes.yaml")
 EIGHT = str(ROOT / "configs" / "grpo_math_8gpu.yaml")
 APART = ['--placement={rollout: "0-3", actor: "4-7"}']
 
@@ -25,9 +28,9 @@ def seconds(told: Simulation) -> float:
     return told.predicted.timelines["rlflow"].seconds
 
 
-def of(told: Simulation, *works: str) -> float:
+def of(told: Simulation, *names: str) -> float:
     found = told.predicted.timelines["rlflow"].works
-    return sum(found[work].seconds for work in works)
+    return sum(found[name].seconds for name in names)
 
 
 def test_ranks_apart_work_one_after_the_other() -> None:
@@ -55,6 +58,39 @@ def test_the_gain_over_other_placements_is_told() -> None:
     assert simulation().alternatives == {}
 
 
+def test_a_placement_that_cannot_be_is_no_alternative() -> None:
+    # an engine of 7 ranks does not divide 8
+    assert simulation('--placement={rollout: "0-6", actor: 7}', "--rollout.tensor_parallel_size=7").alternatives == {}
+
+
+def test_a_policy_generates_with_the_engine_that_it_shares() -> None:
+    step = simulation().predicted
+    (engine,) = step.workload.engines.values()
+    engines = {"first": replace(engine, ranks=1), "second": engine}
+    shared = replace(step.workload, engines=engines, shared={"actor": "second"})
+    assert [*works(shared, step.hardware, "rlflow")] == [*works(step.workload, step.hardware, "rlflow")]
+
+
+def test_more_ranks_of_an_engine_than_heads_of_keys_have_copies() -> None:
+    sparse = "--module.actor.model=Qwen/Qwen3-235B-A22B", "--hardware=h200", "--rollout.tensor_parallel_size=8"
+    step = simulation(*sparse).predicted
+    actor = step.workload.roles["actor"]
+    eight = replace(actor, size=replace(actor.size, kv_heads=8))  # instead of 4
+    one, other = (
+        node_seconds(works(replace(step.workload, roles={"actor": role}), step.hardware, "rlflow"))["rollout"]
+        for role in (actor, eight)
+    )
+    assert one == other
+
+
+def test_where_prompts_are_fewer_than_shards_some_have_nothing_to_do() -> None:
+    few, enough = (
+        simulation(f"--data.prompts_per_step={prompts}", f"--module.actor.samples_per_update={4 * prompts}")
+        for prompts in (2, 4)
+    )
+    assert of(few, "rollout") == pytest.approx(of(enough, "rollout"), rel=0.2)  # of 4 engines
+
+
 @pytest.mark.parametrize("design", ["padded", "packed", "store"])
 def test_the_other_designs_overlap_steps_as_well(design: str) -> None:
     ahead, in_step = simulation(*APART, "--trainer.max_staleness=1"), simulation(*APART)
@@ -74,8 +110,8 @@ def test_a_rank_holds_what_lives_on_it() -> None:
 
 
 def test_engines_of_a_node_with_two_policies_are_awake_at_once() -> None:
-    config = str(ROOT / "configs" / "agent_two_players.yaml")
-    (memory,) = read_simulate(["--config", config, "--module.actor.model=tiny"]).predicted.memories
+    arguments = ["--config", str(ROOT / "configs" / "agent_two_players.yaml"), "--strategy=deepspeed"]
+    (memory,) = read_simulate([*arguments, "--module.actor.model=tiny"]).predicted.memories
     assert len(memory.engines) == 2
     assert memory.awake == sum(engine.awake(memory.capacity) for engine in memory.engines.values())
 
@@ -131,6 +167,8 @@ def test_copies_of_weights_on_nodes_are_among_the_suggestions() -> None:
     found = simulation("--strategy=fsdp", "--nodes=4").divisions
     copies = {division.within: step for division, step in found if division.place == Place()}
     assert {*copies} == {None, 8, 16}
+    of_three = read_simulate(["--config", SIXTEEN_NODES, "--strategy=fsdp", "--nodes=3"]).divisions
+    assert {division.within for division, _ in of_three if division.place == Place()} == {None, 8}
     # The same as where the config has the setting, in seconds and in bytes.
     given = simulation("--strategy=fsdp", "--strategy.within=8", "--nodes=4").predicted
     assert copies[8].timelines["rlflow"].seconds == pytest.approx(given.timelines["rlflow"].seconds)

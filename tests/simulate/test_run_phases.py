@@ -46,6 +46,13 @@ def test_all_nodes_of_a_role_write_at_once() -> None:
     assert one.seconds == pytest.approx(53.9, rel=1e-3)
 
 
+def test_adapters_are_written_alone_and_averages_into_the_checkpoint() -> None:
+    # float32 weights, two moments, and adapters in 2 bytes
+    assert found({"actor": replace(ZERO3, trained=100, adapters=True)})["saving"].nbytes == 100 * 14 / 2
+    average = replace(ZERO3, trained=0, moments=0, averaged=3850)
+    assert found({"average": average})["saving"].nbytes == 3850 * 4 / 2
+
+
 def test_resuming_reads_the_model_and_the_parts_of_the_checkpoint() -> None:
     divided, whole = (found({"actor": replace(ZERO3, stage=stage)})["resuming"] for stage in (3, 0))
     assert (divided.nbytes, whole.nbytes) == (3850 * 14 / 2, 3850 * 14)

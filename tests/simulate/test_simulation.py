@@ -11,6 +11,7 @@ import pytest
 from rlflow.cli import main
 from rlflow.commands.simulate import read_simulate
 from rlflow.simulate.designs import CONTROLLER, Design
+from rlflow.simulate.hardware import PRESETS
 from rlflow.simulate.simulation import PredictedStep, Simulation
 
 ROOT = Path(__file__).parents[2]
@@ -115,13 +116,25 @@ def test_zero_3_needs_less_memory_of_a_rank_the_more_there_are(simulation: Simul
     assert growth[8].memory.kept == pytest.approx(64 * growth[512].memory.kept)
 
 
-def test_a_model_that_does_not_fit_is_told_with_role_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_is_told_with_role_and_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     larger = ["--module.actor", "Qwen/Qwen2.5-7B", "--module.critic", "Qwen/Qwen2.5-7B"]
-    main(["simulate", "--config", PPO, *larger, "--scaling", "strong"])
+    main(["simulate", "--config", PPO, *larger, *own("like: h100\ngpus_per_node: 1")(tmp_path)])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  ! rank"))
     # One process without DeepSpeed divides nothing: 7.6 thousand million float32 weights, gradients and two moments.
     assert line.startswith("  ! rank 0 is out of memory by ")
     assert "of 80.0 GB while generating; `actor` holds 121.8 GB" in line
+
+
+def test_an_engine_generates_as_many_responses_together_as_the_gpu_s_kind_decides(tmp_path: Path) -> None:
+    few = own("like: h100\nmax_num_seqs: 64")(tmp_path)
+    plain, of_machine, of_config = (
+        read_simulate(["--config", SIXTEEN_NODES, *options]).predicted.timelines["rlflow"].works["rollout"].seconds
+        for options in ([], few, ["--rollout.max_num_seqs=64"])
+    )
+    assert plain < of_machine == of_config
+    assert PRESETS["a100"].max_num_seqs == 256
 
 
 def test_the_command_prints_one_screen_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,11 +202,7 @@ REFUSED: list[tuple[str, list[str] | Callable[[Path], list[str]], str]] = [
         ["--rollout.tensor_parallel_size", "8"],
         "is 8, which does not divide the model's 28 attention heads",
     ),
-    (
-        "fewer prompts than engines",
-        ["--nodes", "1024", "--scaling", "strong", "--rollout.tensor_parallel_size", "4"],
-        "`data.prompts_per_step` is 1024 for 2048 shards on 8192 ranks",
-    ),
+    ("one process", ["--strategy", "single"], "and 8 ranks are simulated; give `--strategy deepspeed`"),
     (
         "an unknown model",
         ["--module.actor.model", "nowhere"],
