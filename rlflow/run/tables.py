@@ -129,6 +129,7 @@ def run_workload(run: Run) -> Workload:
         run.engines.own if run.generates else {},
         ranks=run.strategy.world_size,
         on_cpu=run.strategy.root_device.type == "cpu",
+        longest_response=run.train.scan.longest_response,
     )
 
 

@@ -13,11 +13,12 @@ from rlflow.data.prompts import Encoder
 from rlflow.errors import UserError
 from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
 from rlflow.memory.estimate import does_not_fit, memory_lines
+from rlflow.models.pictures import PictureProcessor, reads_pictures
 from rlflow.models.tiny import resolve_model
-from rlflow.module import handles
+from rlflow.module import environments, handles
 from rlflow.run.checks import resolved
 from rlflow.run.placement import followed_role
-from rlflow.run.pretrained import load_tokenizer
+from rlflow.run.pretrained import load_config, load_tokenizer
 from rlflow.simulate.designs import DESIGNS, MEANING, StepTimeline, node_seconds
 from rlflow.simulate.simulation import Simulation, phase_lines
 from rlflow.storage.space import in_bytes
@@ -192,10 +193,15 @@ def with_lengths(simulation: Simulation) -> Simulation:
     lead = followed_role(module, graph) or graph.trained_roles()[0]
     with tempfile.TemporaryDirectory() as scratch:
         model = handles(module)[lead]
-        tokenizer = load_tokenizer(resolve_model(model.model, Path(scratch), "`model`"), model.trust_remote_code)
+        path = resolve_model(model.model, Path(scratch), "`model`")
+        tokenizer = load_tokenizer(path, model.trust_remote_code)
+        config = load_config(path, model.trust_remote_code)
+        processor = PictureProcessor.load(path, config, tokenizer) if reads_pictures(config) else None
     data = resolved(data, module, graph)
     rows = list(range(min(READ, len(data.train))))
-    examples = Encoder(data, tokenizer)(data.train, rows)
+    found = list(environments(module).values())
+    environment = found[0] if len(found) == 1 else None
+    examples = Encoder(data, tokenizer, environment, processor)(data.train, rows)
     prompt = statistics.fmean(len(example.prompt_ids) for example in examples)
     responses = [len(example.response_ids) for example in examples if example.response_ids]
     sampled = any(node.kind == "rollout" for node in graph.order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
@@ -38,6 +39,18 @@ def test_memory_is_printed_before_the_first_step(folder: Path, capfd: pytest.Cap
     assert lines[place + 1].split(maxsplit=1)[1].startswith("weights 1.6 MB, gradients 1.6 MB, optimizer 3.3 MB, ")
     assert " ".join(lines[place + 3].split()).startswith("engine weights 1.6 MB, cache ")
     assert not any(line.startswith("warning") for line in lines)
+
+
+def test_activations_are_those_of_the_longest_row_of_data_without_a_limit(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sft = {"module.class_path": "rlflow.algorithms.SFT", "module.init_args": {"actor": {"model": "tiny"}}}
+    (folder / "rows.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2" * 300}))
+    data = {"data.prompts_per_step": 1, "data.response": "answer"}
+    lines = printed(folder, {**sft, **data, "strategy.init_args.token_budget": 8}, capfd)
+    # 301 tokens after a prompt of up to 512: 34 bytes in 16 bits for each of 128 numbers in 2 layers, and float32
+    (line,) = (line for line in lines if "activations" in line)
+    assert line.endswith(f"activations {813 * 34 * 128 * 2 * 2 / 1e6:.1f} MB")
 
 
 def test_a_run_that_may_not_fit_is_warned_of_and_begins(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

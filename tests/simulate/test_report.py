@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from rlflow.algorithms import DAPO
+from rlflow.algorithms.judged import Judged
 from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError
 from rlflow.simulate.hardware import this_machine
-from rlflow.simulate.report import compared
+from rlflow.simulate.report import compared, with_lengths
 from tests.own_folder import make, write
+
+
+@dataclass(eq=False)
+class JudgedDAPO(Judged, DAPO):
+    """A filter repeats a node that generates with another policy."""
 
 
 @pytest.fixture
@@ -56,6 +64,40 @@ def test_without_the_option_nothing_is_predicted(folder: Path) -> None:
 def test_ranks_that_another_started_do_not_predict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert read_fit(["--config", "my.yaml", "--predict"]).simulation is None
+
+
+def test_a_policy_that_takes_turns_in_an_engine_is_synced_in_every_draw(folder: Path) -> None:
+    write(
+        folder / "my.yaml",
+        {
+            "module.class_path": "tests.simulate.test_report.JudgedDAPO",
+            "module.init_args.judge": "tiny",
+            "module.init_args.judge_length": 4,
+            "engines": {"judge": {"share": "actor"}},
+        },
+    )
+    simulation = read_fit(["--config", "my.yaml", "--predict", "machine.yaml"]).simulation
+    assert simulation is not None
+    path = [work.name for work in simulation.predicted.timelines["rlflow"].critical_path()]
+    assert [name for name in path if name.startswith("sync actor")] == ["sync actor", "sync actor (2)"]
+
+
+def test_the_longest_row_of_data_without_a_limit_is_that_of_the_data(folder: Path) -> None:
+    sft = {"module.class_path": "rlflow.algorithms.SFT", "module.init_args": {"actor": {"model": "tiny"}}}
+    data = {"data.train.init_args.path": "long.jsonl", "data.prompts_per_step": 1, "data.response": "answer"}
+    write(folder / "my.yaml", sft | data)
+    simulation = read_fit(["--config", "my.yaml", "--predict", "machine.yaml"]).simulation
+    assert simulation is not None
+    lengths = with_lengths(simulation).predicted.workload.lengths
+    assert (lengths.response, lengths.longest_response) == (2046, 2046)  # `module.max_response_length` is 256
+
+
+def test_prompts_with_pictures_are_measured_with_their_pictures(tmp_path: Path) -> None:
+    config = str(Path(__file__).parents[2] / "configs" / "vlm_quickstart_sft.yaml")
+    (tmp_path / "machine.yaml").write_text("like: h100\n")
+    simulation = read_fit(["--config", config, "--predict", str(tmp_path / "machine.yaml")]).simulation
+    assert simulation is not None
+    assert with_lengths(simulation).prompt_tokens == pytest.approx(29.45, abs=0.01)
 
 
 def test_the_first_step_is_not_counted(folder: Path) -> None:
