@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rlflow.errors import UserError
 
 MOST_ERROR = 0.2  # a single step changes the coefficient by at most this share, times rows over horizon
+LEAST_FACTOR = 0.1  # of a step with more rows than 4.5 horizons, whose factor could else be below 0
 
 
 @dataclass(eq=False)
@@ -15,7 +16,7 @@ class AdaptiveCoefficient:
 
         value <- value (1 + clip(observed / target - 1, -0.2, 0.2) rows / horizon)
 
-    Ziegler et al., arXiv 1909.08593, section 2.2. Without a target it stays as it is.
+    Ziegler et al., arXiv 1909.08593, section 2.2. The factor is at least 0.1. Without a target it stays as it is.
 
     Args:
         value: Value to begin with.
@@ -49,4 +50,4 @@ class AdaptiveCoefficient:
         if self.target is None or observed == 0:
             return
         error = min(max(observed / self.target - 1.0, -MOST_ERROR), MOST_ERROR)
-        self.value *= 1.0 + error * rows / self.horizon
+        self.value *= max(1.0 + error * rows / self.horizon, LEAST_FACTOR)

@@ -30,6 +30,12 @@ def test_it_moves_with_the_error(observed: float, value: float) -> None:
     assert coefficient.value == pytest.approx(value, rel=1e-12)
 
 
+def test_a_step_of_many_horizons_leaves_it_above_0() -> None:
+    coefficient = AdaptiveCoefficient(0.1, target=1.0, horizon=100)
+    coefficient.update(0.5, rows=1024)  # by the formula, the factor is 1 - 0.2 * 10.24
+    assert coefficient.value == pytest.approx(0.01)
+
+
 def test_it_holds_what_grows_by_itself_near_its_target() -> None:
     coefficient, kl = AdaptiveCoefficient(0.01, target=1.0, horizon=100), 0.1
     for _ in range(2000):
