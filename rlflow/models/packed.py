@@ -117,6 +117,8 @@ class PackedModel(nn.Module):
         for module in found.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)  # as OPT has it, whose layers call torch's function
         if files is None:
             found.to(device)
         else:

@@ -120,8 +120,15 @@ def test_a_model_that_scores_divided_lines_otherwise_is_refused(tiny: Path) -> N
         model.check(model, CPU, Peers())
 
 
-def test_dropout_is_off_even_in_training(tmp_path: Path, rows: Batch) -> None:
-    folder = write(tmp_path, "GPTNeoX", vocab_size=128, hidden_dropout=0.5, attention_dropout=0.5)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("GPTNeoX", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),
+        ("OPT", {"dropout": 0.5, "layerdrop": 0.5, "word_embed_proj_dim": 32, "ffn_dim": 48}),  # without `nn.Dropout`
+    ],
+)
+def test_dropout_is_off_even_in_training(name: str, settings: dict[str, float], tmp_path: Path, rows: Batch) -> None:
+    folder = write(tmp_path, name, vocab_size=128, **settings)
     model = ScoringModel.load(folder, torch.float32, CPU).train()
     first, second = (model(*pack(rows).arguments())[0] for _ in range(2))
     assert torch.equal(first, second)
