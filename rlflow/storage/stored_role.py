@@ -72,11 +72,6 @@ class StoredRole:
         self._folder, self._role, self._index = folder, role, index
         self._files: dict[str, TensorFile] = {}  # open files by name
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Names of the tensors of each parameter: `weight`, and those of the optimizer."""
-        return tuple(self._index.kinds)
-
     def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
         """Refuse a state of another model or optimizer, before anything is read.
 

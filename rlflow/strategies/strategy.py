@@ -381,9 +381,9 @@ class TrainingStrategy:
             return
         trained = role.model.trained()
         _kinds_kept(role, self.root_device)  # refuses what was saved after a signal in a run without other checkpoints
-        self._make_optimizer_state(name, role)
-        # An optimizer has no tensors before its first update. Then its state is the one after an update of length 0.
-        kinds = [kind for kind in role.kinds if updates_done or kind in stored.kinds]
+        if updates_done:  # before its first update an optimizer has no tensors
+            self._make_optimizer_state(name, role)
+        kinds = role.kinds
         stored.require({weight.name: self._full_shape(weight.parameter) for weight in trained}, [WEIGHT, *kinds])
         for weight in trained:
             self._set_state_parts(name, weight.parameter, kinds, partial(stored.read, weight.name))

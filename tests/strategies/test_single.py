@@ -127,6 +127,26 @@ def test_an_optimizer_that_counts_in_plain_numbers_goes_on_with_its_count(tiny: 
         torch.testing.assert_close(part[WEIGHT].values.detach(), state[key][WEIGHT].flatten() - 1 / 3)
 
 
+def test_a_state_from_before_the_first_update_has_no_momentum(tiny: Path) -> None:
+    strategies = single("fp64"), single("fp64")
+    momentum = Optimizer("sgd", lr=0.1, weight_decay=0.1, arguments={"momentum": 0.9})
+    handles = [trained(tiny, momentum) for _ in strategies]
+    for strategy, handle in zip(strategies, handles, strict=True):
+        strategy.setup_role("actor", handle, tiny)
+    first, second = strategies
+    state = {
+        key: {WEIGHT: part[WEIGHT].values.detach().clone().view(shape)}
+        for key, shape, part in first.state_parts("actor")
+    }
+    second.load_state_parts("actor", InMemory(state), 0)  # type: ignore[arg-type]
+    for strategy, handle in zip(strategies, handles, strict=True):
+        backward(strategy, "actor", handle)
+        strategy.step("actor")
+    for (key, _, expected), (_, _, found) in zip(*(each.state_parts("actor") for each in strategies), strict=True):
+        for kind, part in expected.items():
+            assert torch.equal(found[kind].values, part.values), (key, kind)
+
+
 def test_an_optimizer_that_counts_in_its_groups_is_refused_where_states_are_saved_or_read(tiny: Path) -> None:
     strategy = single("fp64")
     given = Optimizer(f"{__name__}.Counts", lr=1.0, arguments={"of_group": True})
