@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from rlflow.checkpoint.stored_groups import SURPLUS, UNFINISHED
 from rlflow.controller.run import Run, RunPlan
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import ROLLOUT, engine_of
@@ -93,7 +94,7 @@ def configure(module: RLModule) -> None:
     that `configure_models` makes.
 
     Raises:
-        UserError: The constructor was given something other than a model, or a model from the config has a wrong name.
+        UserError: The constructor was given something other than a model, or a model has a wrong name.
     """
     make_models(module)
     given, of_run = dict(module.given_models), module.run_models
@@ -119,6 +120,11 @@ def configure(module: RLModule) -> None:
     for role in module.config_models:
         setattr(module, role, chosen[role])
     module.run_models = handles(module)
+    if of_checkpoint := module.run_models.keys() & {"state", SURPLUS, UNFINISHED}:
+        raise UserError(
+            f"a model of {type(module).__name__} is called `{min(of_checkpoint)}`, as a file that checkpoints have for"
+            " something else; give it another name, such as `actor`"
+        )
     language = [handle for handle in module.run_models.values() if isinstance(handle, CausalLM)]
     for handle in language:
         handle.reads_support = any(each.trains_on_support for each in language)
