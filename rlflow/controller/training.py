@@ -177,12 +177,13 @@ class Training:
             int(loss_count(on_host(mask), mode, of_episodes)),
             int(on_host(mask).sum()),
             0 if out is None else int(out.sum()),
+            len(rows),
             _sequences(scored),
         )
         prompts = [mini[name] for name in mini if self._graph.type_of(name) is Ragged]  # other prompts of the rows
         parts = handle.plan.split(scored, prompts=prompts)
-        total, learnt_from, of_dropped, sequences, most, asked = self._agree(here, len(parts), layout)
-        if learnt_from == 0 < of_dropped and not again:  # counted in one epoch: all drop the same rows
+        total, learnt_from, of_dropped, of_all, sequences, most, asked = self._agree(here, len(parts), layout)
+        if 0 < of_dropped == of_all and not again:  # counted in one epoch: all drop the same rows
             self.watch.note_dropped(role, metrics)
         if learnt_from == 0:
             return  # on all ranks
@@ -230,17 +231,17 @@ class Training:
     def _take(self, values: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         return {name: take_rows(value, self._graph.type_of(name), rows) for name, value in values.items()}
 
-    def _agree(self, counts: tuple[int, int, int, int], micro_batches: int, layout: Layout) -> tuple[int, ...]:
+    def _agree(self, counts: tuple[int, int, int, int, int], micro_batches: int, layout: Layout) -> tuple[int, ...]:
         """Exchange counts before an update; a collective of the ranks of `layout`.
 
-        `counts` has four numbers for this rank's rows of the mini-batch: the loss's denominator, entries in the mask,
-        dropped rows, and sequences. Returned are the sums of these over shards, the largest `micro_batches` of any
-        rank, and the signal that a rank received, or 0.
+        `counts` has five numbers for this rank's rows of the mini-batch: the loss's denominator, entries in the mask,
+        dropped rows, rows, and sequences. Returned are the sums of these over shards, the largest `micro_batches` of
+        any rank, and the signal that a rank received, or 0.
         """
         here = torch.tensor([*counts, micro_batches, preemption.received()])
-        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 6]
-        summed = every[:: layout.copies, :4].sum(dim=0).tolist()
-        return (*summed, *every[:, 4:].amax(dim=0).tolist())
+        every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 7]
+        summed = every[:: layout.copies, :5].sum(dim=0).tolist()
+        return (*summed, *every[:, 5:].amax(dim=0).tolist())
 
 
 @dataclass

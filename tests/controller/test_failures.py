@@ -136,6 +136,14 @@ def test_a_run_whose_samples_are_all_dropped_is_no_success(policy: Path, tmp_pat
         fit(Fit(of, sums(12, NEEDED), tmp_path, settings={"max_steps": 5}))
 
 
+def test_a_step_whose_other_samples_are_truncated_has_not_failed(policy: Path, tmp_path: Path) -> None:
+    found = fit(
+        run(policy, tmp_path, "drop", given={"mask_truncated": True, "max_response_length": 2, "stop_token_ids": (40,)})
+    )
+    assert all(0 < failed < NEEDED * GROUP for failed in found.record)
+    assert not any("actor/skipped_updates" in step or "actor/loss" in step for step in found.steps)
+
+
 @dataclass(eq=False)
 class RaggedBaseline(REINFORCEPlusPlusBaseline):
     """Of responses that end early."""
