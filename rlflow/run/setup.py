@@ -194,7 +194,7 @@ def load_roles(run: Run) -> None:
 
 
 def set_up_engines(run: Run) -> None:
-    """Build this rank's engines. Where there are several, each sleeps before the next takes its memory."""
+    """Build this rank's engines. Each then sleeps until its first sync, as others and roles need the memory."""
     strategy, engines = run.strategy, run.rank_engines.own
     place = EnginePlace(
         strategy.dtype,
@@ -210,8 +210,7 @@ def set_up_engines(run: Run) -> None:
         with memory_watched(f"setting up the rollout engine{of}", remedies, strategy), about(engine):
             trusted = handles(run.module)[policy].trust_remote_code
             engine.setup(str(run.policies[policy]), replace(place, trust_remote_code=trusted))
-            if len(engines) > 1:
-                engine.sleep()
+            engine.sleep()
     run.rank_engines.check_context(run.longest_prompt, run.module.max_response_length)
 
 

@@ -201,18 +201,26 @@ class Sleeps(TransformersEngine):
 class ChecksSleep(SFT):
     engine: Sleeps
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.engine.asleep
+        super().load_state_dict(state)
+
     def actor_loss(self, batch: Batch) -> PerToken:
         assert self.engine.asleep or not torch.is_grad_enabled()  # as it validates
         return super().actor_loss(batch)
 
 
 def test_the_engine_of_validation_sleeps_while_a_graph_without_rollout_trains(policy: Path, tmp_path: Path) -> None:
-    module = ChecksSleep(CausalLM(str(policy)), reward=OddCharacters(), max_response_length=4)
-    module.engine = Sleeps()
-    data = answers((3, 4), 2)
-    data.validation = data.train
-    settings = {"max_steps": 2, "val_check_interval": 1}
-    assert fit(Fit(module, data, tmp_path, engine=module.engine, settings=settings)).summary["steps"] == 2
+    def run(steps: int, **more: Any) -> Any:
+        module = ChecksSleep(CausalLM(str(policy)), reward=OddCharacters(), max_response_length=4)
+        module.engine = Sleeps()
+        data = answers((3, 4), 2)
+        data.validation = data.train
+        settings = {"max_steps": steps, "val_check_interval": 2, **more}
+        return fit(Fit(module, data, tmp_path, engine=module.engine, settings=settings)).summary["steps"]
+
+    assert run(2, save_every_n_steps=1) == 2
+    assert run(3, ckpt_path="last", save_every_n_steps=1) == 3
 
 
 @pytest.mark.parametrize(
