@@ -141,11 +141,12 @@ class Optimizer:
         if self.name in ("adamw", "sgd"):
             given["weight_decay"] = self.weight_decay
         if self.name == "adamw":
-            # fused: one pass over weights, gradients and moments, on the CPU too
-            given |= {"betas": self.betas, "eps": self.eps, "fused": True}
+            given |= {"betas": self.betas, "eps": self.eps}
         if twice := given.keys() & self.arguments.keys():
             name = min(twice)
             raise UserError(f"`optimizer.arguments` has `{name}`; that is a setting, so give `optimizer.{name}`")
+        if self.name == "adamw" and "foreach" not in self.arguments:
+            given["fused"] = True  # one pass over weights, gradients and moments, on the CPU too
         return given | self.arguments
 
 

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from rlflow.errors import UserError
 from rlflow.models.optimizer import Optimizer
@@ -40,3 +41,11 @@ def test_betas_outside_their_range_are_refused(betas: tuple[float, float]) -> No
 def test_an_optimizer_that_cannot_be_made_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         Optimizer(**settings)
+
+
+@pytest.mark.parametrize("given", [{"fused": False}, {"foreach": True}])
+def test_arguments_of_adamw_decide_how_it_computes(given: dict[str, Any]) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    (group,) = Optimizer(arguments=given).made([{"params": [weight]}], {"weight": weight}).param_groups
+    assert group | given == group
+    assert not group["fused"]
