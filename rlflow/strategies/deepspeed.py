@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlflow.errors import UserError, require
-from rlflow.models.handle import ForwardPlan
+from rlflow.errors import UserError, about, require
+from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.weights import Weight
@@ -30,6 +30,7 @@ from rlflow.strategies.distributed import (
 )
 from rlflow.strategies.role import FIRST, Role
 from rlflow.strategies.strategy import WEIGHT
+from rlflow.values.layout import Layout
 
 BUCKET_ELEMENTS = 50_000_000  # 200 MB in float32: enough for a network, and no burden where a layer is larger
 PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases
@@ -137,6 +138,18 @@ class DeepSpeedStrategy(DistributedStrategy):
                 " scale the loss; use stage 1, 2 or 3, or `strategy: fsdp`."
             )
         super().use_precision(precision)
+
+    def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
+        """See `DistributedStrategy.check_roles`; refuses Adagrad where DeepSpeed divides its states."""
+        super().check_roles(handles, layouts)
+        for name in handles.keys() & layouts.keys() if self.stage else ():
+            optimizer = handles[name].optimizer
+            if optimizer is not None and issubclass(optimizer.kind, torch.optim.Adagrad):
+                with about(optimizer):
+                    raise UserError(
+                        f"`optimizer.name` is {optimizer.name!r}, which DeepSpeed replaces by one without the run's"
+                        f" learning rates at `stage` {self.stage}; take another, or `stage: 0`"
+                    )
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
         """Add a micro-batch's gradient; see `TrainingStrategy.backward`."""

@@ -122,6 +122,15 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_ranks_divide_them(
     DeepSpeedStrategy(0).check_roles(roles, {"actor": Layout((0, 1), 2)})
 
 
+def test_an_optimizer_that_deepspeed_replaces_is_refused() -> None:
+    roles = {"actor": CausalLM("tiny", optimizer=Optimizer("torch.optim.Adagrad"))}
+    with pytest.raises(
+        UserError, match=r"`optimizer\.name` is 'torch\.optim\.Adagrad', which DeepSpeed replaces by one"
+    ):
+        DeepSpeedStrategy(2).check_roles(roles, {"actor": Layout((0, 1), 2)})
+    DeepSpeedStrategy(0).check_roles(roles, {"actor": Layout((0, 1), 2)})
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd", "torch.optim.Adam", "torch.optim.RMSprop"])
 def test_an_optimizer_that_steps_each_number_alone_is_taken(name: str) -> None:
     FSDPStrategy().check_roles({"actor": CausalLM("tiny", optimizer=Optimizer(name))}, {"actor": Layout((0, 1), 2)})
