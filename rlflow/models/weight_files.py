@@ -92,9 +92,9 @@ class WeightFiles:
         index = self._file(INDEX)
         if index is None:
             raise UserError(
-                f"`model` {str(self._path)!r} has no weights in safetensors, and each rank reads its part of them; load"
-                " it with transformers and write it anew by `save_pretrained`, or use a strategy that loads models"
-                " whole"
+                f"`model` {str(self._path)!r} has no weights in safetensors, from which `configure_optimizers` has"
+                " names, and each rank its part of them; load it with transformers and write it anew by"
+                " `save_pretrained`"
             )
         with self._readable(index):
             named = json.loads(index.read_text())["weight_map"]
