@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, get_args
@@ -22,6 +23,8 @@ from rlflow.config.reading import Appended, Text
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError
 from rlflow.short_names import class_named, path_of
+
+DATA_FILES = (".jsonl", ".json", ".parquet")
 
 
 def merged(layers: Iterable[Mapping[str, Any]], shape: Group) -> dict[str, Any]:
@@ -86,9 +89,11 @@ def _mappings(old: Any, new: Mapping[str, Any], arguments: Mapping[str, Argument
 
 def _named(text: str, hint: Any, classes: Sequence[type]) -> Any:
     """What a text means where a class is chosen: a class's name, the only argument the class needs, or a plain text."""
-    with suppress(UserError):
-        class_named(text, classes)
-        return {CLASS: text}
+    is_path = "." in text and (text.endswith(DATA_FILES) or os.path.exists(text))
+    if not is_path or str not in choices(hint):  # else looking for a class of `train.jsonl` would run `train.py`
+        with suppress(UserError):
+            class_named(text, classes)
+            return {CLASS: text}
     cls = implied_class(classes)
     needed = [] if cls is None else [name for name, each in arguments_of(cls).items() if each.required]
     if len(needed) == 1:

@@ -346,7 +346,7 @@ if TYPE_CHECKING:
     Rows = SupportsLenAndGetItem[Any]  # a list of dicts, a `datasets.Dataset`, a map-style dataset of torch
     DataLike = Source | str | os.PathLike[str] | Rows | LightningDataModule
 else:
-    DataLike = Source | str  # what a config can write
+    DataLike = str | Source  # what a config can write; jsonargparse tries `str` first, and imports no path then
 
 
 def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> Source:

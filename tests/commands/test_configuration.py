@@ -75,6 +75,16 @@ def test_a_class_of_the_user_s_own_is_found_beside_the_config(folder: Path) -> N
     assert type(configured.module).__name__ == "ShortGRPO"
 
 
+@pytest.mark.parametrize("name", ["summing.jsonl", "summing.v2"])
+def test_the_path_of_a_dataset_does_not_run_a_script_of_its_name(name: str, folder: Path) -> None:
+    (folder / "summing.py").write_text("from pathlib import Path\n\nPath('ran').touch()\n")
+    (folder / "summing.v2").mkdir()
+    (folder / "summing.v2/rows.jsonl").touch()
+    (folder / "summing.jsonl").touch()
+    read_fit(["--config", "my.yaml", "--data.train", name])
+    assert not (folder / "ran").exists()
+
+
 def test_a_printed_config_reads_back_as_the_same_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", "my.yaml", "--trainer.max_steps", "9"]
     with pytest.raises(SystemExit) as ended:
