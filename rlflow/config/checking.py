@@ -30,7 +30,7 @@ from rlflow.loggers.secrets import HIDDEN, is_secret, without_secrets
 from rlflow.short_names import class_named, such_as
 
 MOST = 2**63 - 1
-_SCALARS: dict[Any, str] = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+_SCALARS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 _SCALARS |= {PurePath: "a path", Callable: "the path of a function"}
 _TO_CHOOSE = {"class_path", "init_args", "dict_kwargs"}
 

@@ -64,7 +64,7 @@ def test(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config:
 
     Args:
         run: As for `validate`.
-        callbacks: As for `validate`.
+        callbacks: None is called; these are not all metrics of a validation.
         state: As for `validate`.
         resolved_config: As for `validate`.
 
@@ -91,9 +91,7 @@ def test(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config:
             mine.append({**found, "dataset": dataset, "response": rollout.texts[i]})
 
     with loaded(run) as folder:
-        metrics = score_responses(run, version=0, on_scored=keep)
-        state.callback_metrics = dict(metrics)
-        callbacks.call(Callback.on_validation_end, 0, metrics)
+        state.callback_metrics = dict(score_responses(run, version=0, on_scored=keep))
         responses = [each for of_rank in run.transport.gather_json(mine) for each in of_rank]
     run.rank_engines.close()
     responses.sort(key=lambda each: (each["row"], each["greedy"], each["sample"]))

@@ -28,6 +28,7 @@ class Colour(Enum):
     ("hint", "said"),
     [
         (int, "an integer"),
+        (bool, "true or false"),
         (str | None, "a text or null"),
         (Literal["a", "b"] | None, "one of 'a', 'b' or null"),
         (Colour, "one of 'RED', 'BLUE'"),

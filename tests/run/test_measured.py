@@ -12,6 +12,7 @@ import torch
 
 from rlflow import CausalLM, RewardModel, Trainer, UserError
 from rlflow.algorithms import GAIL, GRPO, SFT
+from rlflow.callbacks import EarlyStopping
 from rlflow.commands.fit import read_fit
 from rlflow.data import Mixture, PromptData
 from rlflow.functional import bootstrap_interval
@@ -55,7 +56,8 @@ def test_an_interval_has_the_quantiles_of_the_binomial_distribution() -> None:
 
 def test_the_results_are_those_of_the_responses_that_are_left(model: Path, tmp_path: Path) -> None:
     source = Mixture({"a": ROWS[:4], "b": ROWS[4:]})
-    results = trainer(tmp_path, val_samples=4).test(grpo(model), PromptData(source, source))
+    of_fit = EarlyStopping("val/loss")  # of a `validation_step`, which `test` does not compute
+    results = trainer(tmp_path, val_samples=4, callbacks=of_fit).test(grpo(model), PromptData(source, source))
     assert json.loads((tmp_path / "run-test" / "test.json").read_text()) == results
     left = lines(tmp_path / "run-test" / "responses.jsonl")
     for dataset, prefix in (("", ""), ("a", "a/"), ("b", "b/")):
