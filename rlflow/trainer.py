@@ -18,7 +18,7 @@ from rlflow.callbacks.profilers import profiler_named
 from rlflow.controller.run import Run
 from rlflow.data.loader import scan_together
 from rlflow.data.prompts import PromptData
-from rlflow.data.sources import DataLike, as_source
+from rlflow.data.sources import DataLike, as_source, is_data_module
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, about
 from rlflow.lightning_names import with_known_arguments
@@ -155,7 +155,8 @@ class Trainer(RunningTrainer):
 
         Args:
             module: The algorithm: a model and a reward. If the model is a run's folder, the run's model is loaded.
-            validation: As for `validate`; rows to train on are not read.
+            validation: As for `validate`; rows to train on are not read. A `LightningDataModule` needs a
+                `test_dataloader`.
 
         Raises:
             UserError: As `validate`; and if the module has an environment, or no reward.
@@ -165,7 +166,7 @@ class Trainer(RunningTrainer):
             held_out, data = data.validation, copy.copy(data)
             data.train = held_out
             data.prompts_per_step = max(1, min(data.prompts_per_step, len(held_out)))
-        return self._measure(test, module, data if isinstance(data, PromptData) else _validated(data))
+        return self._measure(test, module, data if isinstance(data, PromptData) else _validated(data, "test"))
 
     def predict(self, module: RLModule, prompts: DataLike | PromptData) -> dict[str, Any]:
         """Write `val_samples` responses to each prompt, as JSON Lines, to `<run_dir>-predict/responses.jsonl`.
@@ -175,13 +176,14 @@ class Trainer(RunningTrainer):
 
         Args:
             module: An algorithm that generates, such as GRPO. No reward is called.
-            prompts: The prompts, in any form that `PromptData` takes; or a `PromptData`, whose `train` is read.
+            prompts: The prompts, in any form that `PromptData` takes; or a `PromptData`, whose `train` is read. A
+                `LightningDataModule` needs a `predict_dataloader`.
 
         Raises:
             UserError: As `fit`; and if the module has an environment, or generates nothing.
         """
         self._require_no_checkpoint("`rlflow predict`")
-        data = copy.copy(prompts) if isinstance(prompts, PromptData) else _validated(prompts)
+        data = copy.copy(prompts) if isinstance(prompts, PromptData) else _validated(prompts, "predict")
         data.validation = data.curriculum = None
         data.prompts_per_step = max(1, min(data.prompts_per_step, len(data.train)))
         reward, module.reward = module.reward, None  # rows need not have what it reads
@@ -318,7 +320,7 @@ def _data(train: DataLike | PromptData, validation: DataLike | None = None) -> P
     return train
 
 
-def _validated(validation: DataLike) -> PromptData:
-    """Rows to validate on, without any to train on."""
-    rows = as_source(validation, "data.validation", "validation")
+def _validated(validation: DataLike, stage: str = "validation") -> PromptData:
+    """Rows to validate on, without any to train on; those of a data module are of the loader of `stage`."""
+    rows = as_source(validation, "data.validation", stage if is_data_module(validation) else "validation")
     return PromptData(rows, rows, prompts_per_step=max(1, min(32, len(rows))))

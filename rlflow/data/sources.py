@@ -373,8 +373,7 @@ def as_source(data: DataLike, of: str = "data.train", split: str = "train") -> S
         place(found, ConfigPlace(of.rpartition(".")[2], {"path": of}))
         return found
     if is_data_module(data):
-        train, validation = datasets_of(data, of, split)
-        return as_source(train if split == "train" else validation, of, split)
+        return as_source(datasets_of(data, of, split)[0], of, split)
     bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(data).__mro__}
     kind = f"`{of}` is of type {type(data).__name__}"
     if "datasets.DatasetDict" in bases:
@@ -398,15 +397,15 @@ def is_data_module(data: object) -> TypeGuard[LightningDataModule]:
 
 
 def datasets_of(module: LightningDataModule, of: str = "data.train", split: str = "train") -> tuple[Any, Any]:
-    """The training and the validation dataset of a `LightningDataModule`; None where it has no such loader.
+    """The dataset of `split` of a `LightningDataModule`; and for `train` that of validation, None if it has none.
 
-    Calls `prepare_data` in the first rank of each machine, before that starts the others, then `setup("fit")` in all.
-    Uses only the `dataset` of its loaders, not their batches, order or `collate_fn`.
+    Calls `prepare_data` in the first rank of each machine, before that starts the others, then `setup` in all. Uses
+    only the `dataset` of its loaders, not their batches, order or `collate_fn`.
 
     Args:
         module: The module.
         of: The setting that it is the value of, for error messages.
-        split: The split that it must have, `train` or another for validation.
+        split: The split that it must have: `train`, `validation`, `test` or `predict`.
 
     Raises:
         UserError: The module has no loader of `split`, or a loader has no dataset or a sampler that leaves rows out; or
@@ -420,13 +419,12 @@ def datasets_of(module: LightningDataModule, of: str = "data.train", split: str 
         )
     if os.environ.get("LOCAL_RANK", "0") == "0":
         module.prepare_data()
-    module.setup("fit")
-    train = _loaded_by(module, "train_dataloader", "data.train")
-    validation = _loaded_by(module, "val_dataloader", "data.validation")
-    needed, method = (train, "train_dataloader") if split == "train" else (validation, "val_dataloader")
-    if needed is None:
+    module.setup(split if split in ("test", "predict") else "fit")
+    method = "val_dataloader" if split == "validation" else f"{split}_dataloader"
+    found = _loaded_by(module, method, of)
+    if found is None:
         raise UserError(f"`{of}` is a {type(module).__name__} without a `{method}`; give it one")
-    return train, validation
+    return found, _loaded_by(module, "val_dataloader", "data.validation") if split == "train" else None
 
 
 def _base_of(module: LightningDataModule) -> Any:

@@ -169,8 +169,9 @@ class OnlyValidation(WithValidation):
 
 def test_a_data_module_needs_the_loader_that_is_used_alone() -> None:
     assert len(as_source(OnlyValidation(), "data.validation", "validation")) == 2
-    with pytest.raises(UserError, match=r"`data.validation` is a Bare without a `val_dataloader`; give it one"):
-        as_source(Bare(), "data.validation", "validation")
+    for split, method in (("validation", "val_dataloader"), ("test", "test_dataloader")):
+        with pytest.raises(UserError, match=rf"`data.validation` is a Bare without a `{method}`; give it one"):
+            as_source(Bare(), "data.validation", split)
 
 
 def test_a_data_module_is_set_up_once_so_that_a_split_at_random_has_no_row_twice() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
 
 from rlflow import CausalLM, RewardModel, Trainer, UserError
 from rlflow.algorithms import GAIL, GRPO, SFT
@@ -113,6 +115,22 @@ def test_gail_asks_responses_of_the_rows_that_it_trains_on_alone(model: Path, tm
     assert 0 <= trainer(tmp_path, max_steps=1).fit(gail(), learned)["reward_after"] <= 1
     with pytest.raises(UserError, match="has no column `response`"):
         trainer(tmp_path, max_steps=1).fit(gail(), ROWS)
+
+
+class Splits(LightningDataModule):
+    def setup(self, stage: str) -> None:
+        self.of_stage = {"fit": ROWS[:3], "test": ROWS[:2], "predict": ROWS[:1]}[stage]
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.of_stage, collate_fn=list)  # type: ignore[arg-type]
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def test_a_data_module_is_asked_for_the_rows_of_the_command(model: Path, tmp_path: Path) -> None:
+    assert trainer(tmp_path).validate(grpo(model), Splits())["problems"] == 3
+    assert trainer(tmp_path).test(grpo(model), Splits())["problems"] == 2
+    assert len(lines(Path(trainer(tmp_path).predict(grpo(model), Splits())["path"]))) == 1
 
 
 @pytest.mark.slow
