@@ -228,6 +228,8 @@ class Fit:
                 self._save(self.parts.take())
             if self.metrics.asked and done < steps and not state.should_stop:  # by a signal, on any rank
                 self._end(self.parts.take(), self.metrics.asked)
+        if resume.checkpoint is not None and done == resume.done:  # no step was left: the summary needs its end
+            after = self._validate(done)
         self.controller.close()
         self.saving.wait()
         saved = settings.saves_checkpoints and done > resume.done  # with the last checkpoint

@@ -83,6 +83,13 @@ def test_every_rank_sees_that_a_run_has_ended(policy: Path, tmp_path: Path, rank
     assert ranks2.run(has_ended, Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2)) == [True, True]
 
 
+def test_the_summary_of_a_finished_run_that_is_started_again_is_the_same(policy: Path, tmp_path: Path) -> None:
+    settings = {"max_steps": 1, "save_every_n_steps": 1, "ckpt_path": "auto"}
+    whole, again = (fit(Fit(grpo(policy), sums(8, 2, held_out=3), tmp_path, settings=settings)) for _ in range(2))
+    del whole.summary["seconds"], again.summary["seconds"]
+    assert again.summary == whole.summary
+
+
 def test_a_dev_run_leaves_the_real_one_s_folder_alone(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/model").touch()
