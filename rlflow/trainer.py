@@ -94,6 +94,7 @@ class Trainer(RunningTrainer):
             strategy = self._strategy()
             use_precision(strategy, self.precision)
             self.strategy = strategy
+        self._unused_strategy = copy.deepcopy(self.strategy)
         engine: RolloutEngine = made(self.rollout or "transformers", "rollout", RolloutEngine)
         engines = (self.engines or {}).items()
         others = {name: made(each, f"engines.{name}", RolloutEngine, Share) for name, each in engines}
@@ -259,6 +260,7 @@ class Trainer(RunningTrainer):
         self.checkpoints = {}
         require_accelerator(settings.accelerator)
         require_folder(settings.folder)
+        self.strategy = copy.deepcopy(self._unused_strategy)  # Fabric starts one once, and it holds its run's roles
         strategy = self._strategy()
         status.mine().limit_s = 0.0 if strategy.timeout is None else strategy.timeout.total_seconds()
         self.engine_settings.check_installed()
@@ -285,6 +287,12 @@ class Trainer(RunningTrainer):
                     " `strategy: deepspeed` or `strategy: fsdp`."
                 )
             require_started(settings.world_size)
+            if 1 < (ranks := Transport().world_size) != settings.world_size:
+                raise UserError(
+                    f"`trainer.devices` gives {settings.world_size} rank{'s' * (settings.world_size > 1)}, and this"
+                    f" process is one of the {ranks} ranks of an earlier run, which make each run together; give the"
+                    " same number and call it on all ranks, or write it to another script"
+                )
             fabric = Fabric(
                 accelerator=settings.accelerator,
                 devices=settings.ranks_here,

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import Preempted, UserError
 from rlflow.process import preemption, status, supervisor
-from rlflow.process.environment import handed_arguments, place_kept
+from rlflow.process.environment import PLACE, handed_arguments, place_kept
 from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, Answered
 
 POLL_S = 0.2
@@ -27,6 +27,9 @@ GRACE_S = 2.0  # seconds that rank 0 has, after another rank has died, to raise 
 MISSING_S = 10.0  # seconds that a rank whose collective failed waits for a process that knows which rank was missing
 END_S = 60.0  # seconds that other ranks have to end after rank 0 is done
 REPORTED = 2  # the exit code of a rank that has reported a `UserError` on the terminal
+
+_watch: _Watch | None = None  # of the ranks that this process started; later runs of its script are theirs too
+_by_rank_0 = False  # whether this machine's rank 0 started this process
 
 
 class RankLauncher(_SubprocessScriptLauncher):
@@ -54,12 +57,14 @@ class RankLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks, unless they are started already, then call the function and return its result.
 
-        Every rank runs the same script, so every rank calls this; the result is that of this process.
+        Every rank runs the same script, so every rank calls this, and the ranks of one run make the next run too. The
+        result is that of this process.
 
         Raises:
             Answered: In rank 0, if another rank died or did not join a collective. A line on the terminal names it.
             UserError: There are several ranks, and this process has no command that could be run again.
         """
+        global _watch, _by_rank_0  # of the process, as its ranks are
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -70,8 +75,11 @@ class RankLauncher(_SubprocessScriptLauncher):
             parent = os.environ.pop(PARENT_VARIABLE, None)
             if parent is not None:
                 supervisor.die_with(int(parent))
-            return _started(parent is not None, function, *args, **kwargs)
+                _by_rank_0 = True
+            return _started(function, *args, **kwargs)
 
+        if _watch is not None and self.num_processes > 1:
+            return _watch.over(function, *args, **kwargs)
         if self.num_processes > 1:
             require_command(self.num_processes)
         os.environ |= {PARENT_VARIABLE: str(os.getpid()), BOARD_VARIABLE: str(status.board().path)}
@@ -80,6 +88,8 @@ class RankLauncher(_SubprocessScriptLauncher):
         del os.environ[PARENT_VARIABLE], os.environ[BOARD_VARIABLE]
         first = environment.node_rank() * self.num_processes
         watch = _Watch({first + 1 + index: process for index, process in enumerate(self.procs)}, first)
+        if self.procs:
+            _watch = watch
         return watch.over(function, *args, **kwargs)
 
 
@@ -98,7 +108,7 @@ def require_command(devices: int) -> None:
         )
 
 
-def _started(by_rank_0: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _started(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the function in a rank that another process started: this machine's rank 0, torchrun or Slurm.
 
     If rank 0 started this rank, an error is raised a few seconds late: rank 0 often has the same error, reports it and
@@ -109,10 +119,10 @@ def _started(by_rank_0: bool, function: Callable[..., Any], *args: Any, **kwargs
     except Exception as error:
         if of_a_collective(error):
             status.failed()
-            if not by_rank_0:
+            if not _by_rank_0:
                 named = status.mine().named
                 error.add_note(f"{named} waited for another rank, which is gone or did not join it in time")
-        if by_rank_0:  # rank 0 has most errors too: it reports them once, and ends this process
+        if _by_rank_0:  # rank 0 has most errors too: it reports them once, and ends this process
             time.sleep(MISSING_S if status.mine().failed else GRACE_S)
         raise
     status.end()
@@ -130,6 +140,7 @@ class _Watch(threading.Thread):
     def __init__(self, ranks: dict[int, subprocess.Popen[bytes]], own_rank: int) -> None:
         super().__init__(daemon=True, name="rank-watch")
         self._board = status.board()
+        self._place = {name: os.environ[name] for name in PLACE if name in os.environ}
         self._statuses = {rank: self._board[rank - own_rank] for rank in ranks}
         self._ranks = ranks
         self._own_rank = own_rank
@@ -141,8 +152,13 @@ class _Watch(threading.Thread):
 
         If an error in rank 0 follows from another rank's death, that rank is reported, and `Answered` is raised.
         """
-        self.start()
-        supervisor.before(self._wait_for_all)
+        if self.ident is None:
+            self.start()
+            supervisor.before(self._wait_for_all)
+        else:  # another run of the same ranks
+            os.environ |= self._place
+            for each in self._statuses.values():
+                each.write(each.rank, status.AT_FIRST)
         try:
             return function(*args, **kwargs)
         except Exception as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from rlflow import Trainer, UserError
 from tests.controller.runs import ZERO2, Fit, fit, grpo, sums
 from tests.ranks import RankPool
 
@@ -23,3 +26,14 @@ def test_runs_share_their_process_groups(policy: Path, tmp_path: Path, ranks2: R
     for first, second, third in ranks2.run(groups_after_each, policy, tmp_path, 3):
         assert first > 0
         assert second == third == first
+
+
+def refused(policy: Path, folder: Path) -> str:
+    with pytest.raises(UserError) as error:
+        Trainer(folder, max_steps=1, devices=1, accelerator="cpu").fit(grpo(policy), sums(8, 2))
+    return str(error.value)
+
+
+def test_a_rank_of_a_run_is_refused_a_run_of_its_own(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+    for said in ranks2.run(refused, policy, tmp_path):
+        assert said.startswith("`trainer.devices` gives 1 rank, and this process is one of the 2 ranks of an earlier")

@@ -149,7 +149,7 @@ def test_early_stopping_on_validation_ends_a_good_model_s_run_before_step_1(poli
 
 
 def test_a_trainer_that_was_stopped_fits_again(policy: Path, tmp_path: Path) -> None:
-    trainer = Trainer(str(tmp_path / "run"), max_steps=2, max_seconds=1e-9, accelerator="cpu")
+    trainer = Trainer(str(tmp_path / "run"), max_steps=2, max_seconds=1e-9, accelerator="cpu", strategy="single")
     for _ in range(2):
         assert trainer.fit(SFT(CausalLM(str(policy))), answers((3, 4), 2))["steps"] == 1
 

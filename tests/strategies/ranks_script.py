@@ -18,6 +18,12 @@ from rlflow.strategies.launcher import RankLauncher
 HANGS_S = 600
 
 
+def again() -> None:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"{int(total)} ranks run again, on port {os.environ['MASTER_PORT']}", flush=True)
+
+
 def main(happening: str) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     print(f"rank {rank} is process {os.getpid()}", flush=True)
@@ -52,3 +58,5 @@ def main(happening: str) -> None:
 if __name__ == "__main__":
     environment = LightningEnvironment()
     RankLauncher(environment, num_processes=2, num_nodes=1).launch(main, sys.argv[1])
+    if sys.argv[1] == "both ranks run again":
+        RankLauncher(LightningEnvironment(), num_processes=2, num_nodes=1).launch(again)

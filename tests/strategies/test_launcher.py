@@ -145,6 +145,14 @@ def test_a_rank_may_finish_after_rank_0() -> None:
     assert "rank 1 is done" in ending.output
 
 
+@pytest.mark.slow
+def test_the_ranks_of_a_script_make_its_next_run_together() -> None:
+    ending = ends("both ranks run again")
+    assert (ending.code, ending.errors) == (0, "")
+    first, second = re.findall(r"2 ranks run again, on port \d+", ending.output)
+    assert first == second
+
+
 def test_a_run_leaves_no_place_in_a_job_that_a_later_one_would_take_for_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
