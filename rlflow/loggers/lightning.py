@@ -103,6 +103,7 @@ class LightningLogger(Logger):
         self._logger.finalize(status)
         if self._wandb is not None:  # Lightning leaves that to the end of the process
             self._wandb_run.finish(exit_code=int(status != "success"))
+            self._wandb._experiment = None  # the next run of this logger is another of W&B's
 
     def _shown(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The pictures of a sample, scaled down, as columns that W&B shows."""

@@ -46,7 +46,8 @@ class Recording:
         for place, each in enumerate(others):
             if isinstance(each, LightningLogger):
                 each.place, each.pictures = place, run.train.pictures
-        self._loggers: list[Logger] = [*self._own, *others] if records else []
+        given = [each for each in others if type(each) not in (JSONLLogger, CSVLogger)]  # the run has its own
+        self._loggers: list[Logger] = [*self._own, *given] if records else []
         self._run = run
         self._folder = folder
         self.console = console

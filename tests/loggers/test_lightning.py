@@ -113,6 +113,14 @@ def test_wandb_has_config_metrics_by_step_and_samples_as_a_table(tmp_path: Path)
     assert recorded.exit_codes == [0]
 
 
+def test_a_logger_of_lightning_s_records_each_run_of_a_trainer(tmp_path: Path) -> None:
+    given = LightningWandbLogger(save_dir=tmp_path, project="sums", offline=True)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        record(LightningLogger(given), tmp_path / name, {1: 0.5})
+    assert Recorded(tmp_path).values("x") == [(1, 0.5), (1, 0.5)]
+
+
 def test_wandb_s_table_shows_the_pictures_of_samples_and_none_where_a_row_has_none(tmp_path: Path) -> None:
     colours = {7: "red", 8: "blue"}
 

@@ -155,9 +155,10 @@ def test_a_trainer_that_was_stopped_fits_again(policy: Path, tmp_path: Path) -> 
 
 
 def test_metrics_are_recorded_every_so_many_steps_and_with_each_validation(policy: Path, tmp_path: Path) -> None:
-    settings = {"max_steps": 5, "log_every_n_steps": 2, "val_check_interval": 3}
+    settings = {"max_steps": 5, "log_every_n_steps": 2, "val_check_interval": 3, "logger": "csv"}  # as its own
     fit(Fit(grpo(policy), sums(8, 2, held_out=3), tmp_path, settings=settings))
     recorded = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + len(recorded)
     assert recorded == [0, 2, 3, 4, 5]  # 0, 3 and 5 validate
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert sorted({sample["step"] for sample in samples}) == [2, 3, 4, 5]
