@@ -38,5 +38,6 @@ from rlflow.checkpoint.reading import restore as restore
 from rlflow.checkpoint.retention import Retention as Retention
 from rlflow.checkpoint.writing import complete as complete
 from rlflow.checkpoint.writing import leave as leave
+from rlflow.checkpoint.writing import remove_later as remove_later
 from rlflow.checkpoint.writing import write_share as write_share
 from rlflow.checkpoint.writing import written_state as written_state

@@ -168,9 +168,8 @@ def leave(draft: Draft, disk: Disk) -> None:
 def complete(draft: Draft, disk: Disk, roles: Iterable[str], progress: Progress, retention: Retention) -> None:
     """Let `disk` wait until all ranks have written and left the draft, then rename it; called by one rank.
 
-    The draft is renamed when it is complete, so a run that is killed before has its previous checkpoints. Checkpoints
-    of later steps are removed just before: they were left by a run that was then resumed from an earlier step, and
-    another resume would start from them. After the rename, checkpoints that `retention` does not name are removed.
+    The draft is renamed when it is complete, so a run that is killed before has its previous checkpoints. After the
+    rename, checkpoints that `retention` does not name are removed.
 
     Args:
         draft: The draft that all ranks write.
@@ -188,13 +187,17 @@ def complete(draft: Draft, disk: Disk, roles: Iterable[str], progress: Progress,
             index_of(role, records, len(draft.nodes)).write(draft.path / index_name(role))
             files |= {name: (*file, 0) for name, file in draft.file_records({index_name(role): ""}).items()}
         write_manifest(draft.path, progress, files)
-        for later in draft.target.parent.glob("step-*"):
-            if NAME.fullmatch(later.name) and later.name > draft.target.name:
-                shutil.rmtree(later)
 
     disk.do(prepare)
     disk.do(draft.complete)
     disk.do(partial(_remove_others, draft.target, retention))
+
+
+def remove_later(newest: Path) -> None:
+    """Remove checkpoints of later steps in a folder, from which a run that resumes from `newest` would resume next."""
+    for later in newest.parent.glob("step-*"):
+        if NAME.fullmatch(later.name) and later.name > newest.name:
+            shutil.rmtree(later)
 
 
 def index_of(role: str, records: Iterable[Record], world_size: int) -> RoleIndex:

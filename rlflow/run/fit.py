@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from rlflow.callbacks.callback import Callback, RunningTrainer
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.checkpoint import AUTO, Checkpoint, Snapshot
+from rlflow.checkpoint import AUTO, Checkpoint, Snapshot, folder_of, remove_later
 from rlflow.controller import Controller
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.policies import Policies
@@ -90,6 +90,8 @@ def _fit(
         stack.callback(setattr, state, "print", print)
         trace = run.transport.watch = Trace(folder.traces, rank, run.transport.world_size)
         stack.callback(trace.close)
+        if run.is_first and resume.goes_on:  # before loggers cut the records of their steps
+            remove_later(folder_of(folder.checkpoint, resume.done))
         recording = stack.enter_context(Recording(run, folder, console, loggers, resume))
         if chooses_prompts(run.module):
             run.train.choose_by(run.module.choose_prompts)

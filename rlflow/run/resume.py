@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +18,16 @@ from rlflow.errors import UserError
 from rlflow.module import chooses_prompts
 from rlflow.run.folder import from_here
 
-# Sections and settings that change no number, or only how sums are rounded. (The rows of `data.train` are compared.)
-WITHOUT_EFFECT = {"data.train", "data.validation", "logger", "callbacks", "placement", "predict"}
+# Sections and settings that change no number, or only how sums are rounded.
+WITHOUT_EFFECT = {"data.validation", "logger", "callbacks", "placement", "predict"}
 WITHOUT_EFFECT |= {"strategy.init_args.timeout_s"}
 WAITING = {UNFINISHED: "unfinished responses", SURPLUS: "groups that wait for the next step"}
-TRAINER, MAX_STEPS = "trainer.", "trainer.max_steps"
-# The settings of the trainer that change numbers; `max_steps` does if a learning rate's schedule ends with the run.
+# The rows of `data.train` are compared by their digest, which settings of a mixture's datasets are no part of.
+ROWS = re.compile(r"data\.train\b(?!.*\.(weight|sampling|max_response_length)\b)")
+TRAINER, LENGTHS = "trainer.", {"trainer.max_steps", "trainer.max_epochs"}
+# The settings of the trainer that change numbers; lengths do if a learning rate's schedule ends with the run.
 WITH_EFFECT = {
-    MAX_STEPS,
+    *LENGTHS,
     "trainer.max_staleness",
     "trainer.partial_rollout",
     "trainer.skip_spikes",
@@ -184,7 +187,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], where: s
         f"`{key}` is {_shown(new)} and was {_shown(old)} when {where} was written: the steps from here on have other"
         " numbers"
         for key, old, new in _differences(before, now, "")
-        if key != MAX_STEPS or followed
+        if not ROWS.match(key) and (key not in LENGTHS or followed)
     ]
 
 

@@ -149,6 +149,20 @@ def test_a_checkpoint_that_is_named_another_way_than_its_folder_is_continued_in_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "run"]
 
 
+class Fails(Callback):
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        raise UserError("before its first step")
+
+
+def test_a_run_that_goes_back_and_dies_early_leaves_no_checkpoint_of_later_steps(model: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 2, "save_every_n_steps": 1}
+    fit(Fit(grpo(model), sums(4, 2), tmp_path, settings=settings))
+    back = {"ckpt_path": str(tmp_path / "checkpoint/step-00000001"), "callbacks": [Fails()]}
+    with pytest.raises(UserError, match="before its first step"):
+        fit(Fit(grpo(model), sums(4, 2), tmp_path, settings={**settings, **back}))
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-00000001"]
+
+
 def test_a_checkpoint_holds_no_pickle_and_its_manifest_says_what_every_rank_wrote(
     model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:

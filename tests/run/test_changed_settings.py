@@ -62,7 +62,7 @@ def test_each_of_several_has_a_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("key", ["trainer.devices", "trainer.run_dir", "data.train", "trainer.max_steps"])
+@pytest.mark.parametrize("key", ["trainer.devices", "trainer.run_dir", "data.train", "trainer.max_steps", "trainer.max_epochs"])
 def test_what_changes_no_number_is_not_reported(key: str) -> None:
     assert changed((key, "other")) == []
 
@@ -71,6 +71,16 @@ def test_the_number_of_steps_is_reported_where_the_learning_rate_ends_with_them(
     decays = ((SCHEDULE, "cosine"),)
     (line,) = changed(*decays, ("trainer.max_steps", 5), before=decays)
     assert line.startswith("`trainer.max_steps` is 5 and was 3")
+    (line,) = changed(*decays, ("trainer.max_epochs", 2), before=decays)
+    assert line.startswith("`trainer.max_epochs` is 2 and was null")
+
+
+def test_a_setting_of_a_mixture_is_reported_and_where_its_rows_are_is_not() -> None:
+    before = {"sums": {"data": "sums.jsonl", "weight": 1.0, "sampling": {"temperature": 1.0}}}
+    now = {"sums": {"data": "moved.jsonl", "weight": 2.0, "sampling": {"temperature": 0.5}}}
+    first, second = changed(("data.train", {"datasets": now}), before=(("data.train", {"datasets": before}),))
+    assert first.startswith("`data.train.datasets.sums.weight` is 2.0 and was 1.0")
+    assert second.startswith("`data.train.datasets.sums.sampling.temperature` is 0.5")
 
 
 def test_of_another_class_the_class_alone_is_reported() -> None:
@@ -83,7 +93,7 @@ def test_of_each_setting_of_the_trainer_it_is_known_whether_it_changes_numbers()
     with_effect = {key.removeprefix("trainer.") for key in WITH_EFFECT}
     outputs = ["run_dir", "log_every_n_steps", "keep_inputs", "keep_inputs_of", "fast_dev_run"]
     outputs += ["log_samples", "log_samples_every_n_steps", "profiler"]
-    lengths = ["max_epochs", "max_seconds", "grace_s", "max_skipped", "logprob_gap_limit"]
+    lengths = ["max_seconds", "grace_s", "max_skipped", "logprob_gap_limit"]
     ranks = ["devices", "num_nodes", "accelerator", "balance", "sync_bucket_bytes"]
     validation = ["val_check_interval", "limit_val_batches", "val_samples", "val_sampling"]
     checkpoints = ["save_every_n_steps", "save_every_seconds", "save_last", "save_top_k", "monitor", "mode"]
