@@ -19,7 +19,7 @@ from jsonargparse import Namespace
 from rlflow.commands.parser import OneLineParser, add_parameters, keys_of
 from rlflow.config.arguments import Argument, Group, arguments_of, chosen_classes, entry_hint
 from rlflow.config.building import built, instance
-from rlflow.config.checking import mistakes_of, unreal_numbers
+from rlflow.config.checking import hidden_secrets, mistakes_of, unreal_numbers
 from rlflow.config.keys import WrittenKeys
 from rlflow.config.merging import merged
 from rlflow.config.reading import CONFIG, layers, options
@@ -84,12 +84,18 @@ class Configured:
 
     def fit(self) -> None:
         """Train, with a prediction before and its error after if asked; a `UserError` names keys of the config."""
+        self.require_secrets()
         with self.keys.in_errors(self.config), ExitStack() as stack:
             if self.simulation is not None:
                 from rlflow.simulate.report import prediction
 
                 stack.enter_context(prediction(self.simulation))
             self.trainer.fit(self.module, self.data)
+
+    def require_secrets(self) -> None:
+        """Refuse secrets that the config of a run hides; not where it is only looked at."""
+        for mistake in hidden_secrets(self.config):
+            raise mistake.error(self.keys.of(mistake.keys))
 
 
 Result = TypeVar("Result")
@@ -109,6 +115,8 @@ def call_configured(command: Callable[Concatenate[Configured, ...], Result], arg
     add_parameters(parser, command, skip=1)
     with refusing_exits():
         found, options = configured(parser, arguments)
+    if command.__name__ in READERS:
+        found.require_secrets()
     given = {name: options[name] for name in [*inspect.signature(command).parameters][1:]}
     with found.keys.in_errors(found.config):
         return command(found, **given)

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlflow.commands.parser import call
+from rlflow.commands.parser import call, writing
 from rlflow.errors import UserError
 from rlflow.models.lora import CONFIG, merge, require_peft
 from rlflow.run.pretrained import load_tokenizer
@@ -66,6 +66,8 @@ def export(
             raise UserError(f"`--model` is {str(model)!r}, which has no adapter; leave `--form` out")
         if to.exists() and (not to.is_dir() or any(to.iterdir())):
             raise UserError(f"`--to` is {str(to)!r}, where there is something already; name a new folder")
+        with writing("to"):
+            to.mkdir(parents=True, exist_ok=True)
         if is_adapter and form == "merged":
             require_peft()
             whole = to if dtype is None else Path(scratch) / "merged"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from rlflow.commands.configuration import Configured, call_configured
+from rlflow.commands.parser import writing
 from rlflow.dag.annotations import type_name
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import BATCH, Kind, Node
@@ -47,8 +48,9 @@ def graph(configured: Configured, /, rank: int = 0, draw: Path | None = None) ->
     print(text(run.graph, run.plan, rank))
     if draw is not None:
         drawing = mermaid(run.graph, run.plan)
-        draw.parent.mkdir(parents=True, exist_ok=True)
-        draw.write_text(f"```mermaid\n{drawing}```\n" if draw.suffix == ".md" else drawing)
+        with writing("draw"):
+            draw.parent.mkdir(parents=True, exist_ok=True)
+            draw.write_text(f"```mermaid\n{drawing}```\n" if draw.suffix == ".md" else drawing)
         print(f"drew {draw}")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from docstring_parser import parse
@@ -72,6 +73,21 @@ def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int
         elif is_option:
             form["required"] = True
         parser.add_argument(f"--{each.name}" if is_option else each.name, help=described.get(each.name), **form)
+
+
+@contextmanager
+def writing(option: str) -> Iterator[None]:
+    """Within it a command writes its output, at a place that an option can change.
+
+    Raises:
+        UserError: It cannot be written there.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or 'the output'} cannot be written ({error.strerror}); give another place by `--{option}`"
+        ) from error
 
 
 def keys_of(parser: OneLineParser) -> dict[str, Argument]:

@@ -8,11 +8,9 @@ from pathlib import Path
 from pdb import post_mortem
 from typing import Any
 
-import yaml
-
 from rlflow.commands.fit import read_fit
 from rlflow.commands.parser import call
-from rlflow.config.reading import read
+from rlflow.config.reading import as_yaml, read
 from rlflow.errors import UserError, one_line
 from rlflow.run.folder import RunFolder
 from rlflow.strategies.precision import own_name
@@ -47,7 +45,7 @@ def replay(run_dir: Path, /, *, step: int, node: str | None = None, pdb: bool = 
         )
     with tempfile.TemporaryDirectory(prefix="rlflow-replay-") as scratch:
         written = Path(scratch) / "config.yaml"
-        written.write_text(yaml.safe_dump(alone(config_of(file), Path(scratch) / "run")))
+        written.write_text(as_yaml(alone(config_of(file), Path(scratch) / "run")))
         try:
             found = read_fit(["--config", str(written)])
         except UserError as error:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rlflow.commands.parser import call
+from rlflow.commands.parser import call, writing
 from rlflow.commands.trace import chosen_steps, print_missing, traces_of
 from rlflow.errors import UserError
 from rlflow.loggers.jsonl import METRICS_FILE
@@ -69,7 +69,8 @@ def report(
     print("\n".join(screen(timeline, shown, last=max(windows))))
     print_missing(traces)
     picture = draw or run_dir / PICTURE_FILE
-    draw_timeline(timeline, shown, picture)
+    with writing("draw"):
+        draw_timeline(timeline, shown, picture)
     print(f"drew {picture}")
 
 
@@ -85,8 +86,9 @@ def _page_of(folders: Sequence[Path], step: int | None, steps: int, file: Path, 
             print(f"http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", flush=True)
             server.serve_forever()
     made = page_text(folders, step, steps)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(made, encoding="utf-8")
+    with writing("to"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(made, encoding="utf-8")
     print(f"wrote {file}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from rlflow.commands.parser import call
+from rlflow.commands.parser import call, writing
 from rlflow.dag.tasks import rank_ranges
 from rlflow.errors import UserError
 from rlflow.loggers.trace import merge_traces, missing_ranks, step_windows, window_of
@@ -40,7 +40,9 @@ def trace(
     if step is not None or steps is not None:
         windows = step_windows(traces)
         window = window_of(windows, chosen_steps(run_dir, windows, step, steps))
-    print(f"wrote {merge_traces(traces, to, ranks, window)} (ui.perfetto.dev)")
+    with writing("to"):
+        merged = merge_traces(traces, to, ranks, window)
+    print(f"wrote {merged} (ui.perfetto.dev)")
     print_missing(traces)
 
 

@@ -105,6 +105,15 @@ def unreal_numbers(config: Any, keys: tuple[str, ...] = ()) -> Iterator[Mistake]
         yield Mistake(keys, f"is {{value}}; give at most {MOST:,}", config)
 
 
+def hidden_secrets(config: Any, keys: tuple[str, ...] = ()) -> Iterator[Mistake]:
+    """Secrets that are `***`, as the `config.yaml` of a run has them; a server would be sent that."""
+    if isinstance(config, Mapping | list):
+        for key, value in config.items() if isinstance(config, Mapping) else enumerate(config):
+            yield from hidden_secrets(value, (*keys, str(key)))
+    elif config == HIDDEN and any(is_secret(key, config) for key in keys):
+        yield Mistake(keys, "is {value}, which is how a run's `config.yaml` hides a secret; give the secret", config)
+
+
 def accepts(hint: Any, value: Any) -> bool:
     """Whether a value of a config fits a type. The arguments of a class are not checked here; see `mistakes_of`.
 

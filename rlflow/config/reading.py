@@ -182,6 +182,22 @@ def read(text: str, what: str = "a text") -> Any:
         raise UserError(f"{what}, which is not plain YAML ({_said(error)}); mend it") from error
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes texts in quotes that would be read as something else: by `_Loader`, or by YAML 1.1."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*_Loader.yaml_implicit_resolvers.get(first, ()), *yaml.SafeDumper.yaml_implicit_resolvers.get(first, ())]
+    for first in {*_Loader.yaml_implicit_resolvers, *yaml.SafeDumper.yaml_implicit_resolvers}
+}
+
+
+def as_yaml(config: Mapping[str, Any]) -> str:
+    """A config as YAML, which `read` reads as the same."""
+    text: str = yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False)
+    return text
+
+
 def _read_again(text: str) -> Any:
     """The loader for jsonargparse: a text's value as YAML, but `{name}`, a mapping without values, stays a text."""
     value = read(text)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 
+from rlflow.config.reading import as_yaml
 from rlflow.context.conversations import ConversationRunner
 from rlflow.context.node_context import NodeContext
 from rlflow.controller.gap import probing_group
@@ -162,7 +163,7 @@ def open_folder(run: Run, lock: FolderLock, resumes: bool = False) -> RunFolder:
             lock.take()
             lock.use()  # once more for the new folder, since the old one was moved away
             if run.config is not None:
-                folder.config.write_text(yaml.safe_dump(dict(run.config), sort_keys=False))
+                folder.config.write_text(as_yaml(run.config))
             if hparams := plain_hparams(run.module):
                 folder.hparams.write_text(json.dumps(hparams, indent=2) + "\n")
 

@@ -123,6 +123,9 @@ def test_a_secret_of_the_config_is_not_in_the_run_s_folder(folder: Path) -> None
     saved = (folder / "runs/own/config.yaml").read_text()
     assert "hf_1234" not in saved
     assert yaml.safe_load(saved)["module"]["init_args"]["hf_token"] == "***"
+    said = r"`module.init_args.hf_token` is \*\*\*, which is how a run's `config.yaml` hides a secret; give the secret"
+    with pytest.raises(UserError, match=said):
+        read_fit(["--config", "runs/own/config.yaml"]).fit()
 
 
 @pytest.mark.parametrize(("path", "first"), [("drawn/graph.mmd", "flowchart TD"), ("drawn/graph.md", "```mermaid")])
@@ -130,6 +133,14 @@ def test_a_graph_is_drawn_as_mermaid(path: str, first: str, folder: Path, capsys
     main(["graph", "--config", "my.yaml", "--draw", path])
     assert (folder / path).read_text().splitlines()[0] == first
     assert capsys.readouterr().out.splitlines()[-1] == f"drew {path}"
+
+
+def test_a_graph_that_cannot_be_written_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["graph", "--config", "my.yaml", "--draw", "my.yaml/graph.md"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "my.yaml cannot be written (File exists); give another place by `--draw`" in line
 
 
 def test_a_graph_is_drawn_in_no_other_format(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.config.reading import Text, layers
+from rlflow.config.reading import Text, as_yaml, layers, read
 from rlflow.errors import UserError
 
 
@@ -61,3 +61,8 @@ def test_a_mapping_may_be_merged_into_another(tmp_path: Path) -> None:
 def test_a_number_with_an_exponent_is_one_and_a_date_is_a_text() -> None:
     values = [Text(text).value for text in ("1e-5", "2E3", "-1.5e+2", "2020-01-02", "12e", "0x1F", "on", "1:30", "010")]
     assert values == [1e-5, 2000.0, -150.0, "2020-01-02", "12e", 31, True, "1:30", "010"]
+
+
+def test_a_config_is_written_so_that_its_texts_are_read_as_texts() -> None:
+    config = {"texts": ["1e-5", "1.5E3", "010", "1:30", "yes", "2001-01-01", "null", "x"], "numbers": [1e-5, 10, True]}
+    assert read(as_yaml(config)) == config

@@ -62,7 +62,9 @@ def test_each_of_several_has_a_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("key", ["trainer.devices", "trainer.run_dir", "data.train", "trainer.max_steps", "trainer.max_epochs"])
+@pytest.mark.parametrize(
+    "key", ["trainer.devices", "trainer.run_dir", "data.train", "trainer.max_steps", "trainer.max_epochs"]
+)
 def test_what_changes_no_number_is_not_reported(key: str) -> None:
     assert changed((key, "other")) == []
 
