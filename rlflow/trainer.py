@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -293,12 +295,15 @@ class Trainer(RunningTrainer):
                     f" process is one of the {ranks} ranks of an earlier run, which make each run together; give the"
                     " same number and call it on all ranks, or write it to another script"
                 )
-            fabric = Fabric(
-                accelerator=settings.accelerator,
-                devices=settings.ranks_here,
-                num_nodes=settings.num_nodes,
-                strategy=strategy.processes,
-            )
+            with warnings.catch_warnings():
+                if "SLURM_JOB_ID" not in os.environ:  # in a job the hint is right
+                    warnings.filterwarnings("ignore", "The `srun` command is available")
+                fabric = Fabric(
+                    accelerator=settings.accelerator,
+                    devices=settings.ranks_here,
+                    num_nodes=settings.num_nodes,
+                    strategy=strategy.processes,
+                )
             require_known_gpu(strategy.root_device, strategy.dtype)
             for policy, engine in prepared.engines.own.items() if prepared.generates else ():
                 with about(engine):

@@ -411,7 +411,8 @@ def datasets_of(module: LightningDataModule, of: str = "data.train", split: str 
         UserError: The module has no loader of `split`, or a loader has no dataset or a sampler that leaves rows out; or
             it has a `prepare_data`, and torchrun or Slurm started several ranks of this machine.
     """
-    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")  # such as 2(x16)
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # vLLM too sets the other variable
+    ranks = os.environ.get("LOCAL_WORLD_SIZE" if by_torchrun else "SLURM_STEP_TASKS_PER_NODE", "1")  # such as 2(x16)
     if ranks.partition("(")[0] != "1" and type(module).prepare_data is not _base_of(module).prepare_data:
         raise UserError(
             f"`{of}` is a {type(module).__name__} with a `prepare_data`, and torchrun or Slurm started several ranks of"

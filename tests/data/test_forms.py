@@ -226,9 +226,11 @@ def test_ranks_after_the_first_of_a_machine_do_not_prepare_data(monkeypatch: pyt
         monkeypatch.setenv("LOCAL_RANK", rank)
         PromptData(Counts())
     assert prepared == [1]
-    for name, ranks in (("LOCAL_WORLD_SIZE", "2"), ("SLURM_STEP_TASKS_PER_NODE", "2(x16)")):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # as vLLM leaves it
+    PromptData(Counts())
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("SLURM_STEP_TASKS_PER_NODE", "2(x16)")):
         with monkeypatch.context() as launched:
-            launched.setenv(name, ranks)
+            launched.setenv(name, value)
             with pytest.raises(UserError, match="is a Counts with a `prepare_data`, and torchrun or Slurm started sev"):
                 PromptData(Counts())
             assert len(PromptData(LightningDataModule.from_datasets(Mapped(ROWS))).train) == 7
