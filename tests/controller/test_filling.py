@@ -272,7 +272,7 @@ def test_a_step_makes_all_allowed_draws_and_the_engine_sleeps_after_the_last(pol
     module.max_draws = 6
     (step,) = fit(Fit(module, sums(10, NEEDED), tmp_path, engine=engine)).steps
     assert (step["filter/draws"], step["filter/kept"], step["filter/surplus"]) == (6.0, 4 / 24, 0.0)
-    assert engine.asked == ["generate"] * 6 + ["sleep"]
+    assert engine.asked == ["sleep"] + ["generate"] * 6 + ["sleep"]
 
 
 class Epochs(OddCharacters):
