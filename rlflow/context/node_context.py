@@ -73,7 +73,7 @@ class Running:
         cut_off: `[K]` bool on the CPU, which of `K` sampled responses are unfinished; None without
             `trainer.partial_rollout`.
         validates: Whether `validation_step` runs in place of a node of the graph.
-        rows: How many rows the micro-batch of a train node has; None elsewhere.
+        rows: Places of the micro-batch of a train node among the node's rows on this rank; None elsewhere.
     """
 
     node: Node
@@ -88,7 +88,7 @@ class Running:
     dropped: Tensor | None = None
     cut_off: Tensor | None = None
     validates: bool = False
-    rows: int | None = None
+    rows: Tensor | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -481,12 +481,14 @@ class NodeContext:
             rank 0 logs [1.0, 3.0] and rank 1 logs [8.0]: (1 + 3 + 8) / 3 = 4.0
 
         `x` is `[B]`, `[B, T]` or 0-dim. `mask`, shaped as `x`, is nonzero on entries that count; without one all do. Of
-        a `[B]` dropped rows never count. A mean of 0-dim counts `batch_size` times, by default once for each row.
+        a `[B]` dropped rows never count. A mean of 0-dim counts `batch_size` times, by default once for each row; if
+        that is 0, 0-dim is not logged.
         """
         now = self._now()
         if how.by_module and self._validated.setdefault(name, now.validates) != now.validates:
             raise UserError(f"`self.log` has {name!r} in `validation_step` and in a node; take two names")
-        if not self._speaks(now):
+        times = 1 if x.dim() else self._rows(now) if batch_size is None else batch_size
+        if not times or not self._speaks(now):  # 0-dim without rows is NaN, or means nothing
             return
         if x.dim() == 1 and (kept := self.kept(x)) is not None:
             mask = kept if mask is None else mask.bool() & kept
@@ -498,7 +500,7 @@ class NodeContext:
             now.metrics.add(name, how, counted.max() if x.numel() else -math.inf, count)
         elif x.dim() or how.kind == "sum":
             now.metrics.add(name, how, counted.sum(), count if how.kind == "mean" else 1.0)
-        elif times := self._rows(now) if batch_size is None else batch_size:  # without rows it is NaN, or means nothing
+        else:
             now.metrics.add(name, how, counted * times, count * times)
 
     def learn_names(self, metrics: Metrics) -> None:
@@ -508,7 +510,7 @@ class NodeContext:
 
     def _rows(self, now: Running) -> int:
         """How many rows this rank has of the node, or of the micro-batch that a train node is called with."""
-        return len(now.space.held(now.layout, self.transport.rank)) if now.rows is None else now.rows
+        return len(now.space.held(now.layout, self.transport.rank)) if now.rows is None else len(now.rows)
 
     @property
     def validates(self) -> bool:
@@ -518,9 +520,10 @@ class NodeContext:
     def kept(self, x: Tensor) -> Tensor | None:
         """`[B]` bool on the device of `x`, the rows that were not dropped.
 
-        None where the node has no dropped rows, or `x` has another number of rows than the node, as in a micro-batch.
+        None where the node has no dropped rows, or `x` has another number of rows than the node or its micro-batch.
         """
-        dropped = self._now().dropped
+        now = self._now()
+        dropped = now.dropped if now.dropped is None or now.rows is None else now.dropped[now.rows]
         return None if dropped is None or len(x) != len(dropped) else on_device(~dropped, x.device)
 
     def of_each_shard(self, x: Tensor) -> Tensor:

@@ -173,8 +173,9 @@ class Training:
         out = None if dropped is None else dropped[rows]
         mask = _mask(scored, out, per_sample=node.returns == PerSample)
         of_episodes = None if episodes is None else episodes.take(rows)
+        counted = on_host(mask) if out is None else on_host(mask)[~out]  # `constant` counts rows without a token too
         here = (
-            int(loss_count(on_host(mask), mode, of_episodes)),
+            int(loss_count(counted, mode, of_episodes)),
             int(on_host(mask).sum()),
             0 if out is None else int(out.sum()),
             len(rows),
@@ -200,7 +201,7 @@ class Training:
         running = self._run.context.running
         assert running is not None
         for part, micro in enumerate(parts):
-            running.rows = len(micro)
+            running.rows = rows[micro]
             with handle.training():
                 loss = method(**self._take(mini, micro), **dict.fromkeys(node.after, Trained()))
             counts = rows_at(mask, micro)

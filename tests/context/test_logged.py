@@ -42,6 +42,7 @@ BY_HAND = {  # of the four rows
     "masked min": 2.0,
     "tokens": (2 + 6 + 20) / 3,
     "of ranks": 4.0,  # 2 of three rows, and 10 of one
+    "largest of ranks": 1.0,  # NaN on the rank without rows
     "alike": 7.0,
 }
 
@@ -65,6 +66,7 @@ class Noting(RLModule):
         self.log("none", x, x > 10, reduce_fx="max")
         self.log("tokens", pairs, torch.stack([x == 2, x > 2], dim=1))
         self.log("of ranks", x.mean())
+        self.log("largest of ranks", x.mean() / x.mean(), reduce_fx="max")
         self.log("alike", 7)
 
 
