@@ -239,12 +239,13 @@ def measure_loss(
     every = torch.ones(len(batch.rows), dtype=torch.bool)
     for name, of_it in {"": every, **masks(batch.rows)}.items():
         prefix = f"val/{name}" if name else "val"
-        tokens = batch.loss_mask & of_it[:, None].to(loss.device)
+        rows = of_it.to(loss.device)
+        tokens = batch.loss_mask[rows]
         mask = tokens.any(dim=1) if loss.dim() == 1 else tokens
-        total = loss_sum(loss.double(), loss_weights(mask, mode, module.max_response_length))
+        total = loss_sum(loss[rows].double(), loss_weights(mask, mode, module.max_response_length))
         metrics.mean(f"{prefix}/loss", total, loss_count(mask, mode))
         if likeliest is not None:
-            right = (likeliest == batch.response_ids) & tokens
+            right = (likeliest == batch.response_ids)[rows] & tokens
             metrics.mean(f"{prefix}/token_accuracy", right.sum(), tokens.sum())
 
 

@@ -20,6 +20,7 @@ from rlflow.data.loader import Loader
 from rlflow.data.mixture import apportioned
 from rlflow.data.pictures import without_pictures
 from rlflow.environments.environment import Environment
+from rlflow.functional import Aggregation
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import ByDataset, CallableReward, ExactMatch, RewardInput, WeightedSum
 from rlflow.rewards.reward import OnError
@@ -351,10 +352,14 @@ def test_training_and_validation_measure_each_dataset(model: Path, tmp_path: Pat
     assert "val/a/pass@2" in metrics
 
 
-def test_the_loss_of_held_out_responses_is_measured_of_each_dataset(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("aggregation", ["token-mean", "constant"])
+def test_the_loss_of_held_out_responses_is_measured_of_each_dataset(
+    aggregation: Aggregation, model: Path, tmp_path: Path
+) -> None:
     source = mixed(a=(4, 1.0), b=(4, 1.0))  # responses of one character and the end of text: as many tokens of each
     trainer = Trainer(tmp_path / "run", accelerator="cpu", max_steps=1)
-    trainer.fit(SFT(str(model)), PromptData(source, source, prompts_per_step=4, response="answer"))
+    module = SFT(str(model), loss_aggregation=aggregation)
+    trainer.fit(module, PromptData(source, source, prompts_per_step=4, response="answer"))
     metrics = trainer.callback_metrics
     assert metrics["val/loss"] == pytest.approx((metrics["val/a/loss"] + metrics["val/b/loss"]) / 2)
     assert metrics["val/a/loss"] != metrics["val/b/loss"]
