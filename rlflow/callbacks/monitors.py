@@ -40,7 +40,7 @@ class LearningRateMonitor(Callback):
             settings = handle.optimizer
             if settings is None:
                 continue
-            groups = settings.given.param_groups if isinstance(settings, GroupedOptimizer) else [settings.keywords]
+            groups = settings.given.param_groups if isinstance(settings, GroupedOptimizer) else [settings.small().defaults]
             for number, options in enumerate(groups, start=1):
                 end = "" if len(groups) == 1 else f"/pg{number}"
                 if self.log_momentum:

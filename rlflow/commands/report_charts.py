@@ -42,7 +42,11 @@ class Curve:
 def chart(title: str, curves: Sequence[Curve]) -> str:
     """A panel: title, curves over a grid, and a legend with last values."""
     drawn = [(curve, thinned(curve.points)) for curve in curves]
-    bands = {curve.name: [wilson(y, curve.prompts) for _, y in points] for curve, points in drawn if curve.prompts}
+    bands = {
+        curve.name: [wilson(y, curve.prompts) for _, y in points]
+        for curve, points in drawn
+        if curve.prompts and all(0 <= y <= 1 for _, y in points)  # a module may log its own `val/accuracy` in percent
+    }
     steps = [x for _, points in drawn for x, _ in points]
     values = [y for _, points in drawn for _, y in points] + [
         end for band in bands.values() for of in band for end in of

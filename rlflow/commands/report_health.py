@@ -179,13 +179,14 @@ class Unhealthy:
     advice: str
 
 
-def findings(lines: Sequence[MetricsLine]) -> Iterator[Unhealthy]:
+def findings(lines: Sequence[MetricsLine], placed: bool = False) -> Iterator[Unhealthy]:
     """What is unhealthy in a run's metrics.
 
     A metric is judged by the median of its last `RECENT` records, a count of failures by its largest value.
 
     Args:
         lines: Lines of `metrics.jsonl`, in order.
+        placed: Whether ranks may have different roles, so that one usually works longer than the others.
     """
     names = dict.fromkeys(name for line in lines for name in line)
     for name in names:
@@ -193,7 +194,7 @@ def findings(lines: Sequence[MetricsLine]) -> Iterator[Unhealthy]:
             found = f"NaN or infinite in {len(not_finite)} steps, the last of them {not_finite[-1]}"
             yield Unhealthy(name, found, "a finite number", NOT_FINITE)
     for name in names:
-        of = _range_of(name)
+        of = None if placed and name == "time/straggler_share" else _range_of(name)
         values = (
             [] if of is None else [value for line in lines if (value := _value(line, name, of.share_of)) is not None]
         )

@@ -53,8 +53,11 @@ class Policy:
         """The version of the weights after `steps` steps: 0 up to `start_step`, then `changes_per_step` more a step."""
         return self.changes_per_step * max(0, steps - self.start_step)
 
-    def compare(self, version: int, metrics: StepMetrics) -> None:
-        """Log the last sync if no step has done so, and begin to compare logprobs; called by all ranks of the sync."""
+    def compare(self, version: int, metrics: StepMetrics, end: str) -> None:
+        """Log the last sync if no step has done so, and begin to compare logprobs; called by all ranks of the sync.
+
+        `end` is the end of the metric's name.
+        """
         if self.gap is not None and self.probe is None:
             self.gap.open(version, metrics)
         if self.sync is None or self.sync.is_logged:
@@ -62,7 +65,7 @@ class Policy:
         if self.probe is not None:
             self.probe(version, metrics)
         if self.sync.report is not None:
-            metrics.number("sync/verified_tensors", float(self.sync.report.tensors))
+            metrics.number(f"sync/verified_tensors{end}", float(self.sync.report.tensors))
         self.sync.is_logged = True
 
     def sleep(self) -> None:
@@ -105,7 +108,7 @@ class Policies(dict[str, Policy]):
         """Send the weights that generate the rows of `step`, see `versions_of`; called by all ranks of the sync."""
         version = self._version(name, step, changed)
         self._bring(name, version)
-        self[name].compare(version, metrics)
+        self[name].compare(version, metrics, f"/{name}" if len(self) > 1 else "")
 
     def bring(self, name: str, steps: int) -> None:
         """For validation, send a policy's weights after `steps` steps to its engines; called by all ranks.

@@ -30,7 +30,7 @@ from rlflow.commands import report_pictures
 from rlflow.commands.fit import read_fit
 from rlflow.commands.parser import call
 from rlflow.commands.report import report
-from rlflow.commands.report_charts import Z, graph_drawing, in_bytes, short, thinned, ticks, wilson
+from rlflow.commands.report_charts import Curve, Z, chart, graph_drawing, in_bytes, short, thinned, ticks, wilson
 from rlflow.commands.report_health import RANGES, findings
 from rlflow.commands.report_page import (
     MOST_BYTES,
@@ -191,6 +191,8 @@ def test_a_share_of_the_step_and_a_count_of_failures_are_judged() -> None:
     assert [(each.metric, each.found[:21]) for each in findings(slow)] == [("time/sync", "0.15 of `time/step` (")]
     assert [(each.metric, each.found[:11]) for each in findings(failed)] == [("reward/errors", "2 (at most)")]
     assert [each.metric for each in findings([{"step": 1, "actor/loss": None}])] == ["actor/loss"]
+    uneven = [{"step": 1, "time/straggler_share": 0.5}]
+    assert [len(list(findings(uneven, placed))) for placed in (False, True)] == [1, 0]
 
 
 def test_a_thinned_curve_keeps_its_ends_and_its_spikes() -> None:
@@ -207,6 +209,11 @@ def test_the_ends_of_an_interval_are_z_deviations_from_the_share(share: float, p
     # Wilson's definition: p is an end where |share - p| = z sqrt(p (1 - p) / n).
     for end in wilson(share, prompts):
         assert abs(share - end) == pytest.approx(Z * math.sqrt(max(0.0, end * (1 - end)) / prompts), abs=1e-9)
+
+
+@pytest.mark.parametrize(("accuracy", "bands"), [(0.85, 1), (85.0, 0)])
+def test_a_module_s_own_accuracy_in_percent_has_no_interval(accuracy: float, bands: int) -> None:
+    assert chart("accuracy", [Curve("val/accuracy", [(0, accuracy)], prompts=64)]).count('class="band') == bands
 
 
 @pytest.mark.parametrize("ends", [(0.0, 1.0), (-0.3, 0.31), (5.0, 5.0), (0.0, 0.0), (1e-7, 6.2e-6), (-3.0, 1e6)])

@@ -87,6 +87,12 @@ def test_the_judge_says_its_likeliest_tokens_of_each_response(alone: Result, oth
         assert ids[0, len(prompt) :].tolist() == said
 
 
+def test_each_policy_has_a_number_of_verified_tensors(alone: Result) -> None:
+    found = [{name for name in step if name.startswith("sync/verified_tensors")} for step in alone.steps]
+    actor, judge = "sync/verified_tensors/actor", "sync/verified_tensors/judge"
+    assert found == [{actor, judge}, *[{actor}] * (len(alone.steps) - 1)]  # the judge is frozen
+
+
 def test_a_grade_is_the_reward_and_one_that_cannot_be_read_is_none(alone: Result) -> None:
     rubric, graded = OddShare(prompt=ASKED), 0
     for step, rows in zip(alone.steps, alone.record, strict=True):

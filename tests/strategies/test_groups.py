@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from rlflow.algorithms import SFT
 from rlflow.callbacks import LearningRateMonitor
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import CausalLM
@@ -121,6 +122,13 @@ def test_the_logged_momentum_is_that_of_the_update_though_a_scheduler_changes_it
     strategy.roles["actor"].optimizer.param_groups[0]["betas"] = (0.7, 0.9)  # type: ignore[union-attr]  # as OneCycleLR
     LearningRateMonitor(log_momentum=True).on_step_end(Trainer(), module, 1, metrics)
     assert metrics == {"actor/momentum/pg1": 0.7, "actor/momentum/pg2": 0.5}
+
+
+@pytest.mark.parametrize(("name", "decay"), [("adamw", 0.0), ("torch.optim.Adam", 0.0), ("torch.optim.AdamW", 0.01)])
+def test_the_logged_momentum_and_decay_are_the_defaults_of_the_class(name: str, decay: float) -> None:
+    metrics, module = dict[str, float](), SFT(CausalLM("tiny", optimizer=Optimizer(name)))
+    LearningRateMonitor(log_momentum=True, log_weight_decay=True).on_step_end(Trainer(), module, 1, metrics)
+    assert metrics == {"actor/momentum": 0.9, "actor/weight_decay": decay}
 
 
 def refused(returns: Callable[[Any], Any], folder: Path, **settings: Any) -> str:
