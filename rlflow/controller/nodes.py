@@ -131,7 +131,10 @@ class Nodes:
             return
         versions = step.spaces[node.id].versions
         newest = self._policies.versions_of(step.number + staleness, self._run.graph.changed_before(node))
-        ages = newest[node.generates[0]] - versions
+        trained = {newest[name] for name in node.generates if self._policies[name].changes_per_step}
+        if len(trained) > 1:
+            return  # which of them generated a row is not known
+        ages = max(trained, default=0) - versions
         step.metrics.mean(f"{node.id}/staleness", ages.sum(), float(len(versions)))
 
     def _call(

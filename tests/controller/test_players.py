@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow import Batch, CausalLM, Environment, Rollout, node
+from rlflow import Batch, CausalLM, Environment, PerSample, Rollout, node
 from rlflow.algorithms import GRPO
 from rlflow.errors import UserError
 from rlflow.rollout.transformers import TransformersEngine
@@ -209,6 +209,21 @@ class Unnamed(Against):
     @node(generates="actor")
     def rollout(self, batch: Batch) -> Rollout:
         return self.actor.converse(batch, self.environment, players={"opponent": self.rival})
+
+
+class AgainstByDraws(Against):
+    @node(type="filter")
+    def drawn(self, batch: Batch) -> PerSample:
+        return torch.ones(len(batch.prompt_ids), dtype=torch.bool)
+
+    @node(generates=("rival", "actor"))
+    def rollout(self, batch: Batch) -> Rollout:
+        return self.actor.converse(batch, self.environment, n=GROUP, players={"opponent": self.rival})
+
+
+def test_the_age_of_a_game_is_that_of_the_policy_that_is_trained(policy: Path, tmp_path: Path) -> None:
+    module = playing(policy, AgainstByDraws, frozen=str(policy))
+    assert [step["rollout/staleness"] for step in fit(run(module, tmp_path / "run")).steps] == [0.0, 0.0]
 
 
 class Stranger(Against):
