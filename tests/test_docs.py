@@ -251,6 +251,7 @@ STANDS_FOR = {  # what a part of a name that is computed may be; `<role>` and th
     "role": ["<role>"],
     "task.node_id": ["<node>"],
     "node_id": ["rollout"],
+    "end": [""],  # a policy's name where there are several
     "node.id": ["rollout"],
     "self._part": ["filter", "rollout"],
     "k": ["<k>"],

@@ -345,9 +345,9 @@ def test_a_timer_whose_time_is_over_ends_the_run_that_resumes_before_a_step() ->
 
 
 def test_throughput_counts_what_nodes_generate_and_no_other_tokens() -> None:
-    metrics = {"time/elapsed": 2.0, "rollout/tokens": 20.0, "rollout/length": 5.0, "my/tokens": 7.0}
+    metrics = {"time/elapsed": 2.0, "rollout/tokens": 20.0, "rollout/responses": 4.0, "my/tokens": 7.0}
     ThroughputMonitor().on_step_end(Trainer(), RLModule(), 1, metrics)
-    # 20 / 5 samples and 20 tokens in 2 seconds
+    # 4 samples and 20 tokens in 2 seconds
     assert (metrics["train/samples_per_sec"], metrics["train/items_per_sec"]) == (2.0, 10.0)
 
 

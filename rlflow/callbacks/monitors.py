@@ -40,7 +40,9 @@ class LearningRateMonitor(Callback):
             settings = handle.optimizer
             if settings is None:
                 continue
-            groups = settings.given.param_groups if isinstance(settings, GroupedOptimizer) else [settings.small().defaults]
+            groups = (
+                settings.given.param_groups if isinstance(settings, GroupedOptimizer) else [settings.small().defaults]
+            )
             for number, options in enumerate(groups, start=1):
                 end = "" if len(groups) == 1 else f"/pg{number}"
                 if self.log_momentum:
@@ -84,10 +86,10 @@ class ThroughputMonitor(Callback):
 
     def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
         nodes = [name.removesuffix("/tokens") for name in metrics if name.endswith("/tokens")]
-        tokens = {node: metrics[f"{node}/tokens"] for node in nodes if f"{node}/length" in metrics}
-        samples = sum(count / max(1.0, metrics[f"{node}/length"]) for node, count in tokens.items())
+        nodes = [node for node in nodes if f"{node}/responses" in metrics]
+        samples, tokens = (sum(metrics[f"{node}/{what}"] for node in nodes) for what in ("responses", "tokens"))
         _, steps, samples_before, tokens_before = self._totals[-1]
-        now = (metrics["time/elapsed"], steps + 1, samples_before + samples, tokens_before + sum(tokens.values()))
+        now = (metrics["time/elapsed"], steps + 1, samples_before + samples, tokens_before + tokens)
         self._totals.append(now)
         first = self._totals[0]
         seconds = now[0] - first[0]

@@ -375,7 +375,7 @@ def _numbers(value: Any, annotation: Any) -> dict[str, Tensor] | None:
 def measure(
     node_id: str, rollout: Rollout, metrics: StepMetrics, sampled: int | None = None, continued: bool = False
 ) -> None:
-    """Log `<node>/length` and `<node>/truncated`, means over this rank's responses, and `<node>/tokens`, a sum.
+    """Log this rank's `<node>/length` and `<node>/truncated`, means, and `<node>/responses` and `<node>/tokens`, sums.
 
     Args:
         node_id: Name of the node.
@@ -387,6 +387,7 @@ def measure(
     rows, tokens = float(len(rollout.lengths)), on_host(rollout.policy_lengths).sum()
     metrics.mean(f"{node_id}/length", tokens, rows)
     metrics.mean(f"{node_id}/truncated", (~rollout.finished).sum(), rows)
+    metrics.sum(f"{node_id}/responses", rows)
     metrics.sum(f"{node_id}/tokens", float(tokens if sampled is None else sampled))
     if continued:
         places = torch.arange(rollout.versions.shape[1], device=rollout.versions.device)

@@ -138,6 +138,7 @@ def test_what_is_counted_is_what_was_sampled(alone: Result) -> None:
         assert step["trunk/tokens"] + step["rollout/tokens"] == len(tokens)
         assert step["trunk/tokens"] == sum(inherited for _, _, inherited in tokens.values())
         lengths = [len(row["response"]) for row in rows.values()]
+        assert step["rollout/responses"] == len(lengths)
         assert step["rollout/length"] == pytest.approx(sum(lengths) / len(lengths))
         assert 0 < step["sync/logprob_gap"] < 1e-5
 
