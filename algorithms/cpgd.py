@@ -1,6 +1,6 @@
 """Clipped Policy Gradient with Policy Drift: CPGD, arXiv 2505.12504."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rlflow import PerSample, PerToken, UserError, node
@@ -46,6 +46,7 @@ class CPGD(GroupBaseline, Ratio, TurnCredit):
     weight_cap: float = 3.0
     drift_coef: float = 0.01
     drift_clip: float = 2.0
+    anchor: Literal["old"] = field(default="old", init=False)  # the gradient has no ratio that could correct
 
     def __post_init__(self) -> None:
         super().__post_init__()

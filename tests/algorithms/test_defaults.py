@@ -85,7 +85,7 @@ def flat(given: dict[str, Any]) -> dict[str, Any]:
 def defaults(algorithm: type) -> dict[str, Any]:
     """As they stand in the table, those of models and of parts by dotted name."""
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(algorithm):
+    for field in (field for field in dataclasses.fields(algorithm) if field.init):
         if isinstance(field.default, KL | Bounds):
             found |= {f"{field.name}.{name}": value for name, value in vars(field.default).items()}
         else:

@@ -61,7 +61,7 @@ def test_what_cannot_work_is_refused_in_one_line(name: str, settings: dict[str, 
     ("setting", "names"),
     [
         ("clip", "SAPO CISPO DPPO REINFORCE GPG"),
-        ("anchor", "GPG"),
+        ("anchor", "GPG CPGD"),
         ("normalize_std", "CPGD MaxRL GDPO"),
         ("advantages_at", "PPO ReMax REINFORCEPlusPlus REINFORCEPlusPlusBaseline OPO GPG MaxRL GMPO GDPO GAIL TreeRL"),
         ("overlong_buffer", "GDPO GAIL OnPolicyDistillation"),
