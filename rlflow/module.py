@@ -369,7 +369,7 @@ class RLModule:
         sampling = Sampling(longest, how, stop, truncation=truncation)
         asks = temperature is not None
         rollout = self._running().generate(rows, n, sampling, self.max_response_length, name, asks)
-        return without_truncated(rollout) if self.mask_truncated else rollout
+        return without_truncated(rollout, self.max_response_length) if self.mask_truncated else rollout
 
     def _converse(
         self,
@@ -387,7 +387,7 @@ class RLModule:
         sampling = Sampling(self.max_response_length, how, stop, truncation=truncation)
         others = {seat: self._player(seat, model) for seat, model in players.items()}
         rollout = self._running().converse(rows, environment, n, sampling, name, others)
-        return without_truncated(rollout) if self.mask_truncated else rollout
+        return without_truncated(rollout, self.max_response_length) if self.mask_truncated else rollout
 
     def _policy(self, name: str | None) -> tuple[str, float, Truncation]:
         """The policy of this name, or the only one of the node, and how it is sampled."""

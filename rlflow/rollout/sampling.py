@@ -380,13 +380,14 @@ def sampling_seed(
     return hashed(key) >> 1
 
 
-def without_truncated(rollout: Rollout) -> Rollout:
+def without_truncated(rollout: Rollout, longest: int) -> Rollout:
     """The same responses, with truncated ones taken out of the loss.
 
-    A response that no stop token ended has False in the loss mask for its own tokens. Tokens that it inherits from the
-    response it continues keep their mask. Called after a node has generated, where the module sets `mask_truncated`.
+    A response that no stop token ended has False in the loss mask. If it has fewer than `longest` tokens, those that it
+    inherits from the response it continues keep their mask. Otherwise they are trained in a sibling, if that has ended.
+    Called after a node has generated, where the module sets `mask_truncated`.
     """
-    kept = rollout.finished[:, None] | rollout.inherited_mask
+    kept = rollout.finished[:, None] | (rollout.inherited_mask & under_way(rollout, longest)[:, None])
     return replace(rollout, loss_mask=rollout.loss_mask & kept)
 
 

@@ -177,12 +177,14 @@ def test_rows_between_are_not_seen_and_their_tokens_are_the_nodes_own(policy: Pa
     assert step["actor/loss"] == pytest.approx(float(torch.cat(terms).mean()), rel=1e-5)
 
 
-def test_responses_that_were_cut_to_be_continued_are_not_left_out_as_truncated(policy: Path, tmp_path: Path) -> None:
+def test_a_token_is_left_out_as_truncated_if_no_row_that_has_it_ended(policy: Path, tmp_path: Path) -> None:
     found = fit(run(Branching(policy, mask_truncated=True), tmp_path / "run", max_steps=1))
     (rows,) = found.record
-    expected = loss_of(policy, rows, count=lambda row, inherited: inherited or row["finished"])
-    assert {row["finished"] for row in rows.values()} == {True, False}
-    assert found.steps[0]["actor/loss"] == pytest.approx(expected, rel=1e-5)
+    ended = {path: row for path, row in rows.items() if row["finished"]}
+    trunks, with_end, cut = ({path[:2] for path in some} for some in (rows, ended, rows.keys() - ended.keys()))
+    assert with_end & cut, "a trunk has leaves of both kinds"
+    assert trunks - with_end, "and one has none that ended"
+    assert found.steps[0]["actor/loss"] == pytest.approx(loss_of(policy, ended), rel=1e-5)
 
 
 def test_partial_rollout_does_not_go_with_it(policy: Path, tmp_path: Path) -> None:

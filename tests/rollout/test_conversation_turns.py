@@ -226,7 +226,7 @@ def test_a_conversation_is_cut_where_tokens_ran_out_and_nowhere_else(engine: Rol
     cut = torch.tensor([one.ended == Ending.TOKENS for one in conversations])
     assert {one.ended for one in conversations} == {*Ending}
     assert torch.equal(rollout.finished, ~cut)
-    assert torch.equal(without_truncated(rollout).loss_mask, rollout.loss_mask & ~cut[:, None])
+    assert torch.equal(without_truncated(rollout, 30).loss_mask, rollout.loss_mask & ~cut[:, None])
 
 
 def test_an_observation_that_leaves_no_room_is_not_read_and_its_turn_is_rewarded(
