@@ -137,6 +137,8 @@ def _framework(
         policies = [getattr(module, name, None) for name in node.generates]
         read = {name for policy in policies for name in getattr(policy, "model_inputs", ())}
         yield "samples carry it on", [each.name for each in every if each.model_input != "any" or each.name in read]
+    if node.grows:
+        yield "rows carry it on", [each.name for each in every if each.model_input == "any"]
     if node.kind == "train" and made is Pairs:
         yield "a loss is of it", ("prompt_ids", "chosen_ids", "rejected_ids")
     if node.kind == "train" and any(column.name == "loss_mask" for column in every):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlflow import Batch, CausalLM, Pairs, PerSample, PerToken, Rollout, RolloutWithTexts, UserError, node
-from rlflow.algorithms import GRPO, PPO
+from rlflow.algorithms import GRPO, PPO, RAFT
 from rlflow.dag.graph import Graph, GraphError
 from rlflow.dag.planner import plan
 from rlflow.dag.tasks import Exchange
@@ -232,6 +232,11 @@ def test_what_the_framework_reads_is_said_with_its_reason() -> None:
     assert str(fields["ref_logprobs", "rollout"]) == "prompt_ids, response_ids, lengths"
     assert "logprobs" not in fields["critic_loss", "rollout"].names, "no engine has the critic's"
     assert str(fields["rollout", "batch"]).endswith("; samples carry it on: rows")
+
+
+def test_a_node_that_makes_rows_of_others_has_their_pictures_to_carry_on() -> None:
+    read = read_graph(RAFT(CausalLM("tiny"), reward=ExactMatch())).fields["best", "rollout"]
+    assert str(read).endswith("; rows carry it on: pictures")
 
 
 def test_a_loss_reads_the_tokens_and_the_mask_whatever_its_type_names() -> None:
