@@ -14,16 +14,17 @@ from .grpo import GRPO
 from .policy_gradient import Clipped, GroupBaseline
 
 
-class Real(MaskedTokens, Protocol):
-    """The fields of the dataset's rows that the judge reads, their responses among them."""
+class Real(Masked, Protocol):
+    """The fields of the dataset's rows that the judge reads, without the prompts: they are those of the samples."""
 
+    response_ids: PerToken  # [B, T]
     path: RowPath | None
 
 
-class ResponseTokens(Masked, Protocol):
-    """The fields of samples that the judge reads, without the prompts: they are those of the dataset's rows."""
+class Samples(MaskedTokens, Protocol):
+    """The fields of samples that the judge reads."""
 
-    response_ids: PerToken  # [B, T]
+    pictures: Ragged
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Labelled:
 
     Attributes:
         path: Which prompt each row is below.
-        prompt_ids: Token ids of the prompts.
+        prompt_ids: Token ids of the prompts as the policy read them.
         response_ids: `[N, T]` token ids.
         loss_mask: `[N, T]`, True on tokens that count.
         lengths: `[N]`, response tokens.
         real: `[N]` bool, True for the dataset's responses.
+        weights: `[N]`, 1 for a sample, and for a dataset's response the number of its prompt's samples that count.
+        pictures: `[sum]` int64, numbers of the pictures of each prompt.
     """
 
     path: RowPath
@@ -47,6 +50,8 @@ class Labelled:
     loss_mask: PerToken
     lengths: PerSample
     real: PerSample
+    weights: PerSample
+    pictures: Ragged
 
 
 @dataclass(eq=False)
@@ -59,7 +64,7 @@ class GAIL(GroupBaseline, Clipped):
 
     A sample with a score of 0 has D = 0.5 and the reward 0.69; the reward grows with the score. In each step the judge
     is trained first, and then scores the samples. The dataset's response counts as much in the judge's loss as all
-    samples of its prompt. The dataset's rows need a response; no verifier is needed.
+    samples of its prompt that count. The dataset's rows need a response; no verifier is needed.
 
     Args:
         normalize_std: Divide advantages by the standard deviation of the group's rewards.
@@ -74,18 +79,22 @@ class GAIL(GroupBaseline, Clipped):
     advantages = GRPO.advantages
 
     @node
-    def examples(self, batch: Real, rollout: Each[ResponseTokens]) -> Grown[Labelled]:
-        prompts = len(batch.lengths)
-        real = torch.arange(prompts, device=batch.lengths.device)
-        rows = torch.cat([real, rollout.parent])  # the prompt of each example: the dataset's responses, then samples
-        sampled = rollout.values
+    def examples(self, batch: Real, rollout: Each[Samples]) -> Grown[Labelled]:
+        sampled, parent = rollout.values, rollout.parent
+        real = torch.arange(len(batch.lengths), device=parent.device)
+        first = rollout.counts.cumsum(0) - rollout.counts  # of each prompt's samples: an environment may add to prompts
+        seen = torch.cat([first, torch.arange(len(parent), device=parent.device)])
+        counts = sampled.loss_mask.any(dim=1).float()
+        weights = counts.new_zeros(len(real)).index_add(0, parent, counts)
         return Labelled(
-            batch.path.take(rows),
-            batch.prompt_ids.take(rows),
+            batch.path.take(torch.cat([real, parent])),
+            sampled.prompt_ids.take(seen),
             below(batch.response_ids, sampled.response_ids),
             below(batch.loss_mask, sampled.loss_mask),
             torch.cat([batch.lengths, sampled.lengths]),
-            torch.arange(len(rows), device=rows.device) < prompts,
+            torch.arange(len(seen), device=seen.device) < len(real),
+            torch.cat([weights, torch.ones_like(counts)]),
+            sampled.pictures.take(seen),
         )
 
     @node(role="judge", type="train")
@@ -94,8 +103,7 @@ class GAIL(GroupBaseline, Clipped):
         self.log("judge/accuracy", ((scores > 0) == real).float())
         self.log("judge/real", torch.sigmoid(scores.detach()[real]))
         self.log("judge/sampled", torch.sigmoid(scores.detach()[~real]))
-        weights = torch.where(real, self.group_size, 1)  # the one response counts as much as the prompt's samples
-        return weights * binary_cross_entropy_with_logits(scores, real.to(scores.dtype), reduction="none")
+        return examples.weights * binary_cross_entropy_with_logits(scores, real.to(scores.dtype), reduction="none")
 
     @node(role="judge")
     def rewards(self, rollout: Tokens, judge_loss: Trained) -> PerSample:
