@@ -25,7 +25,7 @@ class KTO(RLModule):
     Equations 7 and 8, one loss for each response of the dataset: r = log pi(y|x) - log ref(y|x), summed over tokens,
     and z the policy's divergence from the reference. As the authors do, z is the mean of r over all rows of the step,
     each prompt with the response of the next row, and at least 0; it is that of the policy before the step. Validation
-    logs `margin`, the mean of beta r over good responses minus that over bad ones.
+    logs `margin`, the mean of beta r over good responses minus that over bad ones, of batches that have both.
 
     Args:
         actor: The model to train.
@@ -87,11 +87,14 @@ class KTO(RLModule):
     def validation_step(self, batch: Batch) -> None:
         ratios = whole(self.actor.logprobs(batch), batch) - whole(self.reference.logprobs(batch), batch)
         good = self.labels(batch).bool()
-        self.log("val/margin", self.beta * (self.mean(ratios, good) - self.mean(ratios, ~good)), batch_size=1)
+        if 0 < self.mean(good.float()) < 1:
+            self.log("val/margin", self.beta * (self.mean(ratios, good) - self.mean(ratios, ~good)), batch_size=1)
 
     def swapped(self, batch: Batch) -> Batch:
         """Each row's prompt with the response of the next row of the step, of the last with that of the first."""
         index = self.all_rows(batch.index)  # [N], ascending
+        if len(index) < 2:
+            raise UserError("a step has 1 row, and KTO takes z from other rows' responses; raise `prompts_per_step`")
         following = (torch.searchsorted(index, batch.index) + 1) % len(index)
         within = torch.arange(batch.response_ids.shape[1], device=batch.lengths.device) < batch.lengths[:, None]
         ids, mask = (

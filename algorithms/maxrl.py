@@ -1,6 +1,6 @@
 """Maximum Likelihood Reinforcement Learning: MaxRL, arXiv 2602.02710."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,8 @@ class MaxRL(GroupBaseline, Clipped, Scored):
     """
 
     loss_aggregation: Aggregation = "sequence-mean-token-sum"
+
+    overlong_buffer: None = field(default=None, init=False)  # its penalty makes a wrong response's reward negative
 
     kl_penalty = None
 

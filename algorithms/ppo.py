@@ -56,7 +56,7 @@ class PPO(Clipped, Scored):
     Args:
         critic: The value model, from a checkpoint with a value head or without. Its losses per token become one number
             by `token-mean` unless it says otherwise, whatever the actor's do. None for one of the actor's model, epochs
-            and samples per update.
+            and samples per update, which count rows here even if the actor's count episodes.
         gamma: Discount of a token.
         lam: Decay of the sum over temporal differences in the actor's advantages.
         critic_lam: The same decay in the critic's targets.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlflow import Batch, CausalLM, PerSample, PromptData, Trainer, node
+from rlflow import Batch, CausalLM, PerSample, PromptData, Trainer, UserError, node
 from rlflow.algorithms import KTO
 from rlflow.callbacks import Callback
 from rlflow.models.tiny import write_tiny_model
@@ -70,3 +70,12 @@ def test_of_a_conversation_the_ratio_is_of_what_the_assistant_says(tmp_path: Pat
     ratio, of_bad = (logprob(actor, batch, row) - logprob(reference, batch, row) for row in (0, 1))
     assert trainer.callback_metrics["actor/good_reward"] == pytest.approx(0.1 * ratio, abs=1e-5)
     assert first.margin == pytest.approx(0.1 * (ratio - of_bad), abs=1e-5)
+
+
+def test_a_step_of_one_row_is_refused_and_rows_of_one_class_have_no_margin(policy: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "response": "2", "label": True}]
+    module, data = KTO(CausalLM(str(policy))), PromptData(rows, rows, prompts_per_step=1)
+    trainer = Trainer(tmp_path / "run", accelerator="cpu", max_steps=1)
+    with pytest.raises(UserError, match="a step has 1 row, and KTO takes z from other rows' responses; raise"):
+        trainer.fit(module, data)
+    assert "val/margin" not in trainer.callback_metrics
