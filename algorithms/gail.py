@@ -21,7 +21,7 @@ class Real(Masked, Protocol):
     path: RowPath | None
 
 
-class Samples(MaskedTokens, Protocol):
+class SampledRows(MaskedTokens, Protocol):
     """The fields of samples that the judge reads."""
 
     pictures: Ragged
@@ -79,7 +79,7 @@ class GAIL(GroupBaseline, Clipped):
     advantages = GRPO.advantages
 
     @node
-    def examples(self, batch: Real, rollout: Each[Samples]) -> Grown[Labelled]:
+    def examples(self, batch: Real, rollout: Each[SampledRows]) -> Grown[Labelled]:
         sampled, parent = rollout.values, rollout.parent
         real = torch.arange(len(batch.lengths), device=parent.device)
         first = rollout.counts.cumsum(0) - rollout.counts  # of each prompt's samples: an environment may add to prompts
