@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 CHUNK = 1024  # rows that are encoded together, and so held in memory together as lists
 TRAVELLING = 2**20  # tokens of each rank that are sent together
 CACHE_VARIABLE = "RLFLOW_CACHE"
-VERSION = "7"  # of the file, the numbers of a row, and of how rows are encoded
+VERSION = "8"  # of the file, the numbers of a row, and of how rows are encoded
 HEAD = 32  # bytes of the digest that a file begins with
 PROMPT, RESPONSE, REJECTED, BEGINS, PICTURES, DIGEST = 0, 1, 2, 3, 4, slice(5, 7)  # numbers of a row
 NUMBERS = 7  # of a row
