@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from copy import deepcopy
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 
 from rlflow.errors import ENDING, one_line
 from rlflow.worker import Worker, WorkerError
-from rlflow.worker.child import named
+from rlflow.worker.child import copied, named
 
 
 class HostError(WorkerError):
@@ -28,9 +27,10 @@ class HostError(WorkerError):
 class InProcess:
     """Runs an environment in the rank's own process: faster than a `Worker`, without limits of time and memory.
 
-    It has the methods of `Worker`, called in the same order. Like a worker's, its environment gets copies of what it is
-    given, which it may change. It runs one conversation's environment at a time; while
-    its code runs, the process-wide `random` and NumPy are in the states of this conversation.
+    It has the methods of `Worker`, called in the same order. Like a worker's, its environment gets lists and dicts of
+    its own, which it may change; other objects, such as a client, are passed as they are. It runs one conversation's
+    environment at a time; while its code runs, the process-wide `random` and NumPy are in the states of this
+    conversation.
 
         host = InProcess()
         host.begin(7, ["my_env.WordGame"])
@@ -71,11 +71,11 @@ class InProcess:
 
     def make(self, path: str, /, **given: Any) -> None:
         """Construct the environment from the class at a dotted path, in place of the one before."""
-        self._kept = self._value(path, lambda: named(path)(**deepcopy(given)))
+        self._kept = self._value(path, lambda: named(path)(**copied(given)))
 
     def call(self, method: str, /, **given: Any) -> Any:
         """What a method of the environment returns; a coroutine is awaited."""
-        return self._value(method, lambda: getattr(self._kept, method)(**deepcopy(given)))
+        return self._value(method, lambda: getattr(self._kept, method)(**copied(given)))
 
     def read(self, name: str, /) -> Any:
         """An attribute of the environment; None where it has none."""

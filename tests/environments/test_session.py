@@ -217,6 +217,12 @@ def test_what_an_environment_changes_is_its_own(host: Host) -> None:
     assert began == [[message("user", "count down from 6")]] * 2
 
 
+def test_an_object_that_an_environment_in_the_process_is_made_with_is_no_copy() -> None:
+    host, lock = InProcess(), threading.Lock()
+    host.make("games.Sized", start=lock)
+    assert host.read("start") is lock
+
+
 @pytest.mark.parametrize(("given", "shown"), [("nan", "nan"), ("an integer beyond floats", "10{59}")])
 def test_a_reward_that_is_no_number_names_class_method_and_turn(host: Host, given: str, shown: str) -> None:
     session = Session(defined("games.Unrewarding"), host)
