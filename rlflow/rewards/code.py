@@ -100,17 +100,19 @@ class CodeTests(SampleReward):
 
 def program_in(text: str) -> str | None:
     """The last block of code in a text that names Python or no language; None without one."""
-    program, opened, indent, language, lines = None, "", "", "", list[str]()
+    program, opened, inline, indent, language, lines = None, "", False, "", "", list[str]()
     for line in text.replace("\r\n", "\n").split("\n"):
         before, fence, info = found.groups() if (found := _FENCE.fullmatch(line)) else ("", "", "")
-        begins, words = not before.strip(), info.lower().split()
-        if not opened and (begins or len(words) <= 1):  # text before a fence is common, as in `Answer:```python`
-            opened, indent, language, lines = fence, before if begins else "", "".join(words[:1]), []
+        begins, words, names = not before.strip(), info.lower().split(), info.strip().isidentifier()
+        # Text before a fence is common, as in `Answer:```python`; it may also only speak of one, before the block.
+        if (inline and begins and names) if opened else (begins or len(words) <= 1):
+            opened, inline, indent = fence, not begins, before if begins else ""
+            language, lines = "".join(words[:1]), []
         elif (
             len(fence) >= len(opened) > 0
             and begins
             and len(before) <= len(indent) + 3
-            and not info.strip().isidentifier()  # which opens a block in the program's text; `</answer>` is after it
+            and not names  # which opens a block in the program's text; `</answer>` is after it
         ):
             program = "\n".join([*lines, ""]) if language in _OF_PYTHON else program
             opened = ""

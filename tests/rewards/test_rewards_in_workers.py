@@ -99,6 +99,8 @@ def test_a_program_is_scored_by_its_tests() -> None:
         "1. First:\n    ```python\n    P\n    ```",
         "text ```python\nx=1\n```\nmore\n```python\nP\n```",
         "Run `x`:```bash\nx\n```\nThen ```y```\n```python\nP\n```",
+        "<think>I wrap it in ```python\nOK</think>\n```python\nP\n```",
+        "It is in ``` fences:\n```python\nP\n```",
     ],
 )
 def test_the_program_is_the_last_whole_block_of_python_or_of_no_language(text: str) -> None:
