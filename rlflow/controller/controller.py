@@ -182,7 +182,7 @@ class Controller:
         """
         self._draws.take_over(read)
         for step in self._in_progress():
-            self._begin(step, draw=0)
+            self._begin(step, draw=step)  # it is a later one where steps draw as often as they need
             if self._ahead is not None:
                 groups = read(step_name(step), self._ahead)
                 assert groups is not None, step

@@ -18,6 +18,7 @@ from rlflow import CausalLM, LoRA, Optimizer, PerSample, RLModule, Rollout, Valu
 from rlflow.algorithms import PPO, OnPolicyDistillation
 from rlflow.callbacks import Callback
 from rlflow.functional import KL
+from rlflow.rewards import RewardInput, Scores
 from rlflow.rollout.engine import EnginePlace, Sampling
 from rlflow.rollout.sampling import sampling_seed
 from rlflow.rollout.transformers import TransformersEngine
@@ -206,9 +207,22 @@ def test_random_delays_change_nothing(
     assert same(trains.weights, ahead[1].weights)
 
 
+class Passes(OddCharacters):
+    """Also a point for each pass over the dataset."""
+
+    def score(self, responses: RewardInput) -> Scores:
+        scores = super().score(responses)
+        return replace(scores, total=[each + responses.state.epoch for each in scores.total])
+
+
 def reference_alone(model: Path) -> RLModule:
-    """Its reference, on a rank that neither generates nor trains, is told of rows before those that train."""
-    return grpo(model, optimizer=SGD, kl_coef=0.1)
+    """Its reference, on a rank that neither generates nor trains, is told of rows before those that train.
+
+    Its rewards, from which the divergence is taken off, are made where it trains.
+    """
+    module = grpo(model, optimizer=SGD, kl=KL(0.1, in_reward=True))
+    module.reward = Passes()
+    return module
 
 
 def goes_on(folder: Path, made: Callable[[], RLModule], ranks: RankPool, **settings: Any) -> None:
