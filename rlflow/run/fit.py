@@ -90,6 +90,7 @@ def _fit(
         stack.callback(setattr, state, "print", print)
         trace = run.transport.watch = Trace(folder.traces, rank, run.transport.world_size)
         stack.callback(trace.close)
+        stack.callback(setattr, run.transport, "watch", None)
         if run.is_first and resume.goes_on:  # before loggers cut the records of their steps
             remove_later(folder_of(folder.checkpoint, resume.done))
         recording = stack.enter_context(Recording(run, folder, console, loggers, resume))
@@ -135,8 +136,12 @@ def _fit(
             raise
     run.rank_engines.close()
     leaves = run.is_first and not settings.fast_dev_run
-    if leaves:  # on any rank, whatever follows `fit` may ask whether the run has ended
-        summary = folder.write_summary(summary, run.paths[run.lead])
+
+    def write() -> None:
+        if leaves:
+            summary.update(folder.write_summary(summary, run.paths[run.lead]))
+
+    attempt(run.transport, folder.path, write)  # on any rank, what follows `fit` may ask whether the run has ended
     strategy.barrier()  # rank 0, which ends last, serves the store that the others leave through
     if leaves:
         _leave_behind(folder, summary)

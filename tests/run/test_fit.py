@@ -21,7 +21,7 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout.engine import EnginePlace
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.trainer import Trainer
-from tests.controller.runs import ZERO2, Fit, OddCharacters, answers, failing_fit_of, fit, grpo, sums
+from tests.controller.runs import ZERO2, Fit, OddCharacters, answers, failing_fit, failing_fit_of, fit, grpo, sums
 from tests.data.listed import Listed
 from tests.ranks import RankPool
 
@@ -81,6 +81,25 @@ def has_ended(run: Fit) -> bool:
 
 def test_every_rank_sees_that_a_run_has_ended(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
     assert ranks2.run(has_ended, Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2)) == [True, True]
+
+
+class Blocks(Callback):
+    """Makes a folder where the summary is to be written."""
+
+    def __init__(self, summary: Path) -> None:
+        self.summary = summary
+
+    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            self.summary.mkdir()
+
+
+def test_a_summary_that_cannot_be_written_is_named_on_all_ranks(
+    policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
+    run = Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2, settings={"callbacks": [Blocks(tmp_path / "summary.json")]})
+    for failed in ranks2.run(failing_fit, run):
+        assert "cannot be written by rank 0" in failed.error
 
 
 def test_the_summary_of_a_finished_run_that_is_started_again_is_the_same(policy: Path, tmp_path: Path) -> None:
