@@ -239,6 +239,7 @@ def test_one_process_keeps_all_in_the_dtype_of_the_weights() -> None:
         (Optimizer(), 2),
         (Optimizer(arguments={"amsgrad": True}), 3),
         (Optimizer("torch.optim.Adam"), 2),
+        (Optimizer("torch.optim.NAdam", arguments={"capturable": True}), 2),  # which does not step on a CPU
         (Optimizer("sgd"), 0),
         (Optimizer("sgd", arguments={"momentum": 0.9}), 1),
         (GroupedOptimizer("sgd", given=torch.optim.SGD([torch.ones(1)], momentum=0.9)), 1),
