@@ -17,7 +17,7 @@ from rlflow.dotted_path import function_at
 from rlflow.errors import UserError
 from rlflow.rewards.reward import OnError, RewardInput, SampleReward, Scores, log, read_column
 from rlflow.worker import Limits, Worker, WorkerPool
-from rlflow.worker.child import batch_call
+from rlflow.worker.child import batch_call, copied
 
 OF_A_SAMPLE = ("response", "completion", "prompt", "messages", "row", "info")
 OF_A_BATCH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -156,6 +156,7 @@ class CallableReward(SampleReward):
                 given[name] = row[name]
             elif name in OF_A_SAMPLE:
                 given[name] = self._of_sample(name, responses, i)
+        given = copied(given)  # samples of a prompt share its row
         return partial(self._call, *(given.pop(name) for name in self._positional if name in given), **given)
 
     def _of_sample(self, name: str, responses: RewardInput, i: int) -> Any:
@@ -214,11 +215,11 @@ class CallableReward(SampleReward):
     def _batch(self, responses: RewardInput) -> Iterator[tuple[str, Any]]:
         every = range(len(responses))
         for name in dict.fromkeys(name for row in responses.rows for name in row if name not in NOT_AS_COLUMNS):
-            yield name, [row.get(name) for row in responses.rows]
+            yield name, [copied(row.get(name)) for row in responses.rows]
         if self._wants("prompts"):
-            yield "prompts", [self._prompt(responses, i) for i in every]
+            yield "prompts", [copied(self._prompt(responses, i)) for i in every]
         if self._wants("completions"):
-            yield "completions", [responses.completion(i) for i in every]
+            yield "completions", [copied(responses.completion(i)) for i in every]
         if self._wants("completion_ids"):
             yield "completion_ids", responses.token_ids()
 

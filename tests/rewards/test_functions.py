@@ -83,6 +83,16 @@ class TestWhatAFunctionIsGiven:
         scores = scored(as_reward(everything), RewardInput(["x"], [{"a": 1, "b": 2}]))
         assert (scores.total, scores.parts) == ([3.0], {"a": [1.0], "b": [2.0]})
 
+    def test_lists_of_its_own(self) -> None:
+        def pops(response: str, tests: list[str]) -> float:
+            return float(tests.pop() == response)
+
+        def pops_all(completions: list[str], tests: list[list[str]]) -> list[float]:
+            return [pops(each, of) for each, of in zip(completions, tests, strict=True)]
+
+        for function in (pops, pops_all):
+            assert of(function, RewardInput(["42", "42"], [{"tests": ["41", "42"]}] * 2)) == [1.0, 1.0]
+
     def test_a_default_where_there_is_no_column(self) -> None:
         def scaled(response: str, scale: float = 3.0) -> float:
             return scale
