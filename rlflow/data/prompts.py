@@ -434,6 +434,8 @@ class Encoder:
 
     def _prompt(self, row: dict[str, Any], place: str, template: str | None = None, pictures: int = 0) -> str:
         prompt = column_of(row, self._prompt_column, place)
+        if isinstance(prompt, list) and not pictures and all(map(is_message, prompt)):
+            prompt = _at(place, messages_of_prompt, prompt)
         if template is not None:
             prompt = self._rewritten(prompt, template, row, place)
         may_be_empty = not self._data.chat_template  # a tokenizer may begin it with a token of its own

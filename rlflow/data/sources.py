@@ -105,11 +105,14 @@ class JSONL(Source):
         files, starts, _, lengths = self._lines
         try:
             line = os.pread(self._open(files[row]).fileno(), lengths[row], starts[row])
-            gone = "the file got shorter while the run read it" if len(line) < lengths[row] else ""
+        except FileNotFoundError as error:
+            raise UserError(f"{self.where(row)} is gone: {one_line(error)}; put it back, and start again") from error
         except OSError as error:
-            gone = one_line(error)
-        if gone:
-            raise UserError(f"{self.where(row)} is gone: {gone}; put it back, and start again")
+            raise UserError(f"{self.where(row)} cannot be read: {one_line(error)}; mend that, and start again") from error
+        if len(line) < lengths[row]:
+            raise UserError(
+                f"{self.where(row)} is gone: the file got shorter while the run read it; put it back, and start again"
+            )
         try:
             # Bytes would be decoded with halves of characters, as some exports write emoji in place of UTF-8.
             value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=partial(_once, place=self.where(row)))

@@ -192,9 +192,15 @@ def test_messages_that_the_template_refuses_are_named(template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "chat", "is_what"), [("     ", False, "blank"), ("\n ", True, "blank"), ("", True, "empty")]
+    ("text", "chat", "is_what"),
+    [
+        ("     ", False, "blank"),
+        ("\n ", True, "blank"),
+        ("", True, "empty"),
+        ([{"role": "user", "content": [{"type": "text", "text": " "}]}], True, "blank"),
+    ],
 )
-def test_a_prompt_of_blanks_is_refused(text: str, chat: bool, is_what: str) -> None:
+def test_a_prompt_of_blanks_is_refused(text: Any, chat: bool, is_what: str) -> None:
     with pytest.raises(UserError, match=f"listed, row 0: the prompt is {is_what}, so nothing can follow it"):
         encode({"question": text}, chat_template=chat)
 

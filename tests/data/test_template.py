@@ -40,7 +40,7 @@ def test_of_messages_what_the_user_says_last_is_rewritten() -> None:
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
+        {"role": "user", "content": [{"type": "text", "text": "c"}]},
     ]
     chat = written({"question": messages, "answer": "2"}, "{prompt}={answer}", chat_template=True)
     assert chat.split("<|im_start|>")[1:] == [
