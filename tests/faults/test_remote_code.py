@@ -150,7 +150,7 @@ def test_an_adapter_of_such_a_model_is_exported_with_its_code_where_that_is_said
     with pytest.raises(SystemExit) as ended:
         main(export)
     assert ended.value.code == 2
-    assert "read it, then set `--trust_remote_code` to true" in capfd.readouterr().err.splitlines()[-1]
+    assert "read it, then set `rlflow export --trust_remote_code` to true" in capfd.readouterr().err.splitlines()[-1]
     assert not Path("was_run").exists()
     main([*export, "--trust_remote_code", "true"])
     of_run = Path(vars(RLModule.load_from_checkpoint("runs/own"))["actor"].model)
