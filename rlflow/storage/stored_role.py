@@ -72,12 +72,13 @@ class StoredRole:
         self._folder, self._role, self._index = folder, role, index
         self._files: dict[str, TensorFile] = {}  # open files by name
 
-    def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str]) -> None:
+    def require(self, shapes: dict[str, torch.Size], kinds: Iterable[str] | None) -> None:
         """Refuse a state of another model or optimizer, before anything is read.
 
         Args:
             shapes: Shapes of the trained parameters by Hugging Face name.
-            kinds: Names of the tensors that each parameter needs: `weight`, and the optimizer's, such as `exp_avg`.
+            kinds: Names of the tensors that each parameter needs: `weight`, and the optimizer's, such as `exp_avg`;
+                None for any.
 
         Raises:
             UserError: A parameter is missing from the checkpoint or has another shape, or the checkpoint has a further
@@ -100,7 +101,7 @@ class StoredRole:
                 f"{where} has `{min(more)}` of role `{self._role}`, which this run does not train; continue with the"
                 " same `model`"
             )
-        if {*self._index.kinds} != {*kinds}:
+        if kinds is not None and {*self._index.kinds} != {*kinds}:
             raise UserError(
                 f"role `{self._role}`: {where} has {', '.join(self._index.kinds)} of each weight, and this run's"
                 f" optimizer keeps {', '.join(kinds)}; continue with the same `optimizer`"

@@ -384,7 +384,8 @@ class TrainingStrategy:
         if updates_done:  # before its first update an optimizer has no tensors
             self._make_optimizer_state(name, role)
         kinds = role.kinds
-        stored.require({weight.name: self._full_shape(weight.parameter) for weight in trained}, [WEIGHT, *kinds])
+        needed = [WEIGHT, *kinds] if updates_done else None  # a checkpoint of an earlier version may have more
+        stored.require({weight.name: self._full_shape(weight.parameter) for weight in trained}, needed)
         for weight in trained:
             self._set_state_parts(name, weight.parameter, kinds, partial(stored.read, weight.name))
         self._renew_copies(name)

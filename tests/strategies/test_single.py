@@ -127,7 +127,7 @@ def test_an_optimizer_that_counts_in_plain_numbers_goes_on_with_its_count(tiny: 
         torch.testing.assert_close(part[WEIGHT].values.detach(), state[key][WEIGHT].flatten() - 1 / 3)
 
 
-def test_a_state_from_before_the_first_update_has_no_momentum(tiny: Path) -> None:
+def test_before_the_first_update_there_is_no_momentum_whatever_is_stored(tiny: Path) -> None:
     strategies = single("fp64"), single("fp64")
     momentum = Optimizer("sgd", lr=0.1, weight_decay=0.1, arguments={"momentum": 0.9})
     handles = [trained(tiny, momentum) for _ in strategies]
@@ -135,7 +135,7 @@ def test_a_state_from_before_the_first_update_has_no_momentum(tiny: Path) -> Non
         strategy.setup_role("actor", handle, tiny)
     first, second = strategies
     state = {
-        key: {WEIGHT: part[WEIGHT].values.detach().clone().view(shape)}
+        key: {WEIGHT: part[WEIGHT].values.detach().clone().view(shape), "momentum_buffer": torch.ones(shape)}
         for key, shape, part in first.state_parts("actor")
     }
     second.load_state_parts("actor", InMemory(state), 0)  # type: ignore[arg-type]
