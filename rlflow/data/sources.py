@@ -108,7 +108,9 @@ class JSONL(Source):
         except FileNotFoundError as error:
             raise UserError(f"{self.where(row)} is gone: {one_line(error)}; put it back, and start again") from error
         except OSError as error:
-            raise UserError(f"{self.where(row)} cannot be read: {one_line(error)}; mend that, and start again") from error
+            raise UserError(
+                f"{self.where(row)} cannot be read: {one_line(error)}; mend that, and start again"
+            ) from error
         if len(line) < lengths[row]:
             raise UserError(
                 f"{self.where(row)} is gone: the file got shorter while the run read it; put it back, and start again"

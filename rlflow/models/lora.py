@@ -242,7 +242,9 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     settings = {"num_labels": 1} if scalar else {}
     try:
-        with code_beside(base, "architecture", trust_remote_code, "the base of `--model`", "rlflow export --trust_remote_code"):
+        with code_beside(
+            base, "architecture", trust_remote_code, "the base of `--model`", "rlflow export --trust_remote_code"
+        ):
             architecture = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
             kind = class_of(architecture, scalar) if (pictures := reads_pictures(architecture)) else kind
             model: Any = kind.from_pretrained(base, dtype="auto", trust_remote_code=trust_remote_code, **settings)

@@ -94,9 +94,7 @@ class Blocks(Callback):
             self.summary.mkdir()
 
 
-def test_a_summary_that_cannot_be_written_is_named_on_all_ranks(
-    policy: Path, tmp_path: Path, ranks2: RankPool
-) -> None:
+def test_a_summary_that_cannot_be_written_is_named_on_all_ranks(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
     run = Fit(grpo(policy), sums(8, 2), tmp_path, ZERO2, settings={"callbacks": [Blocks(tmp_path / "summary.json")]})
     for failed in ranks2.run(failing_fit, run):
         assert "cannot be written by rank 0" in failed.error
