@@ -46,6 +46,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from rlflow.errors import UserError, line_log
 from rlflow.models.weights import fingerprint
 from rlflow.process.listening import listening
+from rlflow.process.preemption import SIGNALS
 from rlflow.rollout.engine import (
     NO_VERSION,
     Completion,
@@ -463,7 +464,7 @@ def main(descriptor: int, parent: int, timeout_s: float) -> None:
         parent: Process id of the rank.
         timeout_s: Timeout of each collective in the engine's own process group.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; they are the rank's, with which this process ends
+    for number in SIGNALS:  # the whole group receives them; they are the rank's, with which this process ends
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_follow, args=(parent,), daemon=True, name="parent-watch").start()
     connection = Connection(descriptor)

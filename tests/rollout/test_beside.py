@@ -20,6 +20,7 @@ from torch import Tensor
 
 import rlflow.rollout.engine_subprocess
 from rlflow.errors import UserError
+from rlflow.process.preemption import SIGNALS
 from rlflow.rollout import (
     EngineProcessError,
     EngineSubprocess,
@@ -248,6 +249,13 @@ def test_a_process_that_is_killed_while_it_works_is_told_of_at_once(broken: Roll
     with pytest.raises(EngineProcessError, match=r"^rank 0: .* was killed by SIGKILL when it should sleep"):
         broken.sleep()
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_asks_the_run_to_end_leaves_the_engine_to_its_rank(engine: RolloutEngine, number: int) -> None:
+    _process(engine)._popen.send_signal(number)
+    engine.check_context(1, 1)
+    assert _process(engine).runs
 
 
 def test_a_process_that_hangs_is_ended_and_told_of(broken: RolloutEngine) -> None:
