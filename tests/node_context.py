@@ -16,7 +16,7 @@ def node_context(transport: Transport | None = None, dtype: torch.dtype = torch.
         device=torch.device("cpu"),
         dtype=dtype,
         seed=0,
-        stop_token_ids=(),
+        stop_token_ids={},
         decode=str,
         encode=lambda text: list(text.encode()),
         written=lambda rows, template: [list(template.format(**row).encode()) for row in rows],

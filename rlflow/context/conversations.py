@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -117,6 +118,7 @@ class ConverseCall:
         players: Policy that plays a seat in place of `policy`, its temperature and its truncation, by seat.
         rows_of: Ids of prompts `[N]` to their places in the dataset `[N]`.
         part: With `trainer.partial_rollout`, how far conversations get in this call; None for whole ones.
+        stop_token_ids: Tokens that end every turn of a policy, in addition to those of the sampling.
     """
 
     draw: int
@@ -127,6 +129,7 @@ class ConverseCall:
     players: Mapping[str, tuple[str, float, Truncation]] = field(default_factory=dict)
     rows_of: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids
     part: Part | None = None
+    stop_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -281,7 +284,7 @@ class ConversationRunner:
         queues = self._queues(engines, harness, sampling, call)
         calls = EnvironmentCalls(harness.concurrency, shared, limited=False)
         lengths = self.longest_prompt, sampling.max_tokens
-        stops = frozenset(queues[call.policy].sampling.stop_token_ids)
+        stops = frozenset(chain.from_iterable(queue.sampling.stop_token_ids for queue in queues.values()))
         policies = {name: call.players.get(name, (call.policy, sampling.temperature))[:2] for name in harness.models}
         terms = Terms(harness, call.policy, policies, *lengths, self._bridge_of, stops, self.decode)
         answer = ignored if self._door is None else self._door.answer  # a rank that shares an engine has no door
@@ -487,9 +490,11 @@ class ConversationRunner:
     ) -> dict[str, TurnQueue]:
         """The turns of each policy, each sampled in its own way; what ends a turn is alike on all ranks."""
         ends = {end: None for each in environment.definitions.values() for end in self.bridge(each).ends}
-        of_turn = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
-        each = {name: replace(of_turn, temperature=t, truncation=cut) for name, t, cut in call.players.values()}
-        each[call.policy] = of_turn
+        each = {name: replace(sampling, temperature=t, truncation=cut) for name, t, cut in call.players.values()}
+        each[call.policy] = sampling
+        for name, how in each.items():
+            stops = (*call.stop_token_ids.get(name, ()), *sampling.stop_token_ids, *ends)
+            each[name] = replace(how, stop_token_ids=stops)
         return {name: TurnQueue(engine, each[name], call.versions[name]) for name, engine in engines.items()}
 
     def _seed_of(self, children: Children, row: int, seat: str, turn: int, draw: int) -> int:

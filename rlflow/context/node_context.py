@@ -109,7 +109,7 @@ class NodeContext:
         device: Device of the tensors that a node gets.
         dtype: Dtype of rewards and rollout logprobs.
         seed: Seed of the run.
-        stop_token_ids: Tokens that end every response, in addition to those of a call.
+        stop_token_ids: Tokens that end every response of a policy, in addition to those of a call.
         decode: Token ids to text, special tokens left out.
         encode: Text of a prompt to token ids, in the chat template if the dataset's prompts are.
         written: Rows of the dataset and a template to token ids of prompts.
@@ -137,7 +137,7 @@ class NodeContext:
     device: torch.device
     dtype: torch.dtype
     seed: int
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: Mapping[str, tuple[int, ...]]
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[str], list[int]]
     written: Callable[[Sequence[dict[str, Any]], str], list[list[int]]]
@@ -240,7 +240,7 @@ class NodeContext:
             rows,
             parents,
             n,
-            replace(sampling, stop_token_ids=(*self.stop_token_ids, *sampling.stop_token_ids)),
+            replace(sampling, stop_token_ids=(*self.stop_token_ids[policy], *sampling.stop_token_ids)),
             seed=self.seed,
             draw=now.draw,
             node=now.node.id,
@@ -294,8 +294,18 @@ class NodeContext:
             rows.rows,
             parents,
             n,
-            replace(sampling, stop_token_ids=(*self.stop_token_ids, *sampling.stop_token_ids)),
-            ConverseCall(now.draw, now.node.id, policy, now.versions, now.layout, players, self.rows_of, now.part),
+            sampling,
+            ConverseCall(
+                now.draw,
+                now.node.id,
+                policy,
+                now.versions,
+                now.layout,
+                players,
+                self.rows_of,
+                now.part,
+                self.stop_token_ids,
+            ),
             now.calls.before(callers),
             None if early is None else early.add,
             rows.pictures,

@@ -71,8 +71,8 @@ class Run(RunPlan):
         configs: The transformers configuration of each role and policy.
         support_bounds: How many tokens are stored at most for a token of a response, by policy that needs them.
         tokenizer: Tokenizer of the lead.
-        stop_token_ids: Tokens that end a response: the end tokens of the tokenizer, of the model's generation config
-            and of the module.
+        stop_token_ids: Tokens that end a response of each policy: the end tokens of its tokenizer, of its generation
+            config and of the module.
         train: Loader of the training rows.
         validation: Loader of the held-out rows; None if there are none.
         generates: Whether a rollout engine is needed, for the graph or to validate.
@@ -97,7 +97,7 @@ class Run(RunPlan):
     configs: dict[str, PretrainedConfig]
     support_bounds: dict[str, int]
     tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: dict[str, tuple[int, ...]]
     train: Loader
     validation: Loader | None
     generates: bool

@@ -165,10 +165,11 @@ def score_responses(
 
 def held_out_sampling(run: Run) -> Sampling:
     """How held-out responses are sampled: as `trainer.val_sampling` says, and else as the policy's in steps."""
-    policy, own = handles(run.module)[run.follows or ""], run.settings.val_sampling
+    name, own = run.follows or "", run.settings.val_sampling
+    policy = handles(run.module)[name]
     assert isinstance(policy, CausalLM)
     temperature, truncation = (policy.temperature, policy.truncation) if own is None else (own.temperature, own)
-    return Sampling(run.module.max_response_length, temperature, run.stop_token_ids, truncation=truncation)
+    return Sampling(run.module.max_response_length, temperature, run.stop_token_ids[name], truncation=truncation)
 
 
 def log_scores(prefix: str, scores: Tensor, n: int, metrics: StepMetrics) -> None:

@@ -281,7 +281,8 @@ def prepare(
     checks.check_aggregations(module, graph)
     configure_optimizers(module, {role: paths[role] for role in graph.trained_roles()}, strategy.dtype)
     check_schedules(module, graph, data.prompts_per_step)
-    tokenizer = _same_tokenizer(module, policies | paths, lead)
+    tokenizers = _tokenizers(module, policies | paths, lead)
+    tokenizer = tokenizers[lead]
     processor = _processor(module, configs, (policies | paths)[lead], lead, tokenizer)
     checks.check_choice(module, data, graph)
     module.data_curriculum = None if data.curriculum is None else data.curriculum.begun(data.prompts_per_step)
@@ -327,7 +328,10 @@ def prepare(
         configs=configs,
         support_bounds=support_bounds,
         tokenizer=tokenizer,
-        stop_token_ids=stop_tokens(paths[lead], tokenizer, module.stop_token_ids),
+        stop_token_ids={
+            name: stop_tokens(path, tokenizers.get(name, tokenizer), module.stop_token_ids)
+            for name, path in policies.items()
+        },
         train=Loader(data.train, data, tokenizer, seed, None, ranks, environment, scorer, processor),
         validation=validation,
         generates=samples or scores_validation,
@@ -394,8 +398,8 @@ def _processor(
     return processor
 
 
-def _same_tokenizer(module: RLModule, paths: Mapping[str, Path], lead: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the lead, after a check that those of all other roles have the same vocabulary."""
+def _tokenizers(module: RLModule, paths: Mapping[str, Path], lead: str) -> dict[str, PreTrainedTokenizerBase]:
+    """The tokenizers of the lead and of roles with another model, after a check that all have the same vocabulary."""
     found: dict[str, PreTrainedTokenizerBase] = {}
     for role, path in paths.items():
         handle = handles(module)[role]
@@ -403,7 +407,7 @@ def _same_tokenizer(module: RLModule, paths: Mapping[str, Path], lead: str) -> P
             with about(handle):
                 found[role] = load_tokenizer(path, handle.trust_remote_code)
     require_same_vocabulary(paths, lead, found)
-    return found[lead]
+    return found
 
 
 def _said_by(module: RLModule, role: str) -> str:

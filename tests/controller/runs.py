@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
 
 from rlflow import Batch, LoRA, PerSample, PerToken, Rollout, ValueModel, node
 from rlflow.algorithms import GRPO, SFT, ReMax
@@ -159,6 +161,14 @@ class RaggedReMax(ReMax):
         logprobs: PerToken = self.actor.logprobs(greedy)
         self.log("greedy/logprobs", logprobs, greedy.loss_mask)
         return logprobs
+
+
+def terse(model: Path, folder: Path) -> Path:
+    """A copy of a model, for which every token ends a response."""
+    shutil.copytree(model, folder)
+    every = list(range(AutoConfig.from_pretrained(folder).vocab_size))
+    GenerationConfig(eos_token_id=every).save_pretrained(folder)
+    return folder
 
 
 def sums(count: int, prompts_per_step: int, held_out: int = 0) -> PromptData:

@@ -18,7 +18,7 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import Rubric
 from rlflow.types import Each, Written
 from tests.controller.policies import paths_of
-from tests.controller.runs import FSDP, SGD, Fit, Result, fit, sums
+from tests.controller.runs import FSDP, SGD, Fit, Result, fit, sums, terse
 from tests.ranks import RankPool
 
 ASKED = "{question} {response}"
@@ -104,6 +104,12 @@ def test_a_grade_is_the_reward_and_one_that_cannot_be_read_is_none(alone: Result
         mean = sum(row[4] for row in rows.values()) / len(rows)
         assert step["reward/model"] == step["reward/outcome"] == pytest.approx(mean)
     assert 0 < graded < sum(len(rows) for rows in alone.record)
+
+
+def test_a_verdict_ends_at_the_judges_own_end_tokens(policy: Path, other: Path, tmp_path: Path) -> None:
+    result = fit(run(judged(policy, terse(other, tmp_path / "judge")), tmp_path / "run"))
+    assert all(len(said) == 1 for _, _, said, _, _ in result.record[0].values())
+    assert result.steps[0]["rollout/length"] > 1
 
 
 def test_two_ranks_hear_the_same_verdicts(

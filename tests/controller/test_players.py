@@ -17,7 +17,7 @@ from rlflow.strategies import SingleProcess
 from rlflow.trainer import Trainer
 from tests.controller.answering import PausedDuel
 from tests.controller.policies import paths_of
-from tests.controller.runs import FSDP, SGD, Fit, Result, fit, sums
+from tests.controller.runs import FSDP, SGD, Fit, Result, fit, sums, terse
 from tests.ranks import RankPool
 
 DUEL = "tests.controller.answering.Duel"
@@ -161,6 +161,13 @@ def test_against_a_frozen_policy_there_are_rows_of_the_calling_policy_s_seat_alo
             assert first[path]["prompt"] == row["prompt"]
     assert against.steps[0]["actor/loss"] != 0.0
     assert 0 < against.steps[0]["sync/logprob_gap/actor"] < 1e-5
+
+
+def test_a_rival_ends_its_turns_by_end_tokens_of_its_own(policy: Path, tmp_path: Path) -> None:
+    rival = str(terse(policy, tmp_path / "rival"))
+    result = fit(run(playing(policy, Against, frozen=rival), tmp_path / "run"))
+    heard = [each["content"] for row in result.record[0].values() for each in row["messages"] if each["role"] == "user"]
+    assert {text for text in heard if text.startswith("odd")} == {"odd 0"}
 
 
 def test_the_same_games_are_played_on_two_ranks_and_in_workers(
