@@ -386,7 +386,7 @@ class RLModule:
         how = own if temperature is None else temperature
         sampling = Sampling(self.max_response_length, how, stop, truncation=truncation)
         others = {seat: self._player(seat, model) for seat, model in players.items()}
-        rollout = self._running().converse(rows, environment, n, sampling, name, others)
+        rollout = self._running().converse(rows, environment, n, sampling, name, others, temperature is not None)
         return without_truncated(rollout, self.max_response_length) if self.mask_truncated else rollout
 
     def _policy(self, name: str | None) -> tuple[str, float, Truncation]:

@@ -255,6 +255,8 @@ class NodeContext:
             of_prompts=own_settings,
             on_end=None if early is None else partial(early.add, messages=[]),
         )
+        if at_temperature:
+            rollout = _sampled_at(sampling.temperature, rollout)
         now.calls.add(callers, rollout)
         if now.part is not None:
             self._cut_off(now, under_way(rollout, sampling.max_tokens))
@@ -269,6 +271,7 @@ class NodeContext:
         sampling: Sampling,
         policy: str,
         players: Mapping[str, tuple[str, float, Truncation]],
+        at_temperature: bool = False,
     ) -> Rollout:
         """Hold `n` conversations with an environment from each prompt of a `Batch`; log turns, tool calls and times.
 
@@ -315,6 +318,8 @@ class NodeContext:
             if (watch := self.transport.watch) is not None:
                 for of, number, start, end in times.waits:
                     watch.turn(of, number, start, end, step=now.metrics.step, node=now.node.id)
+        if at_temperature:
+            rollout = _sampled_at(sampling.temperature, rollout)
         now.calls.add(callers, rollout)
         if now.part is not None:
             self._cut_off(now, torch.tensor([each.ended is None for each in conversations], dtype=torch.bool))
@@ -615,6 +620,12 @@ class NodeContext:
                 " do not meet it. Make it a value of its own in a node without type='train'"
             )
         return now
+
+
+def _sampled_at(temperature: float, rollout: Rollout) -> Rollout:
+    """The same rows, with the temperature of those that have grown noted."""
+    grown = rollout.lengths > rollout.inherited
+    return replace(rollout, temperature=rollout.temperature.masked_fill(grown, temperature))
 
 
 def _require_prompts(asked: str, group: Tensor) -> None:

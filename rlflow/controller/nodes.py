@@ -26,6 +26,8 @@ from rlflow.databuffer.rows import RowSpace, ancestors
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, within_node
 from rlflow.metrics import StepMetrics
+from rlflow.models.causal_lm import CausalLM
+from rlflow.module import handles
 from rlflow.values.columns import columns, take_rows
 from rlflow.values.cuts import Cut
 from rlflow.values.each import Each, Trained
@@ -87,6 +89,7 @@ class Nodes:
             if node.makes_rows:
                 if node.generates:
                     result = calls.returned(result, space.path.shape[1])
+                    self._require_temperature(node, result)
                 rows = new_rows(node, result, space, layout, self._transport.rank, calls)
                 space = step.gather(node.id, layout, *rows)
                 if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
@@ -159,6 +162,22 @@ class Nodes:
                     f" rows ({node.place}); return all of them, and choose in a node of its own"
                 )
         return result, running.calls
+
+    def _require_temperature(self, node: Node, rows: Rollout) -> None:
+        """Refuse rows at a temperature of a call, if the policy is trained on them and scores them at its own."""
+        graph = self._run.graph
+        readers = (other for other in graph.order if other.kind == "train")
+        trained = {other.role for other in readers if node.id in map(graph.space_of, other.reads)}
+        for role in trained.intersection(node.generates):
+            handle = handles(self._run.module)[role]
+            assert isinstance(handle, CausalLM)
+            asked = {*on_host(rows.temperature).tolist()} - {0.0, handle.temperature}
+            if asked and not handle.reads_temperature:
+                raise UserError(
+                    f"node `{node.id}` generates at the temperature {max(asked):g} ({node.place}), and `{role}`, which"
+                    f" is trained on these rows, scores them at `{role}.temperature`, {handle.temperature:g}; set that"
+                    " temperature, and leave it out of the call"
+                )
 
     def _read(self, node: Node, layout: Layout, step: Step) -> tuple[dict[str, Any], RowSpace, Tensor | None]:
         """The values that `node` reads on this rank, by parameter; its row space; and which rows a reward dropped.

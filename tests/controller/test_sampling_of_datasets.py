@@ -238,6 +238,23 @@ def test_a_node_that_asks_for_a_temperature_gets_it(policy: Path, tmp_path: Path
     assert found[0]["reward/mean"] != found[1]["reward/mean"]
 
 
+class Warm(RaggedGRPO):
+    @node(generates="actor")
+    def rollout(self, batch: Batch) -> Rollout:
+        rollout: Rollout = self.actor.generate(batch, n=self.group_size, temperature=0.7)
+        return rollout
+
+
+def test_rows_of_a_call_at_another_temperature_are_trained_at_it_or_refused(policy: Path, tmp_path: Path) -> None:
+    module = updated(policy)
+    module.__class__ = Warm
+    (step,) = fit(run_of(module, tmp_path / "own", max_steps=1)).steps
+    assert step["sync/logprob_gap"] < 1e-5
+    refused = r"node `rollout` generates at the temperature 0\.7 \(.*\), and `actor`, .* `actor\.temperature`, 0\.8; set"
+    with pytest.raises(UserError, match=refused):
+        fit(run_of(module, tmp_path / "none", own={}, max_steps=1))
+
+
 def test_validation_samples_each_dataset_by_its_settings(policy: Path, tmp_path: Path) -> None:
     """`few` from one token at each place, so that its samples are the greedy ones; `plain` as `val_sampling` says."""
 
