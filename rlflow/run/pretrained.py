@@ -114,11 +114,17 @@ def require_same_vocabulary(
 
 
 def stop_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, more: tuple[int, ...]) -> tuple[int, ...]:
-    """All tokens that end a response, ascending."""
+    """All tokens that end a response, ascending.
+
+    Raises:
+        UserError: The model's generation config cannot be loaded.
+    """
     from transformers import GenerationConfig
+    from transformers.utils.hub import has_file
 
     found = {*more, tokenizer.eos_token_id}
-    if not path.is_dir() or (path / "generation_config.json").is_file():
-        of_model = GenerationConfig.from_pretrained(path).eos_token_id
-        found |= set(of_model) if isinstance(of_model, list) else {of_model}
+    with loading("generation config", path, trust_remote_code=False):
+        if has_file(str(path), "generation_config.json"):
+            of_model = GenerationConfig.from_pretrained(path).eos_token_id
+            found |= set(of_model) if isinstance(of_model, list) else {of_model}
     return tuple(sorted(found - {None}))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from transformers import LlamaConfig, MambaConfig, MixtralConfig, PhiConfig, PretrainedConfig, Qwen2MoeConfig
 
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
+from rlflow.run.pretrained import load_tokenizer, stop_tokens
 from tests.bad_input.refusal import Case, Refused, ids, refusal
 from tests.own_folder import rewarded_by, write
 
@@ -196,6 +198,17 @@ def test_a_model_without_its_tokenizer_is_refused_with_its_folder(
     file.unlink() if tokenizer is None else file.write_text(tokenizer)
     found = refused({"module.init_args.actor.model": str(folder / "mine")})
     assert f"is '{folder / 'mine'}', {line}" in found
+
+
+def test_a_generation_config_may_be_missing_and_not_be_torn(
+    folder: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_tiny_model(folder / "mine", layers=1)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert stop_tokens(Path("nobody/nothing"), load_tokenizer(model), (7,)) == (0, 7)
+    (model / "generation_config.json").write_text("{")
+    found = refused({"module.init_args.actor.model": str(model)})
+    assert f"is '{model}', whose generation config cannot be loaded (It looks like" in found
 
 
 SHORT_ENGINE = """
