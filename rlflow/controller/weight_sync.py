@@ -52,7 +52,6 @@ class WeightSync:
     version: int = field(default=NO_VERSION, init=False)
     report: SyncReport | None = field(default=None, init=False)
     is_logged: bool = field(default=True, init=False)
-    _asleep: bool = field(default=False, init=False)
 
     def run(self, version: int) -> None:
         """Send the trainer's present weights to the engines; called by all ranks of the task.
@@ -69,7 +68,6 @@ class WeightSync:
             buckets = self._gathered() if self.transport.rank in self.task.source else self._received()
         if self.engine is not None:
             self.engine.wake_up()
-            self._asleep = False
             self.report = self.engine.update_weights(buckets, version)
         for _ in buckets:  # gathering is a collective of the role's ranks
             pass
@@ -79,15 +77,13 @@ class WeightSync:
         """Let this rank's engine free its memory, weights included unless `keeps` is set."""
         if self.engine is not None:
             self.engine.sleep(keep_weights=self.keeps)
-            self._asleep = True
         if not self.keeps:
             self.version = NO_VERSION
 
     def wake_up(self) -> None:
-        """Let this rank's engine, which has the weights, allocate its memory again."""
-        if self.engine is not None and self._asleep:
+        """Let this rank's engine, which has the weights, begin a step or a validation."""
+        if self.engine is not None:
             self.engine.wake_up()
-            self._asleep = False
 
     def _gathered(self) -> Iterator[Bucket]:
         group, rank = sending_group(self.task), self.transport.rank

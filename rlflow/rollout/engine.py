@@ -436,7 +436,11 @@ class RolloutEngine(ABC):
             self.policy_version = NO_VERSION
 
     def wake_up(self) -> None:  # noqa: B027 - engines that keep their memory have nothing to do
-        """Allocate the memory again. The next sync loads weights that were freed."""
+        """Begin a step or a validation: allocate memory that was freed; the next sync loads weights that were.
+
+        An engine may be awake, and have the weights. What it then generates may not depend on earlier steps, which a
+        run that resumes has not made.
+        """
 
     @abstractmethod
     def close(self) -> None:

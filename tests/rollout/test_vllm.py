@@ -312,6 +312,18 @@ def test_old_keys_and_values_are_forgotten(engine: RolloutEngine, model: Any) ->
         assert logprob_gap(model, prompt, completions) < 1e-4
 
 
+def test_blocks_of_a_prompt_are_found_until_the_next_step_begins(engine: Any, model: Any) -> None:
+    prompt, sampling, found = [32 + index % 90 for index in range(100)], Sampling(2, 1.0, STOP), []
+    _sync(engine, model)
+    for begins in (True, False, True):
+        if begins:
+            engine.wake_up()
+        asked = engine._prompt(prompt, (), {})
+        (request,) = engine._llm.generate([asked], [engine._params(sampling, 0, 2)], use_tqdm=False)
+        found.append(request.num_cached_tokens)
+    assert found == [0, 96, 0]
+
+
 def test_a_response_depends_on_its_own_seed_alone(engine: RolloutEngine, model: Any) -> None:
     version, sampling = _sync(engine, model), Sampling(24, 1.0, STOP)
     together = engine.generate(PROMPTS, SEEDS, sampling, version)

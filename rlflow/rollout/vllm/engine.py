@@ -146,7 +146,7 @@ class VLLMEngine(InProcessEngine):
         self._most_kept = 0  # tokens of the largest support that is noted
         self._returned = 0  # likeliest tokens of each place that vLLM returns where a support is noted
         self._in_progress: dict[int, Turn] = {}  # by number
-        self._loads = 0  # how often weights were loaded
+        self._begun = 0  # how often it was woken
         self._asleep: set[str] = set()  # memory given back: WEIGHTS, CACHE
         self._group_of_vllm = False  # whether vLLM made the process group that it is in
 
@@ -328,6 +328,7 @@ class VLLMEngine(InProcessEngine):
 
     def wake_up(self) -> None:
         """See `RolloutEngine.wake_up`. Where a sync shall bring the weights, the cache gets its memory after it."""
+        self._begun += 1
         self._wake({WEIGHTS} if self.policy_version == NO_VERSION else {WEIGHTS, CACHE})
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
@@ -400,11 +401,11 @@ class VLLMEngine(InProcessEngine):
         return [self._completion(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
 
     def _prompt(self, tokens: Sequence[int], pictures: Sequence[Picture], opened: Mapping[Picture, Any]) -> Any:
-        """A prompt in vLLM's form. The salt differs after each sync: blocks cached with older weights are not found.
+        """A prompt in vLLM's form. The salt differs after each `wake_up`: blocks cached before, as with older weights, are not found.
 
         vLLM expands the placeholder of a picture itself, also one that is expanded already.
         """
-        salt = {"cache_salt": str(self._loads)}
+        salt = {"cache_salt": str(self._begun)}
         if not pictures:
             return {"prompt_token_ids": list(tokens), **salt}
         assert self._processor is not None
@@ -472,7 +473,6 @@ class VLLMEngine(InProcessEngine):
         return Completion(ids, tuple(logprobs[:, 0].tolist()), finished, dict(zip(NOTED, entries, strict=True)))
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._loads += 1
         if self._device.type == "cpu":
             self._reload(weights)
         else:  # layers compute with their parameters themselves
