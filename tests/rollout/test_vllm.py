@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine, VLLMEngine, WeightSyncError
 from rlflow.rollout.engine import Piece
+from rlflow.rollout.vllm.process import RUNNER, import_vllm, runner_chosen
 from rlflow.values.truncation import Truncation
 from tests.rollout.stepping import check_completions, check_steps
 from tests.rollout.test_continued import check_continued, lively
@@ -223,6 +225,18 @@ def test_the_second_runner_is_refused_on_the_cpu() -> None:
         UserError, match=r"^`model_runner` is 'v2', whose kernels are written in Triton, and the run is on"
     ):
         VLLMEngine(model_runner="v2").check_device(torch.device("cpu"))
+
+
+def test_a_model_runner_is_that_of_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = import_vllm(allow_untested=False).envs
+    monkeypatch.delenv(RUNNER, raising=False)
+    found = []
+    for name in ("v1", "v2", None):
+        with runner_chosen(name):
+            found.append(envs.VLLM_USE_V2_MODEL_RUNNER)
+            envs.enable_envs_cache()  # as vLLM does when an engine is built
+        assert RUNNER not in os.environ
+    assert found == [False, True, None]
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused(engine: RolloutEngine, model: Any) -> None:

@@ -46,6 +46,7 @@ from rlflow.rollout.vllm.process import (
     make_rewindable,
     model_classes_kept,
     process_state_kept,
+    runner_chosen,
     shared_memory_named,
 )
 from rlflow.rollout.vllm.registration import register_model
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
 live_engines: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()  # of this process; they share vLLM's groups of ranks
 CPU_BLOCK = 32  # vLLM's 128 share nothing of a short prompt; see docs/maintainers/benchmarks.md
 CPU_SLOTS = 256  # responses generated at the same time
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # of this process, for good
 SPARE = 16  # tokens that vLLM may leave beyond `top_k`, at least, where they are as likely as the last
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that sleep gives back
 
@@ -256,8 +256,6 @@ class VLLMEngine(InProcessEngine):
             raise UserError(
                 f"vLLM does not run in {place.dtype}; train in fp32, bf16 or fp16, or use TransformersEngine"
             )
-        if self.model_runner is not None:
-            os.environ[RUNNER] = "1" if self.model_runner == "v2" else "0"
         vllm = import_vllm(self.allow_untested)
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
         register_model(config.model_type)
@@ -273,7 +271,7 @@ class VLLMEngine(InProcessEngine):
         shares_memory = on_cpu and self.tensor_parallel_size > 1
         memory = shared_memory_named() if shares_memory else nullcontext()
         state, classes, machines = process_state_kept(place.device), model_classes_kept(), machines_counted_at_once()
-        with state, classes, machines, place_kept(), memory:
+        with state, classes, machines, place_kept(), memory, runner_chosen(self.model_runner):
             if not makes_group:
                 os.environ.update(
                     RANK=str(place.rank), LOCAL_RANK=str(place.local_rank)

@@ -59,6 +59,26 @@ def import_vllm(allow_untested: bool) -> Any:
     return vllm
 
 
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@contextmanager
+def runner_chosen(name: str | None) -> Iterator[None]:
+    """Let vLLM take the model runner `v1` or `v2` for the engine that is built, and for no later one."""
+    from vllm import envs
+
+    before = os.environ.get(RUNNER)
+    if name is not None:
+        os.environ[RUNNER] = "1" if name == "v2" else "0"
+    envs.disable_envs_cache()  # in which vLLM keeps the variables of an engine that was built before
+    try:
+        yield
+    finally:
+        os.environ.pop(RUNNER, None)
+        if before is not None:
+            os.environ[RUNNER] = before
+
+
 @contextmanager
 def process_state_kept(device: torch.device) -> Iterator[None]:
     """Restore the random states of torch, Python and NumPy, and `torch.set_num_threads`, which vLLM changes.
