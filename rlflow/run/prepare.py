@@ -185,6 +185,7 @@ def planned(
     engines: EngineSettings,
     world_size: int,
     spread: Callable[[dict[str, Layout]], dict[str, Layout]] = dict,
+    measures: bool = True,
 ) -> RunPlan:
     """Place a graph's roles and plan it.
 
@@ -195,12 +196,13 @@ def planned(
         engines: Settings of the engines.
         world_size: Number of all ranks.
         spread: Function from the layouts of the settings to those on `world_size` ranks.
+        measures: Whether the run may generate outside of its graph, to validate or to predict.
 
     Raises:
         UserError: The graph cannot be placed or planned with these settings.
     """
     follows = followed_role(module, graph)
-    names = _generating_policies(graph, follows)
+    names = _generating_policies(graph, follows, measures)
     assigned = engines.assigned(names)
     for node in graph.order:
         assigned.refuse_together(node.id, node.generates)
@@ -222,9 +224,11 @@ def _require_together(graph: Graph, placed: Mapping[str, Layout], max_staleness:
         )
 
 
-def _generating_policies(graph: Graph, follows: str | None) -> list[str]:
+def _generating_policies(graph: Graph, follows: str | None, measures: bool) -> list[str]:
     """All policies that may generate: those of the graph, in order, and the one with which validation generates."""
-    return list(dict.fromkeys([*graph.policies(), *([] if follows is None else [follows])]))
+    policies = graph.policies()
+    measured = () if follows is None or (policies and not measures) else (follows,)
+    return list(dict.fromkeys((*policies, *measured)))
 
 
 @refusing_exits()
@@ -252,11 +256,15 @@ def prepare(
         UserError: A setting cannot work, by itself or with others.
     """
     of_datasets = settings_of(data.train) if trains else {}
-    made = plan_run(module, settings, engines, of_datasets)
-    graph, placed, lead = made.graph, made.layouts, made.lead
+    graph = read_graph(module, of_datasets)
+    found = list(environments(module).values())
+    is_scored = module.reward is not None or bool(found)
+    measures = not trains or (data.validation is not None and is_scored)
+    made = planned(module, graph, settings, engines, settings.world_size, measures=measures)
+    placed, lead = made.layouts, made.lead
     if unknown := [name for name in settings.keep_inputs_of if name not in graph.nodes]:
         raise UserError(f"`trainer.keep_inputs_of` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
-    names = _generating_policies(graph, made.follows)
+    names = _generating_policies(graph, made.follows, measures)
     checks.check_hooks(module, graph)
     data = checks.resolved(data, module, graph, trains)
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
@@ -265,7 +273,7 @@ def prepare(
     if any(map(reads_pictures, configs.values())):  # models with a tower read a further column of rows
         for name, config in configs.items():
             handles(module)[name].reads_pictures = reads_pictures(config)
-        made = planned(module, graph_of(module), settings, engines, settings.world_size)
+        made = planned(module, graph_of(module), settings, engines, settings.world_size, measures=measures)
         graph = made.graph
     for role in paths:
         handle, config = handles(module)[role], configs[role]
@@ -289,9 +297,7 @@ def prepare(
     checks.require_end(made.plan, settings, chooses_prompts(module))
     ranks, seed = settings.world_size, settings.seed
     limit = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
-    found = list(environments(module).values())
     environment = found[0] if len(found) == 1 else None
-    is_scored = module.reward is not None or bool(found)
     scores_validation = data.validation is not None and made.follows is not None and is_scored
     checks.check_response_settings(
         module,

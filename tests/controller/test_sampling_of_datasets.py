@@ -28,8 +28,10 @@ from rlflow.algorithms import SFT, ScoreCentering
 from rlflow.data import MixedDataset, Mixture, PromptData, SamplingSettings
 from rlflow.data.mixture import settings_of
 from rlflow.functional import KL
-from rlflow.run.prepare import read_graph
-from rlflow.settings import Place
+from rlflow.rollout import TransformersEngine
+from rlflow.rollout.assignment import EngineSettings
+from rlflow.run.prepare import prepare, read_graph
+from rlflow.settings import Place, Settings
 from rlflow.strategies import SingleProcess
 from tests.controller.runs import FSDP, SGD, ZERO2, ZERO3, Fit, OddCharacters, RaggedGRPO, RaggedReMax, fit, grpo
 from tests.controller.test_ranks import FLOAT32, difference
@@ -219,6 +221,14 @@ def test_what_a_frozen_policy_sampled_from_is_noted_too(policy: Path, tmp_path: 
     module.record = []
     fit(run_of(module, tmp_path, max_steps=1))
     assert {of for of, entries in module.record if entries} == {"few"}
+
+
+def test_a_policy_that_neither_a_node_nor_validation_generates_with_has_no_engine(policy: Path, tmp_path: Path) -> None:
+    module = updated(policy)
+    module.__class__ = Taught
+    for held_out, engines in ((None, ["teacher"]), ({}, ["teacher", "actor"])):
+        asked = Settings(max_steps=1), SingleProcess(), EngineSettings(TransformersEngine()), tmp_path
+        assert list(prepare(module, mixture(OWN, held_out), *asked).engines.own) == engines
 
 
 def test_the_graph_says_that_models_read_the_columns(policy: Path) -> None:
