@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlflow.dag.tasks import Exchange, rank_ranges
+from rlflow.dag.tasks import Exchange, RunNode, SyncWeights, rank_ranges
 from rlflow.memory.role import LoadedRole
 from rlflow.memory.workload import Engine, Workload
 from rlflow.storage.space import in_bytes
@@ -22,8 +22,8 @@ class Memory:
         engines: Engines that generate on such a rank, by policy.
         held: Bytes of the values of the step.
         capacity: Bytes of the device that the rank may use.
-        together: Policies whose engines are awake at the same time, since one node generates with them; the engine of
-            any other policy is awake alone.
+        together: Policies whose engines are awake at the same time, since one node generates with them, or nodes that
+            a filter repeats; the engine of any other policy is awake alone.
     """
 
     ranks: tuple[int, ...]
@@ -158,6 +158,11 @@ def _memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memo
     """The memory of each of these ranks, which all hold the same."""
     rank, roles, engines = ranks[0], workload.roles, workload.engines
     here = {name: engine for name, engine in engines.items() if rank in engine.placed}
+    awake = [node.generates for node in workload.graph.order]
+    fill = workload.plan.fill
+    if fill is not None and not any(isinstance(task, SyncWeights) for task in fill.tasks):  # else they take turns
+        repeated = [workload.graph.nodes[task.node_id] for task in fill.tasks if isinstance(task, RunNode)]
+        awake.append(tuple(dict.fromkeys(policy for node in repeated for policy in node.generates)))
     return Memory(
         ranks=ranks,
         roles={name: role for name, role in roles.items() if role.owns and rank in role.layout.ranks},
@@ -165,9 +170,7 @@ def _memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memo
         held=_held(workload, rank),
         capacity=capacity,
         together=tuple(
-            tuple(policy for policy in node.generates if policy in here)
-            for node in workload.graph.order
-            if len(node.generates) > 1
+            tuple(policy for policy in policies if policy in here) for policies in awake if len(policies) > 1
         ),
     )
 

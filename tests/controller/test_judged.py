@@ -12,10 +12,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlflow import CausalLM, PerSample, RewardModel, Rollout, UserError, node
-from rlflow.algorithms import DPO, GRPO, ReMax
+from rlflow.algorithms import DAPO, DPO, GRPO, ReMax
 from rlflow.algorithms.judged import Judged
+from rlflow.memory.estimate import memories
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import Rubric
+from rlflow.rollout import TransformersEngine
+from rlflow.rollout.assignment import EngineSettings
+from rlflow.run.prepare import prepare
+from rlflow.run.tables import run_workload
+from rlflow.settings import Settings
+from rlflow.strategies import SingleProcess
 from rlflow.types import Each, Written
 from tests.controller.policies import paths_of
 from tests.controller.runs import FSDP, SGD, Fit, Result, fit, sums, terse
@@ -54,6 +61,10 @@ class JudgedGRPO(Judged, GRPO):
         for path, score in zip(paths_of(rollout), scores.tolist(), strict=True):  # type: ignore[arg-type]
             self.record[-1][path].append(score)
         return scores
+
+
+class JudgedDAPO(JudgedGRPO, DAPO):
+    """Drops groups that the judge grades alike."""
 
 
 def judged(policy: Path, other: Path, rubric: Rubric | None = None, **settings: Any) -> JudgedGRPO:
@@ -110,6 +121,17 @@ def test_a_verdict_ends_at_the_judges_own_end_tokens(policy: Path, other: Path, 
     result = fit(run(judged(policy, terse(other, tmp_path / "judge")), tmp_path / "run"))
     assert all(len(said) == 1 for _, _, said, _, _ in result.record[0].values())
     assert result.steps[0]["rollout/length"] > 1
+
+
+def test_behind_a_filter_the_judges_engine_is_counted_beside_the_actors(
+    policy: Path, other: Path, tmp_path: Path
+) -> None:
+    module, engine = judged(policy, other), EngineSettings(TransformersEngine())
+    for kind, together in ((JudgedGRPO, ()), (JudgedDAPO, (("actor", "judge"),))):
+        module.__class__ = kind
+        made = prepare(module, sums(12, 4), Settings(max_steps=1), SingleProcess(), engine, tmp_path)
+        (memory,) = memories(run_workload(made), capacity=1e9)
+        assert memory.together == together
 
 
 def test_two_ranks_hear_the_same_verdicts(
