@@ -167,7 +167,7 @@ class Nodes:
         """Refuse rows at a temperature of a call, if the policy is trained on them and scores them at its own."""
         graph = self._run.graph
         readers = (other for other in graph.order if other.kind == "train")
-        trained = {other.role for other in readers if node.id in map(graph.space_of, other.reads)}
+        trained = {str(other.role) for other in readers if node.id in map(graph.space_of, other.reads)}
         for role in trained.intersection(node.generates):
             handle = handles(self._run.module)[role]
             assert isinstance(handle, CausalLM)

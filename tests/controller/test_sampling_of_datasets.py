@@ -260,7 +260,9 @@ def test_rows_of_a_call_at_another_temperature_are_trained_at_it_or_refused(poli
     module.__class__ = Warm
     (step,) = fit(run_of(module, tmp_path / "own", max_steps=1)).steps
     assert step["sync/logprob_gap"] < 1e-5
-    refused = r"node `rollout` generates at the temperature 0\.7 \(.*\), and `actor`, .* `actor\.temperature`, 0\.8; set"
+    refused = (
+        r"node `rollout` generates at the temperature 0\.7 \(.*\), and `actor`, .* `actor\.temperature`, 0\.8; set"
+    )
     with pytest.raises(UserError, match=refused):
         fit(run_of(module, tmp_path / "none", own={}, max_steps=1))
 
