@@ -178,9 +178,11 @@ class Calls:
 
     Attributes:
         tokens: Tokens that were sampled in these calls.
+        at_temperature: Whether one of them asked for a temperature.
     """
 
     tokens: int = 0
+    at_temperature: bool = False
     _count: Counter[Path] = field(default_factory=Counter)
     _children: Counter[Path] = field(default_factory=Counter)
     _inherited: dict[Path, int] = field(default_factory=dict)  # of each row that was made

@@ -257,6 +257,7 @@ class NodeContext:
         )
         if at_temperature:
             rollout = _sampled_at(sampling.temperature, rollout)
+            now.calls.at_temperature = True
         now.calls.add(callers, rollout)
         if now.part is not None:
             self._cut_off(now, under_way(rollout, sampling.max_tokens))
@@ -320,6 +321,7 @@ class NodeContext:
                     watch.turn(of, number, start, end, step=now.metrics.step, node=now.node.id)
         if at_temperature:
             rollout = _sampled_at(sampling.temperature, rollout)
+            now.calls.at_temperature = True
         now.calls.add(callers, rollout)
         if now.part is not None:
             self._cut_off(now, torch.tensor([each.ended is None for each in conversations], dtype=torch.bool))

@@ -89,7 +89,8 @@ class Nodes:
             if node.makes_rows:
                 if node.generates:
                     result = calls.returned(result, space.path.shape[1])
-                    self._require_temperature(node, result)
+                    if calls.at_temperature:
+                        self._require_temperature(node, result)
                 rows = new_rows(node, result, space, layout, self._transport.rank, calls)
                 space = step.gather(node.id, layout, *rows)
                 if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
