@@ -399,7 +399,7 @@ class VLLMEngine(InProcessEngine):
         return [self._completion(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
 
     def _prompt(self, tokens: Sequence[int], pictures: Sequence[Picture], opened: Mapping[Picture, Any]) -> Any:
-        """A prompt in vLLM's form. After each `wake_up` the salt is another, so that blocks cached before are not found.
+        """A prompt in vLLM's form. After each `wake_up` the salt is another, so blocks cached before are not found.
 
         vLLM expands the placeholder of a picture itself, also one that is expanded already.
         """
