@@ -96,7 +96,8 @@ class Trainer(RunningTrainer):
             strategy = self._strategy()
             use_precision(strategy, self.precision)
             self.strategy = strategy
-        self._next_strategy = self.strategy
+        self._used_strategy: TrainingStrategy | str | None = None
+        self._unused_strategy: TrainingStrategy | str | None = None
         engine: RolloutEngine = made(self.rollout or "transformers", "rollout", RolloutEngine)
         engines = (self.engines or {}).items()
         others = {name: made(each, f"engines.{name}", RolloutEngine, Share) for name, each in engines}
@@ -262,8 +263,9 @@ class Trainer(RunningTrainer):
         self.checkpoints = {}
         require_accelerator(settings.accelerator)
         require_folder(settings.folder)
-        # Fabric starts a strategy once, and it holds its run's roles: a later run gets a copy that was not started.
-        self.strategy, self._next_strategy = self._next_strategy, copy.deepcopy(self._next_strategy)
+        if self.strategy is self._used_strategy:  # Fabric starts a strategy once, and it holds its run's roles
+            self.strategy = self._unused_strategy
+        self._used_strategy, self._unused_strategy = self.strategy, copy.deepcopy(self.strategy)
         strategy = self._strategy()
         status.mine().limit_s = 0.0 if strategy.timeout is None else strategy.timeout.total_seconds()
         self.engine_settings.check_installed()

@@ -235,7 +235,7 @@ def _overview(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str
 def _health(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str]:
     for run, name in zip(runs, names, strict=True):
         start = f"{escape(name)}: " if len(runs) > 1 else ""
-        found = list(findings(run.lines, bool((run.config.get("trainer") or {}).get("placement"))))
+        found = list(findings(run.lines, bool(run.config.get("placement"))))
         if not found:
             yield f'<p class="good">{start}All metrics that are compared with a range are within it.</p>'
             continue

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from inspect import isabstract
+from itertools import pairwise
 from math import isnan
 from pathlib import PurePath
 from types import NoneType
@@ -107,9 +108,15 @@ def unreal_numbers(config: Any, keys: tuple[str, ...] = ()) -> Iterator[Mistake]
 
 def hidden_secrets(config: Any, keys: tuple[str, ...] = ()) -> Iterator[Mistake]:
     """Secrets that are `***`, as the `config.yaml` of a run has them; a server would be sent that."""
-    if isinstance(config, Mapping | list):
-        for key, value in config.items() if isinstance(config, Mapping) else enumerate(config):
+    if isinstance(config, Mapping):
+        for key, value in config.items():
             yield from hidden_secrets(value, (*keys, str(key)))
+    elif isinstance(config, list):  # perhaps arguments of a command: [--api_key, '***'] or [--api_key=***]
+        for place, (before, value) in enumerate(pairwise(["", *config])):
+            of = before if isinstance(before, str) else ""
+            if isinstance(value, str) and "=" in value:
+                of, _, value = value.partition("=")
+            yield from hidden_secrets(value, (*keys, of or str(place)))
     elif config == HIDDEN and any(is_secret(key, config) for key in keys):
         yield Mistake(keys, "is {value}, which is how a run's `config.yaml` hides a secret; give the secret", config)
 

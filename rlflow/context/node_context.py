@@ -258,6 +258,8 @@ class NodeContext:
         if at_temperature:
             rollout = _sampled_at(sampling.temperature, rollout)
             now.calls.at_temperature = True
+        elif isinstance(rows, Rollout):  # tokens of an earlier call may be at a temperature of that call
+            now.calls.at_temperature |= any(on_host(rows.temperature).tolist())
         now.calls.add(callers, rollout)
         if now.part is not None:
             self._cut_off(now, under_way(rollout, sampling.max_tokens))

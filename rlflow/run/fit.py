@@ -73,6 +73,12 @@ def fit(
         return _fit(run, open_folder(run, lock, resume.goes_on), resume, callbacks, loggers, state)
 
 
+def _remove_later(run: Run, folder: RunFolder, resume: Resume) -> None:
+    """Remove checkpoints of steps after the one that the run was resumed from; another resume would start from them."""
+    if run.is_first and resume.goes_on:
+        remove_later(folder_of(folder.checkpoint, resume.done))
+
+
 def _fit(
     run: Run,
     folder: RunFolder,
@@ -91,8 +97,6 @@ def _fit(
         trace = run.transport.watch = Trace(folder.traces, rank, run.transport.world_size)
         stack.callback(trace.close)
         stack.callback(setattr, run.transport, "watch", None)
-        if run.is_first and resume.goes_on:  # before loggers cut the records of their steps
-            remove_later(folder_of(folder.checkpoint, resume.done))
         recording = stack.enter_context(Recording(run, folder, console, loggers, resume))
         if chooses_prompts(run.module):
             run.train.choose_by(run.module.choose_prompts)
@@ -126,6 +130,7 @@ def _fit(
             for line in resume.restore(parts):
                 console.say(line)
             parts.begin()
+            attempt(run.transport, folder.path, partial(_remove_later, run, folder, resume))
             summary = Fit(run, controller, parts, saving, recording, callbacks, state, metrics, trace).train(resume)
         except BaseException as error:
             saving.abandon()

@@ -34,7 +34,7 @@ from rlflow.models.tensor_parallel import check_tensor_parallel
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule, chooses_prompts, environments, handles, has_validation_step
 from rlflow.process.status import refusing_exits
-from rlflow.rollout.assignment import EngineSettings
+from rlflow.rollout.assignment import EngineSettings, Share
 from rlflow.run import checks
 from rlflow.run.optimizers import configure_optimizers
 from rlflow.run.placement import followed_role, layouts, owner_of
@@ -260,6 +260,8 @@ def prepare(
     found = list(environments(module).values())
     is_scored = module.reward is not None or bool(found)
     measures = not trains or (data.validation is not None and is_scored)
+    named = {*engines.exceptions, *(each.share for each in engines.exceptions.values() if isinstance(each, Share))}
+    measures = measures or followed_role(module, graph) in named  # a setting of its engine stays legal
     made = planned(module, graph, settings, engines, settings.world_size, measures=measures)
     placed, lead = made.layouts, made.lead
     if unknown := [name for name in settings.keep_inputs_of if name not in graph.nodes]:

@@ -79,6 +79,10 @@ class RankLauncher(_SubprocessScriptLauncher):
             return _started(function, *args, **kwargs)
 
         if _watch is not None and self.num_processes > 1:
+            if _watch.has_ended:
+                raise UserError(
+                    "an earlier run of this script failed, which ended its other ranks; start the script again"
+                )
             return _watch.over(function, *args, **kwargs)
         if self.num_processes > 1:
             require_command(self.num_processes)
@@ -146,6 +150,11 @@ class _Watch(threading.Thread):
         self._own_rank = own_rank
         self._terminal = os.dup(2)  # the terminal, even if ranks redirect their output later
         self._over = threading.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other ranks were ended, as a run failed."""
+        return self._over.is_set()
 
     def over(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function in rank 0 while the other ranks are watched, and return its result.

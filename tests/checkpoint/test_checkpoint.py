@@ -382,11 +382,21 @@ def test_the_last_two_checkpoints_are_kept_and_those_of_an_abandoned_future_are_
 ) -> None:
     def run(**settings: Any) -> list[str]:
         given = {"max_steps": 4, "save_every_n_steps": 1, **settings}
-        fit(Fit(grpo(model), sums(8, 2), tmp_path / "run", settings=given))
+        fit(Fit(module, sums(8, 2), tmp_path / "run", settings=given))
+        return there()
+
+    def there() -> list[str]:
         return sorted(path.name for path in (tmp_path / "run/checkpoint").iterdir())
 
-    assert run(save_last=3, callbacks=[StopAfter(4)]) == ["step-00000002", "step-00000003", "step-00000004"]
+    module = grpo(model)
+    three = ["step-00000002", "step-00000003", "step-00000004"]
+    assert run(save_last=3, callbacks=[StopAfter(4)]) == three
     second = str(tmp_path / "run/checkpoint/step-00000002")
+    module = grpo(model, optimizer=Optimizer("sgd", lr=0.1, arguments={"momentum": 0.9}))
+    with pytest.raises(UserError, match="continue with the same `optimizer`"):
+        run(ckpt_path=second)
+    assert there() == three  # a resume that is refused removes none
+    module = grpo(model)
     assert run(ckpt_path=second, callbacks=[StopAfter(3)]) == ["step-00000002", "step-00000003"]
 
 

@@ -15,6 +15,7 @@ from rlflow.cli import COMMANDS, main
 from rlflow.commands.configuration import TOP_LEVEL
 from rlflow.commands.fit import read_fit
 from rlflow.config.arguments import arguments_of
+from rlflow.config.checking import hidden_secrets
 from rlflow.data import JSONL
 from rlflow.errors import UserError
 from rlflow.rewards import ExactMatch
@@ -126,6 +127,13 @@ def test_a_secret_of_the_config_is_not_in_the_run_s_folder(folder: Path) -> None
     said = r"`module.init_args.hf_token` is \*\*\*, which is how a run's `config.yaml` hides a secret; give the secret"
     with pytest.raises(UserError, match=said):
         read_fit(["--config", "runs/own/config.yaml"]).fit()
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--api_key", "***"], ["serve", "--api_key=***"]])
+def test_a_hidden_secret_among_arguments_is_found(arguments: list[str]) -> None:
+    (found,) = hidden_secrets({"harness": {"run": arguments}})
+    assert found.keys == ("harness", "run", "--api_key")
+    assert not [*hidden_secrets({"harness": {"run": ["serve", "--stars", "***"]}})]
 
 
 @pytest.mark.parametrize(("path", "first"), [("drawn/graph.mmd", "flowchart TD"), ("drawn/graph.md", "```mermaid")])

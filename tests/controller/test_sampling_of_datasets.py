@@ -29,7 +29,7 @@ from rlflow.data import MixedDataset, Mixture, PromptData, SamplingSettings
 from rlflow.data.mixture import settings_of
 from rlflow.functional import KL
 from rlflow.rollout import TransformersEngine
-from rlflow.rollout.assignment import EngineSettings
+from rlflow.rollout.assignment import EngineSettings, Share
 from rlflow.run.prepare import prepare, read_graph
 from rlflow.settings import Place, Settings
 from rlflow.strategies import SingleProcess
@@ -229,6 +229,9 @@ def test_a_policy_that_neither_a_node_nor_validation_generates_with_has_no_engin
     for held_out, engines in ((None, ["teacher"]), ({}, ["teacher", "actor"])):
         asked = Settings(max_steps=1), SingleProcess(), EngineSettings(TransformersEngine()), tmp_path
         assert list(prepare(module, mixture(OWN, held_out), *asked).engines.own) == engines
+    shared = EngineSettings(TransformersEngine(), {"teacher": Share("actor")})
+    run = prepare(module, mixture(OWN, None), Settings(max_steps=1), SingleProcess(), shared, tmp_path)
+    assert list(run.engines.own) == ["actor"]  # whose engine it names
 
 
 def test_the_graph_says_that_models_read_the_columns(policy: Path) -> None:
@@ -253,6 +256,27 @@ class Warm(RaggedGRPO):
     def rollout(self, batch: Batch) -> Rollout:
         rollout: Rollout = self.actor.generate(batch, n=self.group_size, temperature=0.7)
         return rollout
+
+
+class Warmed(RaggedGRPO):
+    """Continues at its own temperature what another node began at another."""
+
+    @node(generates="actor")
+    def trunk(self, batch: Batch) -> Rollout:
+        rollout: Rollout = self.actor.generate(batch, n=self.group_size, temperature=0.7, max_new_tokens=2)
+        return rollout
+
+    @node(generates="actor")
+    def rollout(self, trunk: Rollout) -> Rollout:
+        rollout: Rollout = self.actor.generate(trunk)
+        return rollout
+
+
+def test_tokens_that_a_call_began_at_another_temperature_are_refused_too(policy: Path, tmp_path: Path) -> None:
+    module = updated(policy)
+    module.__class__ = Warmed
+    with pytest.raises(UserError, match=r"node `rollout` generates at the temperature 0\.7"):
+        fit(run_of(module, tmp_path, own={}, max_steps=1))
 
 
 def test_rows_of_a_call_at_another_temperature_are_trained_at_it_or_refused(policy: Path, tmp_path: Path) -> None:
