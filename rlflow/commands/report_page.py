@@ -232,10 +232,16 @@ def _overview(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str
     yield "</table></div>"
 
 
+def _has_roles_apart(run: ReportedRun) -> bool:
+    """Whether the config places a role on some ranks, and not only says how ranks divide it."""
+    placed = (run.config.get("placement") or {}).values()
+    return any(not isinstance(each, Mapping) or each.get("ranks") is not None for each in placed)
+
+
 def _health(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str]:
     for run, name in zip(runs, names, strict=True):
         start = f"{escape(name)}: " if len(runs) > 1 else ""
-        found = list(findings(run.lines, bool(run.config.get("placement"))))
+        found = list(findings(run.lines, _has_roles_apart(run)))
         if not found:
             yield f'<p class="good">{start}All metrics that are compared with a range are within it.</p>'
             continue

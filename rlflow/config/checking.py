@@ -113,8 +113,8 @@ def hidden_secrets(config: Any, keys: tuple[str, ...] = ()) -> Iterator[Mistake]
             yield from hidden_secrets(value, (*keys, str(key)))
     elif isinstance(config, list):  # perhaps arguments of a command: [--api_key, '***'] or [--api_key=***]
         for place, (before, value) in enumerate(pairwise(["", *config])):
-            of = before if isinstance(before, str) else ""
-            if isinstance(value, str) and "=" in value:
+            of = before if isinstance(before, str) and before.startswith("--") and isinstance(value, str) else ""
+            if isinstance(value, str) and value.startswith("--") and "=" in value:
                 of, _, value = value.partition("=")
             yield from hidden_secrets(value, (*keys, of or str(place)))
     elif config == HIDDEN and any(is_secret(key, config) for key in keys):

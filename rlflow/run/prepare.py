@@ -261,7 +261,8 @@ def prepare(
     is_scored = module.reward is not None or bool(found)
     measures = not trains or (data.validation is not None and is_scored)
     named = {*engines.exceptions, *(each.share for each in engines.exceptions.values() if isinstance(each, Share))}
-    measures = measures or followed_role(module, graph) in named  # a setting of its engine stays legal
+    if (follows := followed_role(module, graph)) is not None:  # settings of its engine stay legal
+        measures = measures or follows in named or engine_of(follows) in (settings.placement or {})
     made = planned(module, graph, settings, engines, settings.world_size, measures=measures)
     placed, lead = made.layouts, made.lead
     if unknown := [name for name in settings.keep_inputs_of if name not in graph.nodes]:

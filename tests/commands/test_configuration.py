@@ -133,7 +133,7 @@ def test_a_secret_of_the_config_is_not_in_the_run_s_folder(folder: Path) -> None
 def test_a_hidden_secret_among_arguments_is_found(arguments: list[str]) -> None:
     (found,) = hidden_secrets({"harness": {"run": arguments}})
     assert found.keys == ("harness", "run", "--api_key")
-    assert not [*hidden_secrets({"harness": {"run": ["serve", "--stars", "***"]}})]
+    assert not [*hidden_secrets({"harness": {"run": ["serve", "--stars", "***"]}, "banned": ["password", "***"]})]
 
 
 @pytest.mark.parametrize(("path", "first"), [("drawn/graph.mmd", "flowchart TD"), ("drawn/graph.md", "```mermaid")])

@@ -37,6 +37,7 @@ from rlflow.commands.report_page import (
     MOST_SAMPLES,
     PANELS,
     ReportedRun,
+    _has_roles_apart,
     _of_panel,
     chosen_samples,
     with_pictures,
@@ -193,6 +194,19 @@ def test_a_share_of_the_step_and_a_count_of_failures_are_judged() -> None:
     assert [each.metric for each in findings([{"step": 1, "actor/loss": None}])] == ["actor/loss"]
     uneven = [{"step": 1, "time/straggler_share": 0.5}]
     assert [len(list(findings(uneven, placed))) for placed in (False, True)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "apart"),
+    [
+        ("placement: {rollout: 0, actor: 1}", True),
+        ("placement: {actor: {tensor_parallel_size: 2}}", False),
+        ("{}", False),
+    ],
+)
+def test_roles_apart_are_read_from_the_config(config: str, apart: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    assert _has_roles_apart(ReportedRun(tmp_path)) is apart
 
 
 def test_a_thinned_curve_keeps_its_ends_and_its_spikes() -> None:

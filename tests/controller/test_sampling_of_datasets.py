@@ -232,6 +232,9 @@ def test_a_policy_that_neither_a_node_nor_validation_generates_with_has_no_engin
     shared = EngineSettings(TransformersEngine(), {"teacher": Share("actor")})
     run = prepare(module, mixture(OWN, None), Settings(max_steps=1), SingleProcess(), shared, tmp_path)
     assert list(run.engines.own) == ["actor"]  # whose engine it names
+    placed = Settings(max_steps=1, placement={"actor.rollout": Place(0)})
+    run = prepare(module, mixture(OWN, None), placed, SingleProcess(), EngineSettings(TransformersEngine()), tmp_path)
+    assert list(run.engines.own) == ["teacher", "actor"]
 
 
 def test_the_graph_says_that_models_read_the_columns(policy: Path) -> None:
