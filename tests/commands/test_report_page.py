@@ -201,11 +201,11 @@ def test_a_share_of_the_step_and_a_count_of_failures_are_judged() -> None:
     [
         ("placement: {rollout: 0, actor: 1}", True),
         ("placement: {actor: {tensor_parallel_size: 2}}", False),
-        ("{}", False),
+        ("", False),
     ],
 )
 def test_roles_apart_are_read_from_the_config(config: str, apart: bool, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "config.yaml").write_text(f"trainer: {{}}\n{config}\n")
     assert _has_roles_apart(ReportedRun(tmp_path)) is apart
 
 
