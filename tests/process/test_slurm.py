@@ -110,15 +110,23 @@ def test_a_job_that_is_warned_saves_requeues_itself_and_continues(tmp_path: Path
     def printed(text: str) -> Callable[[], bool]:
         return lambda: log.exists() and text in log.read_text()
 
-    def is_now(state: str) -> Callable[[], bool]:
-        return lambda: f"JobState={state}" in slurm(cluster, "scontrol", "show", "job", job)
+    def shown() -> str:
+        return slurm(cluster, "scontrol", "show", "job", job)
+
+    def found() -> str:
+        return log.read_text() + shown()
+
+    def has_completed() -> bool:
+        state = shown()
+        if "JobState=PENDING" in state:  # Slurm would wait for two minutes, and may say so again
+            slurm(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")
+        return "JobState=COMPLETED" in state
 
     until(printed("step 2/40"), 300, log.read_text)
     slurm(cluster, "scancel", "--signal=USR1", job)
-    until(is_now("PENDING"), 120, log.read_text)
+    until(lambda: "JobState=PENDING" in shown(), 120, found)
     assert printed("rlflow: ended by SIGUSR1: runs/own/checkpoint/step-")()
-    slurm(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
-    until(is_now("COMPLETED"), 300, log.read_text)
+    until(has_completed, 300, found)
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
     assert steps == [*range(1, 41)]  # of both attempts, none twice
     assert log.read_text().count("step 1/40") == 1
