@@ -35,14 +35,16 @@ class LearningRateMonitor(Callback):
             )
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
 
+    def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
+        optimizers = {role: handle.optimizer for role, handle in handles(module).items()}
+        self._groups = {
+            role: each.given.param_groups if isinstance(each, GroupedOptimizer) else [each.small().defaults]
+            for role, each in optimizers.items()
+            if each is not None
+        }
+
     def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
-        for role, handle in handles(module).items():
-            settings = handle.optimizer
-            if settings is None:
-                continue
-            groups = (
-                settings.given.param_groups if isinstance(settings, GroupedOptimizer) else [settings.small().defaults]
-            )
+        for role, groups in self._groups.items():
             for number, options in enumerate(groups, start=1):
                 end = "" if len(groups) == 1 else f"/pg{number}"
                 if self.log_momentum:

@@ -118,16 +118,19 @@ def test_the_schedule_of_the_settings_holds_for_each_group_s_own_rate(tiny: Path
 
 def test_the_logged_momentum_is_that_of_the_update_though_a_scheduler_changes_it(tiny: Path) -> None:
     strategy, metrics = single("fp32"), dict[str, float]()
-    module = Grouped(grouped_role(strategy, tiny))
+    module, monitor = Grouped(grouped_role(strategy, tiny)), LearningRateMonitor(log_momentum=True)
+    monitor.on_fit_start(Trainer(), module)
     strategy.roles["actor"].optimizer.param_groups[0]["betas"] = (0.7, 0.9)  # type: ignore[union-attr]  # as OneCycleLR
-    LearningRateMonitor(log_momentum=True).on_step_end(Trainer(), module, 1, metrics)
+    monitor.on_step_end(Trainer(), module, 1, metrics)
     assert metrics == {"actor/momentum/pg1": 0.7, "actor/momentum/pg2": 0.5}
 
 
 @pytest.mark.parametrize(("name", "decay"), [("adamw", 0.0), ("torch.optim.Adam", 0.0), ("torch.optim.AdamW", 0.01)])
 def test_the_logged_momentum_and_decay_are_the_defaults_of_the_class(name: str, decay: float) -> None:
     metrics, module = dict[str, float](), SFT(CausalLM("tiny", optimizer=Optimizer(name)))
-    LearningRateMonitor(log_momentum=True, log_weight_decay=True).on_step_end(Trainer(), module, 1, metrics)
+    monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
+    monitor.on_fit_start(Trainer(), module)
+    monitor.on_step_end(Trainer(), module, 1, metrics)
     assert metrics == {"actor/momentum": 0.9, "actor/weight_decay": decay}
 
 
