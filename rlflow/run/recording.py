@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -53,21 +53,16 @@ class Recording:
         self.console = console
         self._done_before = resume.done
         self._first_step = 0 if resume.checkpoint is None else resume.done + 1
+        self._cuts = resume.goes_on
         self._started: list[Logger] = []
         self.before: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         try:
-            for logger in self._loggers:
-                logger.start(self._folder.path, first_step=self._first_step)
-                self._started.append(logger)
-                module = self._run.module
-                if config := self._run.config or (plain_hparams(module) if module.logs_hparams else None):
-                    logger.log_config(config)
+            self._start(each for each in self._loggers if not (self._cuts and each in self._own))
         except BaseException:
             self._finalize("failed")
             raise
-        self._warn()
         return self
 
     def __exit__(
@@ -76,7 +71,11 @@ class Recording:
         self._finalize("success" if error is None else "failed")
 
     def begin(self, validation: dict[str, float]) -> None:
-        """Record the validation before the first step, if there was one; called by all ranks."""
+        """Record the validation before the first step, if there was one; called by all ranks.
+
+        The run's own files lose their records of later steps here, and not before a resume is known to fit.
+        """
+        self._start(each for each in self._loggers if each not in self._started)
         self._write(validation, self._done_before)
         if validation:
             self.before = validation
@@ -103,6 +102,15 @@ class Recording:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore what `state_dict` returned."""
         self.before = state
+
+    def _start(self, loggers: Iterable[Logger]) -> None:
+        module = self._run.module
+        config = self._run.config or (plain_hparams(module) if module.logs_hparams else None)
+        for logger in loggers:
+            logger.start(self._folder.path, first_step=self._first_step)
+            self._started.append(logger)
+            if config:
+                logger.log_config(config)
 
     def _finalize(self, status: str) -> None:
         with ExitStack() as stack:

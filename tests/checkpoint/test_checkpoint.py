@@ -391,11 +391,13 @@ def test_the_last_two_checkpoints_are_kept_and_those_of_an_abandoned_future_are_
     module = grpo(model)
     three = ["step-00000002", "step-00000003", "step-00000004"]
     assert run(save_last=3, callbacks=[StopAfter(4)]) == three
+    recorded = (tmp_path / "run/metrics.jsonl").read_bytes()
     second = str(tmp_path / "run/checkpoint/step-00000002")
     module = grpo(model, optimizer=Optimizer("sgd", lr=0.1, arguments={"momentum": 0.9}))
     with pytest.raises(UserError, match="continue with the same `optimizer`"):
         run(ckpt_path=second)
     assert there() == three  # a resume that is refused removes none
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == recorded
     module = grpo(model)
     assert run(ckpt_path=second, callbacks=[StopAfter(3)]) == ["step-00000002", "step-00000003"]
 
