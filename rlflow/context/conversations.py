@@ -249,7 +249,6 @@ class ConversationRunner:
             raise
         finally:
             calls.close()
-        self._hosts.cancel_tasks()
         whole = time.perf_counter() - started
         times = ConversationTimes(loop.waits, len(open_rows), seconds, calls.waited, whole)
         version, cut_off = call.versions[call.policy], call.part is not None
@@ -570,10 +569,6 @@ class EnvironmentHosts:
     def cancel(self) -> None:
         """Cancel the coroutines that calls wait for."""
         self._coroutines.close()
-
-    def cancel_tasks(self) -> None:
-        """Cancel tasks that environments left on the loop, except of conversations that a later draw continues."""
-        self._coroutines.cancel_tasks(self._waiting.values())
 
     def kill(self) -> None:
         """Kill all processes, so that calls in progress end."""

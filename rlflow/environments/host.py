@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import random
 import threading
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -137,20 +137,6 @@ class Coroutines:
         draws_of_task.set(draws)  # tasks have a copy of the context that they are made in
         return asyncio.run_coroutine_threadsafe(_awaited(call), self._loop()).result()
 
-    def cancel_tasks(self, besides: Collection[Host]) -> None:
-        """Cancel tasks that were made in calls of other hosts than these, and have not ended."""
-        draws = [host._draws for host in besides if isinstance(host, InProcess)]
-
-        def cancel() -> None:
-            for task in asyncio.all_tasks():
-                coroutine = task.get_coro()
-                if isinstance(coroutine, DrawingCoroutine) and coroutine.draws not in draws:
-                    task.cancel()
-
-        with self._lock, suppress(RuntimeError):  # as in `close`
-            if self._running is not None:
-                self._running[0].call_soon_threadsafe(cancel)
-
     def close(self) -> None:
         """Cancel calls in progress and close the event loop, if there is one; a later call starts another."""
         with self._lock:
@@ -183,14 +169,14 @@ class DrawingCoroutine(Coroutine[Any, Any, Any]):
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], draws: OwnDraws) -> None:
         self._coroutine = coroutine
-        self.draws = draws
+        self._draws = draws
 
     def send(self, value: Any) -> Any:
-        with self.draws.in_place():
+        with self._draws.in_place():
             return self._coroutine.send(value)
 
     def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Any:
-        with self.draws.in_place():
+        with self._draws.in_place():
             return self._coroutine.throw(kind if value is None else value)
 
     def close(self) -> None:

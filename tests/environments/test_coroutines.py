@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from rlflow.context.conversations import EnvironmentHosts
 from rlflow.environments.bridge import ParsedTurn
 from rlflow.environments.environment import Environment
 from rlflow.environments.host import Coroutines
@@ -61,16 +60,6 @@ class Endless(Plain):
 class Exiting(Plain):
     async def initial_observation(self) -> str:  # type: ignore[override]
         sys.exit(3)
-
-
-class Beating(Plain):
-    """Leaves a task on the loop."""
-
-    hearts: list[asyncio.Task[None]]
-
-    async def initial_observation(self) -> str:  # type: ignore[override]
-        self.hearts.append(asyncio.create_task(wait(3600)))
-        return "?"
 
 
 async def wait(seconds: float) -> None:
@@ -130,20 +119,6 @@ def test_what_still_waits_when_all_is_closed_is_cancelled() -> None:
     coroutines.close()
     assert calls.close(), "its thread has ended"
     assert time.monotonic() - began < 30
-
-
-def test_tasks_end_with_a_step_unless_a_later_draw_continues_their_conversation() -> None:
-    Beating.hearts = []
-    environment, hosts = Environment(Beating), EnvironmentHosts()
-    of = [hosts.take(environment, seed) for seed in range(2)]
-    for seed, host in enumerate(of):
-        Session(environment.definition_of({}), host, seed=seed).begin([], {})
-    hosts.give_back(environment, of[0])
-    hosts.keep(1, of[1])
-    hosts.cancel_tasks()
-    hosts.take(environment, 1).call("initial_observation")  # on the same loop, after it has cancelled
-    assert [heart.done() for heart in Beating.hearts] == [True, False, False]
-    hosts.close()
 
 
 def test_a_coroutine_that_exits_is_noticed_where_it_was_called() -> None:
