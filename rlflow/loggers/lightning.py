@@ -68,6 +68,9 @@ class LightningLogger(Logger):
 
         self._logger = self._made(folder)
         self._wandb = self._logger if isinstance(self._logger, LightningWandbLogger) else None
+        if self._wandb is not None and getattr(self._wandb._experiment, "_is_finished", False):
+            self._wandb._experiment = None  # of an earlier run in this process; this one is another of W&B's
+            self._wandb._wandb_init["id"] = self._wandb._id
         runs, key = _read_runs(folder), f"{self.place} {type(self._logger).__name__}"
         self._resumes = key in runs
         try:
@@ -103,7 +106,6 @@ class LightningLogger(Logger):
         self._logger.finalize(status)
         if self._wandb is not None:  # Lightning leaves that to the end of the process
             self._wandb_run.finish(exit_code=int(status != "success"))
-            self._wandb._experiment = None  # the next run of this logger is another of W&B's
 
     def _shown(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The pictures of a sample, scaled down, as columns that W&B shows."""

@@ -115,10 +115,15 @@ def test_wandb_has_config_metrics_by_step_and_samples_as_a_table(tmp_path: Path)
 
 def test_a_logger_of_lightning_s_records_each_run_of_a_trainer(tmp_path: Path) -> None:
     given = LightningWandbLogger(save_dir=tmp_path, project="sums", offline=True)
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        record(LightningLogger(given), tmp_path / name, {1: 0.5})
-    assert Recorded(tmp_path).values("x") == [(1, 0.5), (1, 0.5)]
+    ids = []
+    for name, first_step in (("first", 0), ("first", 2), ("second", 0)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        record(LightningLogger(given), tmp_path / name, {1 + first_step: 0.5}, first_step)
+        ids.append(given.experiment.id)  # of the run that ended
+    assert ids[0] == ids[1] != ids[2]
+    recorded = Recorded(tmp_path)
+    assert recorded.values("x") == [(1, 0.5), (3, 0.5), (1, 0.5)]
+    assert len(recorded.runs) == 3
 
 
 def test_wandb_s_table_shows_the_pictures_of_samples_and_none_where_a_row_has_none(tmp_path: Path) -> None:
