@@ -23,6 +23,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, cast
 
+import torch.distributed as dist
+
 from rlflow.data.pictures import portable
 from rlflow.errors import ConfigPlace, UserError, did_you_mean, no_file, one_line, place
 from rlflow.process.hub import offline_unless_reached
@@ -404,8 +406,8 @@ def is_data_module(data: object) -> TypeGuard[LightningDataModule]:
 def datasets_of(module: LightningDataModule, of: str = "data.train", split: str = "train") -> tuple[Any, Any]:
     """The dataset of `split` of a `LightningDataModule`; and for `train` that of validation, None if it has none.
 
-    Calls `prepare_data` in the first rank of each machine, before that starts the others, then `setup` in all. Uses
-    only the `dataset` of its loaders, not their batches, order or `collate_fn`.
+    Calls `prepare_data` in the first rank of each machine, before that starts the others or while those of an earlier
+    run wait, then `setup` in all. Uses only the `dataset` of its loaders, not their batches, order or `collate_fn`.
 
     Args:
         module: The module.
@@ -425,6 +427,8 @@ def datasets_of(module: LightningDataModule, of: str = "data.train", split: str 
         )
     if os.environ.get("LOCAL_RANK", "0") == "0":
         module.prepare_data()
+    if dist.is_initialized():  # by an earlier run of this script, whose ranks all call this
+        dist.barrier()
     module.setup(split if split in ("test", "predict") else "fit")
     method = "val_dataloader" if split == "validation" else f"{split}_dataloader"
     found = _loaded_by(module, method, of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rlflow.data.loader import Loader
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from tests.controller.runs import Fit, fit, grpo
+from tests.ranks import RankPool
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a), "extra": {"a": a, "b": [a + 0.5, None]}} for a in range(7)]
 
@@ -234,6 +236,31 @@ def test_ranks_after_the_first_of_a_machine_do_not_prepare_data(monkeypatch: pyt
             with pytest.raises(UserError, match="is a Counts with a `prepare_data`, and torchrun or Slurm started sev"):
                 PromptData(Counts())
             assert len(PromptData(LightningDataModule.from_datasets(Mapped(ROWS))).train) == 7
+
+
+class Late(Module):
+    """Its rows are there half a second after it began to prepare them."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def prepare_data(self) -> None:
+        time.sleep(0.5)
+        self.file.write_text(json.dumps(ROWS))
+
+    def setup(self, stage: str) -> None:
+        self.rows = json.loads(self.file.read_text())
+
+
+def rows_that_were_late(file: Path) -> int:
+    with pytest.MonkeyPatch.context() as ranks:
+        ranks.setenv("LOCAL_RANK", str(torch.distributed.get_rank()))
+        return len(PromptData(Late(file)).train)
+
+
+def test_the_ranks_of_an_earlier_run_wait_until_data_is_prepared(tmp_path: Path, ranks2: RankPool) -> None:
+    assert ranks2.run(rows_that_were_late, tmp_path / "rows.json") == [len(ROWS)] * 2
 
 
 @pytest.mark.parametrize(
