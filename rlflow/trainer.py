@@ -92,12 +92,12 @@ class Trainer(RunningTrainer):
         if self.profiler is not None:
             self._callbacks.append(profiler_named(self.profiler))
         self.strategy = made(self.strategy, "strategy", TrainingStrategy)
+        if isinstance(self.strategy, TrainingStrategy):
+            self.strategy = self.strategy.unused()
         if self.precision is not None:
             strategy = self._strategy()
             use_precision(strategy, self.precision)
             self.strategy = strategy
-        self._used_strategy: TrainingStrategy | str | None = None
-        self._unused_strategy: TrainingStrategy | str | None = None
         engine: RolloutEngine = made(self.rollout or "transformers", "rollout", RolloutEngine)
         engines = (self.engines or {}).items()
         others = {name: made(each, f"engines.{name}", RolloutEngine, Share) for name, each in engines}
@@ -263,9 +263,9 @@ class Trainer(RunningTrainer):
         self.checkpoints = {}
         require_accelerator(settings.accelerator)
         require_folder(settings.folder)
-        if self.strategy is self._used_strategy:  # Fabric starts a strategy once, and it holds its run's roles
-            self.strategy = self._unused_strategy
-        self._used_strategy, self._unused_strategy = self.strategy, copy.deepcopy(self.strategy)
+        if isinstance(self.strategy, TrainingStrategy):
+            self.strategy = self.strategy.unused()
+            self.strategy.use()
         strategy = self._strategy()
         status.mine().limit_s = 0.0 if strategy.timeout is None else strategy.timeout.total_seconds()
         self.engine_settings.check_installed()

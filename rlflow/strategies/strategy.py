@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -92,6 +93,15 @@ class TrainingStrategy:
     bucket_elements: int = 0
     live_elements: int | None = None
     partition_within: int | None = None
+    _as_given: TrainingStrategy | None = None
+
+    def unused(self) -> TrainingStrategy:
+        """This strategy, or if a run has used it, a copy of it as it was before: Fabric starts one once."""
+        return self if self._as_given is None else self._as_given.unused()
+
+    def use(self) -> None:
+        """Note how this strategy is before a run, whose processes and roles it then holds."""
+        self._as_given = copy.deepcopy(self)
 
     def _configure(
         self,

@@ -169,6 +169,8 @@ def test_a_trainer_that_was_stopped_fits_again(policy: Path, tmp_path: Path) -> 
     trainer = Trainer(str(tmp_path / "run"), max_steps=2, max_seconds=1e-9, accelerator="cpu", strategy="single")
     for _ in range(2):
         assert trainer.fit(SFT(CausalLM(str(policy))), answers((3, 4), 2))["steps"] == 1
+    other = Trainer(str(tmp_path / "other"), max_steps=1, strategy=trainer.strategy, precision="bf16-true")
+    assert other.fit(SFT(CausalLM(str(policy))), answers((3, 4), 2))["steps"] == 1
 
 
 def test_metrics_are_recorded_every_so_many_steps_and_with_each_validation(policy: Path, tmp_path: Path) -> None:
