@@ -365,10 +365,8 @@ class RLModule:
         if self.mask_truncated and isinstance(rows, Rollout):
             rows = to_be_continued(rows, self.max_response_length)
         name, own, truncation = self._policy(policy)
-        how = own if temperature is None else temperature
-        sampling = Sampling(longest, how, stop, truncation=truncation)
-        asks = temperature is not None
-        rollout = self._running().generate(rows, n, sampling, self.max_response_length, name, asks)
+        sampling = Sampling(longest, own, stop, truncation=truncation)
+        rollout = self._running().generate(rows, n, sampling, self.max_response_length, name, temperature)
         return without_truncated(rollout, self.max_response_length) if self.mask_truncated else rollout
 
     def _converse(
@@ -383,10 +381,9 @@ class RLModule:
     ) -> Rollout:
         check_asked(n, self.max_response_length, self.max_response_length)
         name, own, truncation = self._policy(policy)
-        how = own if temperature is None else temperature
-        sampling = Sampling(self.max_response_length, how, stop, truncation=truncation)
+        sampling = Sampling(self.max_response_length, own, stop, truncation=truncation)
         others = {seat: self._player(seat, model) for seat, model in players.items()}
-        rollout = self._running().converse(rows, environment, n, sampling, name, others, temperature is not None)
+        rollout = self._running().converse(rows, environment, n, sampling, name, others, temperature)
         return without_truncated(rollout, self.max_response_length) if self.mask_truncated else rollout
 
     def _policy(self, name: str | None) -> tuple[str, float, Truncation]:

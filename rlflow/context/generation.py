@@ -178,11 +178,13 @@ class Calls:
 
     Attributes:
         tokens: Tokens that were sampled in these calls.
-        at_temperature: Whether one of them asked for a temperature.
+        temperatures: By policy, the temperatures that its calls asked for, and those of the responses they continued.
+        mixed: Policies that continued a response at another temperature than it was begun at.
     """
 
     tokens: int = 0
-    at_temperature: bool = False
+    temperatures: dict[str, set[float]] = field(default_factory=dict)
+    mixed: set[str] = field(default_factory=set)
     _count: Counter[Path] = field(default_factory=Counter)
     _children: Counter[Path] = field(default_factory=Counter)
     _inherited: dict[Path, int] = field(default_factory=dict)  # of each row that was made

@@ -188,7 +188,7 @@ class NodeContext:
         return policy_of(self._outside_training("generate").node, name)
 
     def generate(
-        self, rows: Any, n: int, sampling: Sampling, longest: int, policy: str, at_temperature: bool = False
+        self, rows: Any, n: int, sampling: Sampling, longest: int, policy: str, temperature: float | None = None
     ) -> Rollout:
         """Sample `n` responses to each prompt, or `n` continuations of each response, with this rank's engine.
 
@@ -201,10 +201,11 @@ class NodeContext:
         Args:
             rows: `Batch` or `Pairs`, whose prompts are answered; or a `Rollout`, whose responses are continued.
             n: Responses to each row; a response that has ended, or has `longest` tokens, is copied once instead.
-            sampling: Tokens of the response, or of the continuation alone; temperature; further stop tokens.
+            sampling: Tokens of the response, or of the continuation alone; the policy's temperature; further stop
+                tokens.
             longest: Tokens of a continued response in all; not used for prompts.
             policy: Name of the policy, as `policy` gave it.
-            at_temperature: Whether the node asks for a temperature, which then holds for all datasets.
+            temperature: Temperature that the node asks for, which then holds for all datasets; None for none.
 
         Returns:
             `B * n` rows on the context's device, fewer where responses were copied. With `trainer.partial_rollout` some
@@ -223,11 +224,17 @@ class NodeContext:
         if own_settings and isinstance(rows, Rollout):  # a row that was begun by the policy's settings goes on by them
             begun = on_host(rows.temperature).tolist()
             own_settings = [
-                each if by_dataset else replace(each, sampling=None)
-                for each, by_dataset in zip(own_settings, begun, strict=True)
+                each if each.sampling is not None and each.sampling.temperature == by else replace(each, sampling=None)
+                for each, by in zip(own_settings, begun, strict=True)
             ]
-        if at_temperature:
+        if temperature is not None:
             own_settings = [replace(each, sampling=None) for each in own_settings]
+        asked = now.calls.temperatures.setdefault(policy, set())
+        asked |= set() if temperature is None else {temperature}
+        if isinstance(rows, Rollout):
+            asked |= {*on_host(rows.temperature).tolist()}
+            if _mixes_temperatures(rows, longest, own_settings, sampling.temperature, temperature):
+                now.calls.mixed.add(policy)
         if isinstance(rows, Rollout) and any(each.max_tokens for each in own_settings):
             raise UserError(
                 f"node `{now.node.id}` continues responses, and a dataset has a `max_response_length` of its own, at"
@@ -240,7 +247,11 @@ class NodeContext:
             rows,
             parents,
             n,
-            replace(sampling, stop_token_ids=(*self.stop_token_ids[policy], *sampling.stop_token_ids)),
+            replace(
+                sampling,
+                temperature=sampling.temperature if temperature is None else temperature,
+                stop_token_ids=(*self.stop_token_ids[policy], *sampling.stop_token_ids),
+            ),
             seed=self.seed,
             draw=now.draw,
             node=now.node.id,
@@ -255,11 +266,8 @@ class NodeContext:
             of_prompts=own_settings,
             on_end=None if early is None else partial(early.add, messages=[]),
         )
-        if at_temperature:
-            rollout = _sampled_at(sampling.temperature, rollout)
-            now.calls.at_temperature = True
-        elif isinstance(rows, Rollout):  # tokens of an earlier call may be at a temperature of that call
-            now.calls.at_temperature |= any(on_host(rows.temperature).tolist())
+        if temperature is not None:
+            rollout = _sampled_at(temperature, rollout)
         now.calls.add(callers, rollout)
         if now.part is not None:
             self._cut_off(now, under_way(rollout, sampling.max_tokens))
@@ -274,12 +282,13 @@ class NodeContext:
         sampling: Sampling,
         policy: str,
         players: Mapping[str, tuple[str, float, Truncation]],
-        at_temperature: bool = False,
+        temperature: float | None = None,
     ) -> Rollout:
         """Hold `n` conversations with an environment from each prompt of a `Batch`; log turns, tool calls and times.
 
-        `max_tokens` of `sampling` is for a whole conversation, what the environment writes included. `players` says who
-        speaks for a seat of a game in the policy's place, and how: `{"black": ("rival", 1.0, Truncation(top_k=20))}`.
+        `max_tokens` of `sampling` is for a whole conversation, what the environment writes included. `temperature` is
+        that which the node asks for, or None for the one of `sampling`. `players` says who speaks for a seat of a game
+        in the policy's place, and how: `{"black": ("rival", 1.0, Truncation(top_k=20))}`.
 
         Returns:
             `B * n` rows, one for each conversation; in a game `n` for each prompt and each seat of the policy.
@@ -300,7 +309,7 @@ class NodeContext:
             rows.rows,
             parents,
             n,
-            sampling,
+            sampling if temperature is None else replace(sampling, temperature=temperature),
             ConverseCall(
                 now.draw,
                 now.node.id,
@@ -321,9 +330,9 @@ class NodeContext:
             if (watch := self.transport.watch) is not None:
                 for of, number, start, end in times.waits:
                     watch.turn(of, number, start, end, step=now.metrics.step, node=now.node.id)
-        if at_temperature:
-            rollout = _sampled_at(sampling.temperature, rollout)
-            now.calls.at_temperature = True
+        if temperature is not None:
+            rollout = _sampled_at(temperature, rollout)
+            now.calls.temperatures.setdefault(policy, set()).add(temperature)
         now.calls.add(callers, rollout)
         if now.part is not None:
             self._cut_off(now, torch.tensor([each.ended is None for each in conversations], dtype=torch.bool))
@@ -630,6 +639,17 @@ def _sampled_at(temperature: float, rollout: Rollout) -> Rollout:
     """The same rows, with the temperature of those that have grown noted."""
     grown = rollout.lengths > rollout.inherited
     return replace(rollout, temperature=rollout.temperature.masked_fill(grown, temperature))
+
+
+def _mixes_temperatures(
+    rows: Rollout, longest: int, settings: Sequence[ResponseSettings], own: float, temperature: float | None
+) -> bool:
+    """Whether responses go on at another temperature than they were begun at: the policy's `own`, or the given one."""
+    goes_on = [each.sampling.temperature if each.sampling else temperature or own for each in settings]
+    grows = on_host(under_way(rows, longest) & (rows.lengths > 0)).tolist()
+    begun = on_host(rows.temperature).tolist()
+    now = goes_on or [temperature or own] * len(begun)
+    return any(grow and (before or own) != after for grow, before, after in zip(grows, begun, now, strict=True))
 
 
 def _require_prompts(asked: str, group: Tensor) -> None:

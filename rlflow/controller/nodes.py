@@ -89,8 +89,7 @@ class Nodes:
             if node.makes_rows:
                 if node.generates:
                     result = calls.returned(result, space.path.shape[1])
-                    if calls.at_temperature:
-                        self._require_temperature(node, result)
+                    self._require_temperature(node, result, calls)
                 rows = new_rows(node, result, space, layout, self._transport.rank, calls)
                 space = step.gather(node.id, layout, *rows)
                 if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
@@ -164,15 +163,22 @@ class Nodes:
                 )
         return result, running.calls
 
-    def _require_temperature(self, node: Node, rows: Rollout) -> None:
-        """Refuse rows at a temperature of a call, if the policy is trained on them and scores them at its own."""
+    def _require_temperature(self, node: Node, rows: Rollout, calls: Calls) -> None:
+        """Refuse rows of a policy that is trained on them, and cannot score them at the temperatures of its calls."""
         graph = self._run.graph
         readers = (other for other in graph.order if other.kind == "train")
         trained = {str(other.role) for other in readers if node.id in map(graph.space_of, other.reads)}
-        for role in trained.intersection(node.generates):
+        for role in trained.intersection(calls.temperatures):
             handle = handles(self._run.module)[role]
             assert isinstance(handle, CausalLM)
-            asked = {*on_host(rows.temperature).tolist()} - {0.0, handle.temperature}
+            if role in calls.mixed:
+                raise UserError(
+                    f"node `{node.id}` continues responses at another temperature than they were begun at"
+                    f" ({node.place}), and `{role}`, which is trained on them, scores a response at one; give both"
+                    " calls the same"
+                )
+            asked = calls.temperatures[role].intersection(on_host(rows.temperature).tolist())
+            asked -= {0.0, handle.temperature}
             if asked and not handle.reads_temperature:
                 raise UserError(
                     f"node `{node.id}` generates at the temperature {max(asked):g} ({node.place}), and `{role}`, which"

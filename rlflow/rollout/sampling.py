@@ -145,8 +145,9 @@ def sample(
             on_end(row, texts[row], begun.rows[row])
     rollout = _extended(begun, completions, version)
     if has_own:
-        temperatures = [0.0 if each is None else each.temperature for each in own]
-        rollout = replace(rollout, temperature=torch.tensor(temperatures, dtype=torch.float64))
+        temperatures = torch.tensor([0.0 if each is None else each.temperature for each in own], dtype=torch.float64)
+        grown = rollout.lengths > begun.lengths
+        rollout = replace(rollout, temperature=torch.where(grown, temperatures, begun.temperature))
     return replace(
         rollout,
         texts=[texts[row] if row in texts else decode(_tokens(rollout, row)) for row in range(len(read))],

@@ -262,24 +262,29 @@ class Warm(RaggedGRPO):
 
 
 class Warmed(RaggedGRPO):
-    """Continues at its own temperature what another node began at another."""
+    """Continues what another node began at another temperature."""
+
+    then: float | None = None
 
     @node(generates="actor")
     def trunk(self, batch: Batch) -> Rollout:
-        rollout: Rollout = self.actor.generate(batch, n=self.group_size, temperature=0.7, max_new_tokens=2)
+        rollout: Rollout = self.actor.generate(batch, temperature=0.7, max_new_tokens=2)
         return rollout
 
     @node(generates="actor")
     def rollout(self, trunk: Rollout) -> Rollout:
-        rollout: Rollout = self.actor.generate(trunk)
+        rollout: Rollout = self.actor.generate(trunk, self.group_size, temperature=self.then)
         return rollout
 
 
-def test_tokens_that_a_call_began_at_another_temperature_are_refused_too(policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("own", "then"), [({}, None), ({}, 0.8), (OWN, None), (OWN, 0.8)])
+def test_tokens_that_a_call_began_at_another_temperature_are_refused_too(
+    own: Own, then: float | None, policy: Path, tmp_path: Path
+) -> None:
     module = updated(policy)
-    module.__class__ = Warmed
-    with pytest.raises(UserError, match=r"node `rollout` generates at the temperature 0\.7"):
-        fit(run_of(module, tmp_path, own={}, max_steps=1))
+    module.__class__, module.then = Warmed, then
+    with pytest.raises(UserError, match="node `rollout` continues responses at another temperature"):
+        fit(run_of(module, tmp_path, own=own, max_steps=1))
 
 
 def test_rows_of_a_call_at_another_temperature_are_trained_at_it_or_refused(policy: Path, tmp_path: Path) -> None:
