@@ -42,6 +42,7 @@ from rlflow.run.replay import Replayed, replay
 from rlflow.run.validation import test, validate
 from rlflow.settings import Settings
 from rlflow.short_names import made
+from rlflow.strategies.launcher import note_alone
 from rlflow.strategies.precision import keeps_float32, use_precision
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
@@ -323,6 +324,8 @@ class Trainer(RunningTrainer):
             if was_scanned:
                 check_rows(prepared)
             startup.passed("data")
+            if settings.world_size == 1:
+                note_alone()
             results: Result = fabric.launch(run)
         return results
 

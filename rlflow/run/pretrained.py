@@ -120,11 +120,12 @@ def stop_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, more: tuple[int,
         UserError: The model's generation config cannot be loaded.
     """
     from transformers import GenerationConfig
-    from transformers.utils.hub import has_file
+    from transformers.utils.hub import cached_file
 
-    found = {*more, tokenizer.eos_token_id}
+    found, kinds = {*more, tokenizer.eos_token_id}, ("gated_repo", "missing_entries", "connection_errors")
+    none_without = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
     with loading("generation config", path, trust_remote_code=False):
-        if has_file(str(path), "generation_config.json"):
+        if cached_file(str(path), "generation_config.json", **none_without) is not None:
             of_model = GenerationConfig.from_pretrained(path).eos_token_id
             found |= set(of_model) if isinstance(of_model, list) else {of_model}
     return tuple(sorted(found - {None}))

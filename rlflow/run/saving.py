@@ -56,7 +56,8 @@ class Saving:
         self._nodes: dict[int, str] = {}  # name of each rank's machine
         self._model_bytes = self._state_bytes = 0  # bytes of the models and the states of all roles
         self._monitored: dict[str, float] = {}  # the metric that decides which checkpoints stay, by its name
-        self.saved = resume.done if resume.goes_on else None
+        own = checkpoint.folder_of(folder.checkpoint.resolve(), resume.done)
+        self.saved = resume.done if resume.checkpoint is not None and resume.checkpoint.resolve() == own else None
         status.saved(0)
 
     def is_due(self, done: int, elapsed: float, ends: bool) -> bool:

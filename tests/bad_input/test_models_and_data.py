@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
+import transformers
 from transformers import LlamaConfig, MambaConfig, MixtralConfig, PhiConfig, PretrainedConfig, Qwen2MoeConfig
 
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
@@ -200,11 +202,20 @@ def test_a_model_without_its_tokenizer_is_refused_with_its_folder(
     assert f"is '{folder / 'mine'}', {line}" in found
 
 
+def gated(*_: Any, **__: Any) -> str:
+    raise huggingface_hub.errors.GatedRepoError(
+        "no token", response=httpx.Response(403, request=httpx.Request("GET", "https://nowhere"))
+    )
+
+
 def test_a_generation_config_may_be_missing_and_not_be_torn(
     folder: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_tiny_model(folder / "mine", layers=1)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert stop_tokens(Path("nobody/nothing"), load_tokenizer(model), (7,)) == (0, 7)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", gated)
     assert stop_tokens(Path("nobody/nothing"), load_tokenizer(model), (7,)) == (0, 7)
     (model / "generation_config.json").write_text("{")
     found = refused({"module.init_args.actor.model": str(model)})

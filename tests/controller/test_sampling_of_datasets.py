@@ -261,6 +261,15 @@ class Warm(RaggedGRPO):
         return rollout
 
 
+class WarmTeacher(Taught):
+    """A node of two policies, with a temperature for the one that is not trained."""
+
+    @node(generates=("actor", "teacher"))
+    def rollout(self, batch: Batch) -> Rollout:
+        rollout: Rollout = self.teacher.generate(batch, n=self.group_size, temperature=0.7)
+        return rollout
+
+
 class Warmed(RaggedGRPO):
     """Continues what another node began at another temperature."""
 
@@ -297,6 +306,8 @@ def test_rows_of_a_call_at_another_temperature_are_trained_at_it_or_refused(poli
     )
     with pytest.raises(UserError, match=refused):
         fit(run_of(module, tmp_path / "none", own={}, max_steps=1))
+    module.__class__, module.record = WarmTeacher, []
+    fit(run_of(module, tmp_path / "teacher", own={}, max_steps=1))
 
 
 def test_validation_samples_each_dataset_by_its_settings(policy: Path, tmp_path: Path) -> None:

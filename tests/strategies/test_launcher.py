@@ -20,6 +20,7 @@ from rlflow.errors import UserError
 from rlflow.process import status
 from rlflow.process.environment import PLACE
 from rlflow.process.status import Board
+from rlflow.strategies import launcher
 from rlflow.strategies.launcher import RankLauncher, _say, _Watch, require_command
 
 HERE = socket.gethostname()
@@ -165,6 +166,16 @@ def test_a_run_leaves_no_place_in_a_job_that_a_later_one_would_take_for_its_own(
 
     assert RankLauncher(LightningEnvironment(), num_processes=1, num_nodes=1).launch(joins) == "done"
     assert {name: os.environ.get(name) for name in PLACE} == before
+
+
+def test_a_script_that_made_a_run_alone_starts_no_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "my_run.py").touch()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "my_run.py")])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
+    monkeypatch.setattr(launcher, "_alone", False)
+    launcher.note_alone()
+    with pytest.raises(UserError, match="is 2, and each further rank runs this script from its start, so it would"):
+        RankLauncher(LightningEnvironment(), num_processes=2, num_nodes=1).launch(print)
 
 
 def test_ranks_are_started_by_a_script_or_module_and_not_by_a_notebook_or_prompt(
