@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import UserError
@@ -101,13 +101,21 @@ class CodeTests(SampleReward):
 def program_in(text: str) -> str | None:
     """The last block of code in a text that names Python or no language; None without one."""
     program, opened, inline, indent, language, lines = None, "", False, "", "", list[str]()
-    for line in text.replace("\r\n", "\n").split("\n"):
+    every = text.replace("\r\n", "\n").split("\n")
+    for place, line in enumerate(every):
         before, fence, info = found.groups() if (found := _FENCE.fullmatch(line)) else ("", "", "")
         begins, words, names = not before.strip(), info.lower().split(), info.strip().isidentifier()
+        named = "".join(words[:1])
         # Text before a fence is common, as in `Answer:```python`; it may also only speak of one, before the block.
-        if (inline and begins and names) if opened else (begins or len(words) <= 1):
+        if not opened:
+            opens = begins or len(words) <= 1
+        elif language in _OF_PYTHON[1:]:
+            opens = inline and begins and named in _OF_PYTHON[1:]
+        else:
+            opens = inline and begins and fence != "" and (names or _is_closed(every[place + 1 :]))
+        if opens:
             opened, inline, indent = fence, not begins, before if begins else ""
-            language, lines = "".join(words[:1]), []
+            language, lines = named, []
         elif (
             len(fence) >= len(opened) > 0
             and begins
@@ -119,6 +127,12 @@ def program_in(text: str) -> str | None:
         else:
             lines.append(line.removeprefix(indent))
     return program
+
+
+def _is_closed(ahead: Sequence[str]) -> bool:
+    """Whether the next fence in these lines may close a block, and those after it are in pairs."""
+    fences = [found.groups() for line in ahead if (found := _FENCE.fullmatch(line))]
+    return len(fences) % 2 == 1 and not fences[0][0].strip() and not fences[0][2].strip().isidentifier()
 
 
 def _are_pairs(tests: Any) -> bool:

@@ -101,10 +101,18 @@ def test_a_program_is_scored_by_its_tests() -> None:
         "Run `x`:```bash\nx\n```\nThen ```y```\n```python\nP\n```",
         "<think>I wrap it in ```python\nOK</think>\n```python\nP\n```",
         "It is in ``` fences:\n```python\nP\n```",
+        "It is in ``` fences:\n```\nP\n```",
+        "Use ```\n```python {.line}\nP\n```",
+        "Answer:```\nx\n```\nThen:\n```\nP\n```",
     ],
 )
 def test_the_program_is_the_last_whole_block_of_python_or_of_no_language(text: str) -> None:
     assert program_in(text) == "P\n"
+
+
+def test_a_fence_with_another_language_stays_in_a_program() -> None:
+    for before in ("", "Answer:"):
+        assert program_in(f"{before}```python\ns='''\n```json\n'''\n```") == "s='''\n```json\n'''\n"
 
 
 @pytest.mark.parametrize("text", ["", "P", "```json\n{}\n```", "```python\nP", "```python\nprint('```')", "``` P ```"])
