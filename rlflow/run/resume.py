@@ -14,6 +14,7 @@ from rlflow import checkpoint
 from rlflow.checkpoint import Checkpoint, Progress
 from rlflow.checkpoint.stored_groups import SURPLUS, UNFINISHED, step_name
 from rlflow.controller.run import Run
+from rlflow.data.mixture import MixedDataset
 from rlflow.errors import UserError
 from rlflow.module import chooses_prompts
 from rlflow.run.folder import from_here
@@ -200,8 +201,18 @@ def _differences(before: Any, now: Any, key: str) -> Iterator[tuple[str, Any, An
     elif before.get("class_path") != now.get("class_path"):
         yield f"{key}.class_path", before.get("class_path"), now.get("class_path")
     else:
+        if ROWS.match(key) and key.endswith(".datasets"):
+            before, now = _with_settings(before), _with_settings(now)
         for name in {**before, **now}:
             yield from _differences(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+
+
+def _with_settings(datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """The datasets of a mixture, each with all settings; without settings a config may name its rows alone."""
+    return {
+        name: {**vars(MixedDataset("")), **(each if isinstance(each, Mapping) and "data" in each else {"data": each})}
+        for name, each in datasets.items()
+    }
 
 
 def _leaves(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:

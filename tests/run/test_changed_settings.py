@@ -83,6 +83,9 @@ def test_a_setting_of_a_mixture_is_reported_and_where_its_rows_are_is_not() -> N
     first, second = changed(("data.train", {"datasets": now}), before=(("data.train", {"datasets": before}),))
     assert first.startswith("`data.train.datasets.sums.weight` is 2.0 and was 1.0")
     assert second.startswith("`data.train.datasets.sums.sampling.temperature` is 0.5")
+    rows_alone = (("data.train", {"datasets": {"sums": "sums.jsonl"}}),)
+    (line,) = changed(("data.train", {"datasets": {"sums": before["sums"]}}), before=rows_alone)
+    assert line.startswith("`data.train.datasets.sums.sampling` is {'temperature': 1.0} and was null")
 
 
 def test_of_another_class_the_class_alone_is_reported() -> None:
