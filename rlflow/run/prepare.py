@@ -184,8 +184,8 @@ def planned(
     settings: Settings,
     engines: EngineSettings,
     world_size: int,
-    spread: Callable[[dict[str, Layout]], dict[str, Layout]] = dict,
     measures: bool = True,
+    spread: Callable[[dict[str, Layout]], dict[str, Layout]] = dict,
 ) -> RunPlan:
     """Place a graph's roles and plan it.
 
@@ -195,14 +195,14 @@ def planned(
         settings: Settings of the trainer.
         engines: Settings of the engines.
         world_size: Number of all ranks.
-        spread: Function from the layouts of the settings to those on `world_size` ranks.
         measures: Whether the run may generate outside of its graph, to validate or to predict.
+        spread: Function from the layouts of the settings to those on `world_size` ranks.
 
     Raises:
         UserError: The graph cannot be placed or planned with these settings.
     """
     follows = followed_role(module, graph)
-    names = _generating_policies(graph, follows, measures)
+    names = _generating_policies(graph, follows, settings, engines, measures)
     assigned = engines.assigned(names)
     for node in graph.order:
         assigned.refuse_together(node.id, node.generates)
@@ -224,11 +224,21 @@ def _require_together(graph: Graph, placed: Mapping[str, Layout], max_staleness:
         )
 
 
-def _generating_policies(graph: Graph, follows: str | None, measures: bool) -> list[str]:
-    """All policies that may generate: those of the graph, in order, and the one with which validation generates."""
+def _generating_policies(
+    graph: Graph, follows: str | None, settings: Settings, engines: EngineSettings, measures: bool
+) -> list[str]:
+    """All policies that have an engine: those of the graph, in order, and the one with which validation generates."""
     policies = graph.policies()
-    measured = () if follows is None or (policies and not measures) else (follows,)
-    return list(dict.fromkeys((*policies, *measured)))
+    if follows is None:
+        return [*policies]
+    named = {*engines.exceptions, *(each.share for each in engines.exceptions.values() if isinstance(each, Share))}
+    is_named = follows in named or engine_of(follows) in (settings.placement or {})  # these settings stay legal
+    return list(dict.fromkeys((*policies, *([follows] if measures or is_named or not policies else []))))
+
+
+def scores_held_out(module: RLModule, data: PromptData) -> bool:
+    """Whether validation scores responses to held-out prompts, where a language model is trained to write them."""
+    return data.validation is not None and (module.reward is not None or bool(environments(module)))
 
 
 @refusing_exits()
@@ -258,16 +268,12 @@ def prepare(
     of_datasets = settings_of(data.train) if trains else {}
     graph = read_graph(module, of_datasets)
     found = list(environments(module).values())
-    is_scored = module.reward is not None or bool(found)
-    measures = not trains or (data.validation is not None and is_scored)
-    named = {*engines.exceptions, *(each.share for each in engines.exceptions.values() if isinstance(each, Share))}
-    if (follows := followed_role(module, graph)) is not None:  # settings of its engine stay legal
-        measures = measures or follows in named or engine_of(follows) in (settings.placement or {})
-    made = planned(module, graph, settings, engines, settings.world_size, measures=measures)
+    measures = not trains or scores_held_out(module, data)
+    made = planned(module, graph, settings, engines, settings.world_size, measures)
     placed, lead = made.layouts, made.lead
     if unknown := [name for name in settings.keep_inputs_of if name not in graph.nodes]:
         raise UserError(f"`trainer.keep_inputs_of` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
-    names = _generating_policies(graph, made.follows, measures)
+    names = _generating_policies(graph, made.follows, settings, engines, measures)
     checks.check_hooks(module, graph)
     data = checks.resolved(data, module, graph, trains)
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
@@ -276,7 +282,7 @@ def prepare(
     if any(map(reads_pictures, configs.values())):  # models with a tower read a further column of rows
         for name, config in configs.items():
             handles(module)[name].reads_pictures = reads_pictures(config)
-        made = planned(module, graph_of(module), settings, engines, settings.world_size, measures=measures)
+        made = planned(module, graph_of(module), settings, engines, settings.world_size, measures)
         graph = made.graph
     for role in paths:
         handle, config = handles(module)[role], configs[role]
@@ -301,7 +307,7 @@ def prepare(
     ranks, seed = settings.world_size, settings.seed
     limit = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
     environment = found[0] if len(found) == 1 else None
-    scores_validation = data.validation is not None and made.follows is not None and is_scored
+    scores_validation = made.follows is not None and scores_held_out(module, data)
     checks.check_response_settings(
         module,
         settings,

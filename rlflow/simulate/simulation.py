@@ -21,7 +21,7 @@ from rlflow.memory.workload import Workload, workload_of
 from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
-from rlflow.run.prepare import planned
+from rlflow.run.prepare import planned, scores_held_out
 from rlflow.settings import MOST_DEVICES, Place, Placed, Settings
 from rlflow.simulate.costs import gather_seconds
 from rlflow.simulate.designs import DESIGNS, Design, StepTimeline, scheduled, works
@@ -220,14 +220,14 @@ class Simulation:
         share = ranks / world if self.scaling == "weak" else 1.0
         module, data = _of_size(self.module, share, ranks), copy.copy(self.data)
         data.prompts_per_step = _scaled("prompts_per_step", data.prompts_per_step, share, ranks)
-        places = (settings.placement or {}).values()
+        places, measures = (settings.placement or {}).values(), scores_held_out(module, data)
         if any(not isinstance(place, Place) or place.ranks is not None for place in places):
             spread = partial(_spread, world=world, ranks=ranks)
-            made = planned(module, graph, settings, trainer.engine_settings, ranks, spread)
+            made = planned(module, graph, settings, trainer.engine_settings, ranks, measures, spread)
         else:
             devices = math.gcd(ranks, MOST_DEVICES)
             machines = replace(settings, num_nodes=ranks // devices, devices=devices)
-            made = planned(module, graph, machines, trainer.engine_settings, ranks)
+            made = planned(module, graph, machines, trainer.engine_settings, ranks, measures)
         policies = graph.policies()
         strategy = trainer.strategy or (SingleProcess() if world == ranks == 1 else DeepSpeedStrategy())
         if isinstance(strategy, SingleProcess) and ranks > 1:

@@ -32,6 +32,8 @@ from rlflow.rollout import TransformersEngine
 from rlflow.rollout.assignment import EngineSettings, Share
 from rlflow.run.prepare import prepare, read_graph
 from rlflow.settings import Place, Settings
+from rlflow.simulate.hardware import PRESETS
+from rlflow.simulate.simulation import Simulation
 from rlflow.strategies import SingleProcess
 from tests.controller.runs import FSDP, SGD, ZERO2, ZERO3, Fit, OddCharacters, RaggedGRPO, RaggedReMax, fit, grpo
 from tests.controller.test_ranks import FLOAT32, difference
@@ -228,7 +230,11 @@ def test_a_policy_that_neither_a_node_nor_validation_generates_with_has_no_engin
     module.__class__ = Taught
     for held_out, engines in ((None, ["teacher"]), ({}, ["teacher", "actor"])):
         asked = Settings(max_steps=1), SingleProcess(), EngineSettings(TransformersEngine()), tmp_path
-        assert list(prepare(module, mixture(OWN, held_out), *asked).engines.own) == engines
+        data = mixture(OWN, held_out)
+        assert list(prepare(module, data, *asked).engines.own) == engines
+        trainer, machine = Trainer(tmp_path, max_steps=1), replace(PRESETS["h100"], gpus_per_node=1)
+        simulation = Simulation(module, read_graph(module), data, trainer, 1, "h100", machine, "strong", None, None)
+        assert list(simulation.predicted.workload.engines) == engines
     shared = EngineSettings(TransformersEngine(), {"teacher": Share("actor")})
     run = prepare(module, mixture(OWN, None), Settings(max_steps=1), SingleProcess(), shared, tmp_path)
     assert list(run.engines.own) == ["actor"]  # whose engine it names
