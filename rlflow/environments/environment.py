@@ -47,7 +47,9 @@ class Environment:
         environment: Dotted path of the class, or the class; None if there are only `tools`. For several environments, a
             mapping by name: the column `by` of each row names the one that answers.
         tools: Functions that the policy may call in addition to methods, or their dotted paths.
-        arguments: Arguments of the class. For several environments, the arguments of each, by the same names.
+        arguments: Arguments of the class. For several environments, the arguments of each, by the same names. Each
+            conversation has its own copy of lists, dicts, sets, arrays, tensors and random generators; other objects,
+            such as a client or a lock, are shared.
         by: The column of the dataset that names one of several environments.
         max_turns: Maximum number of turns of the policy.
         max_tool_calls: Maximum number of tool calls; further calls are refused. A turn whose calls are all refused ends

@@ -17,7 +17,8 @@ import numpy as np
 
 from rlflow.errors import ENDING, one_line
 from rlflow.worker import Worker, WorkerError
-from rlflow.worker.child import copied, named
+from rlflow.worker.child import named
+from rlflow.worker.copies import copied
 
 
 class HostError(WorkerError):
@@ -27,10 +28,10 @@ class HostError(WorkerError):
 class InProcess:
     """Runs an environment in the rank's own process: faster than a `Worker`, without limits of time and memory.
 
-    It has the methods of `Worker`, called in the same order. Like a worker's, its environment gets lists and dicts of
-    its own, which it may change; other objects, such as a client, are passed as they are. It runs one conversation's
-    environment at a time; while its code runs, the process-wide `random` and NumPy are in the states of this
-    conversation.
+    It has the methods of `Worker`, called in the same order. Like a worker's, its environment gets data of its own,
+    which it may change; other objects, such as a client, are passed as they are, see `copied`. It runs one
+    conversation's environment at a time; while its code runs, the process-wide `random` and NumPy are in the states of
+    this conversation.
 
         host = InProcess()
         host.begin(7, ["my_env.WordGame"])

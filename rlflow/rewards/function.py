@@ -17,7 +17,8 @@ from rlflow.dotted_path import function_at
 from rlflow.errors import UserError
 from rlflow.rewards.reward import OnError, RewardInput, SampleReward, Scores, log, read_column
 from rlflow.worker import Limits, Worker, WorkerPool
-from rlflow.worker.child import batch_call, copied
+from rlflow.worker.child import batch_call
+from rlflow.worker.copies import copied
 
 OF_A_SAMPLE = ("response", "completion", "prompt", "messages", "row", "info")
 OF_A_BATCH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")

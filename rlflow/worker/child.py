@@ -170,13 +170,6 @@ def _states() -> list[Any]:
     return [[version, list(numbers), gauss], of_numpy]
 
 
-def copied(value: Any) -> Any:
-    """A value for code in the rank's own process, with lists and dicts of its own, as a worker would have them."""
-    if type(value) is dict:
-        return {name: copied(each) for name, each in value.items()}
-    return [copied(each) for each in value] if type(value) is list else value
-
-
 def named(path: str) -> Any:
     """What is at a dotted path: in a module, or in a class of it."""
     inside, _, name = path.rpartition(".")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import threading
 import time
+from collections import defaultdict, deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rlflow import Environment
 from rlflow.environments.bridge import ParsedTurn, message
@@ -221,6 +225,28 @@ def test_an_object_that_an_environment_in_the_process_is_made_with_is_no_copy() 
     host, lock = InProcess(), threading.Lock()
     host.make("games.Sized", start=lock)
     assert host.read("start") is lock
+
+
+@pytest.mark.parametrize(
+    ("data", "change"),
+    [
+        (np.zeros(2), lambda board: board.fill(1)),
+        (torch.zeros(2), lambda board: board.fill_(1)),
+        ({1}, lambda used: used.clear()),
+        (deque([1], maxlen=2), lambda moves: moves.extend([2, 3])),
+        (defaultdict(list, {"a": [1]}), lambda seen: seen["a"].append(2)),
+        (([1],), lambda sides: sides[0].append(2)),
+        (random.Random(0), lambda draws: draws.random()),
+        (np.random.default_rng(0), lambda draws: draws.random()),
+    ],
+)
+def test_data_that_an_environment_in_the_process_changes_is_its_own(data: Any, change: Callable[[Any], Any]) -> None:
+    host, before = InProcess(), pickle.dumps(data)
+    host.make("games.Sized", start=[data])
+    (own,) = host.read("start")
+    change(own)
+    assert type(own) is type(data)
+    assert pickle.dumps(data) == before != pickle.dumps(own)
 
 
 @pytest.mark.parametrize(("given", "shown"), [("nan", "nan"), ("an integer beyond floats", "10{59}")])
