@@ -22,7 +22,7 @@ from rlflow.config.building import built, instance
 from rlflow.config.checking import hidden_secrets, mistakes_of, unreal_numbers
 from rlflow.config.keys import WrittenKeys
 from rlflow.config.merging import merged
-from rlflow.config.reading import CONFIG, layers, options
+from rlflow.config.reading import CONFIG, as_yaml, layers, options
 from rlflow.dag.node import NodeConfig
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
@@ -92,9 +92,9 @@ class Configured:
                 stack.enter_context(prediction(self.simulation))
             self.trainer.fit(self.module, self.data)
 
-    def require_secrets(self) -> None:
-        """Refuse secrets that the config of a run hides; not where it is only looked at."""
-        for mistake in hidden_secrets(self.config):
+    def require_secrets(self, *unused: str) -> None:
+        """Refuse secrets that the config of a run hides; not where it is only looked at, or in `unused` sections."""
+        for mistake in hidden_secrets({key: value for key, value in self.config.items() if key not in unused}):
             raise mistake.error(self.keys.of(mistake.keys))
 
 
@@ -116,7 +116,7 @@ def call_configured(command: Callable[Concatenate[Configured, ...], Result], arg
     with refusing_exits():
         found, options = configured(parser, arguments)
     if command.__name__ in READERS:
-        found.require_secrets()
+        found.require_secrets("logger")
     given = {name: options[name] for name in [*inspect.signature(command).parameters][1:]}
     with found.keys.in_errors(found.config):
         return command(found, **given)
@@ -191,7 +191,7 @@ def configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configu
         keys = WrittenKeys(given, tree)
         parsed = _parsed(parser, tree, shape, keys)
         if asked:
-            parser.parse_args([f"--{CONFIG}", yaml.safe_dump(tree, sort_keys=False), *asked])  # prints it and ends
+            parser.parse_args([f"--{CONFIG}", as_yaml(tree), *asked])  # prints it and ends
         resolved = parser.dump(parsed, skip_unset=False)
         config = yaml.safe_load(resolved)
         with keys.in_errors(config):

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import yaml
-from jsonargparse import set_loader
+from jsonargparse import set_dumper, set_loader
 
 from rlflow.errors import UserError, no_file, one_line
 from rlflow.loggers.secrets import arguments_without_secrets, without_secrets
@@ -205,6 +205,8 @@ def _read_again(text: str) -> Any:
 
 
 set_loader("yaml", _read_again, exceptions=(UserError,))
+# for `--print_config`
+set_dumper("yaml", lambda config: yaml.dump(config, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def _said(error: Exception) -> str:

@@ -12,7 +12,7 @@ import yaml
 from rlflow.algorithms import GRPO
 from rlflow.callbacks import ModelCheckpoint
 from rlflow.cli import COMMANDS, main
-from rlflow.commands.configuration import TOP_LEVEL
+from rlflow.commands.configuration import TOP_LEVEL, Configured, call_configured
 from rlflow.commands.fit import read_fit
 from rlflow.config.arguments import arguments_of
 from rlflow.config.checking import hidden_secrets
@@ -87,7 +87,9 @@ def test_the_path_of_a_dataset_does_not_run_a_script_of_its_name(name: str, fold
 
 
 def test_a_printed_config_reads_back_as_the_same_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--config", "my.yaml", "--trainer.max_steps", "9"]
+    logger = "{class_path: lightning.pytorch.loggers.TensorBoardLogger, init_args: {save_dir: tb, name: '1e-5'}}"
+    (folder / "more.yaml").write_text(f"logger: {logger}\n")
+    arguments = ["--config", "my.yaml", "--config", "more.yaml", "--trainer.max_steps", "9"]
     with pytest.raises(SystemExit) as ended:
         main(["fit", *arguments, "--print_config"])
     assert not ended.value.code
@@ -127,6 +129,19 @@ def test_a_secret_of_the_config_is_not_in_the_run_s_folder(folder: Path) -> None
     said = r"`module.init_args.hf_token` is \*\*\*, which is how a run's `config.yaml` hides a secret; give the secret"
     with pytest.raises(UserError, match=said):
         read_fit(["--config", "runs/own/config.yaml"]).fit()
+
+
+def test_a_command_that_only_reads_a_model_needs_no_secret_of_a_logger(folder: Path) -> None:
+    def validate(configured: Configured, /) -> Configured:
+        return configured
+
+    (folder / "my_logger.py").write_text(
+        "from rlflow.loggers import CSVLogger\n\nclass Sent(CSVLogger):\n    def __init__(self, api_key: str): ...\n"
+    )
+    write(folder / "my.yaml", {"logger": {"class_path": "my_logger.Sent", "init_args": {"api_key": "***"}}})
+    configured = call_configured(validate, ["--config", "my.yaml"])
+    with pytest.raises(UserError, match=r"`logger.init_args.api_key` is \*\*\*"):
+        configured.fit()
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--api_key", "***"], ["serve", "--api_key=***"]])
