@@ -215,7 +215,8 @@ def test_a_generation_config_may_be_missing_and_not_be_torn(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert stop_tokens(Path("nobody/nothing"), load_tokenizer(model), (7,)) == (0, 7)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", gated)
+    for call in ("hf_hub_download", "get_session"):
+        monkeypatch.setattr(transformers.utils.hub, call, gated)
     assert stop_tokens(Path("nobody/nothing"), load_tokenizer(model), (7,)) == (0, 7)
     (model / "generation_config.json").write_text("{")
     found = refused({"module.init_args.actor.model": str(model)})
