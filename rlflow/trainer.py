@@ -28,7 +28,7 @@ from rlflow.loggers.lightning import LoggerLike
 from rlflow.module import RLModule, handles
 from rlflow.process import startup, status
 from rlflow.process.devices import require_accelerator, require_known_gpu
-from rlflow.process.environment import require_started
+from rlflow.process.environment import require_no_rank, require_started
 from rlflow.process.scratch import scratch_folder
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings, Share
@@ -42,7 +42,6 @@ from rlflow.run.replay import Replayed, replay
 from rlflow.run.validation import test, validate
 from rlflow.settings import Settings
 from rlflow.short_names import made
-from rlflow.strategies.launcher import note_alone
 from rlflow.strategies.precision import keeps_float32, use_precision
 from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
@@ -94,7 +93,7 @@ class Trainer(RunningTrainer):
             self._callbacks.append(profiler_named(self.profiler))
         self.strategy = made(self.strategy, "strategy", TrainingStrategy)
         if isinstance(self.strategy, TrainingStrategy):
-            self.strategy = self.strategy.unused()
+            self.strategy = self.strategy.as_given()
         if self.precision is not None:
             strategy = self._strategy()
             use_precision(strategy, self.precision)
@@ -265,8 +264,8 @@ class Trainer(RunningTrainer):
         require_accelerator(settings.accelerator)
         require_folder(settings.folder)
         if isinstance(self.strategy, TrainingStrategy):
-            self.strategy = self.strategy.unused()
-            self.strategy.use()
+            self.strategy = self.strategy.as_given()
+            self.strategy.note_as_given()
         strategy = self._strategy()
         status.mine().limit_s = 0.0 if strategy.timeout is None else strategy.timeout.total_seconds()
         self.engine_settings.check_installed()
@@ -293,6 +292,7 @@ class Trainer(RunningTrainer):
                     " `strategy: deepspeed` or `strategy: fsdp`."
                 )
             require_started(settings.world_size)
+            require_no_rank(settings.world_size)
             if 1 < (ranks := Transport().world_size) != settings.world_size:
                 raise UserError(
                     f"`trainer.devices` gives {settings.world_size} rank{'s' * (settings.world_size > 1)}, and this"
@@ -324,8 +324,6 @@ class Trainer(RunningTrainer):
             if was_scanned:
                 check_rows(prepared)
             startup.passed("data")
-            if settings.world_size == 1:
-                note_alone()
             results: Result = fabric.launch(run)
         return results
 

@@ -178,13 +178,13 @@ class Calls:
 
     Attributes:
         tokens: Tokens that were sampled in these calls.
-        temperatures: By policy, the temperatures that its calls asked for, and those of the responses they continued.
-        mixed: Policies that continued a response at another temperature than it was begun at.
+        temperatures: By policy, the temperatures of the rows that its calls made, as in `Rollout.temperature`.
+        mixed: By policy, paths of the responses that go on at another temperature than they were begun at.
     """
 
     tokens: int = 0
     temperatures: dict[str, set[float]] = field(default_factory=dict)
-    mixed: set[str] = field(default_factory=set)
+    mixed: dict[str, set[Path]] = field(default_factory=dict)
     _count: Counter[Path] = field(default_factory=Counter)
     _children: Counter[Path] = field(default_factory=Counter)
     _inherited: dict[Path, int] = field(default_factory=dict)  # of each row that was made
@@ -206,6 +206,26 @@ class Calls:
         paths = [tuple(path) for path in made.path.numbers.tolist()]
         self._children.update(path[:-1] for path in paths)
         self._inherited |= zip(paths, made.inherited.tolist(), strict=True)
+
+    def note_temperatures(self, policy: str, own: float, begun: Mapping[Path, float], made: Rollout) -> None:
+        """Note at which temperatures a call has sampled.
+
+        Args:
+            policy: The policy that it was a call of.
+            own: Temperature of the policy, for which 0 stands in a row.
+            begun: Temperatures of the rows that were continued, by path.
+            made: The rows that the call made, on the CPU.
+        """
+        temperatures = made.temperature.tolist()
+        self.temperatures.setdefault(policy, set()).update(temperatures)
+        if begun:
+            paths = [tuple(path) for path in made.path.numbers.tolist()]
+            grown = ((made.lengths > made.inherited) & (made.inherited > 0)).tolist()
+            self.mixed.setdefault(policy, set()).update(
+                path
+                for path, goes_on, now in zip(paths, grown, temperatures, strict=True)
+                if goes_on and (begun[path[:-1]] or own) != (now or own)
+            )
 
     def returned(self, rollout: Rollout, depth: int) -> Rollout:
         """A node's result, changed so that a token which several rows share is in the loss mask of one of them alone.

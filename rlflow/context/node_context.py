@@ -229,12 +229,6 @@ class NodeContext:
             ]
         if temperature is not None:
             own_settings = [replace(each, sampling=None) for each in own_settings]
-        asked = now.calls.temperatures.setdefault(policy, set())
-        asked |= set() if temperature is None else {temperature}
-        if isinstance(rows, Rollout):
-            asked |= {*on_host(rows.temperature).tolist()}
-            if _mixes_temperatures(rows, longest, own_settings, sampling.temperature, temperature):
-                now.calls.mixed.add(policy)
         if isinstance(rows, Rollout) and any(each.max_tokens for each in own_settings):
             raise UserError(
                 f"node `{now.node.id}` continues responses, and a dataset has a `max_response_length` of its own, at"
@@ -269,6 +263,10 @@ class NodeContext:
         if temperature is not None:
             rollout = _sampled_at(temperature, rollout)
         now.calls.add(callers, rollout)
+        before = (
+            dict(zip(callers, on_host(rows.temperature).tolist(), strict=True)) if isinstance(rows, Rollout) else {}
+        )
+        now.calls.note_temperatures(policy, sampling.temperature, before, rollout)
         if now.part is not None:
             self._cut_off(now, under_way(rollout, sampling.max_tokens))
         on_device: Rollout = to_device(rollout, self.device)
@@ -332,8 +330,8 @@ class NodeContext:
                     watch.turn(of, number, start, end, step=now.metrics.step, node=now.node.id)
         if temperature is not None:
             rollout = _sampled_at(temperature, rollout)
-            now.calls.temperatures.setdefault(policy, set()).add(temperature)
         now.calls.add(callers, rollout)
+        now.calls.note_temperatures(policy, sampling.temperature, {}, rollout)
         if now.part is not None:
             self._cut_off(now, torch.tensor([each.ended is None for each in conversations], dtype=torch.bool))
         on_device: Rollout = to_device(rollout, self.device)
@@ -639,17 +637,6 @@ def _sampled_at(temperature: float, rollout: Rollout) -> Rollout:
     """The same rows, with the temperature of those that have grown noted."""
     grown = rollout.lengths > rollout.inherited
     return replace(rollout, temperature=rollout.temperature.masked_fill(grown, temperature))
-
-
-def _mixes_temperatures(
-    rows: Rollout, longest: int, settings: Sequence[ResponseSettings], own: float, temperature: float | None
-) -> bool:
-    """Whether responses go on at another temperature than they were begun at: the policy's `own`, or the given one."""
-    goes_on = [each.sampling.temperature if each.sampling else temperature or own for each in settings]
-    grows = on_host(under_way(rows, longest) & (rows.lengths > 0)).tolist()
-    begun = on_host(rows.temperature).tolist()
-    now = goes_on or [temperature or own] * len(begun)
-    return any(grow and (before or own) != after for grow, before, after in zip(grows, begun, now, strict=True))
 
 
 def _require_prompts(asked: str, group: Tensor) -> None:

@@ -88,8 +88,8 @@ class Nodes:
             result, calls = self._call(node, space, layout, values, dropped, step)
             if node.makes_rows:
                 if node.generates:
-                    result = calls.returned(result, space.path.shape[1])
                     self._require_temperature(node, result, calls)
+                    result = calls.returned(result, space.path.shape[1])
                 rows = new_rows(node, result, space, layout, self._transport.rank, calls)
                 space = step.gather(node.id, layout, *rows)
                 if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
@@ -171,15 +171,17 @@ class Nodes:
         for role in trained.intersection(calls.temperatures):
             handle = handles(self._run.module)[role]
             assert isinstance(handle, CausalLM)
-            if role in calls.mixed:
+            mixed = calls.mixed.get(role)
+            if mixed and not mixed.isdisjoint(map(tuple, on_host(rows.path.numbers).tolist())):
                 raise UserError(
                     f"node `{node.id}` continues responses at another temperature than they were begun at"
                     f" ({node.place}), and `{role}`, which is trained on them, scores a response at one; give both"
                     " calls the same"
                 )
-            asked = calls.temperatures[role].intersection(on_host(rows.temperature).tolist())
-            asked -= {0.0, handle.temperature}
-            if asked and not handle.reads_temperature:
+            asked = calls.temperatures[role] - {0.0, handle.temperature}
+            if not asked or handle.reads_temperature:
+                continue
+            if asked.intersection(on_host(rows.temperature).tolist()):
                 raise UserError(
                     f"node `{node.id}` generates at the temperature {max(asked):g} ({node.place}), and `{role}`, which"
                     f" is trained on these rows, scores them at `{role}.temperature`, {handle.temperature:g}; set that"

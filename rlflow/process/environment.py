@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlflow.errors import UserError
+from rlflow.process.status import PARENT_VARIABLE
 
 # Fabric, DeepSpeed and vLLM set them for good.
 PLACE = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -34,6 +35,20 @@ def require_started(world_size: int) -> None:
         raise UserError(
             f"torchrun started {started} processes, and `trainer.devices` x `trainer.num_nodes` is {world_size}; give"
             " `trainer.devices` the processes of a machine, and `trainer.num_nodes` the machines"
+        )
+
+
+def require_no_rank(devices: int) -> None:
+    """Refuse a run of one rank in a rank that a later run of the same script has started from the script's start.
+
+    Raises:
+        UserError: This process is such a rank.
+    """
+    if devices == 1 and PARENT_VARIABLE in os.environ:
+        raise UserError(
+            "`trainer.devices` is 1, and a later run of this script has more, whose further ranks run the script from"
+            " its start and would make this run again; give both the same `devices`, or make this run only `if"
+            ' os.environ.get("LOCAL_RANK", "0") == "0"`'
         )
 
 

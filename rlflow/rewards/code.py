@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rlflow.errors import UserError
@@ -13,7 +13,8 @@ from rlflow.rewards.reward import OnError, SampleReward, read_column
 from rlflow.worker import Limits, Sandbox
 
 _FENCE = re.compile(r"((?:(?!```).)*)(`{3,})([^`]*)")  # a line with three backticks once, and the language after them
-_OF_PYTHON = ("", "py", "python", "python3")
+_LANGUAGE = re.compile(r"[\w+#-]+")
+_PYTHON = ("py", "python", "python3")
 # The program and the tests come by the standard input; that all of them ran is known by a word at the end.
 _HARNESS = """
 import json, sys
@@ -101,38 +102,30 @@ class CodeTests(SampleReward):
 def program_in(text: str) -> str | None:
     """The last block of code in a text that names Python or no language; None without one."""
     program, opened, inline, indent, language, lines = None, "", False, "", "", list[str]()
-    every = text.replace("\r\n", "\n").split("\n")
-    for place, line in enumerate(every):
+    for line in text.replace("\r\n", "\n").split("\n"):
         before, fence, info = found.groups() if (found := _FENCE.fullmatch(line)) else ("", "", "")
-        begins, words, names = not before.strip(), info.lower().split(), info.strip().isidentifier()
+        begins, words = not before.strip(), info.lower().split()
         named = "".join(words[:1])
+        names = len(words) == 1 and _LANGUAGE.fullmatch(named) is not None
+        of_python = named in _PYTHON
         # Text before a fence is common, as in `Answer:```python`; it may also only speak of one, before the block.
         if not opened:
-            opens = begins or len(words) <= 1
-        elif language in _OF_PYTHON[1:]:
-            opens = inline and begins and named in _OF_PYTHON[1:]
+            opens = begins or names or not words
         else:
-            opens = inline and begins and fence != "" and (names or _is_closed(every[place + 1 :]))
+            opens = inline and begins and (of_python or (names and language not in _PYTHON))
         if opens:
-            opened, inline, indent = fence, not begins, before if begins else ""
-            language, lines = named, []
+            opened, inline, indent, language, lines = fence, not begins, before if begins else "", named, []
         elif (
             len(fence) >= len(opened) > 0
             and begins
             and len(before) <= len(indent) + 3
             and not names  # which opens a block in the program's text; `</answer>` is after it
         ):
-            program = "\n".join([*lines, ""]) if language in _OF_PYTHON else program
+            program = "\n".join([*lines, ""]) if language in ("", *_PYTHON) else program
             opened = ""
         else:
             lines.append(line.removeprefix(indent))
     return program
-
-
-def _is_closed(ahead: Sequence[str]) -> bool:
-    """Whether the next fence in these lines may close a block, and those after it are in pairs."""
-    fences = [found.groups() for line in ahead if (found := _FENCE.fullmatch(line))]
-    return len(fences) % 2 == 1 and not fences[0][0].strip() and not fences[0][2].strip().isidentifier()
 
 
 def _are_pairs(tests: Any) -> bool:

@@ -144,12 +144,10 @@ def sample(
             texts[row] = decode([*_tokens(begun, row), *completion.token_ids])
             on_end(row, texts[row], begun.rows[row])
     rollout = _extended(begun, completions, version)
-    if has_own:
-        temperatures = torch.tensor([0.0 if each is None else each.temperature for each in own], dtype=torch.float64)
-        grown = rollout.lengths > begun.lengths
-        rollout = replace(rollout, temperature=torch.where(grown, temperatures, begun.temperature))
+    temperatures = torch.tensor([0.0 if each is None else each.temperature for each in own], dtype=torch.float64)
     return replace(
         rollout,
+        temperature=torch.where(rollout.lengths > begun.lengths, temperatures, begun.temperature),
         texts=[texts[row] if row in texts else decode(_tokens(rollout, row)) for row in range(len(read))],
     )
 

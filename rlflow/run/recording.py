@@ -53,13 +53,13 @@ class Recording:
         self.console = console
         self._done_before = resume.done
         self._first_step = 0 if resume.checkpoint is None else resume.done + 1
-        self._cuts = resume.goes_on
+        self._goes_on = resume.goes_on
         self._started: list[Logger] = []
         self.before: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         try:
-            self._start(each for each in self._loggers if not (self._cuts and each in self._own))
+            self._start([each for each in self._loggers if not self._goes_on or isinstance(each, LightningLogger)])
         except BaseException:
             self._finalize("failed")
             raise
@@ -73,9 +73,9 @@ class Recording:
     def begin(self, validation: dict[str, float]) -> None:
         """Record the validation before the first step, if there was one; called by all ranks.
 
-        The run's own files lose their records of later steps here, and not before a resume is known to fit.
+        Loggers on files cut records of later steps when they start, so in a resumed run they start here: it fits.
         """
-        self._start(each for each in self._loggers if each not in self._started)
+        self._start([each for each in self._loggers if each not in self._started])
         self._write(validation, self._done_before)
         if validation:
             self.before = validation

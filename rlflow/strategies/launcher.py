@@ -30,7 +30,6 @@ REPORTED = 2  # the exit code of a rank that has reported a `UserError` on the t
 
 _watch: _Watch | None = None  # of the ranks that this process started; later runs of its script are theirs too
 _by_rank_0 = False  # whether this machine's rank 0 started this process
-_alone = False  # whether this process made a run of one rank, which further ranks of its script would make again
 
 
 class RankLauncher(_SubprocessScriptLauncher):
@@ -63,8 +62,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
         Raises:
             Answered: In rank 0, if another rank died or did not join a collective. A line on the terminal names it.
-            UserError: There are several ranks, and this process has no command that could be run again, or has made a
-                run alone.
+            UserError: There are several ranks, and this process has no command that could be run again.
         """
         global _watch, _by_rank_0  # of the process, as its ranks are
         environment = self.cluster_environment
@@ -88,12 +86,6 @@ class RankLauncher(_SubprocessScriptLauncher):
             return _watch.over(function, *args, **kwargs)
         if self.num_processes > 1:
             require_command(self.num_processes)
-            if _alone:
-                raise UserError(
-                    f"`trainer.devices` is {self.num_processes}, and each further rank runs this script from its start,"
-                    " so it would make the script's earlier run of one rank again; give all runs of a script the same"
-                    " `devices`, or write this one to another script"
-                )
         os.environ |= {PARENT_VARIABLE: str(os.getpid()), BOARD_VARIABLE: str(status.board().path)}
         with handed_arguments():
             self._call_children_scripts()
@@ -103,12 +95,6 @@ class RankLauncher(_SubprocessScriptLauncher):
         if self.procs:
             _watch = watch
         return watch.over(function, *args, **kwargs)
-
-
-def note_alone() -> None:
-    """Note that this process makes a run of one rank."""
-    global _alone
-    _alone = True
 
 
 def require_command(devices: int) -> None:

@@ -95,12 +95,12 @@ class TrainingStrategy:
     partition_within: int | None = None
     _as_given: TrainingStrategy | None = None
 
-    def unused(self) -> TrainingStrategy:
-        """This strategy, or if a run has used it, a copy of it as it was before: Fabric starts one once."""
-        return self if self._as_given is None else self._as_given.unused()
+    def as_given(self) -> TrainingStrategy:
+        """This strategy, or if a run has started it, a copy of it as it was before: Fabric starts one once."""
+        return self if self._as_given is None else copy.deepcopy(self._as_given)
 
-    def use(self) -> None:
-        """Note how this strategy is before a run, whose processes and roles it then holds."""
+    def note_as_given(self) -> None:
+        """Note how this strategy is before a run starts it, whose processes and roles it then holds."""
         self._as_given = copy.deepcopy(self)
 
     def _configure(

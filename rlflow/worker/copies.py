@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import random
-from array import array
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from copy import copy, deepcopy
 from typing import Any
 
 import numpy as np
 from torch import Generator, Tensor
 
-WHOLE = (random.Random, np.random.Generator, np.random.RandomState, Generator, Tensor)  # not subclasses: parameters
+HOLDS_OTHERS = (list, dict, defaultdict, OrderedDict, Counter, deque)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, Generator)
 
 
 def copied(value: Any) -> Any:
     """A value with data of its own; other objects, such as clients, locks and models, are the same ones.
 
     Data are lists, tuples, dicts, sets, deques, arrays and tensors, also in each other, and generators of random
-    numbers.
+    numbers. Subclasses of these are other objects (a parameter, a memory-mapped array), and so is a read-only array.
     """
-    if isinstance(value, dict | list | deque):
+    kind = type(value)
+    if kind in HOLDS_OTHERS:
         own = copy(value)
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             own[key] = copied(each)
         return own
-    if type(value) is tuple:
+    if kind is tuple:
         return tuple(map(copied, value))
-    if isinstance(value, set | bytearray | array | np.ndarray):
-        return copy(value)
-    return deepcopy(value) if type(value) in WHOLE else value
+    if kind is Tensor:
+        return value.detach().clone()
+    if kind in GENERATORS or (kind is np.ndarray and value.flags.writeable):
+        return deepcopy(value)
+    return copy(value) if kind in (set, bytearray) else value

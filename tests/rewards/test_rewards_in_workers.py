@@ -104,6 +104,7 @@ def test_a_program_is_scored_by_its_tests() -> None:
         "It is in ``` fences:\n```\nP\n```",
         "Use ```\n```python {.line}\nP\n```",
         "Answer:```\nx\n```\nThen:\n```\nP\n```",
+        "Answer:```\nP\n```\nThen\n```\nnever closed",
     ],
 )
 def test_the_program_is_the_last_whole_block_of_python_or_of_no_language(text: str) -> None:

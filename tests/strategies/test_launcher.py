@@ -20,11 +20,21 @@ from rlflow.errors import UserError
 from rlflow.process import status
 from rlflow.process.environment import PLACE
 from rlflow.process.status import Board
-from rlflow.strategies import launcher
 from rlflow.strategies.launcher import RankLauncher, _say, _Watch, require_command
 
 HERE = socket.gethostname()
 SCRIPT = Path(__file__).with_name("ranks_script.py")
+TWO_RUNS = """
+from rlflow import Trainer
+from rlflow.algorithms import GRPO
+
+def length(response):
+    return len(response)
+
+for name, devices in (("alone", 1), ("together", 2)):
+    trainer = Trainer(name, max_steps=1, devices=devices, accelerator="cpu")
+    trainer.fit(GRPO("tiny", reward=length, group_size=2, max_response_length=4), [{"prompt": "1+1="}] * 32)
+"""
 
 
 @dataclass(frozen=True)
@@ -168,14 +178,14 @@ def test_a_run_leaves_no_place_in_a_job_that_a_later_one_would_take_for_its_own(
     assert {name: os.environ.get(name) for name in PLACE} == before
 
 
-def test_a_script_that_made_a_run_alone_starts_no_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "my_run.py").touch()
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "my_run.py")])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
-    monkeypatch.setattr(launcher, "_alone", False)
-    launcher.note_alone()
-    with pytest.raises(UserError, match="is 2, and each further rank runs this script from its start, so it would"):
-        RankLauncher(LightningEnvironment(), num_processes=2, num_nodes=1).launch(print)
+@pytest.mark.slow
+def test_a_rank_does_not_make_an_earlier_run_of_one_rank_again(tmp_path: Path) -> None:
+    script = tmp_path / "my_run.py"
+    script.write_text(TWO_RUNS)
+    ran = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ran.returncode != 0
+    assert "`trainer.devices` is 1, and a later run of this script has more" in ran.stdout + ran.stderr
+    assert [path.name for path in tmp_path.glob("alone*")] == ["alone"]
 
 
 def test_ranks_are_started_by_a_script_or_module_and_not_by_a_notebook_or_prompt(
