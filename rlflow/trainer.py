@@ -257,6 +257,7 @@ class Trainer(RunningTrainer):
     ) -> Result:
         """Prepare a run, bring up its ranks, and `start` it on each."""
         from lightning.fabric import Fabric
+        from torch.distributed import is_initialized
 
         startup.begin()
         self.should_stop, self.global_step, self.current_epoch, self.callback_metrics = False, 0, 0, {}
@@ -293,11 +294,11 @@ class Trainer(RunningTrainer):
                 )
             require_started(settings.world_size)
             require_no_rank(settings.world_size)
-            if 1 < (ranks := Transport().world_size) != settings.world_size:
+            if is_initialized() and (ranks := Transport().world_size) != settings.world_size:
                 raise UserError(
-                    f"`trainer.devices` gives {settings.world_size} rank{'s' * (settings.world_size > 1)}, and this"
-                    f" process is one of the {ranks} ranks of an earlier run, which make each run together; give the"
-                    " same number and call it on all ranks, or write it to another script"
+                    f"`trainer.devices` gives {settings.world_size} rank{'s' * (settings.world_size > 1)}, and an"
+                    f" earlier run in this process had {ranks}, which make each run of a script together; give the same"
+                    " number and call it on all ranks, or write it to another script"
                 )
             with warnings.catch_warnings():
                 if "SLURM_JOB_ID" not in os.environ:  # in a job the hint is right

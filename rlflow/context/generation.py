@@ -179,12 +179,10 @@ class Calls:
     Attributes:
         tokens: Tokens that were sampled in these calls.
         temperatures: By policy, the temperatures of the rows that its calls made, as in `Rollout.temperature`.
-        mixed: By policy, paths of the responses that go on at another temperature than they were begun at.
     """
 
     tokens: int = 0
     temperatures: dict[str, set[float]] = field(default_factory=dict)
-    mixed: dict[str, set[Path]] = field(default_factory=dict)
     _count: Counter[Path] = field(default_factory=Counter)
     _children: Counter[Path] = field(default_factory=Counter)
     _inherited: dict[Path, int] = field(default_factory=dict)  # of each row that was made
@@ -194,38 +192,20 @@ class Calls:
         of_rows = [(self._count[row], self._children[row]) for row in parents]
         return torch.tensor(of_rows, dtype=torch.int64).view(-1, 2)
 
-    def add(self, parents: Sequence[Path], made: Rollout) -> None:
+    def add(self, policy: str, parents: Sequence[Path], made: Rollout) -> None:
         """Note a call, after it.
 
         Args:
+            policy: The policy that generated.
             parents: Paths of the rows that were answered or continued.
             made: Their children, on the CPU.
         """
         self._count.update(parents)
         self.tokens += _sampled(made)
+        self.temperatures.setdefault(policy, set()).update(made.temperature.tolist())
         paths = [tuple(path) for path in made.path.numbers.tolist()]
         self._children.update(path[:-1] for path in paths)
         self._inherited |= zip(paths, made.inherited.tolist(), strict=True)
-
-    def note_temperatures(self, policy: str, own: float, begun: Mapping[Path, float], made: Rollout) -> None:
-        """Note at which temperatures a call has sampled.
-
-        Args:
-            policy: The policy that it was a call of.
-            own: Temperature of the policy, for which 0 stands in a row.
-            begun: Temperatures of the rows that were continued, by path.
-            made: The rows that the call made, on the CPU.
-        """
-        temperatures = made.temperature.tolist()
-        self.temperatures.setdefault(policy, set()).update(temperatures)
-        if begun:
-            paths = [tuple(path) for path in made.path.numbers.tolist()]
-            grown = ((made.lengths > made.inherited) & (made.inherited > 0)).tolist()
-            self.mixed.setdefault(policy, set()).update(
-                path
-                for path, goes_on, now in zip(paths, grown, temperatures, strict=True)
-                if goes_on and (begun[path[:-1]] or own) != (now or own)
-            )
 
     def returned(self, rollout: Rollout, depth: int) -> Rollout:
         """A node's result, changed so that a token which several rows share is in the loss mask of one of them alone.

@@ -262,11 +262,10 @@ class NodeContext:
         )
         if temperature is not None:
             rollout = _sampled_at(temperature, rollout)
-        now.calls.add(callers, rollout)
-        before = (
-            dict(zip(callers, on_host(rows.temperature).tolist(), strict=True)) if isinstance(rows, Rollout) else {}
-        )
-        now.calls.note_temperatures(policy, sampling.temperature, before, rollout)
+        if isinstance(rows, Rollout):
+            before = dict(zip(callers, on_host(rows.temperature).tolist(), strict=True))
+            rollout = _mixed_marked(rollout, before, sampling.temperature)
+        now.calls.add(policy, callers, rollout)
         if now.part is not None:
             self._cut_off(now, under_way(rollout, sampling.max_tokens))
         on_device: Rollout = to_device(rollout, self.device)
@@ -330,8 +329,7 @@ class NodeContext:
                     watch.turn(of, number, start, end, step=now.metrics.step, node=now.node.id)
         if temperature is not None:
             rollout = _sampled_at(temperature, rollout)
-        now.calls.add(callers, rollout)
-        now.calls.note_temperatures(policy, sampling.temperature, {}, rollout)
+        now.calls.add(policy, callers, rollout)
         if now.part is not None:
             self._cut_off(now, torch.tensor([each.ended is None for each in conversations], dtype=torch.bool))
         on_device: Rollout = to_device(rollout, self.device)
@@ -637,6 +635,20 @@ def _sampled_at(temperature: float, rollout: Rollout) -> Rollout:
     """The same rows, with the temperature of those that have grown noted."""
     grown = rollout.lengths > rollout.inherited
     return replace(rollout, temperature=rollout.temperature.masked_fill(grown, temperature))
+
+
+def _mixed_marked(made: Rollout, before: Mapping[tuple[int, ...], float], own: float) -> Rollout:
+    """The same rows, with the temperature NaN for those that go on at another one than they were begun at.
+
+    Args:
+        made: Continuations, on the CPU.
+        before: Temperatures of the continued rows, by path.
+        own: Temperature of the policy, for which 0 stands in a row.
+    """
+    begun = torch.tensor([before[tuple(path[:-1])] for path in made.path.numbers.tolist()], dtype=torch.float64)
+    was, now = (each.masked_fill(each == 0, own) for each in (begun, made.temperature))
+    grown = (made.lengths > made.inherited) & (made.inherited > 0)
+    return replace(made, temperature=made.temperature.masked_fill(begun.isnan() | (grown & (was != now)), torch.nan))
 
 
 def _require_prompts(asked: str, group: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from math import isnan
 from typing import Any
 
 import torch
@@ -168,22 +169,22 @@ class Nodes:
         graph = self._run.graph
         readers = (other for other in graph.order if other.kind == "train")
         trained = {str(other.role) for other in readers if node.id in map(graph.space_of, other.reads)}
-        for role in trained.intersection(calls.temperatures):
-            handle = handles(self._run.module)[role]
-            assert isinstance(handle, CausalLM)
-            mixed = calls.mixed.get(role)
-            if mixed and not mixed.isdisjoint(map(tuple, on_host(rows.path.numbers).tolist())):
+        asked = set[float]().union(*calls.temperatures.values()) - {0.0}
+        for role in trained if asked else ():
+            handle, own = handles(self._run.module)[role], calls.temperatures.get(role, set())
+            if not isinstance(handle, CausalLM) or (handle.reads_temperature and not any(map(isnan, asked))):
+                continue
+            here = {*on_host(rows.temperature).tolist()}
+            if any(map(isnan, here)) and (own or handle.reads_temperature):
                 raise UserError(
                     f"node `{node.id}` continues responses at another temperature than they were begun at"
                     f" ({node.place}), and `{role}`, which is trained on them, scores a response at one; give both"
                     " calls the same"
                 )
-            asked = calls.temperatures[role] - {0.0, handle.temperature}
-            if not asked or handle.reads_temperature:
-                continue
-            if asked.intersection(on_host(rows.temperature).tolist()):
+            others = own & here - {0.0, handle.temperature}
+            if others and not handle.reads_temperature:
                 raise UserError(
-                    f"node `{node.id}` generates at the temperature {max(asked):g} ({node.place}), and `{role}`, which"
+                    f"node `{node.id}` generates at the temperature {max(others):g} ({node.place}), and `{role}`, which"
                     f" is trained on these rows, scores them at `{role}.temperature`, {handle.temperature:g}; set that"
                     " temperature, and leave it out of the call"
                 )

@@ -49,7 +49,7 @@ class Environment:
         tools: Functions that the policy may call in addition to methods, or their dotted paths.
         arguments: Arguments of the class. For several environments, the arguments of each, by the same names. Each
             conversation has its own copy of lists, dicts, sets, arrays, tensors and random generators; other objects,
-            such as a client or a lock, or a read-only array, are shared.
+            such as a client, a lock, or an array of more than 1 MiB, are shared.
         by: The column of the dataset that names one of several environments.
         max_turns: Maximum number of turns of the policy.
         max_tool_calls: Maximum number of tool calls; further calls are refused. A turn whose calls are all refused ends

@@ -13,7 +13,6 @@ from rlflow.rewards.reward import OnError, SampleReward, read_column
 from rlflow.worker import Limits, Sandbox
 
 _FENCE = re.compile(r"((?:(?!```).)*)(`{3,})([^`]*)")  # a line with three backticks once, and the language after them
-_LANGUAGE = re.compile(r"[\w+#-]+")
 _PYTHON = ("py", "python", "python3")
 # The program and the tests come by the standard input; that all of them ran is known by a word at the end.
 _HARNESS = """
@@ -106,11 +105,10 @@ def program_in(text: str) -> str | None:
         before, fence, info = found.groups() if (found := _FENCE.fullmatch(line)) else ("", "", "")
         begins, words = not before.strip(), info.lower().split()
         named = "".join(words[:1])
-        names = len(words) == 1 and _LANGUAGE.fullmatch(named) is not None
-        of_python = named in _PYTHON
+        names, of_python = info.strip().isidentifier(), named in _PYTHON
         # Text before a fence is common, as in `Answer:```python`; it may also only speak of one, before the block.
         if not opened:
-            opens = begins or names or not words
+            opens = begins or (len(words) <= 1 and not named.endswith((":", ".", ",")))
         else:
             opens = inline and begins and (of_python or (names and language not in _PYTHON))
         if opens:

@@ -131,6 +131,7 @@ def _fit(
                 console.say(line)
             parts.begin()
             attempt(run.transport, folder.path, partial(_remove_later, run, folder, resume))
+            recording.start_rest()
             summary = Fit(run, controller, parts, saving, recording, callbacks, state, metrics, trace).train(resume)
         except BaseException as error:
             saving.abandon()

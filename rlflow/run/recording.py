@@ -70,12 +70,12 @@ class Recording:
     ) -> None:
         self._finalize("success" if error is None else "failed")
 
-    def begin(self, validation: dict[str, float]) -> None:
-        """Record the validation before the first step, if there was one; called by all ranks.
-
-        Loggers on files cut records of later steps when they start, so in a resumed run they start here: it fits.
-        """
+    def start_rest(self) -> None:
+        """Start the loggers that cut records of later steps, now that a resume is known to fit."""
         self._start([each for each in self._loggers if each not in self._started])
+
+    def begin(self, validation: dict[str, float]) -> None:
+        """Record the validation before the first step, if there was one; called by all ranks."""
         self._write(validation, self._done_before)
         if validation:
             self.before = validation

@@ -99,7 +99,7 @@ class Rollout(Placed):
             each -1 the log-probability of the sampled token. `sampler_logprobs` has them by token.
         temperature: `[B]` float64, the temperature that a row's dataset sets for its responses, see
             `MixedDataset.sampling`, or the call of `generate`. Models divide the row's logits by it. 0 where each model
-            has its own.
+            has its own, and NaN where a call continued the response at another temperature.
         segments: `[sum]` int64, numbers of tokens in a conversation: of the policy's first turn, of the answer to it,
             of the second turn, and so on. There are no entries if a response is one turn.
         turn_rewards: `[sum]`, the environment's reward for each turn of a conversation. There are no entries if a

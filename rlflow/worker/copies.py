@@ -11,6 +11,7 @@ import numpy as np
 from torch import Generator, Tensor
 
 HOLDS_OTHERS = (list, dict, defaultdict, OrderedDict, Counter, deque)
+MOST_BYTES = 2**20  # of an array or a tensor that is copied: larger ones are tables, which code only reads
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, Generator)
 
 
@@ -18,7 +19,8 @@ def copied(value: Any) -> Any:
     """A value with data of its own; other objects, such as clients, locks and models, are the same ones.
 
     Data are lists, tuples, dicts, sets, deques, arrays and tensors, also in each other, and generators of random
-    numbers. Subclasses of these are other objects (a parameter, a memory-mapped array), and so is a read-only array.
+    numbers. Subclasses of these are other objects (a parameter, a memory-mapped array), and so are arrays and tensors
+    that are read-only, hold objects or have more than 1 MiB.
     """
     kind = type(value)
     if kind in HOLDS_OTHERS:
@@ -29,7 +31,10 @@ def copied(value: Any) -> Any:
     if kind is tuple:
         return tuple(map(copied, value))
     if kind is Tensor:
-        return value.detach().clone()
-    if kind in GENERATORS or (kind is np.ndarray and value.flags.writeable):
+        return value.detach().clone() if value.nbytes <= MOST_BYTES else value
+    if kind is np.ndarray:
+        is_data = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= MOST_BYTES
+        return value.copy() if is_data else value
+    if kind in GENERATORS:
         return deepcopy(value)
     return copy(value) if kind in (set, bytearray) else value

@@ -288,7 +288,8 @@ class Warmed(RaggedGRPO):
 
     @node(generates="actor")
     def rollout(self, trunk: Rollout) -> Rollout:
-        rollout: Rollout = self.actor.generate(trunk, self.group_size, temperature=self.then)
+        begun = self.actor.generate(trunk, self.group_size, temperature=self.then, max_new_tokens=2)
+        rollout: Rollout = self.actor.generate(begun)
         return rollout
 
 

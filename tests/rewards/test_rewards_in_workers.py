@@ -105,6 +105,8 @@ def test_a_program_is_scored_by_its_tests() -> None:
         "Use ```\n```python {.line}\nP\n```",
         "Answer:```\nx\n```\nThen:\n```\nP\n```",
         "Answer:```\nP\n```\nThen\n```\nnever closed",
+        "Save as:```main.py\nX\n```\nthen\n```python\nP\n```",
+        "```python\nP\n```---",
     ],
 )
 def test_the_program_is_the_last_whole_block_of_python_or_of_no_language(text: str) -> None:

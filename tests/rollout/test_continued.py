@@ -121,7 +121,7 @@ def test_each_token_is_in_the_loss_mask_of_one_row(plain: RolloutEngine) -> None
     leaves = continued(plain, branches, n=2, temperature=1.0)
     calls = Calls()
     for made in (trunk, branches, leaves):
-        calls.add([], made)
+        calls.add("actor", [], made)
     had: dict[tuple[int, ...], int] = {
         tuple(path): length
         for made in (branches, leaves)
@@ -152,7 +152,7 @@ def test_a_second_call_trains_the_rest_with_its_own_seeds_and_numbers(
     second = continued(plain, long, n=2, temperature=1.0, earlier=earlier)
     calls = Calls()
     for made_by_call in (first, second):
-        calls.add([], made_by_call)
+        calls.add("actor", [], made_by_call)
     mask = calls.returned(first.concat(second), depth=2).loss_mask[len(first.lengths) :]
     went_on = ~trunk.finished
     for row, path in enumerate(second.path.numbers.tolist()):
