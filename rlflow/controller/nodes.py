@@ -171,17 +171,19 @@ class Nodes:
         trained = {str(other.role) for other in readers if node.id in map(graph.space_of, other.reads)}
         asked = set[float]().union(*calls.temperatures.values()) - {0.0}
         for role in trained if asked else ():
-            handle, own = handles(self._run.module)[role], calls.temperatures.get(role, set())
-            if not isinstance(handle, CausalLM) or (handle.reads_temperature and not any(map(isnan, asked))):
+            handle, sampled = handles(self._run.module)[role], calls.temperatures.get(role, set())
+            if not isinstance(handle, CausalLM):
                 continue
+            if not (any(map(isnan, asked)) if handle.reads_temperature else sampled):
+                continue  # and wait for no copy of the rows' temperatures
             here = {*on_host(rows.temperature).tolist()}
-            if any(map(isnan, here)) and (own or handle.reads_temperature):
+            if any(map(isnan, here)):
                 raise UserError(
                     f"node `{node.id}` continues responses at another temperature than they were begun at"
                     f" ({node.place}), and `{role}`, which is trained on them, scores a response at one; give both"
                     " calls the same"
                 )
-            others = own & here - {0.0, handle.temperature}
+            others = sampled & here - {0.0, handle.temperature}
             if others and not handle.reads_temperature:
                 raise UserError(
                     f"node `{node.id}` generates at the temperature {max(others):g} ({node.place}), and `{role}`, which"

@@ -59,7 +59,7 @@ class Recording:
 
     def __enter__(self) -> Self:
         try:
-            self._start([each for each in self._loggers if not self._goes_on or isinstance(each, LightningLogger)])
+            self._start([each for each in self._loggers if not (self._goes_on and each in self._own)])
         except BaseException:
             self._finalize("failed")
             raise
@@ -71,7 +71,7 @@ class Recording:
         self._finalize("success" if error is None else "failed")
 
     def start_rest(self) -> None:
-        """Start the loggers that cut records of later steps, now that a resume is known to fit."""
+        """Start the run's own loggers, which cut records of later steps, now that a resume is known to fit."""
         self._start([each for each in self._loggers if each not in self._started])
 
     def begin(self, validation: dict[str, float]) -> None:

@@ -31,7 +31,7 @@ def copied(value: Any) -> Any:
     if kind is tuple:
         return tuple(map(copied, value))
     if kind is Tensor:
-        return value.detach().clone() if value.nbytes <= MOST_BYTES else value
+        return value.detach().clone() if value.numel() * value.element_size() <= MOST_BYTES else value
     if kind is np.ndarray:
         is_data = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= MOST_BYTES
         return value.copy() if is_data else value
