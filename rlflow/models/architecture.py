@@ -52,6 +52,7 @@ def check_architecture(
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
 
@@ -60,7 +61,8 @@ def check_architecture(
     kind: Any = beside or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # its language model
     reason: str | None
     if reads_pictures(config):
-        reason = _refusal_of_pictures(config, scores_tokens)
+        of_pictures = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        reason = _refusal(config, of_pictures, scores_tokens, trust_remote_code=False)
     elif config.get_text_config() is not config:
         reason = (
             "reads more than text, and of such models only those of the types"
@@ -73,25 +75,15 @@ def check_architecture(
         reason = f"is no causal language model of transformers'{named}; give one"
     elif not scores_tokens and beside is None and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         reason = "is no model for sequence classification of transformers', as one of values or rewards is; give one"
-    elif getattr(config, "quantization_config", None) is not None:
-        reason = "has quantised weights, which cannot be trained; give the model without quantisation"
     else:
         reason = _refusal(config, kind, scores_tokens, trust_remote_code)
     if reason is not None:
         raise UserError(f"{said_by} is of the type {config.model_type!r}: it {reason}")
 
 
-def _refusal_of_pictures(config: Any, scores_tokens: bool) -> str | None:
-    """Why a model that reads pictures is refused; its decoder is checked like any other."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
+def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: bool) -> str | None:
     if getattr(config, "quantization_config", None) is not None:
         return "has quantised weights, which cannot be trained; give the model without quantisation"
-    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    return _refusal(config, kind, scores_tokens, trust_remote_code=False)
-
-
-def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: bool) -> str | None:
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION - FEED_FORWARD
     if kind._is_stateful or kinds & STATE_LAYERS:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 ADAPTER = "default"  # peft's name of a model's only adapter
 PARAMETER = re.compile(rf"\.(lora_[AB])\.{ADAPTER}\.")
 CHUNK = 1 << 18  # 64-bit words, 2 MiB: after so many the random numbers of a fingerprint repeat
+Item = TypeVar("Item")
 MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that no chunk is lost modulo 2**64
 
 
@@ -61,23 +62,23 @@ def stored_buffers(model: Any) -> list[tuple[str, Any]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name not in computed]
 
 
-def in_buckets(weights: Iterable[Weight], nbytes: Callable[[Weight], int], limit: int) -> Iterator[list[Weight]]:
-    """The weights in their order, in buckets of at most `limit` bytes, or of one larger weight.
+def in_buckets(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Weights or other items in their order, in buckets of at most `limit`, or of one larger item.
 
     Args:
-        weights: Weights of a model.
-        nbytes: Returns the bytes of a whole weight.
-        limit: Most bytes of a bucket.
+        items: Items, such as the weights of a model.
+        size: Returns the size of an item, such as the bytes of a whole weight.
+        limit: Largest size of a bucket.
     """
-    bucket: list[Weight] = []
+    bucket: list[Item] = []
     filled = 0
-    for weight in weights:
-        size = nbytes(weight)
-        if bucket and filled + size > limit:
+    for item in items:
+        more = size(item)
+        if bucket and filled + more > limit:
             yield bucket
             bucket, filled = [], 0
-        bucket.append(weight)
-        filled += size
+        bucket.append(item)
+        filled += more
     if bucket:
         yield bucket
 

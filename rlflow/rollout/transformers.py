@@ -7,7 +7,7 @@ place of the embeddings of their tokens while prompts are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rlflow.errors import UserError
 from rlflow.models.architecture import positions as positions_of
@@ -24,7 +25,7 @@ from rlflow.models.mixers import mixers_of
 from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
 from rlflow.models.pictures import PictureProcessor, reads_pictures
 from rlflow.models.remote_code import code_beside
-from rlflow.models.weights import stored_buffers
+from rlflow.models.weights import in_buckets, stored_buffers
 from rlflow.rollout.engine import (
     Completion,
     EngineMemory,
@@ -209,7 +210,11 @@ class TransformersEngine(InProcessEngine):
         kind = torch.tensor([distinct.index(how) for how in each], device=self._device)  # [B]
         notes_support = [how.notes_support(self._most_kept) for how in each]
         rows = torch.arange(size, device=self._device)  # those still in the batch
-        ids, mask = (x.to(self._device) for x in _left_padded(prompts))  # [b, P]
+        whole = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
+        ids, mask = (  # [b, P], padded on the left so that each row ends where its response begins
+            pad_sequence(rows_of, batch_first=True, padding_side="left").to(self._device)
+            for rows_of in (whole, [torch.ones_like(row) for row in whole])
+        )
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         features: Features | None = None
         if any(pictures):
@@ -318,7 +323,7 @@ class TransformersEngine(InProcessEngine):
         assert self._processor is not None
         distinct = list(dict.fromkeys(chain.from_iterable(pictures)))
         values, deep, starts = list[Tensor](), list[list[Tensor]](), dict[Picture, int]()
-        for some in _together(distinct, self._processor.patches, self.max_prefill_tokens):
+        for some in in_buckets(distinct, self._processor.patches, self.max_prefill_tokens):
             inputs = {name: tensor.to(self._device) for name, tensor in self._processor.inputs(some).items()}
             output = self._model.get_image_features(**inputs, return_dict=True)
             values.append(_joined(output.pooler_output))
@@ -373,18 +378,6 @@ class Features:
             return {"inputs_embeds": embeddings}
         deep = [layer[read] for layer in self.deep]
         return {"inputs_embeds": embeddings, "visual_pos_masks": there, "deepstack_visual_embeds": deep}
-
-
-def _together(pictures: Sequence[Picture], patches: Callable[[Picture], int], most: int) -> list[list[Picture]]:
-    """The pictures in their order, in groups of at most `most` patches, or of one picture that has more."""
-    groups, left = list[list[Picture]](), 0
-    for picture in pictures:
-        if not groups or patches(picture) > left:
-            groups.append([])
-            left = most
-        groups[-1].append(picture)
-        left -= patches(picture)
-    return groups
 
 
 def _joined(features: Any) -> Tensor:
@@ -467,20 +460,3 @@ def _draws(seeds: Sequence[int], count: int) -> Tensor:
     generator = torch.Generator()
     rows = [torch.rand(count, generator=generator.manual_seed(seed), dtype=torch.float64) for seed in seeds]
     return torch.stack(rows)
-
-
-def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Token ids and mask `[B, P]` int64, padded on the left so that each row ends where its response begins.
-
-    The prompts `10 11 12` and `13` are
-
-        ids     10 11 12    mask    1 1 1
-                 0  0 13            0 0 1
-    """
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    return ids, mask
