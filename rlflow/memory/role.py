@@ -62,6 +62,7 @@ class LoadedRole:
         float32_head: Whether logits are computed in float32 even if weights are narrower.
         adapters: Whether only adapters are trained, and written.
         averaged: Number of parameters that are a moving average of another role's.
+        shares_prefixes: Whether its rows may share prefixes: not where layers carry a state, or adapters drop out.
     """
 
     size: ModelSize
@@ -90,6 +91,7 @@ class LoadedRole:
     float32_head: bool = False
     adapters: bool = False
     averaged: int = 0
+    shares_prefixes: bool = True
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -402,6 +404,7 @@ def loaded_role(
         float32_head=strategy.float32_head,
         adapters=handle.lora is not None,
         averaged=_trainable(handle.owner, size) if isinstance(handle, Averaged) else 0,
+        shares_prefixes=not size.state and not handle.drops_out,
     )
     return replace(role, moments=role.moments + role.copies) if trained else role
 

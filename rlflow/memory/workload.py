@@ -168,12 +168,9 @@ class Workload:
         return 2 if any(self.graph.type_of(value) is Pairs for value in node.reads) else 1
 
     def computed_tokens(self, node: Node, shards: int) -> float:
-        """Tokens of a shard's forward passes in `node`; a prompt that samples share is counted once.
-
-        Rows of a model whose layers carry a state share no prompt.
-        """
+        """Tokens of a shard's forward passes in `node`; a prompt that samples share is counted once."""
         rows = self.rows(node.space) / shards
-        if not self.share_prefixes or (node.role is not None and self.roles[node.role].size.state):
+        if not self.share_prefixes or (node.role is not None and not self.roles[node.role].shares_prefixes):
             return rows * self.row_tokens(node)
         prompts = min(rows, max(1.0, self.prompts / shards))
         return prompts * self.lengths.prompt + rows * self.lengths.response * self._responses(node)

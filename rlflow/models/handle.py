@@ -250,6 +250,11 @@ class ModelHandle(ABC):
         """A forward pass over no rows: a number, 0-dim, that depends on every trained weight by a gradient of 0."""
         return self._scores(no_rows())[0].sum()
 
+    @property
+    def drops_out(self) -> bool:
+        """Whether adapters drop some of their inputs at random."""
+        return self.lora is not None and self.lora.dropout > 0
+
     def attach(self, forward: nn.Module, plan: ForwardPlan) -> None:
         """Score with `forward` from now on.
 
@@ -260,8 +265,7 @@ class ModelHandle(ABC):
         forward.eval()  # not chained: that of a DeepSpeed engine returns nothing
         self._forward = forward
         # Rows that share a token would also share its dropout, and its state.
-        noisy = self.lora is not None and self.lora.dropout > 0
-        shares = plan.share_prefixes and not noisy and not has_mixers(forward)
+        shares = plan.share_prefixes and not self.drops_out and not has_mixers(forward)
         reader = plan.reader if self._processor is None else PictureReader(self._processor, self.album)
         self.plan = replace(plan, share_prefixes=shares, side_by_side=reads_side_by_side(forward), reader=reader)
 

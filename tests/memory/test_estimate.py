@@ -16,6 +16,7 @@ from rlflow.memory.estimate import Memory, does_not_fit, memory_lines
 from rlflow.memory.role import LoadedRole, loaded_role
 from rlflow.memory.workload import Engine, loaded_engine
 from rlflow.models.causal_lm import CausalLM
+from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import GroupedOptimizer, Optimizer
 from rlflow.models.scalar import ValueModel
 from rlflow.models.sizes import ModelSize, size_of
@@ -227,6 +228,13 @@ def test_a_critic_is_as_large_as_a_classifier_of_one_label(tiny: Path) -> None:
     classifier = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
     assert size.parameters == sum(parameter.numel() for parameter in classifier.parameters())
     assert replace(ZERO3, size=size, trained=0).logits(80e9) == 2 * 4 * 500  # with the gradient, of each token
+
+
+@pytest.mark.parametrize(("dropout", "state", "shares"), [(0.0, 0, True), (0.1, 0, False), (0.0, 1, False)])
+def test_rows_with_dropout_or_a_state_share_no_prefix(dropout: float, state: int, shares: bool) -> None:
+    handle = CausalLM("tiny", optimizer=Optimizer(), lora=LoRA(dropout=dropout))
+    size = replace(SMALL, state=state)
+    assert loaded_role(handle, size, SingleProcess(), Layout((0,), 1), samples=8).shares_prefixes is shares
 
 
 def test_one_process_keeps_all_in_the_dtype_of_the_weights() -> None:

@@ -60,9 +60,8 @@ def test_a_prompt_is_computed_once_for_its_samples_on_a_rank(largest: PredictedS
     assert load.computed_tokens(loss, 512) == 8 * 512 + 128 * 1536
     assert load.computed_tokens(loss, 2**16) == 512 + 1536  # a sample to a rank
     assert replace(load, share_prefixes=False).computed_tokens(loss, 512) == 128 * 2048
-    actor = load.roles["actor"]
-    carries = replace(actor, size=replace(actor.size, state=1))  # which a prefix would hand on
-    assert replace(load, roles={**load.roles, "actor": carries}).computed_tokens(loss, 512) == 128 * 2048
+    alone = replace(load.roles["actor"], shares_prefixes=False)
+    assert replace(load, roles={**load.roles, "actor": alone}).computed_tokens(loss, 512) == 128 * 2048
 
 
 def test_an_edge_moves_the_bytes_of_its_columns(largest: PredictedStep) -> None:
