@@ -74,7 +74,7 @@ def pictured(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_pictures_that_cannot_be_read_are_refused_in_one_line_before_a_model_is_loaded(
+def test_pictures_that_cannot_be_read_are_refused_before_a_model_is_loaded(
     case: str, pictured: dict[str, Any], refused: Refused
 ) -> None:
     changes, line = CASES[case]

@@ -36,7 +36,7 @@ def run_of(module: Any, folder: Path, strategy: Any = SingleProcess, **settings:
     return Fit(module, sums(9, 3, held_out=3), folder, strategy, settings={"max_steps": 2, "save_last": 2, **settings})
 
 
-def test_every_language_model_is_sent_the_tokens_of_rows_that_a_trained_policy_samples_so() -> None:
+def test_every_language_model_is_sent_the_tokens_that_a_policy_could_sample() -> None:
     for settings, sent in ((TRUNCATED, ("support",)), ({}, ()), ({**TRUNCATED, "trainable": False}, ())):
         module = GRPO(CausalLM("tiny", **settings), OddCharacters(), kl=KL(0.1))  # type: ignore[arg-type]
         configure(module)

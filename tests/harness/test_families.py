@@ -99,7 +99,7 @@ def test_an_agent_s_calls_are_one_row_with_the_tokens_of_the_chat_template(
     assert (made.times.episodes.refused, made.times.episodes.rewritten) == (0, 0)
 
 
-def test_a_template_that_drops_earlier_thoughts_makes_a_row_of_each_turn_and_is_counted() -> None:
+def test_a_template_that_drops_earlier_thoughts_makes_a_row_of_each_turn() -> None:
     """Qwen3's: where the user answers, earlier thoughts go; where they were none, the row goes on."""
     written = Written("qwen3", tools=False)
     replies, answer = [THOUGHT + "4", "5", THOUGHT + "6"], message("user", "and?")

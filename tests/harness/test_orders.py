@@ -264,7 +264,7 @@ def check_in_two_orders(made: list[Script], draws: random.Random) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_what_several_answers_have_in_common_is_of_the_request_s_own_branch_and_of_the_first_answer(path: str) -> None:
+def test_what_answers_share_is_of_the_request_s_branch_and_of_the_first_answer(path: str) -> None:
     """Twins of two branches, whose answers often have the same words and seldom the same tokens."""
     for opening in "abcdef":
         made = [
@@ -277,7 +277,7 @@ def test_what_several_answers_have_in_common_is_of_the_request_s_own_branch_and_
 
 @settings(max_examples=30, deadline=None)
 @given(scripts(), st.randoms(use_true_random=False))
-def test_each_received_token_is_trained_once_and_rows_do_not_depend_on_who_comes_first(
+def test_each_received_token_is_trained_once_whoever_comes_first(
     made: list[Script], draws: random.Random
 ) -> None:
     check_in_two_orders(made, draws)

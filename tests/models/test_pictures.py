@@ -167,7 +167,7 @@ def test_a_model_of_text_is_given_no_prompt_with_pictures(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [CausalLM, ValueModel, RewardModel])
-def test_a_placeholder_that_a_policy_sampled_is_a_token_where_a_row_is_read_at_its_end(
+def test_a_placeholder_that_a_policy_sampled_is_a_token_at_a_row_s_end(
     kind: type[CausalLM | ValueModel | RewardModel], tmp_path: Path
 ) -> None:
     handle = kind("tiny")

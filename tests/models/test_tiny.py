@@ -125,7 +125,7 @@ def test_its_tokens_are_the_merges_in_their_order_within_the_words_of_qwen2(byte
     assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == expected
 
 
-def test_the_model_of_the_byte_bpe_has_its_vocabulary_and_the_end_and_template_of_tiny(byte_bpe: Path) -> None:
+def test_the_model_of_the_byte_bpe_has_its_vocabulary_and_tiny_s_template(byte_bpe: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(byte_bpe), AutoModelForCausalLM.from_pretrained(byte_bpe)
     assert (model.config.vocab_size, len(tokenizer), model.config.max_position_embeddings) == (2048, 2048, 8192)
     assert sum(parameter.numel() for parameter in model.parameters()) == KNOWN["tiny_bpe"].parameters

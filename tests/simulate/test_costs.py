@@ -240,7 +240,7 @@ def test_ranks_with_the_same_part_of_a_layer_are_on_as_many_nodes() -> None:
     assert score_seconds(layer, 1, 4, fast) == pytest.approx(1925 * 0.75 / 0.5e6 + 2 * 3 * 2e-3)
 
 
-def test_ranks_that_divide_experts_hold_a_share_of_these_and_exchange_tokens_twice_a_layer() -> None:
+def test_ranks_that_divide_experts_hold_a_share_and_exchange_twice_a_layer() -> None:
     sparse = replace(ZERO3, size=replace(ZERO3.size, experts=4, experts_per_token=2), masters=True)
     ranks = (0, 1, 2, 3)
     divided = replace(sparse, layout=Layout(ranks, 2, tensor_parallel_size=2, expert_parallel_size=4))

@@ -88,7 +88,7 @@ def test_ranks_that_divide_experts_train_as_plain_torch_in_float64(
         *((family, *sizes) for family in ("qwen3_moe", "mixtral") for sizes in ((2, 4), (2, 2), (1, 4))),
     ],
 )
-def test_a_critic_and_an_average_of_divided_experts_are_those_of_plain_torch_in_float64(
+def test_a_critic_and_an_average_of_divided_experts_are_those_of_plain_torch(
     family: str, layers: int, experts: int, tmp_path: Path, ranks4: RankPool
 ) -> None:
     critic = written(tmp_path / "critic", family, "SequenceClassification")

@@ -62,7 +62,7 @@ def test_adapters_train_alike_at_every_stage_and_on_divided_sequences(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layers", "experts"), [(2, 2, 1), (4, 2, 1), (4, 2, 2), (4, 1, 4)])
-def test_adapters_of_layers_that_ranks_divide_have_the_gradients_of_one_process_in_float64(
+def test_adapters_of_divided_layers_have_the_gradients_of_one_process(
     ranks: int, layers: int, experts: int, tiny: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder = tiny if experts == 1 else write_tiny_moe_model(tmp_path / "moe")

@@ -147,7 +147,7 @@ def test_before_the_first_update_there_is_no_momentum_whatever_is_stored(tiny: P
             assert torch.equal(found[kind].values, part.values), (key, kind)
 
 
-def test_an_optimizer_that_counts_in_its_groups_is_refused_where_states_are_saved_or_read(tiny: Path) -> None:
+def test_an_optimizer_that_counts_in_its_groups_is_refused_where_it_is_saved(tiny: Path) -> None:
     strategy = single("fp64")
     given = Optimizer(f"{__name__}.Counts", lr=1.0, arguments={"of_group": True})
     strategy.setup_role("actor", trained(tiny, given), tiny)

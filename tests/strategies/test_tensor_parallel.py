@@ -99,7 +99,7 @@ def test_a_critic_of_divided_layers_trains_as_plain_torch_in_float64(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "size", "other"), [(2, 2, 2), (4, 2, 4), (4, 4, 1)])
-def test_an_average_of_divided_layers_is_that_of_plain_torch_and_resumes_at_another_division(
+def test_an_average_of_divided_layers_is_plain_torch_s_and_resumes_otherwise(
     ranks: int, size: int, other: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder, pool = written(tmp_path, "qwen3"), request.getfixturevalue(f"ranks{ranks}")
