@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
 
 from rlflow.errors import UserError, did_you_mean
 
 Class = TypeVar("Class", bound=type)
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 _FEWER = "give fewer rows"
 _ENDS = "a run ends by `max_steps`, `max_epochs`, `max_seconds` or a callback"
@@ -42,6 +45,40 @@ TRAINER_ARGUMENTS = {
     "sync_batchnorm": "language models have no batch norms",
     "use_distributed_sampler": "rows are always divided over the ranks",
 }
+_TRAIN, _VALIDATION, _PROMPTS = (
+    f"rows or a LightningDataModule are the second argument, `{name}`" for name in ("train", "validation", "prompts")
+)
+_MODEL = "the algorithm is the first argument, `module`; rows are the second, `{}`"
+_WEIGHTS_ONLY = "leave it out; how a checkpoint is read is no setting"
+_RUN_S_MODEL = "set the module's `model` to the folder of the run"
+# Arguments of the methods of Lightning's `Trainer`.
+METHOD_ARGUMENTS = {
+    "fit": {
+        "model": _MODEL.format("train"),
+        "train_dataloaders": _TRAIN,
+        "val_dataloaders": "rows to validate on are the third argument, `validation`",
+        "datamodule": _TRAIN,
+        "ckpt_path": "it is an argument of `Trainer`",
+        "weights_only": _WEIGHTS_ONLY,
+    },
+    "validate": {
+        "model": _MODEL.format("validation"),
+        "dataloaders": _VALIDATION,
+        "datamodule": _VALIDATION,
+        "ckpt_path": _RUN_S_MODEL,
+        "verbose": "leave it out; metrics are always printed",
+        "weights_only": _WEIGHTS_ONLY,
+    },
+    "predict": {
+        "model": _MODEL.format("prompts"),
+        "dataloaders": _PROMPTS,
+        "datamodule": _PROMPTS,
+        "ckpt_path": _RUN_S_MODEL,
+        "return_predictions": "responses are in `<run_dir>-predict/responses.jsonl`",
+        "weights_only": _WEIGHTS_ONLY,
+    },
+}
+METHOD_ARGUMENTS["test"] = METHOD_ARGUMENTS["validate"]
 # Methods of Lightning's modules that rlflow does not call, with the beginnings of its hooks' names.
 MODULE_HOOKS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_before_", "on_after_")
 MODULE_METHODS = {
@@ -75,25 +112,32 @@ CALLBACK_HOOKS = {
 
 
 def with_known_arguments(cls: Class) -> Class:
-    """The class, whose constructor says of an argument that it does not have what to give instead.
+    """The trainer's class, whose constructor and methods say of an argument of Lightning's what to give instead.
 
     Raises:
-        UserError: By the constructor; it was given another argument.
+        UserError: By the constructor, `fit`, `validate`, `test` or `predict`; it was given another argument.
     """
-    construct = cls.__init__  # type: ignore[misc]
-    known = inspect.signature(cls).parameters
-
-    @functools.wraps(construct)
-    def constructed(self: object, *args: object, **kwargs: object) -> None:
-        for name in kwargs.keys() - known.keys():
-            raise UserError(f"{cls.__name__} has no argument `{name}`.{instead_of(name) or did_you_mean(name, known)}")
-        construct(self, *args, **kwargs)
-
-    cls.__init__ = constructed  # type: ignore[misc]
+    cls.__init__ = _answering(cls.__init__, cls.__name__, TRAINER_ARGUMENTS)  # type: ignore[misc]
+    for method, answers in METHOD_ARGUMENTS.items():
+        setattr(cls, method, _answering(getattr(cls, method), f"{cls.__name__}.{method}", answers))
     return cls
 
 
-def instead_of(argument: str) -> str:
+def _answering(call: Callable[Given, Result], name: str, answers: Mapping[str, str]) -> Callable[Given, Result]:
+    known = inspect.signature(call).parameters
+
+    @functools.wraps(call)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        for argument in kwargs:
+            if argument not in known:
+                hint = instead_of(argument, answers) or did_you_mean(argument, known)
+                raise UserError(f"{name} has no argument `{argument}`.{hint}")
+        return call(*args, **kwargs)
+
+    return called
+
+
+def instead_of(argument: str, answers: Mapping[str, str] = TRAINER_ARGUMENTS) -> str:
     """` Text`: what to write instead of an argument of Lightning's trainer; empty where it is none."""
-    text = TRAINER_ARGUMENTS.get(argument, "")
+    text = answers.get(argument, "")
     return f" {text[:1].upper()}{text[1:]}" if text else ""

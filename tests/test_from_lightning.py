@@ -31,7 +31,7 @@ from rlflow.callbacks import (
     Timer,
 )
 from rlflow.commands.fit import read_fit
-from rlflow.lightning_names import TRAINER_ARGUMENTS
+from rlflow.lightning_names import METHOD_ARGUMENTS, TRAINER_ARGUMENTS
 from rlflow.loggers import Logger
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess
@@ -439,6 +439,36 @@ def test_every_argument_of_lightning_s_trainer_is_taken_or_answered() -> None:
             Trainer(**{name: 1})  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"`trainer.gradient_clip_val` \(1\) is no known key\. Give `gradient_clipping"):
         read_fit(["--module", "SFT", "--module.actor", "tiny", "--trainer.gradient_clip_val", "1"])
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "answer"),
+    [
+        ("fit", "datamodule", "Rows or a LightningDataModule are the second argument, `train`"),
+        ("fit", "val_dataloaders", "Rows to validate on are the third argument, `validation`"),
+        ("fit", "ckpt_path", "It is an argument of `Trainer`"),
+        ("fit", "vaildation", 'Did you mean "validation"?'),
+        ("validate", "dataloaders", "Rows or a LightningDataModule are the second argument, `validation`"),
+        ("test", "ckpt_path", "Set the module's `model` to the folder of the run"),
+        ("predict", "datamodule", "Rows or a LightningDataModule are the second argument, `prompts`"),
+    ],
+)
+def test_an_argument_of_lightning_s_fit_and_others_is_answered(method: str, argument: str, answer: str) -> None:
+    with pytest.raises(UserError) as error:
+        getattr(Trainer(), method)(RLModule(), **{argument: None})
+    assert str(error.value) == f"Trainer.{method} has no argument `{argument}`. {answer}"
+
+
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+def test_every_argument_of_lightning_s_methods_has_an_answer_that_names_ours(method: str) -> None:
+    from lightning.pytorch import Trainer as LightningTrainer
+
+    theirs, ours = (list(inspect.signature(getattr(each, method)).parameters) for each in (LightningTrainer, Trainer))
+    assert set(METHOD_ARGUMENTS[method]) == set(theirs) - set(ours)
+    rows = {"fit": "train", "predict": "prompts"}.get(method, "validation")
+    assert ours[:3] == ["self", "module", rows]
+    assert f"`{rows}`" in METHOD_ARGUMENTS[method]["model"]
+    assert f"`{rows}`" in METHOD_ARGUMENTS[method]["datamodule"]
 
 
 @pytest.mark.parametrize(
