@@ -54,10 +54,12 @@ class LightningLogger(Logger):
     Attributes:
         place: Place among the run's loggers, by which its id is found in a resume.
         pictures: The run's function from the place of a row in the training data to the row's pictures; None for none.
+        say: Shows a line to the user.
     """
 
     place = 0
     pictures: Callable[[int], Sequence[Picture]] | None = None
+    say: Callable[[str], None] = print
 
     def __init__(self, logger: FabricLogger) -> None:
         self._given = logger
@@ -135,7 +137,8 @@ class WandbLogger(LightningLogger):
         project: Name of the project.
         name: Name of the run; None for the name of the run's folder.
         entity: User or team; None for the login's default.
-        mode: `offline` writes only to the run's folder; `wandb sync` can send the data later.
+        mode: `offline` writes only to the run's folder; `wandb sync` can send the data later. `online` needs a login.
+            None is as `WANDB_MODE` or W&B's settings say, else `online` with a login and `offline` without one.
     """
 
     project: str = "rlflow"
@@ -150,12 +153,19 @@ class WandbLogger(LightningLogger):
         import wandb
         from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
+        mode = self.mode
+        if mode is None and _lacks_a_key():
+            mode = "offline"
+            self.say(
+                f"W&B has no key here, so this run is logged offline in {folder / 'wandb'}; `wandb login` before a run"
+                " sends it, `wandb sync` sends it later"
+            )
         return LightningWandbLogger(
             name=self.name or folder.name,
             save_dir=folder,
             project=self.project,
             entity=self.entity,
-            mode=self.mode,  # its own `offline` would set an environment variable
+            mode=mode,  # its own `offline` would set an environment variable
             # Output is in the run's log already, and the code is the user's: neither is sent.
             settings=wandb.Settings(console="off", disable_code=True, silent=True),
         )
@@ -171,6 +181,24 @@ class TensorBoardLogger(LightningLogger):
         from lightning.pytorch.loggers import TensorBoardLogger as LightningTensorBoardLogger
 
         return LightningTensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False)
+
+
+def _lacks_a_key() -> bool:
+    """Whether W&B would ask for a key: no mode is set, and neither environment, netrc nor its settings have a key."""
+    try:  # no public function of W&B looks a key up without the network
+        from wandb.errors import AuthenticationError
+        from wandb.sdk import wandb_setup
+        from wandb.sdk.lib import wbauth
+    except ImportError:  # in another version
+        return False
+    settings = wandb_setup.singleton().settings
+    if os.environ.get("WANDB_MODE") or settings.mode != "online":
+        return False
+    try:
+        found = wbauth.authenticate_session(host=settings.base_url, source="rlflow", prompt=False, update_session=False)
+    except AuthenticationError:
+        return False  # a key that is malformed: W&B says so when it starts
+    return found is None
 
 
 def _read_runs(folder: Path) -> dict[str, str | int | None]:

@@ -45,7 +45,7 @@ class Recording:
         others = [each if isinstance(each, Logger) else LightningLogger(each) for each in loggers]
         for place, each in enumerate(others):
             if isinstance(each, LightningLogger):
-                each.place, each.pictures = place, run.train.pictures
+                each.place, each.pictures, each.say = place, run.train.pictures, console.say
         given = [each for each in others if type(each) not in (JSONLLogger, CSVLogger)]  # the run has its own
         self._loggers: list[Logger] = [*self._own, *given] if records else []
         self._run = run

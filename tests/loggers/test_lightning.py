@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlflow.errors import UserError
 from rlflow.loggers import TensorBoardLogger, WandbLogger
-from rlflow.loggers.lightning import LightningLogger
+from rlflow.loggers.lightning import LightningLogger, _lacks_a_key
 from rlflow.values.picture import Picture
 
 BLOCK = (
@@ -199,13 +199,48 @@ def test_the_command_line_which_may_hold_a_secret_is_not_recorded(
     assert not any(b"opensesame" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_online_without_a_login_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine where neither a mode nor a key of W&B is set."""
+    import wandb
+
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    wandb.teardown()  # it reads its settings once in a process
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("no_login")
+def test_online_without_a_login_is_the_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^`logger`: WandbLogger cannot start \(.*wandb login"):
         WandbLogger(mode="online").start(tmp_path)
+
+
+@pytest.mark.usefixtures("no_login")
+def test_without_a_login_wandb_logs_offline_and_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(WandbLogger(), tmp_path, {1: 0.5})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"W&B has no key here, so this run is logged offline in {tmp_path}/wandb; `wandb login` ")
+    assert Recorded(tmp_path).values("x") == [(1, 0.5)]
+
+
+@pytest.mark.usefixtures("no_login")
+def test_a_key_in_netrc_or_the_environment_or_a_mode_is_left_to_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _lacks_a_key()
+    for name, value in (("WANDB_API_KEY", "k" * 40), ("WANDB_API_KEY", "malformed"), ("WANDB_MODE", "online")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert not _lacks_a_key()
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {'k' * 40}\n")
+    assert not _lacks_a_key()
 
 
 def test_a_logger_that_is_only_named_imports_neither_wandb_nor_lightnings_trainer() -> None:
