@@ -58,6 +58,7 @@ OFTEN = (
     "trainer.ckpt_path",
     "trainer.fast_dev_run",
 )
+OF_FIT = ("trainer.ckpt_path", "trainer.fast_dev_run")  # those of them that only a training run needs
 # Arguments of Trainer that are top-level keys in a config.
 TOP_LEVEL = ("seed", "strategy", "rollout", "engines", "placement", "logger", "callbacks")
 
@@ -290,14 +291,16 @@ def _class_help(command: str, key: str, name: str | None, bases: Sequence[type])
 def _short_help(parser: OneLineParser) -> str:
     """Help that fits a screen: an example, and the first sentence of the options that most runs need."""
     of_config = {MODELS, NODES, *TOP_LEVEL}
+    command = parser.prog.split()[-1]
+    often = [key for key in OFTEN if command == "fit" or key not in OF_FIT]
     shown = [
         each
         for each in parser._actions
-        if each.dest in OFTEN or not ("." in each.dest or each.dest in of_config or each.dest == "help")
+        if each.dest in often or not ("." in each.dest or each.dest in of_config or each.dest == "help")
     ]
     places = "".join(f" {each.dest.upper()}" for each in shown if not each.option_strings)
     # A run's folder is written by some commands, and is the model that others read.
-    option = "--module.actor" if parser.prog.split()[-1] in READERS else "--trainer.run_dir"
+    option = "--module.actor" if command in READERS else "--trainer.run_dir"
     short = argparse.ArgumentParser(
         prog=parser.prog,
         usage=f"{parser.prog}{places} --config FILE [--KEY VALUE ...]",

@@ -40,6 +40,9 @@ def conform(
     It is called on constructed cases: on a batch, and on its parts if it says how they are joined. Exit code 0: it
     conforms, or differs by conventions alone; 1: a term differs; 2: it cannot be called.
 
+    Example:
+        rlflow conform --algorithm GRPO --loss my_losses:clipped
+
     Args:
         algorithm: Algorithm that it should be: GRPO, DrGRPO, DAPO, RLOO, PPO, GSPO, CISPO and others.
         loss: Function of logprobs, advantages and a mask that returns the loss, or that of each token; a class derived

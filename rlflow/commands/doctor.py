@@ -17,7 +17,8 @@ from rlflow.process.status import Answered
 
 def main(arguments: Sequence[str]) -> None:
     """Run `rlflow doctor`: print a line for each thing, and end with code 0 if all that runs need works, else 1."""
-    parser = _Parser(prog="rlflow doctor", description=__doc__, allow_abbrev=False)
+    example = "example: rlflow doctor --quick"
+    parser = _Parser(prog="rlflow doctor", description=__doc__, epilog=example, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="try nothing: no ranks, steps or engines")
     parser.add_argument(
         "--accelerator",

@@ -39,6 +39,9 @@ def export(
 ) -> None:
     """Write the model of a run or of a checkpoint, merged or as an adapter, with its tokenizer and a model card.
 
+    Example:
+        rlflow export --model runs/mine/model --to exported
+
     Args:
         model: The folder of a run, one of its checkpoints (`runs/x/checkpoint/step-00000100`), its `model`, or any
             folder in Hugging Face's or peft's form.

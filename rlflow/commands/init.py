@@ -16,7 +16,8 @@ PROJECT = Path(__file__).parent / "project"
 def init(folder: Path, /) -> None:
     """Write a project that trains at once: an algorithm of one page, a reward, data, a config, a test and a README.
 
-    For example `rlflow init my_project`.
+    Example:
+        rlflow init my_project
 
     Args:
         folder: A new folder, or an empty one.

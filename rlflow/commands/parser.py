@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from argparse import SUPPRESS, Action
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from docstring_parser import parse
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from rlflow.config.arguments import Argument, Group
 from rlflow.config.checking import mistakes_of
@@ -34,19 +35,49 @@ def call(command: Callable[..., None], arguments: Sequence[str]) -> None:
     """Call the function of a command that takes no config with the values of a command line.
 
     Args:
-        command: Named as the command; see `add_parameters`.
+        command: Named as the command; see `add_parameters`. The `Example:` of its docstring ends its help.
         arguments: The command line after the command's name.
 
     Raises:
         UserError: An argument is wrong, or one is missing.
     """
-    summary = parse(command.__doc__ or "").short_description
-    parser = OneLineParser(prog=f"rlflow {command.__name__}", description=summary, allow_abbrev=False)
+    described, prog = parse(command.__doc__ or ""), f"rlflow {command.__name__}"
+    parser = OneLineParser(
+        prog=prog,
+        description=described.short_description,
+        epilog="".join(f"example: {each.description}" for each in described.examples),
+        formatter_class=_ScreenFormatter,
+        allow_abbrev=False,
+    )
     add_parameters(parser, command)
+    parser.usage = f"{prog}{_usage(parser)}"
     parsed = parsed_options(parser, arguments)
     bound = inspect.signature(command).bind_partial()
     bound.arguments.update(vars(parsed))
     command(*bound.args, **bound.kwargs)
+
+
+class _ScreenFormatter(DefaultHelpFormatter):
+    """Help that fits a screen: without types, and with defaults that say more than "off"."""
+
+    def _get_help_string(self, action: Action) -> str:
+        if action.required and action.option_strings:
+            return f"{action.help} (required)"
+        has_default = action.default not in (None, False, SUPPRESS) and action.option_strings
+        return f"{action.help} (default: {action.default})" if has_default else action.help or ""
+
+
+def _usage(parser: OneLineParser) -> str:
+    """The arguments and required options of a command by name, and whether it takes others."""
+    needed, others = "", ""
+    for action in parser._actions:
+        if not action.option_strings:
+            needed += f" [{action.dest} ...]" if action.nargs == "*" else f" {action.dest}"
+        elif action.required:
+            needed += f" {action.option_strings[0]} {action.dest.upper()}"
+        elif action.dest != "help":
+            others = " [--OPTION VALUE ...]"
+    return needed + others
 
 
 def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int = 0) -> None:
@@ -64,6 +95,9 @@ def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int
     for each in [*inspect.signature(command, eval_str=True).parameters.values()][skip:]:
         is_option = each.kind not in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL)
         form: dict[str, Any] = {"type": each.annotation}
+        for hint in (each.annotation, *get_args(each.annotation)):
+            if is_option and get_origin(hint) is Literal:
+                form["metavar"] = "{" + ",".join(get_args(hint)) + "}"
         if each.annotation is bool:
             form |= {"nargs": "?", "const": True, "default": False}
         elif each.kind is each.VAR_POSITIONAL:

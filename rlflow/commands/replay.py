@@ -26,6 +26,9 @@ MEND = "bring the file back as the run wrote it"
 def replay(run_dir: Path, /, *, step: int, node: str | None = None, pdb: bool = False) -> None:
     """Run nodes of a run's step once more, in one process.
 
+    Example:
+        rlflow replay runs/mine --step 200 --node advantages --pdb
+
     Args:
         run_dir: The folder of a run that stored inputs, see `trainer.keep_inputs`.
         step: Step of the run, from 1.

@@ -39,6 +39,9 @@ def report(
 
     Only events of these steps are held in memory.
 
+    Example:
+        rlflow report runs/mine --html
+
     Args:
         run_dir: The folder of a run, whether it ended or not.
         others: Folders of other runs that the page compares with the first one.

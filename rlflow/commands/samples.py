@@ -28,6 +28,9 @@ def samples(
 
     They are read one after another, as a run may have more of them than fit in memory.
 
+    Example:
+        rlflow samples runs/mine --last
+
     Args:
         run_dir: The folder of a run, whether it ended or not.
         step: Print samples of this step alone, from 1.

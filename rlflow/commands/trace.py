@@ -22,6 +22,9 @@ def trace(
 ) -> None:
     """Join the traces of a run's ranks into one file, for ui.perfetto.dev; print where it is and what is missing.
 
+    Example:
+        rlflow trace runs/mine --step 100 --steps 3
+
     Args:
         run_dir: The folder of a run, whether it ended or not.
         to: The file; else RUN_DIR/traces/trace.json.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -292,7 +293,30 @@ def test_help_shows_where_a_run_is_written_or_how_it_is_read(
     assert f"rlflow {command} --config my.yaml {option} runs/mine" in capsys.readouterr().out
 
 
-def test_help_fits_a_screen_and_help_all_has_every_key(
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_screen_and_shows_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 40
+    assert re.search(rf"^example:\s+rlflow {command} \S", shown, re.MULTILINE)
+
+
+def test_help_shows_further_runs_as_optional_and_the_first_as_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["report", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: rlflow report run_dir [others ...] [--OPTION VALUE ...]\n")
+    assert "required" not in shown
+
+
+def test_help_has_the_keys_that_most_runs_need_and_help_all_has_every_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -301,8 +325,6 @@ def test_help_fits_a_screen_and_help_all_has_every_key(
         with pytest.raises(SystemExit):
             main(["fit", option])
         shown[option] = capsys.readouterr().out
-    assert len(shown["--help"].splitlines()) <= 40
-    assert "\n  rlflow fit --config my.yaml" in shown["--help"]
     assert {"--trainer.max_steps", "--predict"} <= set(shown["--help"].split())  # a key of OFTEN, and fit's own
     keys = {f"--trainer.{name}" for name in arguments_of(Trainer)} - {f"--trainer.{name}" for name in TOP_LEVEL}
     assert keys <= {word.rstrip(",") for word in shown["--help-all"].split()}  # Python 3.13 has commas between names
