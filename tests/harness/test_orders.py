@@ -277,9 +277,7 @@ def test_what_answers_share_is_of_the_request_s_branch_and_of_the_first_answer(p
 
 @settings(max_examples=30, deadline=None)
 @given(scripts(), st.randoms(use_true_random=False))
-def test_each_received_token_is_trained_once_whoever_comes_first(
-    made: list[Script], draws: random.Random
-) -> None:
+def test_each_received_token_is_trained_once_whoever_comes_first(made: list[Script], draws: random.Random) -> None:
     check_in_two_orders(made, draws)
 
 
