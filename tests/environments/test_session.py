@@ -227,6 +227,16 @@ def test_an_object_that_an_environment_in_the_process_is_made_with_is_no_copy() 
     assert host.read("start") is lock
 
 
+def test_a_table_or_a_read_only_array_of_an_environment_in_the_process_is_shared() -> None:
+    table, fixed, host = np.zeros(2**20), np.zeros(2), InProcess()
+    fixed.flags.writeable = False
+    host.make("games.Sized", start=[table, fixed, torch.eye(2).to_sparse()])
+    shared, alike, graph = host.read("start")
+    assert shared is table
+    assert alike is fixed
+    assert graph.to_dense().equal(torch.eye(2))
+
+
 @pytest.mark.parametrize(
     ("data", "change"),
     [
