@@ -632,13 +632,13 @@ class NodeContext:
 
 
 def _sampled_at(temperature: float, rollout: Rollout) -> Rollout:
-    """The same rows, with the temperature of those that have grown noted."""
+    """The rows with the temperature at which a call sampled them; a copy of an ended response keeps its own."""
     grown = rollout.lengths > rollout.inherited
     return replace(rollout, temperature=rollout.temperature.masked_fill(grown, temperature))
 
 
 def _mixed_marked(made: Rollout, before: Mapping[tuple[int, ...], float], own: float) -> Rollout:
-    """The same rows, with the temperature NaN for those that go on at another one than they were begun at.
+    """The rows; the temperature of a response is NaN if its tokens were sampled at several.
 
     Args:
         made: Continuations, on the CPU.

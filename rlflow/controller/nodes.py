@@ -166,11 +166,13 @@ class Nodes:
 
     def _require_temperature(self, node: Node, rows: Rollout, calls: Calls) -> None:
         """Refuse rows of a policy that is trained on them, and cannot score them at the temperatures of its calls."""
+        asked = set[float]().union(*calls.temperatures.values()) - {0.0}
+        if not asked:
+            return
         graph = self._run.graph
         readers = (other for other in graph.order if other.kind == "train")
         trained = {str(other.role) for other in readers if node.id in map(graph.space_of, other.reads)}
-        asked = set[float]().union(*calls.temperatures.values()) - {0.0}
-        for role in trained if asked else ():
+        for role in trained:
             handle, sampled = handles(self._run.module)[role], calls.temperatures.get(role, set())
             if not isinstance(handle, CausalLM):
                 continue

@@ -237,7 +237,7 @@ def _generating_policies(
 
 
 def scores_held_out(module: RLModule, data: PromptData) -> bool:
-    """Whether validation scores responses to held-out prompts, where a language model is trained to write them."""
+    """Whether validation has held-out prompts, and something that scores responses to them."""
     return data.validation is not None and (module.reward is not None or bool(environments(module)))
 
 

@@ -104,12 +104,11 @@ class Recording:
         self.before = state
 
     def _start(self, loggers: Iterable[Logger]) -> None:
-        module = self._run.module
-        config = self._run.config or (plain_hparams(module) if module.logs_hparams else None)
         for logger in loggers:
             logger.start(self._folder.path, first_step=self._first_step)
             self._started.append(logger)
-            if config:
+            module = self._run.module
+            if config := self._run.config or (plain_hparams(module) if module.logs_hparams else None):
                 logger.log_config(config)
 
     def _finalize(self, status: str) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from rlflow.errors import UserError
 
 TESTED = ("0.32.0",)
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's variable
 
 
 def installed() -> tuple[str, bool]:
@@ -57,9 +58,6 @@ def import_vllm(allow_untested: bool) -> Any:
             "install that or set `allow_untested: true`"
         )
     return vllm
-
-
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @contextmanager
