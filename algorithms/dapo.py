@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlflow import PerSample, node
 from rlflow.functional import Clip, group_has_signal
-from rlflow.types import Grouped, Written
+from rlflow.types import Grouped, WithTexts
 
 from .grpo import GRPO
 from .policy_gradient import Earned
@@ -36,7 +36,7 @@ class DAPO(GRPO):
     kl_penalty = None
 
     @node
-    def scores(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:
+    def scores(self, rollout: WithTexts, model_scores: PerSample | None = None) -> PerSample:
         return self.scored(rollout, model_scores)
 
     @node

@@ -8,20 +8,20 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, pad
 
 from rlflow import PerSample, PerToken, RewardModel, node
-from rlflow.types import Each, Grown, Masked, MaskedTokens, Ragged, RowPath, Tokens, Trained
+from rlflow.types import After, Each, NewRows, Ragged, RowPath, Tokens, TokensWithLossMask, WithLossMask
 
 from .grpo import GRPO
 from .policy_gradient import Clipped, GroupBaseline
 
 
-class Real(Masked, Protocol):
+class Real(WithLossMask, Protocol):
     """The fields of the dataset's rows that the judge reads, without the prompts: they are those of the samples."""
 
     response_ids: PerToken  # [B, T]
     path: RowPath | None
 
 
-class SampledRows(MaskedTokens, Protocol):
+class SampledRows(TokensWithLossMask, Protocol):
     """The fields of samples that the judge reads."""
 
     pictures: Ragged
@@ -79,7 +79,7 @@ class GAIL(GroupBaseline, Clipped):
     advantages = GRPO.advantages
 
     @node
-    def examples(self, batch: Real, rollout: Each[SampledRows]) -> Grown[Labelled]:
+    def examples(self, batch: Real, rollout: Each[SampledRows]) -> NewRows[Labelled]:
         sampled, parent = rollout.values, rollout.parent
         real = torch.arange(len(batch.lengths), device=parent.device)
         first = rollout.counts.cumsum(0) - rollout.counts  # of each prompt's samples: an environment may add to prompts
@@ -106,7 +106,7 @@ class GAIL(GroupBaseline, Clipped):
         return examples.weights * binary_cross_entropy_with_logits(scores, real.to(scores.dtype), reduction="none")
 
     @node(role="judge")
-    def rewards(self, rollout: Tokens, judge_loss: Trained) -> PerSample:
+    def rewards(self, rollout: Tokens, judge_loss: After) -> PerSample:
         rewards = -logsigmoid(-self.judge.scores(rollout))
         self.log("reward/judge", rewards)
         return rewards

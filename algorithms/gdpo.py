@@ -7,7 +7,7 @@ import torch
 
 from rlflow import PerSample, UserError, node
 from rlflow.functional import group_has_signal, group_normalized_advantages
-from rlflow.types import Grouped, Written
+from rlflow.types import Grouped, WithTexts
 
 from .policy_gradient import Clipped, GroupBaseline
 
@@ -39,7 +39,7 @@ class GDPO(GroupBaseline, Clipped):
             raise UserError("`reward` is not set, and GDPO learns from its parts; name one, such as a WeightedSum")
 
     @node
-    def parts(self, rollout: Written) -> dict[str, PerSample]:
+    def parts(self, rollout: WithTexts) -> dict[str, PerSample]:
         return self.reward_parts(rollout)
 
     @node

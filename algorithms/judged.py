@@ -8,7 +8,7 @@ import torch
 
 from rlflow import CausalLM, PerSample, RLModule, Rollout, UserError, node
 from rlflow.rewards import Rubric
-from rlflow.types import Each, Written
+from rlflow.types import Each, WithTexts
 
 OnTooLong = Literal["raise", "zero"]
 
@@ -79,7 +79,7 @@ class Judged(RLModule):
         return rollout
 
     @node
-    def grades(self, verdict: Written) -> PerSample:
+    def grades(self, verdict: WithTexts) -> PerSample:
         shares = [self.rubric.shares(text) for text in verdict.texts]
         readable = torch.tensor([bool(each) for each in shares], device=verdict.lengths.device)
         self.log("verdict/readable", readable.float())
@@ -90,7 +90,7 @@ class Judged(RLModule):
         return torch.tensor(scores, dtype=torch.float32, device=verdict.lengths.device)
 
     @node
-    def model_scores(self, rollout: Written, grades: Each[PerSample]) -> PerSample:
+    def model_scores(self, rollout: WithTexts, grades: Each[PerSample]) -> PerSample:
         self.log("verdict/too_long", (grades.counts == 0).float())
         return self.judge_coef * grades.mean()
 

@@ -7,10 +7,10 @@ import torch
 
 from rlflow import Batch, CausalLM, PerSample, PerToken, RLModule, UserError, node
 from rlflow.functional import kto_loss
-from rlflow.types import Ragged, Scalar, Sourced
+from rlflow.types import Ragged, Scalar, WithDatasetRows
 
 
-class RowsWithLabels(Sourced, Protocol):
+class RowsWithLabels(WithDatasetRows, Protocol):
     """The fields of the dataset's rows that say which responses are good."""
 
     @property

@@ -60,7 +60,7 @@ from rlflow.functional import (
 )
 from rlflow.rewards import RewardLike
 from rlflow.state import AdaptiveCoefficient
-from rlflow.types import Masked, Sampled, Tokens, Written
+from rlflow.types import Sampled, Tokens, WithLossMask, WithTexts
 
 Anchor = Literal["old", "rollout"]
 AdvantagesAt = Literal["conversation", "turn", "subtree"]
@@ -169,16 +169,16 @@ class Scored(OnPolicy):
 
     @node
     def rewards(
-        self, rollout: Written, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
+        self, rollout: WithTexts, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
     ) -> PerSample:
         rewards = self.outcome(rollout, model_scores)
         return rewards if kl_penalty is None else rewards - kl_penalty.sum(dim=1)
 
-    def outcome(self, rollout: Written, model_scores: PerSample | None, name: str = "reward") -> PerSample:
+    def outcome(self, rollout: WithTexts, model_scores: PerSample | None, name: str = "reward") -> PerSample:
         """The score of each response plus the overlong penalty, `[B]`; logged as `<name>/outcome`."""
         return self.shaped(rollout.policy_lengths, self.scored(rollout, model_scores, name), name)
 
-    def scored(self, rollout: Written, model_scores: PerSample | None, name: str = "reward") -> PerSample:
+    def scored(self, rollout: WithTexts, model_scores: PerSample | None, name: str = "reward") -> PerSample:
         """The sum of the scores of environment, verifier and reward model, `[B]`; called by all ranks of the node.
 
         Args:
@@ -272,7 +272,7 @@ class TurnCredit(Scored):
         return rollout.turn
 
     def rewards(
-        self, rollout: Written, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
+        self, rollout: WithTexts, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
     ) -> PerSample:
         return self.credited(rollout, super().rewards(rollout, model_scores, kl_penalty))
 
@@ -285,7 +285,7 @@ class TurnCredit(Scored):
         return rewards_to_go(rewards, rollout.returns, rollout.turns, self.environment.max_turns)
 
 
-class SampledLogprobs(Masked, Protocol):
+class SampledLogprobs(WithLossMask, Protocol):
     """The fields of samples that a node reads to compare the engine's logprobs with others: no token ids."""
 
     logprobs: PerToken  # [B, T]

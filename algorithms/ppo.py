@@ -7,14 +7,14 @@ import torch
 
 from rlflow import PerSample, PerToken, UserError, ValueModel, node
 from rlflow.functional import gae, last_token_rewards, reinforce_returns, value_loss
-from rlflow.types import Masked, MaskedTokens, Tokens, Written
+from rlflow.types import Tokens, TokensWithLossMask, WithLossMask, WithTexts
 
 from .policy_gradient import Clipped, Scored
 
 OnTruncation = Literal["terminal", "bootstrap", "mask"]
 
 
-class Ended(Masked, Protocol):
+class Ended(WithLossMask, Protocol):
     """The fields of a rollout that the estimates read: which tokens count, and which responses were not cut."""
 
     finished: PerSample  # [B] bool
@@ -105,7 +105,7 @@ class PPO(Clipped, Scored):
             self.critic.loss_aggregation = "token-mean"
 
     @node
-    def rewards(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:
+    def rewards(self, rollout: WithTexts, model_scores: PerSample | None = None) -> PerSample:
         return self.outcome(rollout, model_scores)
 
     @node(role="critic")
@@ -137,11 +137,11 @@ class PPO(Clipped, Scored):
         return Estimates(advantages, returns)
 
     @node
-    def advantages(self, rollout: Masked, estimates: Estimates) -> PerToken:
+    def advantages(self, rollout: WithLossMask, estimates: Estimates) -> PerToken:
         return self.whiten(estimates.advantages, rollout.loss_mask)
 
     @node(role="critic", type="train")
-    def critic_loss(self, rollout: MaskedTokens, values: PerToken, estimates: Targets) -> PerToken:
+    def critic_loss(self, rollout: TokensWithLossMask, values: PerToken, estimates: Targets) -> PerToken:
         v = self.critic.values(rollout)
         self.log("critic/value", v.detach(), rollout.loss_mask)
         if self.value_clip is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rlflow import Batch, CausalLM, PerSample, PerToken, RLModule, Rollout, UserError, node
 from rlflow.functional import Aggregation
 from rlflow.rewards import RewardLike
-from rlflow.types import Each, Grouped, Grown, MaskedTokens, Written
+from rlflow.types import Each, Grouped, NewRows, TokensWithLossMask, WithTexts
 
 
 @dataclass(eq=False)
@@ -39,16 +39,16 @@ class RAFT(RLModule):
         return self.generate(batch, self.group_size)
 
     @node
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         return self.reward_function(rollout)
 
     @node
-    def best(self, batch: Grouped, rollout: Each[Rollout], rewards: Each[PerSample]) -> Grown[Rollout]:
+    def best(self, batch: Grouped, rollout: Each[Rollout], rewards: Each[PerSample]) -> NewRows[Rollout]:
         differ = rewards.max() > rewards.min()  # [B] prompts
         self.log("best/share", differ.float())
         self.log("best/reward", rewards.max())
         return rollout.values.take(rewards.argmax()[differ])
 
     @node(role="actor", type="train")
-    def actor_loss(self, best: MaskedTokens) -> PerToken:
+    def actor_loss(self, best: TokensWithLossMask) -> PerToken:
         return -self.actor.logprobs(best)

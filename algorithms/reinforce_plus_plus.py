@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from rlflow import PerSample, PerToken, node
 from rlflow.functional import last_token_rewards, reinforce_returns
-from rlflow.types import Masked, Written
+from rlflow.types import WithLossMask, WithTexts
 
 from .policy_gradient import Clipped, Scored
 
@@ -26,10 +26,10 @@ class REINFORCEPlusPlus(Clipped, Scored):
     kl_in_reward: ClassVar[bool] = True
 
     @node
-    def rewards(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:
+    def rewards(self, rollout: WithTexts, model_scores: PerSample | None = None) -> PerSample:
         return self.outcome(rollout, model_scores)
 
     @node
-    def advantages(self, rollout: Masked, rewards: PerSample, kl_penalty: PerToken | None = None) -> PerToken:
+    def advantages(self, rollout: WithLossMask, rewards: PerSample, kl_penalty: PerToken | None = None) -> PerToken:
         r = last_token_rewards(rewards, rollout.loss_mask, kl_penalty)
         return self.whiten(reinforce_returns(r, rollout.loss_mask, self.gamma), rollout.loss_mask)

@@ -5,12 +5,12 @@ from typing import ClassVar, Protocol
 
 from rlflow import PerSample, PerToken, node
 from rlflow.functional import KLEstimator, group_has_signal, group_normalized_advantages
-from rlflow.types import Grouped, Masked
+from rlflow.types import Grouped, WithLossMask
 
 from .policy_gradient import Clipped, GroupBaseline, Scored
 
 
-class MaskedGroups(Masked, Grouped, Protocol):
+class MaskedGroups(WithLossMask, Grouped, Protocol):
     """The fields of a rollout that the advantages read: which prompt a sample answers, and which tokens count."""
 
 

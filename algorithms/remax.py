@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from rlflow import Batch, PerSample, PerToken, Rollout, node
 from rlflow.functional import last_token_rewards, reinforce_returns
-from rlflow.types import Each, Grouped, Masked, Tokens, Written
+from rlflow.types import Each, Grouped, Tokens, WithLossMask, WithTexts
 
 from .policy_gradient import Clipped, Scored
 
@@ -36,11 +36,11 @@ class ReMax(Clipped, Scored):
         return self.reward_model.scores(greedy)
 
     @node
-    def greedy_rewards(self, greedy: Written, greedy_model_scores: PerSample | None = None) -> PerSample:
+    def greedy_rewards(self, greedy: WithTexts, greedy_model_scores: PerSample | None = None) -> PerSample:
         return self.outcome(greedy, greedy_model_scores, name="greedy_reward")
 
     @node
-    def rewards(self, rollout: Written, model_scores: PerSample | None = None) -> PerSample:
+    def rewards(self, rollout: WithTexts, model_scores: PerSample | None = None) -> PerSample:
         return self.outcome(rollout, model_scores)
 
     @node
@@ -49,7 +49,7 @@ class ReMax(Clipped, Scored):
 
     @node
     def advantages(
-        self, rollout: Masked, rewards: PerSample, baseline: PerSample, kl_penalty: PerToken | None = None
+        self, rollout: WithLossMask, rewards: PerSample, baseline: PerSample, kl_penalty: PerToken | None = None
     ) -> PerToken:
         r = last_token_rewards(rewards - baseline, rollout.loss_mask, kl_penalty)
         return reinforce_returns(r, rollout.loss_mask, gamma=1.0)

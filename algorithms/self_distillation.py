@@ -6,7 +6,7 @@ from typing import ClassVar
 from rlflow import Batch, CausalLM, PerToken, RLModule, Rollout, node
 from rlflow.functional import Aggregation
 from rlflow.rewards import RewardLike
-from rlflow.types import MaskedTokens, Ragged, Sourced
+from rlflow.types import Ragged, TokensWithLossMask, WithDatasetRows
 
 
 @dataclass(eq=False)
@@ -47,11 +47,11 @@ class SelfDistillation(RLModule):
         return self.generate(batch, self.group_size)
 
     @node
-    def hinted(self, batch: Sourced) -> Ragged:
+    def hinted(self, batch: WithDatasetRows) -> Ragged:
         return self.prompts(batch.rows, self.hint)
 
     @node(role="actor", type="train", uses="teacher")
-    def actor_loss(self, rollout: MaskedTokens, hinted: Ragged) -> PerToken:
+    def actor_loss(self, rollout: TokensWithLossMask, hinted: Ragged) -> PerToken:
         kl = self.actor.kl(rollout, self.teacher, given=hinted)
         self.log("actor/teacher_kl", kl.detach(), rollout.loss_mask)
         return kl

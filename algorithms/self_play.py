@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from rlflow import Batch, CausalLM, PerSample, PerToken, RLModule, Rollout, UserError, node
 from rlflow.functional import Aggregation, group_normalized_advantages
 from rlflow.rewards import RewardLike
-from rlflow.types import Each, Grouped, MaskedTokens, Written
+from rlflow.types import Each, Grouped, TokensWithLossMask, WithTexts
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class SelfPlay(RLModule):
         return rollout
 
     @node
-    def solved(self, answer: Written) -> PerSample:
+    def solved(self, answer: WithTexts) -> PerSample:
         return self.reward_function(answer)
 
     @node
@@ -87,11 +87,11 @@ class SelfPlay(RLModule):
         return group_normalized_advantages(solved, answer.group)
 
     @node(role="proposer", type="train")
-    def proposer_loss(self, question: MaskedTokens, question_advantages: PerSample) -> PerToken:
+    def proposer_loss(self, question: TokensWithLossMask, question_advantages: PerSample) -> PerToken:
         return -question_advantages[:, None] * self.proposer.logprobs(question)
 
     @node(role="solver", type="train")
-    def solver_loss(self, answer: MaskedTokens, answer_advantages: PerSample) -> PerToken:
+    def solver_loss(self, answer: TokensWithLossMask, answer_advantages: PerSample) -> PerToken:
         return -answer_advantages[:, None] * self.solver.logprobs(answer)
 
 

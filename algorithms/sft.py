@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from rlflow import CausalLM, Environment, PerToken, RLModule, node
 from rlflow.functional import Aggregation
 from rlflow.rewards import RewardLike
-from rlflow.types import MaskedTokens
+from rlflow.types import TokensWithLossMask
 
 
 @dataclass(eq=False)
@@ -30,5 +30,5 @@ class SFT(RLModule):
     environment: Environment | None = field(default=None, kw_only=True)
 
     @node(role="actor", type="train")
-    def actor_loss(self, batch: MaskedTokens) -> PerToken:
+    def actor_loss(self, batch: TokensWithLossMask) -> PerToken:
         return -self.actor.logprobs(batch)

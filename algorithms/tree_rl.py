@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from rlflow import Batch, PerSample, PerToken, Rollout, UserError, node
-from rlflow.types import Each, Grouped, Masked, Sampled
+from rlflow.types import Each, Grouped, Sampled, WithLossMask
 
 from .policy_gradient import Clipped, GroupBaseline, Scored
 
@@ -76,7 +76,7 @@ class TreeRL(GroupBaseline, Clipped, Scored):
 
     @node
     def advantages(
-        self, rollout: Masked, fork: PerSample, rewards: PerSample, value: PerSample, root_value: PerSample
+        self, rollout: WithLossMask, fork: PerSample, rewards: PerSample, value: PerSample, root_value: PerSample
     ) -> PerToken:
         places = torch.arange(rollout.loss_mask.shape[1], device=rewards.device)
         shared = places < fork[:, None]  # [B, T]

@@ -43,7 +43,7 @@ from torch import Tensor
 from rlflow import CausalLM, PerSample, PerToken
 from rlflow.databuffer.balance import deal, group_partition, grouped
 from rlflow.models.tiny import write_tiny_model
-from rlflow.types import Written
+from rlflow.types import WithTexts
 
 MEAN, LONGEST = 128, 1024
 TRAIN_S = 0.5e-3  # for each token
@@ -115,7 +115,7 @@ class CountingGRPO(EmulatedGRPO):
     """Logs the tokens of the fullest rank over the mean, where rows were made."""
 
     def rewards(
-        self, rollout: Written, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
+        self, rollout: WithTexts, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
     ) -> PerSample:
         mine = rollout.lengths.sum().double()[None]
         of_ranks = self.all_rows(mine.expand(len(rollout.lengths)).contiguous())

@@ -22,7 +22,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from benchmarks.step.workloads import WORKLOADS, Workload
-from rlflow.rollout import EnginePlace, Sampling, VLLMEngine
+from rlflow.rollout import RankInfo, Sampling, VLLMEngine
 from rlflow.rollout.engine import RolloutEngine
 
 EVERY_S = 0.001
@@ -87,7 +87,7 @@ def main() -> None:
         folder = Path(scratch)
         workload.write(folder, 1)
         engine: RolloutEngine = VLLMEngine(**settings)
-        engine.setup(str(folder / "model"), EnginePlace(workload.dtype, torch.device("cpu")))
+        engine.setup(str(folder / "model"), RankInfo(workload.dtype, torch.device("cpu")))
         weights = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=workload.dtype).named_parameters()
         engine.update_weights(iter([[(name, weight.detach()) for name, weight in weights]]), 1)
         prompts = prompts_of(workload, folder)

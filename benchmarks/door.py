@@ -30,7 +30,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.bridge import message
 from rlflow.environments.conversation_format import bridge_of
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout import Completion, EnginePlace, RolloutEngine, Sampling, SyncReport, TransformersEngine, VLLMEngine
+from rlflow.rollout import Completion, RankInfo, RolloutEngine, Sampling, SyncReport, TransformersEngine, VLLMEngine
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
 
@@ -40,7 +40,7 @@ CONTEXT = 2048
 class Instant(RolloutEngine):
     """Says the same whatever it reads."""
 
-    def setup(self, model_path: str, place: EnginePlace) -> None:
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
         """There is nothing to build."""
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
@@ -94,7 +94,7 @@ def run(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         "instant": Instant,
     }
     engine: RolloutEngine = engines[given["engine"]]()
-    engine.setup(str(folder), EnginePlace(torch.float32, torch.device("cpu")))
+    engine.setup(str(folder), RankInfo(torch.float32, torch.device("cpu")))
     weights: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     runner = ConversationRunner(

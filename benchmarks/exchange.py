@@ -34,7 +34,7 @@ from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.process.freed_memory import keep_freed_memory
-from rlflow.values.cuts import PerToken
+from rlflow.values.column_kinds import PerToken
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 

@@ -17,7 +17,7 @@ from rlflow import CausalLM, Optimizer
 from rlflow.models.attention import packed_attention
 from rlflow.models.prefixes import Prefixes
 from rlflow.models.tiny import tiny_tokenizer, write_model, write_tiny_model
-from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from rlflow.rollout import RankInfo, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.types import Ragged
 from rlflow.values.batch import TokenRows
@@ -228,7 +228,7 @@ def check_engine(
     if engine == "vllm":
         built = VLLMEngine(kv_cache_gib=0.25, gpu_memory_utilization=0.3, max_model_len=256, model_runner=runner)
     free = _free(device)
-    built.setup(str(path), EnginePlace(dtype, on))
+    built.setup(str(path), RankInfo(dtype, on))
     taken = free - _free(device)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompts = [list(range(40 + number, 48 + 5 * number)) for number in range(8)]

@@ -37,7 +37,7 @@ from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.memory.workload import Workload
-from rlflow.models.pictures import PictureProcessor
+from rlflow.models.picture_processor import PictureProcessor
 from rlflow.process.freed_memory import keep_freed_memory
 from rlflow.simulate.simulation import PredictedStep
 from rlflow.values.columns import columns

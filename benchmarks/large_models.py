@@ -34,7 +34,7 @@ from rlflow.controller.weight_sync import WeightSync, sending_group
 from rlflow.dag.tasks import SyncWeights
 from rlflow.databuffer.transport import Transport
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout import EnginePlace, TransformersEngine
+from rlflow.rollout import RankInfo, TransformersEngine
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import Draft
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
@@ -214,7 +214,7 @@ def _save(strategy: TrainingStrategy, name: str, run: Path, rank: int) -> None:
 
 def _engine(path: Path) -> TransformersEngine:
     engine = TransformersEngine()
-    engine.setup(str(path), EnginePlace(torch.float32, torch.device("cpu")))
+    engine.setup(str(path), RankInfo(torch.float32, torch.device("cpu")))
     return engine
 
 

@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
-from rlflow.rollout import Completion, EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from rlflow.rollout import Completion, RankInfo, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from rlflow.values.batch import Batch
 from rlflow.values.ragged import Ragged
 
@@ -69,7 +69,7 @@ def gap(engine_name: str, folder: Path, prompts: list[list[int]], dtype: torch.d
         model.use_float32_head()
         engine.use_float32_head()
     handle.attach(model, ForwardPlan())
-    engine.setup(str(folder), EnginePlace(dtype, cpu))
+    engine.setup(str(folder), RankInfo(dtype, cpu))
     engine.update_weights([[(weight.name, weight.parameter)] for weight in model.weights()], 0)
     completions = engine.generate(prompts, list(range(PROMPTS)), Sampling(RESPONSE), 0)
     engine.close()

@@ -23,7 +23,7 @@ from small_run import on_ranks
 from transformers import AutoModelForCausalLM
 
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout import EnginePlace, Sampling, VLLMEngine
+from rlflow.rollout import RankInfo, Sampling, VLLMEngine
 
 MIB = 2**20
 
@@ -102,7 +102,7 @@ def run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         vllm.LLM = functools.partial(vllm.LLM, enable_chunked_prefill=False)  # what rlflow has no setting for
     engine = VLLMEngine(kv_cache_gib=1.0, max_num_batched_tokens=case["budget"], block_size=case["block"])
     before, start = resident("VmRSS"), time.perf_counter()
-    engine.setup(str(folder), EnginePlace(torch.float32, torch.device("cpu")))
+    engine.setup(str(folder), RankInfo(torch.float32, torch.device("cpu")))
     start_s, started = time.perf_counter() - start, resident("VmRSS")
     prompts = [prompt for prompt in made(case["prompts"]) for _ in range(case["samples"])]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

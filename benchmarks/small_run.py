@@ -34,7 +34,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.rewards import SampleReward
 from rlflow.rollout import Completion, Sampling, TransformersEngine
 from rlflow.strategies import DeepSpeedStrategy
-from rlflow.types import Sampled, Tokens, Written
+from rlflow.types import Sampled, Tokens, WithTexts
 
 WARM_UP = 1  # steps of each run that are not counted
 
@@ -244,7 +244,7 @@ class EmulatedGRPO(GRPO):
     reward_s = score_s = train_s = 0.0
 
     def rewards(
-        self, rollout: Written, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
+        self, rollout: WithTexts, model_scores: PerSample | None = None, kl_penalty: PerToken | None = None
     ) -> PerSample:
         time.sleep(self.reward_s * len(rollout.lengths))
         return super().rewards(rollout, model_scores, kl_penalty)

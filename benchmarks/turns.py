@@ -32,7 +32,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.bridge import message
 from rlflow.environments.conversation_format import bridge_of
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
+from rlflow.rollout import RankInfo, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
 from rlflow.rollout.engine import Turn
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
@@ -73,7 +73,7 @@ def run(folder: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """All delays, with one engine."""
     vllm = given["engine"] == "vllm"
     engine = VLLMEngine(max_num_seqs=given["seqs"], kv_cache_gib=0.5) if vllm else TransformersEngine(given["seqs"])
-    engine.setup(str(folder), EnginePlace(torch.float32, torch.device("cpu")))
+    engine.setup(str(folder), RankInfo(torch.float32, torch.device("cpu")))
     conversations = Conversations(folder, engine, given)
     found = [compared(conversations, median_s, given) for median_s in given["delays"]]
     conversations.close()

@@ -16,7 +16,7 @@ from rlflow.rewards.reward import Reward as Reward
 from rlflow.trainer import Trainer as Trainer
 from rlflow.values.batch import Batch as Batch
 from rlflow.values.batch import Pairs as Pairs
-from rlflow.values.cuts import PerSample as PerSample
-from rlflow.values.cuts import PerToken as PerToken
+from rlflow.values.column_kinds import PerSample as PerSample
+from rlflow.values.column_kinds import PerToken as PerToken
 from rlflow.values.rollout import Rollout as Rollout
 from rlflow.values.rollout import RolloutWithTexts as RolloutWithTexts

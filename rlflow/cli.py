@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from rlflow.errors import Preempted, UserError, did_you_mean, one_line, readable, shown
-from rlflow.process import environment, preemption, startup, status, terminal
+from rlflow.process import environment_variables, preemption, startup, status, terminal
 from rlflow.process.supervisor import leave, supervise
 
 # What each command does, by its name. `rlflow.commands.<name>`, which runs it, is imported when it is chosen, so that
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     of_process = arguments is None
     if of_process:
-        environment.take_arguments()
+        environment_variables.take_arguments()
         os.environ.pop("MPLBACKEND", None)  # a notebook's, whose environment may be another; rlflow draws into files
     parser = _OneLineParser(
         prog="rlflow",

@@ -30,9 +30,9 @@ from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, did_you_mean
 from rlflow.functional import Aggregation, merge_moments, quantiles, row_moments, standardize
 from rlflow.functional.whitening import broken_rows, not_finite
-from rlflow.models.arguments import check_fields, make_models
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ModelHandle
+from rlflow.models.model_arguments import check_fields, make_models
 from rlflow.rewards.reward import Reward
 from rlflow.rewards.weighted_sum import RewardLike, as_reward
 from rlflow.rollout.engine import Sampling, check_asked
@@ -42,9 +42,9 @@ from rlflow.state.curriculum import Curriculum
 from rlflow.state.prompt_memory import PromptMemory
 from rlflow.state.replay_buffer import ReplayBuffer
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample
+from rlflow.values.column_kinds import PerSample
 from rlflow.values.path import NO_GROUP
-from rlflow.values.protocols import Written
+from rlflow.values.protocols import WithTexts
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 from rlflow.values.truncation import Truncation
@@ -416,7 +416,7 @@ class RLModule:
         """Token ids of prompts that a template writes from rows of the dataset, in the dataset's chat template if any.
 
         Args:
-            rows: `B` rows of the dataset. To read them, a node's parameter has the type `Sourced` or `Written`.
+            rows: `B` rows of the dataset. A node's parameter of the type `WithDatasetRows` or `WithTexts` has them.
             template: Template such as `{prompt} The answer is {answer}.`. `{prompt}` is the dataset's own prompt; if it
                 is a list of messages, it is the last message of the user. Other names are columns; dots step into a
                 column. `{{` and `}}` are braces.
@@ -427,7 +427,7 @@ class RLModule:
         """
         return self._running().prompts(rows, template)
 
-    def reward_function(self, rollout: Written, name: str = "reward") -> PerSample:
+    def reward_function(self, rollout: WithTexts, name: str = "reward") -> PerSample:
         """The module's `reward` of each sample, `[B]` float32. All ranks of the node must call it.
 
         Args:
@@ -436,7 +436,7 @@ class RLModule:
         """
         return self._scored(rollout, name)[0]
 
-    def environment_returns(self, rollout: Written, name: str = "reward") -> PerSample:
+    def environment_returns(self, rollout: WithTexts, name: str = "reward") -> PerSample:
         """The sum of an environment's rewards for each conversation, `[B]`. All ranks of the node must call it.
 
         Args:
@@ -449,7 +449,7 @@ class RLModule:
             self._measure(rollout, returns, name)
         return returns
 
-    def reward_parts(self, rollout: Written, name: str = "reward") -> dict[str, PerSample]:
+    def reward_parts(self, rollout: WithTexts, name: str = "reward") -> dict[str, PerSample]:
         """The parts of the module's `reward`: `[B]` float32 by the part's name, with the same names on all ranks.
 
         All ranks of the node must call it. The parts are those of a `WeightedSum`, before they are weighted, or those
@@ -607,14 +607,14 @@ class RLModule:
         kept = self._running().kept(x)
         return counts if kept is None else counts.bool() & kept.view(-1, *[1] * (x.dim() - 1))
 
-    def _scored(self, rollout: Written, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    def _scored(self, rollout: WithTexts, name: str) -> tuple[Tensor, dict[str, Tensor]]:
         if self.scorer is None:
             raise UserError(f"{type(self).__name__} has no reward to score responses with; set `module.reward`")
         rewards, parts = self._running().score(self.scorer, rollout, name)
         self._measure(rollout, rewards, name)
         return rewards, parts
 
-    def _measure(self, rollout: Written, rewards: Tensor, name: str) -> None:
+    def _measure(self, rollout: WithTexts, rewards: Tensor, name: str) -> None:
         """Tell the curriculum which samples `[B]` of the step passed."""
         if self.data_curriculum is None or name != "reward" or self._running().validates:
             return

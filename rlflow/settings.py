@@ -84,15 +84,15 @@ class Settings:
             `monitor`, or a checkpoint's folder. `auto` for the last checkpoint, or for a new run if there is none.
         grace_s: Seconds that the run has to end after a signal (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C). In this time it
             finishes or drops the step, and saves. A second signal ends the run immediately.
-        keep_inputs: Steps whose node inputs and outputs are stored for `rlflow replay`. The inputs of a node that
+        dump_steps: Steps whose node inputs and outputs are stored for `rlflow replay`. The inputs of a node that
             raises are always stored.
-        keep_inputs_of: The nodes to which `keep_inputs` applies; empty for all.
+        dump_nodes: The nodes to which `dump_steps` applies; empty for all.
         balance: `auto` moves rows between ranks to even out their tokens where this saves time; `off` does not. Or a
             `Balance`, which has the constants of this decision.
         logprob_gap_limit: Largest mean difference of rollout and training logprobs. None for 1e-3 (0.05 in bf16, 0.01
             in fp16) and two more limits, which follow from the run itself, see `sync/logprob_gap_uncertain`.
-        skip_spikes: Skip an update if its gradient norm is more than this many times the median of the role's last 32
-            norms above 0; None to skip no spikes. If a norm is infinite or NaN, all ranks always skip the update.
+        grad_norm_spike_limit: Skip an update if its gradient norm is more than this many times the median of the role's
+            last 32 norms above 0; None to skip none. With an infinite or NaN norm, all ranks always skip the update.
         max_skipped: Number of skipped updates of a role in a row after which the run ends.
         sync_bucket_bytes: Bytes of weights that a weight sync gathers and sends to the rollout engine at a time.
         fast_dev_run: Run only two steps, or the given number, with validation, as a test of all parts. Only logs and
@@ -134,11 +134,11 @@ class Settings:
     async_save: bool = False
     ckpt_path: str | None = None
     grace_s: float = 30.0
-    keep_inputs: Sequence[int] = ()
-    keep_inputs_of: Sequence[str] = ()
+    dump_steps: Sequence[int] = ()
+    dump_nodes: Sequence[str] = ()
     balance: Literal["auto", "off"] | Balance = "auto"
     logprob_gap_limit: float | None = None
-    skip_spikes: float | None = None
+    grad_norm_spike_limit: float | None = None
     max_skipped: int = 3
     sync_bucket_bytes: int = 256 * 2**20
     fast_dev_run: bool | int = False
@@ -181,17 +181,17 @@ class Settings:
         for name, most in (("devices", MOST_DEVICES), ("num_nodes", MOST_NODES)):
             if getattr(self, name) > most:
                 raise UserError(f"`trainer.{name}` is {getattr(self, name)}; give at most {most:,}")
-        if self.keep_inputs and min(self.keep_inputs) < 1:
-            raise UserError(f"`trainer.keep_inputs` has {min(self.keep_inputs)}; steps count from 1")
+        if self.dump_steps and min(self.dump_steps) < 1:
+            raise UserError(f"`trainer.dump_steps` has {min(self.dump_steps)}; steps count from 1")
         self._check_retention()
         if not 0 <= self.seed < 2**32:
             raise UserError(f"`seed` is {self.seed}; give a number from 0 to {2**32 - 1:,}")
         if self.max_staleness < 0:
             raise UserError(f"`trainer.max_staleness` is {self.max_staleness}; give 0 or more steps")
-        if self.skip_spikes is not None and not self.skip_spikes > 1:
+        if self.grad_norm_spike_limit is not None and not self.grad_norm_spike_limit > 1:
             raise UserError(
-                f"`trainer.skip_spikes` is {self.skip_spikes}, and gradients vary around their median; give a number"
-                " above 1, such as 10, or null to skip none"
+                f"`trainer.grad_norm_spike_limit` is {self.grad_norm_spike_limit}, and gradients vary around their"
+                " median; give a number above 1, such as 10, or null to skip none"
             )
         if not 0 < self.grace_s < math.inf:
             raise UserError(f"`trainer.grace_s` is {self.grace_s}; give a number of seconds, more than 0")

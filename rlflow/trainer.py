@@ -28,15 +28,15 @@ from rlflow.loggers.lightning import LoggerLike
 from rlflow.module import RLModule, handles
 from rlflow.process import startup, status
 from rlflow.process.devices import require_accelerator, require_known_gpu
-from rlflow.process.environment import require_no_rank, require_started
+from rlflow.process.environment_variables import require_no_rank, require_started
 from rlflow.process.scratch import scratch_folder
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings, Share
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.run.checks import check_apart, check_monitors, check_rows
 from rlflow.run.fit import fit
 from rlflow.run.folder import require_folder, require_own
 from rlflow.run.prediction import predict
+from rlflow.run.preflight import check_apart, check_monitors, check_rows
 from rlflow.run.prepare import prepare
 from rlflow.run.replay import Replayed, replay
 from rlflow.run.validation import test, validate

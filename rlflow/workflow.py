@@ -24,7 +24,7 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.module import RLModule, handles
 from rlflow.rewards.weighted_sum import RewardLike
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.protocols import Sampled
 from rlflow.values.rollout import Rollout
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from rlflow.known_answers import known_answers, numbers_of
 from rlflow.models.tiny import write_tiny_model
-from rlflow.process.environment import PLACE
+from rlflow.process.environment_variables import PLACE
 from tests import pictures
 from tests.leftovers import workers
 from tests.ranks import RankPool, return_freed_memory

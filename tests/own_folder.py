@@ -37,7 +37,7 @@ FILES = {
     "long.jsonl": json.dumps({"question": "1+1=", "answer": "2" * 2045}) + "\n",
     "my_algorithm.py": '''
 from rlflow import PerSample, PerToken, Rollout, node
-from rlflow.types import Written
+from rlflow.types import WithTexts
 from rlflow.algorithms import GRPO
 
 
@@ -45,7 +45,7 @@ class ShortGRPO(GRPO):
     """GRPO that likes brevity."""
 
     @node
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         brevity = -rollout.lengths.float()
         self.log("reward/brevity", brevity)
         return self.reward_function(rollout) + brevity

@@ -151,7 +151,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 PRELUDE = """
 from typing import Any
 from rlflow import Batch, CausalLM, Pairs, PerSample, PerToken, Rollout, RolloutWithTexts, RLModule, node
-from rlflow.types import Each, Grown, Ragged
+from rlflow.types import Each, NewRows, Ragged
 """
 TRAINS = {  # blocks that train, each run by a test of its own
     "from datasets import load_dataset": "test_first_run.py::test_the_smallest_run_trains_in_an_empty_folder",

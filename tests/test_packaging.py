@@ -149,8 +149,8 @@ def test_the_cpu_lock_leaves_out_what_breaks_the_cpu_build_of_torch() -> None:
 def test_at_most_twenty_names_are_exported_and_all_are_there() -> None:
     assert 10 < len({*rlflow.__all__}) <= 20
     assert all(hasattr(rlflow, name) for name in rlflow.__all__)
-    with pytest.raises(AttributeError, match="module 'rlflow' has no attribute 'Written'"):
-        rlflow.Written  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'rlflow' has no attribute 'WithTexts'"):
+        rlflow.WithTexts  # noqa: B018
 
 
 def test_importing_the_package_imports_no_engine() -> None:

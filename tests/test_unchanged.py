@@ -150,8 +150,8 @@ class TestRenamed:
             "data": {"shuffle": False, "prompt": "question"}
         }
         assert with_defaults({"data": {"prompt": "text"}}, defaults) == {"data": {"prompt": "text"}}
-        of_class = with_defaults({"strategy": "fsdp"}, {"strategy.init_args.within": 2})
-        assert of_class == {"strategy": {"class_path": "fsdp", "init_args": {"within": 2}}}
+        of_class = with_defaults({"strategy": "fsdp"}, {"strategy.init_args.hsdp_shard_size": 2})
+        assert of_class == {"strategy": {"class_path": "fsdp", "init_args": {"hsdp_shard_size": 2}}}
 
     def test_a_proof_writes_the_new_names_of_keys_and_classes(self) -> None:
         settings = {"module": {"longest_response": 65}, "data": {"prompts_per_step": 32}, "trainer": {}, "rollout": "x"}

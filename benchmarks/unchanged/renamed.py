@@ -13,7 +13,13 @@ from benchmarks.unchanged.record import Values
 METRICS: Mapping[str, str] = {}
 """Metrics and fields of samples."""
 
-CONFIG: Mapping[str, str] = {}
+CONFIG: Mapping[str, str] = {
+    "within": "hsdp_shard_size",
+    "partition_within": "hpz_partition_size",
+    "skip_spikes": "grad_norm_spike_limit",
+    "keep_inputs": "dump_steps",
+    "keep_inputs_of": "dump_nodes",
+}
 """Keys, by their last part, and paths of classes that a proof writes into a config."""
 
 DEFAULTS: Mapping[str, Any] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import UserError, did_you_mean
-from rlflow.storage.tensors import sha256
+from rlflow.storage.safetensors_files import sha256
 
 FORMAT = 14
 LAST = "last"

@@ -28,10 +28,10 @@ from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.databuffer.wire import stacked, unstacked
 from rlflow.errors import UserError
 from rlflow.storage.draft import of_rank
-from rlflow.values.absent import Absent
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import columns, join_rows, take_rows, with_path
-from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
+from rlflow.values.not_sent import NotSent
 from rlflow.values.ragged import Ragged
 
 SURPLUS = "surplus"
@@ -58,7 +58,7 @@ def write_groups(folder: Path, name: str, groups: Groups, world_size: int) -> li
         The names of the files that this rank wrote.
     """
     written = write_rows(folder, name, groups, world_size)
-    if groups.rank == min(rank for space in groups.spaces.values() for rank in space.home[0].ranks):
+    if groups.rank == min(rank for space in groups.spaces.values() for rank in space.origin[0].ranks):
         (folder / f"{name}.json").write_text(json.dumps(described(groups, world_size)))
         written.append(f"{name}.json")
     return written
@@ -90,7 +90,7 @@ def write_rows(folder: Path, name: str, groups: Groups, world_size: int) -> list
                 tensors[key], lists[f"{key}/{NAMES}"] = stacked(data), sorted(data)
             elif isinstance(data, Ragged):
                 tensors |= {key: data.values, f"{key}/{LENGTHS}": data.lengths}
-            elif not isinstance(data, Absent):
+            elif not isinstance(data, NotSent):
                 lists[key] = data
     path = folder / of_rank(name, groups.rank, world_size)
     save_file({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}, f"{path}.safetensors")
@@ -180,29 +180,29 @@ def of_ranks(stored: dict[str, Any], ranks: Collection[int]) -> dict[str, Any]:
 def _columns(name: str, value: GroupValue) -> Iterator[tuple[str, Any]]:
     """Name (`<value>/<column>`) and data of each column of this rank's rows; nothing if it has no rows of the value."""
     for column in columns(value.annotation) if value.rows is not None else ():
-        if column.cut is not Cut.PATH:  # paths are stored with the space
+        if column.kind is not ColumnKind.PATH:  # paths are stored with the space
             yield f"{name}/{column.name}", column.of(value.rows)
 
 
 def _rows(
     tensors: dict[str, Tensor], described: dict[str, Any], name: str, value: GroupValue, device: torch.device
 ) -> Any:
-    """The rows of the value `name` in the two files of a rank; a column that was not written is `Absent`."""
+    """The rows of the value `name` in the two files of a rank; a column that was not written is `NotSent`."""
 
     def tensor(key: str) -> Tensor:
         return tensors[key] if described["devices"][key] == "cpu" else tensors[key].to(device)
 
-    def data(column: str, cut: Cut) -> Any:
+    def data(column: str, kind: ColumnKind) -> Any:
         key, lists = f"{name}/{column}", described["lists"]
         if key not in tensors and key not in lists:
-            return Absent(column)
-        if cut is Cut.JSON:
+            return NotSent(column)
+        if kind is ColumnKind.JSON:
             return lists[key]
-        if cut is Cut.PARTS:
+        if kind is ColumnKind.PARTS:
             return unstacked(tensor(key), lists[f"{key}/{NAMES}"])
-        return Ragged(tensor(key), tensor(f"{key}/{LENGTHS}")) if cut is Cut.RAGGED else tensor(key)
+        return Ragged(tensor(key), tensor(f"{key}/{LENGTHS}")) if kind is ColumnKind.RAGGED else tensor(key)
 
-    read = {column.name: data(column.name, column.cut) for column in columns(value.annotation)}
+    read = {column.name: data(column.name, column.kind) for column in columns(value.annotation)}
     return read[""] if "" in read else value.annotation(**read)
 
 
@@ -225,11 +225,11 @@ def _space_from_json(
     arrays = {name: torch.tensor(stored[name], dtype=torch.int64) for name in ("path", *NUMBERS)}
     arrays["path"] = arrays["path"].view(-1, like.path.shape[1])  # an empty list has lost the width
     arrays["dropped"] = torch.tensor(stored["dropped"], dtype=torch.bool)
-    made_in = like.home[0]
+    made_in = like.origin[0]
     if dealt is not None:
-        return like.renewed(arrays, dealt)
-    anew = like.renewed(arrays, {made_in: Partition(group_partition(arrays["path"][:, 0], made_in.shards))})
-    return like.renewed(arrays, {layout: anew.partition(layout) for layout in layouts})
+        return like.with_rows(arrays, dealt)
+    anew = like.with_rows(arrays, {made_in: Partition(group_partition(arrays["path"][:, 0], made_in.shards))})
+    return like.with_rows(arrays, {layout: anew.partition(layout) for layout in layouts})
 
 
 def _layout(stored: dict[str, Any]) -> Layout:

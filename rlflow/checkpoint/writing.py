@@ -28,8 +28,8 @@ from rlflow.checkpoint.retention import Retention
 from rlflow.checkpoint.stored_groups import write_groups
 from rlflow.storage.disk import Disk
 from rlflow.storage.draft import LEFT, Draft, Record, of_rank
+from rlflow.storage.safetensors_files import StoredTensor, TensorRange, all_finite, write_tensors
 from rlflow.storage.stored_role import RoleIndex, StoredRole, index_name
-from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite, write_tensors
 from rlflow.strategies.strategy import TrainingStrategy
 
 

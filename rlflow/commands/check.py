@@ -7,8 +7,8 @@ from typing import Any
 
 from rlflow.commands.configuration import Configured, call_configured
 from rlflow.errors import UserError, one_line
-from rlflow.process.status import Answered
-from rlflow.testing.checking import Report, examine
+from rlflow.process.status import CommandExit
+from rlflow.testing.check import Report, examine
 
 WRONG_CODE = 1
 
@@ -31,7 +31,7 @@ def check(configured: Configured, /, depends_on: list[str] | None = None, parts:
 def main(arguments: Sequence[str]) -> None:
     """Run `rlflow check`; exit with 1 if something is wrong."""
     if call_configured(check, arguments).wrong:
-        raise Answered(WRONG_CODE)
+        raise CommandExit(WRONG_CODE)
 
 
 def _first_row(configured: Configured) -> tuple[dict[str, Any], list[str]]:

@@ -20,9 +20,9 @@ from rlflow.commands.parser import OneLineParser, add_parameters, keys_of
 from rlflow.config.arguments import Argument, Group, arguments_of, chosen_classes, entry_hint
 from rlflow.config.building import built, instance
 from rlflow.config.checking import hidden_secrets, mistakes_of, unreal_numbers
+from rlflow.config.command_line import CONFIG, as_yaml, layers, options
 from rlflow.config.keys import WrittenKeys
 from rlflow.config.merging import merged
-from rlflow.config.reading import CONFIG, as_yaml, layers, options
 from rlflow.dag.node import NodeConfig
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
@@ -88,7 +88,7 @@ class Configured:
         self.require_secrets()
         with self.keys.in_errors(self.config), ExitStack() as stack:
             if self.simulation is not None:
-                from rlflow.simulate.report import prediction
+                from rlflow.simulate.output import prediction
 
                 stack.enter_context(prediction(self.simulation))
             self.trainer.fit(self.module, self.data)

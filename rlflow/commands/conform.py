@@ -16,7 +16,7 @@ from rlflow.conform.diagnosis import conform as conform_function
 from rlflow.conform.trl import is_trainer, loss_settings, trainer_advantages, trainer_loss
 from rlflow.dotted_path import object_at
 from rlflow.errors import UserError
-from rlflow.process.status import Answered
+from rlflow.process.status import CommandExit
 
 SHOWN = 4  # cases that no change explains
 
@@ -72,7 +72,7 @@ def conform(
     if museum == bool(paths):
         raise UserError("give one function or more, such as --loss my_module:my_loss, or --museum")
     if museum:
-        raise Answered(_show_museum())
+        raise CommandExit(_show_museum())
     name, paper = algorithm_named(algorithm)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="rlflow-conform-") as scratch:
@@ -83,7 +83,7 @@ def conform(
             print(f"{kind}: {path} compared with {name} ({paper.source})")
             print("\n".join(lines(found)))
             verdicts.append(found.verdict)
-    raise Answered(int("differs" in verdicts))
+    raise CommandExit(int("differs" in verdicts))
 
 
 def main(arguments: Sequence[str]) -> None:

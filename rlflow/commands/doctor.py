@@ -12,7 +12,7 @@ from rlflow.doctor import checks
 from rlflow.doctor.checks import Finding
 from rlflow.doctor.trials import trials
 from rlflow.errors import UserError
-from rlflow.process.status import Answered
+from rlflow.process.status import CommandExit
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         print(f"needed: {finding}")
     here = f"{'GPUs' if gpu else 'the CPU'}, {nodes} machine(s)"
     print(f"{len(failing)} of {len(found)} need mending" if failing else f"all that runs need works ({here})")
-    raise Answered(1 if failing else 0)
+    raise CommandExit(1 if failing else 0)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -16,7 +16,7 @@ from rlflow.dag.tasks import rank_ranges, task_lines
 from rlflow.data.mixture import settings_of
 from rlflow.errors import UserError
 from rlflow.run.prepare import plan_run
-from rlflow.values.each import Trained, grown
+from rlflow.values.each import After, new_rows
 
 DATASET = "DATASET"
 TYPES: dict[Kind, str] = {kind: kind.upper() for kind in get_args(Kind)} | {"train": "MODEL_TRAIN"}
@@ -67,7 +67,7 @@ def text(graph: Graph, plan: Plan, rank: int) -> str:
             node.id,
             _models(node) or "-",
             TYPES[node.kind],
-            type_name(grown(node.returns) if node.grows else node.returns),
+            type_name(new_rows(node.returns) if node.grows else node.returns),
             node.space,
             ", ".join(node.needs),
             node.place,
@@ -88,7 +88,7 @@ def _reads(graph: Graph) -> list[tuple[str, ...]]:
     """What each node reads: the value, the type that it asks for, and the fields that this names."""
     read = [graph.fields[node.id, value] for node in graph.order for value in node.reads]
     rows = [(each.node, each.value, each.asked, str(each) or "-") for each in read]
-    after = [(node.id, name, type_name(Trained), "-") for node in graph.order for name in node.after]
+    after = [(node.id, name, type_name(After), "-") for node in graph.order for name in node.after]
     return [("node", "reads", "as", "fields"), *rows, *after]
 
 
@@ -103,7 +103,7 @@ def mermaid(graph: Graph, plan: Plan) -> str:
     for name, layout in plan.layouts().items():
         kind = DATASET if name == BATCH else TYPES[graph.nodes[name].kind]
         models = "" if name == BATCH else _models(graph.nodes[name])
-        role, placed = f"{models} · {kind}" if models else kind, f"{rank_ranges(layout.ranks)}, {layout.dealing}"
+        role, placed = f"{models} · {kind}" if models else kind, f"{rank_ranges(layout.ranks)}, {layout.shard_by}"
         # a prefix, for `end`, `class`, `style` and others are words of Mermaid's
         boxes[name] = f'    node_{name}["<b>{name}</b><br/>{role}<br/>{placed}"]:::{kind}'
         types[kind] = None

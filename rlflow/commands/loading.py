@@ -15,11 +15,11 @@ from rlflow import checkpoint
 from rlflow.commands.export import export
 from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError, did_you_mean
-from rlflow.models.arguments import model_parameters
 from rlflow.models.lora import WEIGHTS as ADAPTER
+from rlflow.models.model_arguments import model_parameters
 from rlflow.module import RLModule, handles
 from rlflow.run.folder import RunFolder
-from rlflow.storage.tensors import sha256
+from rlflow.storage.safetensors_files import sha256
 
 DIGITS = 12  # of a digest, in a folder's name
 

@@ -13,10 +13,10 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from rlflow.config.arguments import Argument, Group
 from rlflow.config.checking import mistakes_of
+from rlflow.config.command_line import Text, options
 from rlflow.config.merging import written_whole
-from rlflow.config.reading import Text, options
 from rlflow.errors import UserError, one_line
-from rlflow.process.status import Answered
+from rlflow.process.status import CommandExit
 
 
 class OneLineParser(ArgumentParser):
@@ -28,7 +28,7 @@ class OneLineParser(ArgumentParser):
 
     def exit(self, code: int = 0, message: str | None = None) -> NoReturn:
         """End the command: help was printed."""
-        raise Answered(code)
+        raise CommandExit(code)
 
 
 def call(command: Callable[..., None], arguments: Sequence[str]) -> None:

@@ -26,9 +26,9 @@ from rlflow.loggers.transcript import text as written
 from rlflow.module import RLModule, environments, handles
 from rlflow.rewards.reward import RewardInput, scored
 from rlflow.rollout.conversation import Conversation
-from rlflow.rollout.engine import Completion, EnginePlace, RolloutEngine, Sampling, SyncReport
-from rlflow.run.checks import resolved
+from rlflow.rollout.engine import Completion, RankInfo, RolloutEngine, Sampling, SyncReport
 from rlflow.run.placement import followed_role
+from rlflow.run.preflight import resolved
 from rlflow.run.prepare import model_path, read_graph
 from rlflow.run.pretrained import load_tokenizer, stop_tokens
 from rlflow.values.layout import Layout
@@ -209,7 +209,7 @@ class Player(RolloutEngine):
         self._on_tokens("policy", turn)
         return Completion(tuple(turn), (0.0,) * len(turn), turn[-1] in sampling.stop_token_ids)
 
-    def setup(self, model_path: str, place: EnginePlace) -> None:
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
         """There is nothing to build."""
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:

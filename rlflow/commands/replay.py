@@ -10,7 +10,7 @@ from typing import Any
 
 from rlflow.commands.fit import read_fit
 from rlflow.commands.parser import call
-from rlflow.config.reading import as_yaml, read
+from rlflow.config.command_line import as_yaml, read
 from rlflow.errors import UserError, one_line
 from rlflow.run.folder import RunFolder
 from rlflow.strategies.precision import own_name
@@ -19,7 +19,7 @@ LEFT_OUT = ("placement", "logger", "callbacks", "config", "predict")
 # Settings of any strategy that SingleProcess computes with as well.
 OF_STRATEGY = ("precision", "token_budget", "packing", "share_prefixes", "float32_head")
 ALONE: dict[str, Any] = {"devices": 1, "num_nodes": 1, "max_staleness": 0, "partial_rollout": None, "ckpt_path": None}
-ALONE |= {"keep_inputs": [], "keep_inputs_of": [], "fast_dev_run": False, "precision": None}
+ALONE |= {"dump_steps": [], "dump_nodes": [], "fast_dev_run": False, "precision": None}
 MEND = "bring the file back as the run wrote it"
 
 
@@ -30,7 +30,7 @@ def replay(run_dir: Path, /, *, step: int, node: str | None = None, pdb: bool = 
         rlflow replay runs/mine --step 200 --node advantages --pdb
 
     Args:
-        run_dir: The folder of a run that stored inputs, see `trainer.keep_inputs`.
+        run_dir: The folder of a run that stored inputs, see `trainer.dump_steps`.
         step: Step of the run, from 1.
         node: Name of the node; else all nodes whose inputs were stored, in order.
         pdb: Stop in the debugger where each node begins or raises.

@@ -162,12 +162,12 @@ def _row(name: str, seconds: dict[int, float]) -> str:
 
 
 # Tasks in which a rank does nothing but wait for the others.
-WAITS = {WAIT, "Reduce", "Tell"}
+WAITS = {WAIT, "Reduce", "BroadcastRows"}
 EXCHANGE = "Exchange"
 KINDS = {
     "Load": "load",
     "SyncWeights": "weight sync",
-    "Tell": "tell",
+    "BroadcastRows": "broadcast",
     "Sleep": "sleep",
     EXCHANGE: "exchange",
     "Reduce": "reduce metrics",
@@ -297,7 +297,7 @@ def sent_bytes(events: Iterable[dict[str, Any]], step: int) -> dict[str, int]:
 
 def is_task(span: Span) -> bool:
     """Whether it is a task of the plan, not a wait within one and not what only repeats others."""
-    return span.category not in (WAIT, FLIGHT, "Fill")
+    return span.category not in (WAIT, FLIGHT, "DynamicSampling")
 
 
 def is_wait(span: Span) -> bool:

@@ -175,7 +175,7 @@ def graph_drawing(graph: Graph, plan: Plan, sent: Mapping[str, int]) -> str:
         kind = "dataset" if name == BATCH else graph.nodes[name].kind
         lines = [name, "DATASET" if name == BATCH else f"{graph.nodes[name].models} {TYPES[graph.nodes[name].kind]}"]
         if name in layouts:
-            lines.append(f"{rank_ranges(layouts[name].ranks)}, {layouts[name].dealing}")
+            lines.append(f"{rank_ranges(layouts[name].ranks)}, {layouts[name].shard_by}")
         left = x - BOX_WIDTH / 2
         parts.append(
             f'<rect class="box {kind}" x="{left:g}" y="{y:g}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="5"/>'

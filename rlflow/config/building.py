@@ -11,10 +11,10 @@ from rlflow.config.arguments import Argument, Group, arguments_of, entry_hint, p
 from rlflow.errors import ConfigPlace, UserError, place
 from rlflow.short_names import class_named, lacks_library
 
-Written = Callable[[tuple[str, ...]], str]
+WrittenAs = Callable[[tuple[str, ...]], str]
 
 
-def built(value: Any, hint: Any, keys: tuple[str, ...], written: Written) -> Any:
+def built(value: Any, hint: Any, keys: tuple[str, ...], written: WrittenAs) -> Any:
     """The object that a value of a config describes; parts are built before the object that takes them.
 
     Args:
@@ -44,7 +44,7 @@ def built(value: Any, hint: Any, keys: tuple[str, ...], written: Written) -> Any
     return value
 
 
-def instance(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ...], written: Written) -> Any:
+def instance(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ...], written: WrittenAs) -> Any:
     """Call a class with a config's arguments.
 
     Args:

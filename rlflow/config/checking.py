@@ -23,7 +23,7 @@ from rlflow.config.arguments import (
     is_configured,
     is_plain_dataclass,
 )
-from rlflow.config.reading import Text
+from rlflow.config.command_line import Text
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError, did_you_mean, readable_line
 from rlflow.lightning_names import instead_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rlflow.config.reading import Text
+from rlflow.config.command_line import Text
 from rlflow.dag.node import GraphError
 from rlflow.errors import SETTING, UserError
 

@@ -18,8 +18,8 @@ from rlflow.config.arguments import (
     is_choice,
 )
 from rlflow.config.checking import mistakes_of
+from rlflow.config.command_line import Appended, Text
 from rlflow.config.keys import ARGUMENTS, CLASS
-from rlflow.config.reading import Appended, Text
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError
 from rlflow.short_names import class_named, path_of

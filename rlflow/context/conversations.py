@@ -22,7 +22,7 @@ from rlflow.harness.door import Door, ignored
 from rlflow.harness.episode import Episode, EpisodeEnd, Terms
 from rlflow.harness.harness import Harness, play
 from rlflow.metrics import StepMetrics
-from rlflow.models.pictures import no_pictures
+from rlflow.models.picture_processor import no_pictures
 from rlflow.rewards.early import OnEnd
 from rlflow.rollout.conversation import (
     Conversation,
@@ -42,10 +42,10 @@ from rlflow.rollout.conversation_loop import (
     TurnQueue,
 )
 from rlflow.rollout.engine import RolloutEngine, Sampling
-from rlflow.rollout.sampling import Children, Part, require_continued
-from rlflow.values.absent import Absent
+from rlflow.rollout.sampling import Part, SampleIds, require_continued
 from rlflow.values.columns import to_device
 from rlflow.values.layout import Layout
+from rlflow.values.not_sent import NotSent
 from rlflow.values.path import RowPath
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
@@ -171,7 +171,7 @@ class ConversationRunner:
         call: ConverseCall,
         earlier: torch.Tensor | None = None,
         on_end: OnEnd | None = None,
-        pictures: Ragged | Absent | None = None,
+        pictures: Ragged | NotSent | None = None,
     ) -> tuple[Rollout, list[Conversation], ConversationTimes]:
         """Run `n` conversations from each prompt; called by all ranks that share an engine, with the same rows.
 
@@ -184,7 +184,7 @@ class ConversationRunner:
             sampling: Tokens of a whole conversation, what the environment writes included; `max_turn_length` of the
                 environment may limit a turn further.
             call: The node, and the versions of its policies.
-            earlier: See `Children.of`, so that seeds and paths differ from those of earlier calls.
+            earlier: See `SampleIds.of`, so that seeds and paths differ from those of earlier calls.
             on_end: Called with each conversation that is over, while others go on, unless its environment still rewards
                 its group; None for nothing.
             pictures: Numbers of the pictures of each prompt, see `Batch`; None where no prompt has any.
@@ -204,7 +204,7 @@ class ConversationRunner:
                     " prompts, of text; take rows without pictures"
                 )
             return self._run_harness(engines, environment, rows, parents, n, sampling, call, earlier)
-        children = Children.of(parents, torch.full((len(parents),), n * len(seats)), call.node, earlier)
+        children = SampleIds.of(parents, torch.full((len(parents),), n * len(seats)), call.node, earlier)
         of_all = [rows[i] for i in children.parent.tolist()]
         of_each = pictures.on_host().take(children.parent) if isinstance(pictures, Ragged) else None
         numbers = [[]] * len(of_all) if of_each is None else [each.tolist() for each in of_each.rows()]
@@ -275,7 +275,7 @@ class ConversationRunner:
         earlier: torch.Tensor | None,
     ) -> tuple[Rollout, list[Conversation], ConversationTimes]:
         """Run `n` episodes from each prompt; as `run`, but an episode has one row or more."""
-        children = Children.of(parents, torch.full((len(parents),), n), call.node, earlier)
+        children = SampleIds.of(parents, torch.full((len(parents),), n), call.node, earlier)
         places = call.rows_of(parents.root)[children.parent].tolist()
         shared = self._shared(call.layout)
         if self._door is None and (shared is None or shared.calls):
@@ -450,7 +450,7 @@ class ConversationRunner:
         self,
         environment: Environment,
         conversations: Sequence[Conversation],
-        children: Children,
+        children: SampleIds,
         rows: Sequence[tuple[int, dict[str, Any]]],
         rules: Rules,
         seed_of: Callable[[int], int],
@@ -496,7 +496,7 @@ class ConversationRunner:
             each[name] = replace(how, stop_token_ids=stops)
         return {name: TurnQueue(engine, each[name], call.versions[name]) for name, engine in engines.items()}
 
-    def _seed_of(self, children: Children, row: int, seat: str, turn: int, draw: int) -> int:
+    def _seed_of(self, children: SampleIds, row: int, seat: str, turn: int, draw: int) -> int:
         return children.seed(row, self.seed, draw, turn, seat)
 
     def _rules(self, environment: Environment, longest: int, call: ConverseCall) -> Rules:
@@ -517,8 +517,8 @@ class ConversationRunner:
         peers = layout.peers(layout.shard(transport.rank))
         limit = transport.timeout
         seconds = ROUND_S if limit is None else min(ROUND_S, limit.total_seconds() / 4)
-        publishes = layout.publishes(transport.rank)
-        return SharedCalls(publishes, lambda message: transport.gather_bytes(message, peers)[0], seconds)
+        leads = layout.is_leader(transport.rank)
+        return SharedCalls(leads, lambda message: transport.gather_bytes(message, peers)[0], seconds)
 
 
 class EnvironmentHosts:

@@ -1,4 +1,4 @@
-"""Checks of `generate` and `converse` calls in a node, and `Calls`, which knows what the node has generated so far."""
+"""Checks of `generate` and `converse` calls in a node, and `GenerationHistory`: what the node has generated so far."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ Path = tuple[int, ...]  # of a row
 
 
 @dataclass
-class Calls:
+class GenerationHistory:
     """The calls of `generate` and `converse` that a node has made in one run of it.
 
     They give a second call on the same row other seeds and paths than the first:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlflow.context.conversations import ConversationRunner, ConverseCall, measure_conversations
 from rlflow.context.generation import (
-    Calls,
+    GenerationHistory,
     callers_of,
     parents_of,
     pictures_of,
@@ -35,7 +35,7 @@ from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.metrics import MEAN, How, Metrics, StepMetrics
-from rlflow.models.pictures import no_pictures
+from rlflow.models.picture_processor import no_pictures
 from rlflow.rewards.early import EarlyScores
 from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
@@ -46,7 +46,7 @@ from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.layout import Layout
 from rlflow.values.path import NO_GROUP, RowPath
 from rlflow.values.picture import Picture
-from rlflow.values.protocols import Written
+from rlflow.values.protocols import WithTexts
 from rlflow.values.ragged import Ragged
 from rlflow.values.response_settings import ResponseSettings
 from rlflow.values.rollout import Rollout
@@ -83,8 +83,8 @@ class Running:
     versions: Mapping[str, int]
     metrics: StepMetrics
     part: Part | None = None
-    calls: Calls = field(default_factory=Calls)
-    returned: list[tuple[Written, Tensor]] = field(default_factory=list)
+    calls: GenerationHistory = field(default_factory=GenerationHistory)
+    returned: list[tuple[WithTexts, Tensor]] = field(default_factory=list)
     dropped: Tensor | None = None
     cut_off: Tensor | None = None
     validates: bool = False
@@ -141,7 +141,7 @@ class NodeContext:
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[str], list[int]]
     written: Callable[[Sequence[dict[str, Any]], str], list[list[int]]]
-    on_scores: Callable[[int, Written, Scores], None]
+    on_scores: Callable[[int, WithTexts, Scores], None]
     rows_of: Callable[[Tensor], Tensor] = lambda ids: ids
     album: Callable[[Sequence[int]], Sequence[Picture]] = no_pictures
     writers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -371,7 +371,7 @@ class NodeContext:
             )
         now.cut_off = found
 
-    def score(self, reward: Reward, rollout: Written, name: str) -> tuple[Tensor, Parts]:
+    def score(self, reward: Reward, rollout: WithTexts, name: str) -> tuple[Tensor, Parts]:
         """Score this rank's samples with a reward; a collective of the node's ranks, which compare the parts' names.
 
         It logs `<name>/mean`, of a mixture `<name>/<dataset>/mean`, `<name>/<part>`, `<name>/errors` and the reward's
@@ -384,15 +384,15 @@ class NodeContext:
 
         Raises:
             UserError: On all ranks of the node: the reward failed on a sample and its `on_error` is `raise`, or two
-                ranks have different parts; or the reward drops samples, and the node does not read `Written` and return
-                a value for each row.
+                ranks have different parts; or the reward drops samples, and the node does not read `WithTexts` and
+                return a value for each row.
         """
         now = self._outside_training("reward_function")
         drops = reward.drops and now.node.makes_value and not now.validates
         if drops and not scores_rows(now.node):
             raise UserError(
                 f"node `{now.node.id}` scores responses ({now.node.place}), and {reward} drops samples that it fails"
-                " on, which nodes that train would not know of; score in a node that reads `rollout: Written` and"
+                " on, which nodes that train would not know of; score in a node that reads `rollout: WithTexts` and"
                 " returns PerSample, or set `on_error` to raise or zero"
             )
         scores = self._scores(reward, self.reward_input(rollout, now.metrics.step, now.draw), now)
@@ -436,7 +436,7 @@ class NodeContext:
                 self.transport.watch.flight(name, start, end)
         return scores
 
-    def reward_input(self, rollout: Written, step: int, draw: int) -> RewardInput:
+    def reward_input(self, rollout: WithTexts, step: int, draw: int) -> RewardInput:
         """This rank's samples as a reward reads them, at a step and a draw counted from 0; no node needs to run.
 
         Token ids are computed only if the reward asks for them.
@@ -482,7 +482,7 @@ class NodeContext:
         names = known[0] if known else []
         return replace(scores, parts={name: scores.parts.get(name, [0.0] * len(scores.total)) for name in names})
 
-    def returned(self, rollout: Written, name: str, alone: bool) -> Tensor:
+    def returned(self, rollout: WithTexts, name: str, alone: bool) -> Tensor:
         """`[B]`, what environments gave each conversation, summed over its turns; logged as `<name>/environment`.
 
         If the module has no reward (`alone`), it is logged as `<name>/mean` too. If the node scores the same object
@@ -619,7 +619,7 @@ class NodeContext:
         return self.running
 
     def _speaks(self, now: Running) -> bool:
-        return now.layout.publishes(self.transport.rank)  # of several peers one, so each row counts once
+        return now.layout.is_leader(self.transport.rank)  # of several peers one, so each row counts once
 
     def _outside_training(self, what: str) -> Running:
         now = self._now()

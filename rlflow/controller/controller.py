@@ -11,15 +11,27 @@ from typing import Any
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.checkpoint.stored_groups import step_name
-from rlflow.controller.draws import Draws
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.nodes import Nodes
 from rlflow.controller.policies import Policies
+from rlflow.controller.prompt_sampler import PromptSampler
 from rlflow.controller.run import Run
 from rlflow.controller.step import Step, no_groups
 from rlflow.controller.training import UpdateWatch
 from rlflow.dag.node import BATCH
-from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sleep, SyncWeights, Task, Tell, TrainNode
+from rlflow.dag.tasks import (
+    BroadcastRows,
+    DeferUnfinished,
+    DynamicSampling,
+    Exchange,
+    Load,
+    Reduce,
+    RunNode,
+    Sleep,
+    SyncWeights,
+    Task,
+    TrainNode,
+)
 from rlflow.data.loader import Prefetch
 from rlflow.databuffer.groups import Groups, ReadGroups
 from rlflow.errors import UserError
@@ -69,8 +81,8 @@ class Controller:
         self._trace = trace
         self._callbacks = callbacks
         self._steps: dict[int, Step] = {}  # steps in progress by number: several if steps overlap
-        self._draws = Draws(run, loader)
-        self._nodes = Nodes(run, policies, callbacks, self._draws, inputs)
+        self._sampler = PromptSampler(run, loader)
+        self._nodes = Nodes(run, policies, callbacks, self._sampler, inputs)
         self._ahead = _made_ahead(run)
         self._slot = 0  # the step whose rows are generated next
         self._began = time.perf_counter()
@@ -80,7 +92,7 @@ class Controller:
     @property
     def draws(self) -> int:
         """Number of draws of prompts so far: one a step, or more if a filter or partial rollout draws again."""
-        return self._draws.count
+        return self._sampler.count
 
     @property
     def tried(self) -> Mapping[str, int]:
@@ -122,23 +134,23 @@ class Controller:
             now = self._steps[step]
             match task:
                 case Load():
-                    self._draws.load(task, now)
+                    self._sampler.load(task, now)
                 case SyncWeights():
                     self.policies.sync(task.policy, step, now.metrics, task.changed)
                 case Sleep():
                     self.policies[task.policy].sleep()
-                case Tell():
-                    now.tell(task)
+                case BroadcastRows():
+                    now.broadcast_rows(task)
                 case Exchange():
                     now.exchange(task)
                 case RunNode():
                     self._nodes.run(task, now)
                 case TrainNode():
                     self._nodes.train(task, now)
-                case HoldBack():
-                    self._nodes.hold_back(task, now)
-                case Fill():
-                    self._fill(task, now)
+                case DeferUnfinished():
+                    self._nodes.defer_unfinished(task, now)
+                case DynamicSampling():
+                    self._sample_until_full(task, now)
                 case Reduce():
                     self._reduce(now)
 
@@ -151,14 +163,14 @@ class Controller:
         """Numbers of steps that are done, of draws of prompts, and of the prompts of a draw."""
         return {
             "step": self._done,
-            "draws": self._draws.count,
+            "draws": self._sampler.count,
             "prompts_per_step": self._run.data.prompts_per_step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume after the steps that were done; called before the first `step`."""
         self._slot = state["step"] + self._run.plan.max_staleness
-        self._draws.count = state["draws"]
+        self._sampler.count = state["draws"]
 
     def carried_over(self) -> dict[str, Groups]:
         """For a checkpoint, the groups of rows that later steps need, by name.
@@ -166,7 +178,7 @@ class Controller:
         `surplus` has groups beyond those of the last step, `unfinished` has groups with responses that were cut off,
         and `step-00000007` has the values that this rank made in a step that is generated and not yet trained.
         """
-        carried = self._draws.carried_over()
+        carried = self._sampler.carried_over()
         if self._ahead is not None:
             carried |= {step_name(step): self._steps[step].groups(self._ahead) for step in self._in_progress()}
         return carried
@@ -180,7 +192,7 @@ class Controller:
         Raises:
             UserError: The groups are of another algorithm.
         """
-        self._draws.take_over(read)
+        self._sampler.take_over(read)
         for step in self._in_progress():
             self._begin(step, draw=step)  # it is a later one where steps draw as often as they need
             if self._ahead is not None:
@@ -230,8 +242,8 @@ class Controller:
     def _run_slot(self, slot: int) -> None:
         """Run all tasks of this rank once: those without lag for step `slot`, those of lag n for step `slot` - n."""
         if slot < self._run.steps:
-            self._begin(slot, self._draws.count)
-            self._draws.count += not self._draws.repeats
+            self._begin(slot, self._sampler.count)
+            self._sampler.count += not self._sampler.repeats
         self._slot_began, self._waited_before = time.perf_counter(), self._trace.waited_s
         for task in self.plan:
             step = slot - task.lag
@@ -259,8 +271,8 @@ class Controller:
         if (name := time_metric(task)) is not None:  # a reduced step must not log again
             self._metrics.of(step).seconds(name, ended - started)
 
-    def _fill(self, task: Fill, step: Step) -> None:
-        self._draws.fill(task, step, self.run)
+    def _sample_until_full(self, task: DynamicSampling, step: Step) -> None:
+        self._sampler.sample_until_full(task, step, self.run)
         for repeated in task.tasks:
             if isinstance(repeated, RunNode):
                 self._nodes.note_age(repeated, step)
@@ -272,14 +284,14 @@ class Controller:
         step.metrics.seconds("time/elapsed", time.perf_counter() - self._began)
         clock.settle()
         step.log_exchanges(sum(each.buffer.peak_held_bytes for each in self._steps.values()))
-        self._draws.log(step)
+        self._sampler.log(step)
         waited = self._trace.waited_s - self._waited_before
         worked = time.perf_counter() - self._slot_began - waited
         run.context.memories.learn(run.module.memories(), step.number)
         self._reduced = self._metrics.reduce(step.number, run.transport, worked, preemption.received())
         run.context.learn_names(self._metrics)
         clock.settle()  # the wait for this collective must not count in a later step
-        self._draws.learn(self._reduced)
+        self._sampler.learn(self._reduced)
         self.policies.check(self._reduced)
         self._reduced = dict(sorted(self._reduced.items()))
         self._steps.pop(step.number).buffer.clear()

@@ -38,12 +38,12 @@ from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import UserError, one_line, readable, shown
 from rlflow.state.tensors import with_tensors, without_tensors
 from rlflow.storage.draft import of_rank
-from rlflow.storage.tensors import sha256
-from rlflow.values.absent import Absent
+from rlflow.storage.safetensors_files import sha256
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import columns
-from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import on_host
 from rlflow.values.layout import Layout
+from rlflow.values.not_sent import NotSent
 from rlflow.values.ragged import Ragged
 
 MADE = "made"
@@ -55,7 +55,7 @@ EACH = "each "  # prefix of the names of rows that a node reads as `Each`
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """Stores the inputs of this rank's nodes, in the steps of `trainer.keep_inputs` and whenever a node raises.
+    """Stores the inputs of this rank's nodes, in the steps of `trainer.dump_steps` and whenever a node raises.
 
     Attributes:
         run: The run on this rank.
@@ -177,7 +177,7 @@ def key_of(graph: Graph, node: Node, value: str) -> str:
     return f"{EACH}{graph.space_of(value)}" if value in node.each else graph.seen_in(node, value)
 
 
-MEND = "bring the file back, or run the step again with `trainer.keep_inputs`"
+MEND = "bring the file back, or run the step again with `trainer.dump_steps`"
 
 
 @dataclass(frozen=True)
@@ -330,9 +330,9 @@ def difference(here: Any, there: Any, annotation: Any, lengths: Tensor) -> float
     largest = 0.0
     for column in columns(annotation):
         one, other = (column.of(each) for each in (here, there))
-        if isinstance(one, Absent) or isinstance(other, Absent) or column.cut is Cut.PATH:
+        if isinstance(one, NotSent) or isinstance(other, NotSent) or column.kind is ColumnKind.PATH:
             continue
-        if column.cut is Cut.TOKEN:
+        if column.kind is ColumnKind.TOKEN:
             held = torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
             one, other = (on_host(each)[:, : held.shape[1]][held] for each in (one, other))
         if isinstance(one, dict) and one.keys() != other.keys():

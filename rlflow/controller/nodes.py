@@ -12,26 +12,26 @@ from torch import Tensor
 
 from rlflow.callbacks.callback import Callback
 from rlflow.callbacks.hooks import Callbacks
-from rlflow.context.generation import Calls
+from rlflow.context.generation import GenerationHistory
 from rlflow.context.node_context import Running
-from rlflow.controller.draws import Draws
 from rlflow.controller.inputs import NodeInputs
 from rlflow.controller.policies import Policies
+from rlflow.controller.prompt_sampler import PromptSampler
 from rlflow.controller.run import Run
 from rlflow.controller.step import Step
 from rlflow.controller.training import Training
 from rlflow.dag.annotations import type_name
 from rlflow.dag.node import Node
-from rlflow.dag.tasks import HoldBack, RunNode, TrainNode
+from rlflow.dag.tasks import DeferUnfinished, RunNode, TrainNode
 from rlflow.databuffer.rows import RowSpace, ancestors
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError, within_node
 from rlflow.metrics import StepMetrics
 from rlflow.models.causal_lm import CausalLM
 from rlflow.module import handles
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import columns, take_rows
-from rlflow.values.cuts import Cut
-from rlflow.values.each import Each, Trained
+from rlflow.values.each import After, Each
 from rlflow.values.host_copy import bring_over, on_device, on_host
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath, lexicographic
@@ -40,17 +40,17 @@ from rlflow.values.rollout import Rollout
 
 
 class Nodes:
-    """Runs the nodes of one rank; the controller calls it for the tasks `RunNode`, `TrainNode` and `HoldBack`.
+    """Runs the nodes of one rank; the controller calls it for the tasks `RunNode`, `TrainNode` and `DeferUnfinished`.
 
-    For `rewards(self, rollout: Written) -> PerSample`, `run` takes this rank's rows of `rollout` from the step's
+    For `rewards(self, rollout: WithTexts) -> PerSample`, `run` takes this rank's rows of `rollout` from the step's
     buffer, calls `module.rewards(rollout=...)`, refuses a NaN in the result `[B]`, and stores it as `rewards`.
 
     Args:
         run: The run on this rank.
         policies: Policies that generate, with the versions of their weights.
         callbacks: Called before and after each node that is not trained.
-        draws: Draws of prompts.
-        inputs: Stores the inputs of nodes, in steps of `trainer.keep_inputs` and whenever a node raises.
+        sampler: Sampler of prompts.
+        inputs: Stores the inputs of nodes, in steps of `trainer.dump_steps` and whenever a node raises.
 
     Attributes:
         training: Makes the updates of train nodes.
@@ -61,7 +61,7 @@ class Nodes:
         run: Run,
         policies: Policies,
         callbacks: Callbacks,
-        draws: Draws,
+        sampler: PromptSampler,
         inputs: NodeInputs,
     ) -> None:
         self._run = run
@@ -69,9 +69,9 @@ class Nodes:
         self._context = run.context
         self._transport = run.transport
         self._callbacks = callbacks
-        self._draws = draws
+        self._sampler = sampler
         self._inputs = inputs
-        repeated = () if run.plan.fill is None else run.plan.fill.tasks
+        repeated = () if run.plan.dynamic_sampling is None else run.plan.dynamic_sampling.tasks
         self._repeated = {task.node_id for task in repeated if isinstance(task, RunNode)}
         self.training = Training(run, policies.before_update)
 
@@ -93,7 +93,7 @@ class Nodes:
                     result = calls.returned(result, space.path.shape[1])
                 rows = new_rows(node, result, space, layout, self._transport.rank, calls)
                 space = step.gather(node.id, layout, *rows)
-                if node.generates and not self._draws.cuts_off and layout.publishes(self._transport.rank):
+                if node.generates and not self._sampler.cuts_off and layout.is_leader(self._transport.rank):
                     measure(node.id, result, step.metrics, calls.tokens)
                 if node.id not in self._repeated:
                     self.note_age(task, step)
@@ -120,18 +120,22 @@ class Nodes:
                 self.training.run(node, values, step, task.layout, dropped)
         step.buffer.free(*task.frees)
 
-    def hold_back(self, task: HoldBack, step: Step) -> None:
+    def defer_unfinished(self, task: DeferUnfinished, step: Step) -> None:
         """Keep the groups whose responses have all ended in the step, log their lengths, and hold back the others."""
-        self._draws.hold_back(task, step)
+        self._sampler.defer_unfinished(task, step)
         layout = self._run.value_layouts[task.node_id]
-        if layout.publishes(self._transport.rank):
+        if layout.is_leader(self._transport.rank):
             measure(task.node_id, step.buffer.get(task.node_id, layout), step.metrics, continued=True)
         step.buffer.free(*task.frees)
 
     def note_age(self, run: RunNode, step: Step) -> None:
         """Log `<node>/staleness`: how many versions behind the weights were with which the responses began."""
         node, staleness = self._run.graph.nodes[run.node_id], self._run.plan.max_staleness
-        if not node.generates or not (staleness or self._draws.repeats) or self._transport.rank != run.layout.ranks[0]:
+        if (
+            not node.generates
+            or not (staleness or self._sampler.repeats)
+            or self._transport.rank != run.layout.ranks[0]
+        ):
             return
         versions = step.spaces[node.id].versions
         newest = self._policies.versions_of(step.number + staleness, self._run.graph.changed_before(node))
@@ -143,13 +147,13 @@ class Nodes:
 
     def _call(
         self, node: Node, space: RowSpace, layout: Layout, values: dict[str, Any], dropped: Tensor | None, step: Step
-    ) -> tuple[Any, Calls]:
+    ) -> tuple[Any, GenerationHistory]:
         """Call the module's method; returns its result, and the calls of `generate` that it made."""
         versions = self._policies.versions_of(step.number, self._run.graph.changed_before(node))
-        part = self._draws.part_of(node.id)
+        part = self._sampler.part_of(node.id)
         running = Running(node, space, layout, step.draw, versions, step.metrics, part, dropped=dropped)
         with self._context.within(running), within_node(node.id, node.place, self._transport.rank):
-            result = getattr(self._run.module, node.id)(**values, **dict.fromkeys(node.after, Trained()))
+            result = getattr(self._run.module, node.id)(**values, **dict.fromkeys(node.after, After()))
         if node.makes_rows and not isinstance(result, node.returns):
             raise UserError(
                 f"node `{node.id}` returned {type(result).__name__} and is annotated {type_name(node.returns)}"
@@ -164,7 +168,7 @@ class Nodes:
                 )
         return result, running.calls
 
-    def _require_temperature(self, node: Node, rows: Rollout, calls: Calls) -> None:
+    def _require_temperature(self, node: Node, rows: Rollout, calls: GenerationHistory) -> None:
         """Refuse rows of a policy that is trained on them, and cannot score them at the temperatures of its calls."""
         asked = set[float]().union(*calls.temperatures.values()) - {0.0}
         if not asked:
@@ -248,7 +252,7 @@ def each_without(each: Each[Any], annotation: Any, dropped: Tensor) -> Each[Any]
 
 
 def new_rows(
-    node: Node, value: Any, above: RowSpace, layout: Layout, rank: int, calls: Calls
+    node: Node, value: Any, above: RowSpace, layout: Layout, rank: int, calls: GenerationHistory
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Paths, lengths, versions and episodes of the rows that a node made on this rank, for the row space on all ranks.
 
@@ -272,7 +276,7 @@ def new_rows(
     Raises:
         UserError: The value has no paths, or a row has no parent that the node saw on this rank.
     """
-    names = [column.name for column in columns(node.returns) if column.cut is Cut.PATH]
+    names = [column.name for column in columns(node.returns) if column.kind is ColumnKind.PATH]
     path = getattr(value, names[0])
     if not isinstance(path, RowPath):
         raise UserError(
@@ -298,7 +302,7 @@ def new_rows(
     return own, lengths, tokens, on_cpu.get("versions", none), begins
 
 
-def _begins(node: Node, value: Rollout, own: Tensor, made: Tensor, above: RowSpace, calls: Calls) -> Tensor:
+def _begins(node: Node, value: Rollout, own: Tensor, made: Tensor, above: RowSpace, calls: GenerationHistory) -> Tensor:
     """`[B]` int64, 1 where a row begins an episode; 0 where the row before it, by path, is of the same episode.
 
     Rows that continue one row are of its episode, as the leaves of a tree. Else `branch` numbers an episode's rows.
@@ -397,12 +401,12 @@ def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, tran
 def _numbers(value: Any, annotation: Any) -> dict[str, Tensor] | None:
     """The floating point columns `[B]` or `[B, ...]` of a value, by column or part; None if its type has none."""
     found: dict[str, Tensor] = {}
-    cuts = [column for column in columns(annotation) if column.cut in (Cut.SAMPLE, Cut.PARTS)]
-    for column in cuts:
+    numeric = [column for column in columns(annotation) if column.kind in (ColumnKind.SAMPLE, ColumnKind.PARTS)]
+    for column in numeric:
         data = getattr(value, column.name) if column.name else value
         parts = data if isinstance(data, dict) else {column.name: data}
         found |= {name: x for name, x in parts.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    return found if cuts else None
+    return found if numeric else None
 
 
 def measure(

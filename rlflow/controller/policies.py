@@ -17,7 +17,7 @@ from rlflow.controller.weight_sync import WeightSync, weight_sync
 from rlflow.dag.graph import Graph
 from rlflow.dag.tasks import SyncWeights
 from rlflow.metrics import StepMetrics
-from rlflow.models.causal_lm import Averaged, CausalLM
+from rlflow.models.causal_lm import EMA, CausalLM
 from rlflow.module import handles
 from rlflow.rollout.engine import NO_VERSION, RolloutEngine
 from rlflow.values.rollout import Rollout
@@ -187,7 +187,7 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
     limit, dtype = run.settings.logprob_gap_limit, run.strategy.dtype
     kind = type(run.engines[name]).__name__
     trial = 0 if run.strategy.root_device.type == "cpu" else STEPS
-    counts = run.layouts[name].publishes(run.transport.rank)
+    counts = run.layouts[name].is_leader(run.transport.rank)
     gap = LogprobGap(limit, dtype, name if several else "", made_by if several else None, kind, trial, counts)
     lora = handle.lora
     draws_dropout = lora is not None and lora.dropout > 0  # so scores in training are not the policy's own
@@ -198,7 +198,7 @@ def _policy(run: Run, task: SyncWeights) -> Policy:
 
     handle.watch = watch
     changes = sum(name in graph.changed_by(node) for node in graph.order)
-    start = handle.owner.start_step if isinstance(handle, Averaged) else handle.start_step
+    start = handle.owner.start_step if isinstance(handle, EMA) else handle.start_step
     # With `max_staleness` or `partial_rollout`, few or no rows of a step come from the trainer's present weights.
     served = scores_its_rows(name, graph, draws_dropout) and not (run.plan.max_staleness or run.plan.cuts_off)
     if served:

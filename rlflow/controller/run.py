@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.context.node_context import NodeContext
-from rlflow.controller.samples import Samples
+from rlflow.controller.logged_samples import Samples
 from rlflow.dag.graph import Graph, scores_rows
 from rlflow.dag.node import Node, engine_of
 from rlflow.dag.planner import Plan, sync_of
@@ -20,7 +20,7 @@ from rlflow.data.pictures import Album
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
-from rlflow.models.causal_lm import Averaged
+from rlflow.models.causal_lm import EMA
 from rlflow.module import RLModule, environments, handles
 from rlflow.rewards.reward import TrainerState
 from rlflow.rollout.assignment import Engines, RankEngines
@@ -134,7 +134,7 @@ class Run(RunPlan):
         plan, nodes = self.plan, self.graph.nodes
         if plan.cuts_off or self.replays:
             return frozenset()
-        filled = () if plan.fill is None else plan.fill.tasks
+        filled = () if plan.dynamic_sampling is None else plan.dynamic_sampling.tasks
         repeated = {task.node_id for task in filled if isinstance(task, RunNode)}
         direct = (
             node.inside
@@ -192,7 +192,7 @@ class Run(RunPlan):
     def stateful(self) -> tuple[str, ...]:
         """Roles whose state is in checkpoints: trained roles, then averages of them."""
         found = handles(self.module)
-        return (*self.graph.trained_roles(), *(role for role in self.paths if isinstance(found[role], Averaged)))
+        return (*self.graph.trained_roles(), *(role for role in self.paths if isinstance(found[role], EMA)))
 
     def engine_layouts(self) -> dict[str, Layout]:
         """The layout in which each policy generates."""

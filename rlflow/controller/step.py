@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow.controller.run import Run
 from rlflow.dag.node import BATCH, Node
-from rlflow.dag.tasks import Exchange, Tell
+from rlflow.dag.tasks import BroadcastRows, Exchange
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.groups import Groups, GroupValue, space_without_rows
 from rlflow.databuffer.rows import RowSpace, space_from_message, space_to_message
@@ -87,12 +87,12 @@ class Step:
         self.spaces[name] = run.in_step(space, self.number)
         return self.spaces[name]
 
-    def tell(self, task: Tell) -> None:
+    def broadcast_rows(self, task: BroadcastRows) -> None:
         """Broadcast a row space to the ranks that do not know it."""
         name, transport = task.value, self._run.transport
-        message = space_to_message(self.spaces[name]) if transport.rank == task.teller else None
-        message = transport.broadcast_bytes(message, task.teller, task.ranks)
-        if transport.rank == task.teller:
+        message = space_to_message(self.spaces[name]) if transport.rank == task.source else None
+        message = transport.broadcast_bytes(message, task.source, task.ranks)
+        if transport.rank == task.source:
             return
         space = self._run.in_step(space_from_message(message), self.number)
         known = self.spaces.get(name)

@@ -27,9 +27,9 @@ from rlflow.process import preemption
 from rlflow.rollout.sampling import sampling_seed
 from rlflow.strategies.role import LossScale
 from rlflow.values.batch import Pairs
+from rlflow.values.column_kinds import PerSample
 from rlflow.values.columns import countable, take_rows
-from rlflow.values.cuts import PerSample
-from rlflow.values.each import Trained
+from rlflow.values.each import After
 from rlflow.values.host_copy import bring_over, on_device, on_host, remember, rows_at
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
@@ -83,7 +83,7 @@ class Training:
         self._gives_up = all(len(task.ranks) == run.transport.world_size for task in trained)
         self._at_first_update: Callable[[], None] | None = None
         self.tried: Counter[str] = Counter()
-        self.watch = UpdateWatch(run.settings.skip_spikes, run.settings.max_skipped)
+        self.watch = UpdateWatch(run.settings.grad_norm_spike_limit, run.settings.max_skipped)
         if run.replays:
             self.watch = UpdateWatch(most=sys.maxsize)
 
@@ -203,7 +203,7 @@ class Training:
         for part, micro in enumerate(parts):
             running.rows = rows[micro]
             with handle.training():
-                loss = method(**self._take(mini, micro), **dict.fromkeys(node.after, Trained()))
+                loss = method(**self._take(mini, micro), **dict.fromkeys(node.after, After()))
             counts = rows_at(mask, micro)
             _check_shape(node, loss, counts)
             of_micro = None if of_episodes is None else of_episodes.take(micro)
@@ -218,7 +218,7 @@ class Training:
                 metrics.mean(f"{role}/routed_otherwise", otherwise, float(replayed))
             self._strategy.backward(role, share, last=part == most - 1)
         self._before_update(role)
-        if layout.publishes(self._transport.rank):  # shares of all shards add up to the update's loss
+        if layout.is_leader(self._transport.rank):  # shares of all shards add up to the update's loss
             once = 1.0 if self._transport.rank == layout.ranks[0] else 0.0
             metrics.mean(f"{role}/loss", loss_here, once)
             if balance_here is not None:
@@ -249,11 +249,11 @@ class Training:
 class UpdateWatch:
     """Decides which updates are skipped, and ends the run if too many were; all ranks see the same norms.
 
-    With `skip_spikes: 10` and norms of about 0.5 in the last updates, an update with the norm 7 is skipped.
+    With `grad_norm_spike_limit: 10` and norms of about 0.5 in the last updates, an update with the norm 7 is skipped.
 
     Attributes:
-        times: `trainer.skip_spikes`: a norm above this multiple of the median of the role's last norms is too large.
-            None to skip only infinite and NaN norms.
+        times: `trainer.grad_norm_spike_limit`: a norm above this multiple of the median of the role's last norms is too
+            large. None to skip only infinite and NaN norms.
         most: `trainer.max_skipped`: this number of skipped updates of a role in a row ends the run.
     """
 

@@ -137,7 +137,7 @@ def score_responses(
             rollout, ended, _ = run.context.conversations.run(
                 {POLICY: engine}, environment, batch.rows, path, n, sampling, call, pictures=batch.pictures
             )
-        speaks = layout.publishes(transport.rank)
+        speaks = layout.is_leader(transport.rank)
         of_rank = run.context.reward_input(rollout, done, draws) if speaks else RewardInput([], [])
         scored = None if module.scorer is None else run.context.scores_of(module.scorer, of_rank, layout.ranks)
         if not speaks:
@@ -202,7 +202,7 @@ def score_rows(run: Run) -> dict[str, float]:
         if run.loss_node is None:
             module.validation_step(batch)
         else:
-            counts = layout.publishes(transport.rank)
+            counts = layout.is_leader(transport.rank)
             measure_loss(module, run.loss_node, batch, metrics, counts, loader.masks)
     return _reduced(run, all_metrics)
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Generic, Protocol, Union, get_args, get_origin, get_type_hints
 
 from rlflow.errors import did_you_mean
-from rlflow.values.cuts import Cut, PerSample, PerToken, Rows, Scalar, Texts
+from rlflow.values.column_kinds import ColumnKind, PerSample, PerToken, Rows, Scalar, Texts
 from rlflow.values.each import Each, OwnRows
 from rlflow.values.ragged import Ragged
 
@@ -25,7 +25,7 @@ def type_name(annotation: Any) -> str:
     if get_origin(annotation) is Each:
         return f"Each[{', '.join(map(type_name, get_args(annotation)))}]"
     if get_origin(annotation) is Annotated and OwnRows in get_args(annotation):
-        return f"Grown[{type_name(without_grown(annotation)[0])}]"
+        return f"NewRows[{type_name(without_new_rows(annotation)[0])}]"
     if get_origin(annotation) is dict:
         return f"dict[{', '.join(map(type_name, get_args(annotation)))}]"
     if len(choices(annotation)) > 1:
@@ -57,8 +57,8 @@ def without_each(annotation: Any) -> tuple[Any, bool]:
     return (Any if Each in plain else Union[plain]), True  # noqa: UP007 - the types are known only at run time
 
 
-def without_grown(annotation: Any) -> tuple[Any, bool]:
-    """Split `Grown` off a node's return type: return the type without it, and whether it was there."""
+def without_new_rows(annotation: Any) -> tuple[Any, bool]:
+    """Split `NewRows` off a node's return type: return the type without it, and whether it was there."""
     marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     if OwnRows not in marks:
         return annotation, False
@@ -129,7 +129,7 @@ def _fields(annotation: type) -> Mapping[str, Any]:
 
 
 def _cuts(annotation: Any) -> list[Any]:
-    return [mark for mark in get_args(annotation)[1:] if isinstance(mark, Cut)]
+    return [mark for mark in get_args(annotation)[1:] if isinstance(mark, ColumnKind)]
 
 
 def _is_protocol(annotation: Any) -> bool:

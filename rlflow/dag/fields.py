@@ -10,11 +10,11 @@ from typing import Any
 
 from rlflow.dag.annotations import accepts, choices, members, names_fields, type_name
 from rlflow.dag.node import Input, Node
-from rlflow.values.absent import Absent
 from rlflow.values.batch import Pairs
 from rlflow.values.columns import Column, columns
+from rlflow.values.not_sent import NotSent
 from rlflow.values.path import RowPath
-from rlflow.values.protocols import MaskedTokens, Sampled, fields_behind
+from rlflow.values.protocols import Sampled, TokensWithLossMask, fields_behind
 from rlflow.values.rollout import Rollout
 
 
@@ -42,7 +42,7 @@ class FieldsRead:
         return frozenset(self.named).union(*(fields for _, fields in self.added))
 
     def seen(self, value: Any) -> Any:
-        """The value as the node gets it on any rank: fields that it does not read are `Absent`.
+        """The value as the node gets it on any rank: fields that it does not read are `NotSent`.
 
         Paths stay, since every rank that has rows knows their paths.
         """
@@ -52,13 +52,13 @@ class FieldsRead:
         hidden = [name for name in names if not isinstance(getattr(value, name), RowPath)]
         return dataclasses.replace(value, **{name: self._absent(name, value) for name in hidden}) if hidden else value
 
-    def _absent(self, field: str, value: Any) -> Absent:
+    def _absent(self, field: str, value: Any) -> NotSent:
         wider = type(value).__name__
         if field not in _plain(columns(type(value))):
-            wider = "RolloutWithTexts" if isinstance(value, Rollout) else "rlflow.types.Sourced"
+            wider = "RolloutWithTexts" if isinstance(value, Rollout) else "rlflow.types.WithDatasetRows"
         asked = f"`{self.node}` reads `{self.value}: {self.asked}`, a type that does not ask for it"
         own = f"a Protocol of your own that names `{field}` too"
-        return Absent(field, f"{asked}. Write `{self.value}: {wider}`, or {own}")
+        return NotSent(field, f"{asked}. Write `{self.value}: {wider}`, or {own}")
 
     def __str__(self) -> str:
         said = [", ".join(self.named)] if self.named and "" not in self.named else []
@@ -115,8 +115,8 @@ def _named(read: Input, made: Any, every: Sequence[Column]) -> Iterator[str]:
 
 
 def _plain(every: Sequence[Column]) -> Iterator[str]:
-    """The fields that a value's own type asks for: all that are not marked `Home`."""
-    return (column.name for column in every if not column.home)
+    """The fields that a value's own type asks for: all that are not marked `OnDemand`."""
+    return (column.name for column in every if not column.on_demand)
 
 
 def _behind(member: str, made: Any, every: Sequence[Column]) -> Iterator[str]:
@@ -142,7 +142,7 @@ def _framework(
     if node.kind == "train" and made is Pairs:
         yield "a loss is of it", ("prompt_ids", "chosen_ids", "rejected_ids")
     if node.kind == "train" and any(column.name == "loss_mask" for column in every):
-        yield "a loss is of it", list(members(MaskedTokens))
+        yield "a loss is of it", list(members(TokensWithLossMask))
     sampled = isinstance(made, type) and issubclass(made, Rollout)
     called = [name for name in (node.role, *node.uses) if name is not None and name in watched]
     if sampled and any(hasattr(getattr(module, name, None), "watch") for name in called):

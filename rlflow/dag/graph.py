@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
 from typing import Any, Self
 
-from rlflow.dag import checks
+from rlflow.dag import graph_checks
 from rlflow.dag.annotations import choices, members, names_fields
 from rlflow.dag.fields import FieldsRead, fields_read
 from rlflow.dag.methods import read_methods
@@ -17,7 +17,7 @@ from rlflow.dag.node import BATCH, GraphError, Input, Node, Problem
 from rlflow.errors import UserError
 from rlflow.values.batch import Batch
 from rlflow.values.columns import columns
-from rlflow.values.protocols import Written
+from rlflow.values.protocols import WithTexts
 from rlflow.values.rollout import Rollout
 
 __all__ = ["Graph", "GraphError", "Input", "Node", "Problem"]
@@ -75,21 +75,21 @@ class Graph:
         nodes |= placed
         order = tuple(placed.values())
         problems += [
-            *checks.missing(nodes, removed, type(module)),
-            *checks.mistyped(nodes),
-            *checks.mispaired(nodes),
-            *checks.miscast(nodes, roles),
-            *checks.misgenerated(nodes, roles, policies),
-            *checks.misused(nodes, roles),
-            *checks.unmasked(nodes),
-            *checks.misfiltered(nodes, block(nodes)),
+            *graph_checks.missing(nodes, removed, type(module)),
+            *graph_checks.mistyped(nodes),
+            *graph_checks.mispaired(nodes),
+            *graph_checks.miscast(nodes, roles),
+            *graph_checks.misgenerated(nodes, roles, policies),
+            *graph_checks.misused(nodes, roles),
+            *graph_checks.unmasked(nodes),
+            *graph_checks.misfiltered(nodes, block(nodes)),
             *cycles,
             *mixed,
-            *checks.mislaid(order, nodes),
+            *graph_checks.mislaid(order, nodes),
         ]
         if problems:
             raise GraphError(*sorted(problems, key=lambda problem: (problem.file, problem.line)))
-        made = cls(nodes, order, averages, checks.type_of_batch(nodes))
+        made = cls(nodes, order, averages, graph_checks.type_of_batch(nodes))
         reads = ((node, value) for node in made.order for value in node.reads)
         watched = {*made.trained_roles(), *(policy for policy in made.policies() if policy in averages)}
         fields = {
@@ -115,11 +115,11 @@ class Graph:
     def columns(self, value: str, readers: Collection[Node]) -> tuple[str, ...] | None:
         """The fields of `value` that these readers read together, in the order of its type.
 
-        None stands for all fields that are not marked `Home`.
+        None stands for all fields that are not marked `OnDemand`.
         """
         read = frozenset[str]().union(*(self.fields[reader.id, value].names for reader in readers))
         every = columns(self.type_of(value))
-        if read == {column.name for column in every if not column.home}:
+        if read == {column.name for column in every if not column.on_demand}:
             return None
         return tuple(column.name for column in every if column.name in read)
 
@@ -211,7 +211,7 @@ def in_order(
     """Sort the nodes into the order of execution; also returns a problem for each cycle, whose nodes are left out.
 
     Nodes are sorted by depth, then by declaration. A filter and its ancestors come before all others, train nodes last.
-    A train node that another node reads as `Trained` is not last but at its depth. It comes after all nodes that use
+    A train node that another node reads as `After` is not last but at its depth. It comes after all nodes that use
     its role, or a moving average of it, and do not depend on its training: these see the weights of the step's start.
 
     Args:
@@ -226,7 +226,7 @@ def in_order(
     for train in trained:
         using = [name for name in needs if _uses(nodes[name], train.role, averages)]
         needs[train.id] += [name for name in using if name not in later[train.id]]
-    why = "A train node that is read as Trained comes after what uses its role before. Break the cycle"
+    why = "A train node that is read as After comes after what uses its role before. Break the cycle"
     problems += _without_cycles(nodes, needs, why)
 
     depth: dict[str, int] = {}
@@ -319,7 +319,7 @@ def scores_rows(node: Node) -> bool:
     if node.kind in ("train", "filter") or node.makes_rows or not (node.makes_value and node.has_rows):
         return False
     asked = [choice for value in node.inputs for choice in choices(value.annotation) if names_fields(choice)]
-    return any(members(Written).keys() <= members(choice).keys() for choice in asked if choice is not Rollout)
+    return any(members(WithTexts).keys() <= members(choice).keys() for choice in asked if choice is not Rollout)
 
 
 def _scored_behind(node: Node) -> tuple[str, ...]:
@@ -337,7 +337,7 @@ def _apart(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[
         if space not in levels(inside, placed):
             read = [f"of `{each}` (in `{through[each]}`)" for each in through if each in (space, inside)]
             text = f"mixes rows {' and '.join(read)}, and neither are below the others. Read one as `Each` in a"
-            yield node.problem(f"{text} node above both, or join them in a node that returns `Grown`")
+            yield node.problem(f"{text} node above both, or join them in a node that returns `NewRows`")
 
 
 def _not_below(node: Node, through: Mapping[str, str], inside: str, placed: Mapping[str, Node]) -> Iterator[Problem]:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, NoneType
 from typing import Any, get_args, get_type_hints
 
-from rlflow.dag.annotations import type_name, without_grown
+from rlflow.dag.annotations import type_name, without_new_rows
 from rlflow.dag.node import BATCH, MARK, ROLLOUT, Call, Input, Kind, Mark, Node, Problem, TypeMark
 from rlflow.errors import did_you_mean
+from rlflow.values.column_kinds import ColumnKind, PerSample, PerToken
 from rlflow.values.columns import columns
-from rlflow.values.cuts import Cut, PerSample, PerToken
 from rlflow.values.rollout import Rollout
 
 
@@ -170,19 +170,23 @@ class _Reading:
         return "compute" if mark.role is None else "model_inference"
 
     def _returns(self, hints: dict[str, Any], kind: Kind) -> tuple[Any, bool]:
-        """The type of the node's value without `Grown`, and whether it was `Grown`: whether it makes new rows."""
-        returns, grows = without_grown(hints.get("return", Any))
-        cut = self._cut({**hints, "return": returns} if grows else hints, kind)
+        """The type of the node's value without `NewRows`, and whether it was `NewRows`: whether it makes new rows."""
+        returns, grows = without_new_rows(hints.get("return", Any))
+        value_type = self._value_type({**hints, "return": returns} if grows else hints, kind)
         if grows and kind != "compute":
             does = {"rollout": "generates", "train": "trains", "filter": "is a filter"}.get(kind, "has a role")
             text = f"`{self.name}` returns {type_name(hints['return'])} and {does}; rows are made of others without"
             self.wrong.append(f"{text} a model. Make them in a node of their own, `@node` alone")
-        elif grows and cut not in (Any, NoneType) and all(column.cut is not Cut.PATH for column in columns(cut)):
+        elif (
+            grows
+            and value_type not in (Any, NoneType)
+            and all(column.kind is not ColumnKind.PATH for column in columns(value_type))
+        ):
             text = f"`{self.name}` returns {type_name(hints['return'])}, which has no `path`, and so no row that is"
             self.wrong.append(f"{text} above a new one. Give the type a field `path: RowPath`")
-        return cut, grows
+        return value_type, grows
 
-    def _cut(self, hints: dict[str, Any], kind: Kind) -> Any:
+    def _value_type(self, hints: dict[str, Any], kind: Kind) -> Any:
         """The type of the node's value; `Any`, with a text in `wrong`, if it does not say how it is cut by rows."""
         if "return" not in hints:
             text = f"`{self.name}` has no return type, which says how its value is cut by rows"

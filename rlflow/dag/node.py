@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeVar, overload
 
 from rlflow.dag.annotations import choices, without_each
 from rlflow.errors import UserError
+from rlflow.values.column_kinds import ColumnKind, PerSample, PerToken, Scalar
 from rlflow.values.columns import columns
-from rlflow.values.cuts import Cut, PerSample, PerToken, Scalar
-from rlflow.values.each import Each, Trained
+from rlflow.values.each import After, Each
 
 Kind = Literal["compute", "model_inference", "rollout", "train", "filter"]
 TypeMark = Literal["train", "filter"]
@@ -100,7 +100,7 @@ class Input:
         annotation: The parameter's type; `Any` where none is written.
         field: Field of the value, where a node of a config reads just that; empty for the whole.
         each: Whether the parameter is `Each` of that type, so that it has all rows below those of the node.
-        after: Whether it is `Trained`: the node comes after the train node of that name, and gets no value.
+        after: Whether it is `After`: the node comes after the train node of that name, and gets no value.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Input:
     def of(cls, name: str, required: bool, annotation: Any, field: str = "") -> Input:
         """The input that a parameter of this type reads."""
         plain, each = without_each(annotation)
-        return cls(name, required, plain, field, each, after=Trained in choices(annotation))
+        return cls(name, required, plain, field, each, after=After in choices(annotation))
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Node:
         line: The line of its first decorator, or of `def`; for a config's entry, the first line.
         generates: The policies that it generates with.
         uses: The frozen model handles that it calls in addition to that of its role.
-        grows: Whether it makes rows without generating: its return type is `Grown`.
+        grows: Whether it makes rows without generating: its return type is `NewRows`.
         space: The row space of its value: `batch`, or the id of the node that made the rows.
         inside: The row space in which it sees the values that it reads.
         follows: The row spaces on whose scores its inputs depend. If samples on which the reward fails are dropped, the
@@ -190,7 +190,7 @@ class Node:
     @property
     def has_rows(self) -> bool:
         """Whether its value is cut by rows; a value of 0-dim numbers alone is not."""
-        return self.returns is Any or any(column.cut is not Cut.SCALAR for column in columns(self.returns))
+        return self.returns is Any or any(column.kind is not ColumnKind.SCALAR for column in columns(self.returns))
 
     @property
     def place(self) -> str:

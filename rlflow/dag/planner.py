@@ -7,7 +7,7 @@ ranks 0 and 1 and its engines on ranks 2 and 3 (the columns of the first exchang
     load      batch: ranks 2-3, 2 shards, groups
     sync      actor -> rollout: ranks 0-1 -> ranks 2-3
     run       rollout: ranks 2-3, 2 shards, groups; frees batch
-    tell      rows of rollout: rank 2 -> ranks 0-1
+    broadcast rows of rollout: rank 2 -> ranks 0-1
     exchange  rollout: ranks 2-3, 2 shards, groups -> ranks 0-1, 2 shards, balanced; rows of rollout
     run       rewards: ranks 2-3, 2 shards, groups
     run       advantages: ranks 2-3, 2 shards, groups; frees rewards
@@ -27,23 +27,23 @@ from types import MappingProxyType
 from rlflow.dag.graph import Graph, with_ancestors
 from rlflow.dag.node import BATCH, ROLLOUT, Node, engine_of
 from rlflow.dag.tasks import (
+    BroadcastRows,
+    DeferUnfinished,
+    DynamicSampling,
     Exchange,
-    Fill,
-    HoldBack,
     Load,
     Reduce,
     RunNode,
     Sleep,
     SyncWeights,
     Task,
-    Tell,
     TrainNode,
     rank_ranges,
     task_lines,
 )
 from rlflow.errors import UserError
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import Column, columns
-from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
 
 
@@ -64,21 +64,21 @@ class Plan:
         return _of_rank(self.tasks, rank)
 
     def every(self) -> Iterator[Task]:
-        """All tasks, in the global order; the tasks of a `Fill` follow it, once."""
+        """All tasks, in the global order; the tasks of a `DynamicSampling` follow it, once."""
         for task in self.tasks:
             yield task
-            if isinstance(task, Fill):
+            if isinstance(task, DynamicSampling):
                 yield from task.tasks
 
     @property
-    def fill(self) -> Fill | None:
+    def dynamic_sampling(self) -> DynamicSampling | None:
         """The task that repeats draws of prompts; None without a filter and partial rollouts."""
-        return next((task for task in self.tasks if isinstance(task, Fill)), None)
+        return next((task for task in self.tasks if isinstance(task, DynamicSampling)), None)
 
     @property
     def cuts_off(self) -> bool:
         """Whether long responses are cut off and continued in the next draw (`trainer.partial_rollout`)."""
-        return any(isinstance(task, HoldBack) for task in self.every())
+        return any(isinstance(task, DeferUnfinished) for task in self.every())
 
     def groups(self) -> list[tuple[int, ...]]:
         """The distinct sets of ranks that run a task together: the process groups that the plan needs."""
@@ -166,7 +166,7 @@ def plan(
         members = tuple(sorted({rank for task in tasks for rank in task.ranks}))
         made = [value for value in (BATCH, *(node.id for node in block)) if _reads([*after, *behind], value)]
         filter_id = None if graph.filter is None else graph.filter.id
-        tasks = [Fill(filter_id, tuple(_sent_to_all(tasks, graph, members)), tuple(made), members)]
+        tasks = [DynamicSampling(filter_id, tuple(_sent_to_all(tasks, graph, members)), tuple(made), members)]
     tasks += of_nodes.run(after, made, behind)
     tasks = list(_with_syncs(tasks, graph, layouts, shared))
     there = {(task.value, task.reader_space, task.target) for task in tasks if isinstance(task, Exchange)}
@@ -233,14 +233,14 @@ def _without_role(
     there = {**fixed, **placed}
     most = max(reversed(beside), key=lambda layout: _held(node, layout, graph, there))  # if equal, the last made
     # A shard for each rank, so that ranks which share an engine do not compute the same rows.
-    return Layout(most.ranks, len(most.ranks)) if most.dealing == "groups" else most
+    return Layout(most.ranks, len(most.ranks)) if most.shard_by == "groups" else most
 
 
 def _sees_groups(node: Node, graph: Graph) -> bool:
     """Whether a node needs whole groups on a rank: it may compare the rows of a group, or makes rows from them."""
     if node.makes_rows or node.kind == "filter" or any(each.each for each in node.inputs):
         return True
-    return any(column.cut is Cut.PATH for name in node.reads for column in _columns_read(node, name, graph))
+    return any(column.kind is ColumnKind.PATH for name in node.reads for column in _columns_read(node, name, graph))
 
 
 def _held(node: Node, layout: Layout, graph: Graph, there: Mapping[str, Layout]) -> tuple[int, int]:
@@ -259,8 +259,8 @@ def _held(node: Node, layout: Layout, graph: Graph, there: Mapping[str, Layout])
         is_made_there = there.get(name) == layout and graph.space_of(name) == node.inside
         read = frozenset[str]().union(*(graph.fields[each.id, name].names for each in readers))
         held = [each for each in _columns_read(node, name, graph) if is_made_there or each.name in read]
-        tokens += sum(each.cut in (Cut.TOKEN, Cut.RAGGED) for each in held)
-        rows += sum(each.cut is Cut.SAMPLE for each in held)
+        tokens += sum(each.kind in (ColumnKind.TOKEN, ColumnKind.RAGGED) for each in held)
+        rows += sum(each.kind is ColumnKind.SAMPLE for each in held)
     return tokens, rows
 
 
@@ -270,7 +270,7 @@ def _columns_read(node: Node, value: str, graph: Graph) -> list[Column]:
 
 
 def _reads_at_home(node: Node, value: str, graph: Graph) -> bool:
-    return any(column.home for column in _columns_read(node, value, graph))
+    return any(column.on_demand for column in _columns_read(node, value, graph))
 
 
 def _continued_node(graph: Graph) -> Node:
@@ -380,7 +380,7 @@ class _NodeTasks:
         first, *rest = block
         yield RunNode(first.id, self.placed[first.id], frees=())
         members = {rank for node in block for rank in self.placed[node.id].ranks}
-        yield HoldBack(first.id, self.frees[first.id], tuple(sorted(members)))
+        yield DeferUnfinished(first.id, self.frees[first.id], tuple(sorted(members)))
         yield from self.run(rest, [BATCH, first.id])
 
     def exchanges(self, value: str, readers: Sequence[Node], later: Sequence[Node] = ()) -> Iterator[Exchange]:
@@ -438,7 +438,7 @@ def _with_syncs(
         for policy in [other for other in awake if other not in needed and ranks.intersection(every[other].target)]:
             yield sleep(policy)
         in_turns = len({shared.get(policy, policy) for policy in needed}) < len(needed)
-        if in_turns and isinstance(task, Fill):
+        if in_turns and isinstance(task, DynamicSampling):
             _refuse_turns_of_others(task, needed, every)
             task = replace(task, tasks=tuple(_with_syncs(task.tasks, graph, layouts, shared)))
         else:
@@ -458,8 +458,10 @@ def _with_syncs(
                     yield sleep(policy)
 
 
-def _refuse_turns_of_others(repeated: Fill, policies: Sequence[str], syncs: Mapping[str, SyncWeights]) -> None:
-    """Raise a `UserError` if policies take turns in an engine within a `Fill` that lacks a rank of their syncs."""
+def _refuse_turns_of_others(
+    repeated: DynamicSampling, policies: Sequence[str], syncs: Mapping[str, SyncWeights]
+) -> None:
+    """Raise a `UserError` if policies take turns in an engine, and a rank of their syncs does not repeat the tasks."""
     for policy in policies:
         if not set(syncs[policy].ranks) <= set(repeated.ranks):
             raise UserError(
@@ -471,41 +473,41 @@ def _refuse_turns_of_others(repeated: Fill, policies: Sequence[str], syncs: Mapp
 
 def _generates(task: Task, graph: Graph) -> tuple[str, ...]:
     """The policies that a task, or a task that it repeats, generates with."""
-    if isinstance(task, Fill):
+    if isinstance(task, DynamicSampling):
         return tuple(dict.fromkeys(policy for each in task.tasks for policy in _generates(each, graph)))
     return graph.nodes[task.node_id].generates if isinstance(task, RunNode) else ()
 
 
 def _sent_to_all(tasks: Sequence[Task], graph: Graph, members: tuple[int, ...]) -> Iterator[Task]:
-    """The tasks of a `Fill`, each followed by a `Tell` that sends the rows it made to all other ranks of the `Fill`."""
+    """The repeated tasks, each followed by a `BroadcastRows` that sends the rows it made to the other ranks."""
     for task in tasks:
         yield task
         for rows in _made_by(task, graph):
             if others := {*members}.difference(task.ranks):
-                yield Tell(rows, task.ranks[0], tuple(sorted(others)))
+                yield BroadcastRows(rows, task.ranks[0], tuple(sorted(others)))
 
 
 def _with_tells(tasks: Sequence[Task], graph: Graph) -> Iterator[Task]:
-    """The tasks, with a `Tell` before each task whose rows some of its ranks do not know yet.
+    """The tasks, with a `BroadcastRows` before each task whose rows some of its ranks do not know yet.
 
     A rank that needs the rows only after the first task that lags gets them just before it needs them, since it is busy
     until then.
     """
     lagging = next((place for place, task in enumerate(tasks) if task.lag), len(tasks))
     knowing: dict[str, set[int]] = {}
-    teller: dict[str, int] = {}
+    source: dict[str, int] = {}
     for place, task in enumerate(tasks):
         for rows in () if task.lag else _rows_of(task, graph):  # those of a task that lags were sent in its own step
             if rows in knowing and not knowing[rows].issuperset(task.ranks):
                 users = tasks[:lagging] if place < lagging else tasks
-                hearers = {rank for user in users if rows in _rows_of(user, graph) for rank in user.ranks}
-                yield Tell(rows, teller[rows], tuple(sorted(hearers - knowing[rows])))
-                knowing[rows] |= hearers
+                receivers = {rank for user in users if rows in _rows_of(user, graph) for rank in user.ranks}
+                yield BroadcastRows(rows, source[rows], tuple(sorted(receivers - knowing[rows])))
+                knowing[rows] |= receivers
         yield task
-        for made in task.tasks if isinstance(task, Fill) else [task]:
+        for made in task.tasks if isinstance(task, DynamicSampling) else [task]:
             for rows in _made_by(made, graph):
                 if not (task.lag and rows in knowing):  # these would be rows of an earlier step
-                    knowing[rows], teller[rows] = set(task.ranks), made.ranks[0]
+                    knowing[rows], source[rows] = set(task.ranks), made.ranks[0]
 
 
 def _made_by(task: Task, graph: Graph) -> tuple[str, ...]:
@@ -531,7 +533,7 @@ def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
 
 
 def _frees(order: Sequence[Node], graph: Graph) -> dict[str, tuple[str, ...]]:
-    """By node, the values that no later node reads, its own included; a filter's value is read by its `Fill`."""
+    """By node, the values that no later node reads, its own included; a filter's value is read by `DynamicSampling`."""
     freed: dict[str, tuple[str, ...]] = {}
     for place, node in enumerate(order):
         last = [name for name in node.reads if not _reads(order[place + 1 :], name)]
@@ -542,4 +544,6 @@ def _frees(order: Sequence[Node], graph: Graph) -> dict[str, tuple[str, ...]]:
 
 def _of_rank(tasks: tuple[Task, ...], rank: int) -> tuple[Task, ...]:
     own = (task for task in tasks if rank in task.ranks)
-    return tuple(replace(task, tasks=_of_rank(task.tasks, rank)) if isinstance(task, Fill) else task for task in own)
+    return tuple(
+        replace(task, tasks=_of_rank(task.tasks, rank)) if isinstance(task, DynamicSampling) else task for task in own
+    )

@@ -100,26 +100,26 @@ class Sleep(_InStep):
 
 
 @dataclass(frozen=True)
-class Tell(_InStep):
+class BroadcastRows(_InStep):
     """Send a row space (paths, lengths, partitions) to ranks that did not make its rows and work with them later.
 
     Attributes:
         value: The rows: `batch`, or the id of a node that makes rows.
-        teller: The rank that sends.
-        hearers: The ranks that receive.
+        source: The rank that sends.
+        receivers: The ranks that receive.
     """
 
     value: str
-    teller: int
-    hearers: tuple[int, ...]
+    source: int
+    receivers: tuple[int, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The teller and the hearers."""
-        return tuple(sorted((self.teller, *self.hearers)))
+        """The source and the receivers."""
+        return tuple(sorted((self.source, *self.receivers)))
 
     def __str__(self) -> str:
-        return f"tell      rows of {self.value}: {rank_ranges((self.teller,))} -> {rank_ranges(self.hearers)}"
+        return f"broadcast rows of {self.value}: {rank_ranges((self.source,))} -> {rank_ranges(self.receivers)}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Exchange(_InStep):
         reader_space: The row space in which it is read: `batch`, or the id of a node that makes rows.
         source: The layout in which the value was made.
         target: The layout in which it is read.
-        columns: The fields of the value that are read there; None for all that are not marked `Home`.
+        columns: The fields of the value that are read there; None for all that are not marked `OnDemand`.
     """
 
     value: str
@@ -180,7 +180,7 @@ class TrainNode(_InLayout):
 
 
 @dataclass(frozen=True)
-class HoldBack(_InStep):
+class DeferUnfinished(_InStep):
     """Hold back groups with unfinished responses, which the next draw of prompts continues; pass on the others.
 
     Attributes:
@@ -194,11 +194,11 @@ class HoldBack(_InStep):
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"hold      {self.node_id} where it was cut off: {rank_ranges(self.ranks)}{_frees(self.frees)}"
+        return f"defer     {self.node_id} where it was cut off: {rank_ranges(self.ranks)}{_frees(self.frees)}"
 
 
 @dataclass(frozen=True)
-class Fill(_InStep):
+class DynamicSampling(_InStep):
     """Repeat tasks, each time on the next draw of prompts, until the step has all its groups.
 
     Repeated are a filter and its ancestors, or a rollout node with partial rollouts, or both.
@@ -217,7 +217,7 @@ class Fill(_InStep):
 
     def __str__(self) -> str:
         keeps = f"; keeps {', '.join(self.keeps)}" if self.keeps else ""
-        return f"fill      {self.filter_id or 'step'}: {rank_ranges(self.ranks)}{keeps}; repeats"
+        return f"resample  {self.filter_id or 'step'}: {rank_ranges(self.ranks)}{keeps}; repeats"
 
 
 @dataclass(frozen=True)
@@ -230,15 +230,26 @@ class Reduce(_InStep):
         return f"reduce    metrics: {rank_ranges(self.ranks)}"
 
 
-Task = Load | SyncWeights | Sleep | Tell | Exchange | RunNode | TrainNode | HoldBack | Fill | Reduce
+Task = (
+    Load
+    | SyncWeights
+    | Sleep
+    | BroadcastRows
+    | Exchange
+    | RunNode
+    | TrainNode
+    | DeferUnfinished
+    | DynamicSampling
+    | Reduce
+)
 
 
 def task_lines(tasks: Sequence[Task]) -> Iterator[str]:
-    """One line for each task; the tasks of a `Fill` are indented below it."""
+    """One line for each task; the tasks of a `DynamicSampling` are indented below it."""
     for task in tasks:
         behind = f"; of {task.lag} step{'s' if task.lag > 1 else ''} before" if task.lag else ""
         yield f"{task}{behind}"
-        if isinstance(task, Fill):
+        if isinstance(task, DynamicSampling):
             yield from (f"  {line}" for line in task_lines(task.tasks))
 
 
@@ -250,7 +261,7 @@ def describe(layout: Layout) -> str:
     counted = f"{layout.samples_per_update} {'episodes' if layout.whole_episodes else 'rows'}"
     updates = f" in updates of {counted}" if layout.samples_per_update is not None else ""
     shards = f"{layout.shards} shard{'s' if layout.shards > 1 else ''}"
-    return f"{rank_ranges(layout.ranks)}, {shards}{copies}{experts}, {layout.dealing}{updates}"
+    return f"{rank_ranges(layout.ranks)}, {shards}{copies}{experts}, {layout.shard_by}{updates}"
 
 
 def rank_ranges(ranks: tuple[int, ...]) -> str:

@@ -31,7 +31,7 @@ from rlflow.data.sources import Source
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, about
-from rlflow.models.pictures import PictureProcessor
+from rlflow.models.picture_processor import PictureProcessor
 from rlflow.rewards.gold import check_gold
 from rlflow.rewards.reward import Reward
 from rlflow.values.batch import Batch, Pairs

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.data.played import Played
+from rlflow.data.scripted_conversations import Played
 from rlflow.data.sources import DataLike, Source, as_source
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of

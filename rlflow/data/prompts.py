@@ -18,7 +18,7 @@ from rlflow.data.pictures import (
     with_places,
     without_pictures,
 )
-from rlflow.data.played import Played
+from rlflow.data.scripted_conversations import Played
 from rlflow.data.sources import DataLike, Source, as_source, datasets_of, is_data_module
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
@@ -26,7 +26,7 @@ from rlflow.environments.bridge import BRIDGES, MARK, Bridge, SpecialTokens, dat
 from rlflow.environments.conversation_format import bridge_of, traced
 from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, about, one_line, readable_line
-from rlflow.models.pictures import FAMILIES, PictureProcessor
+from rlflow.models.picture_processor import FAMILIES, PictureProcessor
 from rlflow.rewards.reward import PROMPTS
 from rlflow.state.curriculum import Curriculum
 from rlflow.values.picture import Picture

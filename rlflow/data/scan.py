@@ -25,7 +25,7 @@ from rlflow.data.sources import Source, row_as_json
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, one_line
-from rlflow.models.pictures import PictureProcessor
+from rlflow.models.picture_processor import PictureProcessor
 from rlflow.rewards.reward import Reward, read_column
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from rlflow.databuffer.exchange import ValueExchange
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
-from rlflow.values.absent import Absent
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import Parts, columns, nbytes, with_path
-from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
+from rlflow.values.not_sent import NotSent
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
@@ -90,7 +90,7 @@ class DataBuffer:
             space: Row space of the reader; None for that of the value. If it is below the value's, each row of the
                 value is repeated for the rows below it; if it is above, the value is read as `Each`.
             columns: Fields of the value that are read there, the same on all ranks; None for all fields that are not
-                marked `Home`. Other fields are `Absent`, except where a rank reads just the rows that it holds.
+                marked `OnDemand`. Other fields are `NotSent`, except where a rank reads just the rows that it holds.
         """
         made = self._values[name]
         reader = made.space if space is None else space  # not `or`: a space without rows is falsy
@@ -190,19 +190,23 @@ class _Made:
 
 
 _TYPES = {
-    Cut.SAMPLE: Tensor,
-    Cut.TOKEN: Tensor,
-    Cut.SCALAR: Tensor,
-    Cut.RAGGED: Ragged,
-    Cut.JSON: list,
-    Cut.PARTS: dict,
-    Cut.PATH: RowPath,
+    ColumnKind.SAMPLE: Tensor,
+    ColumnKind.TOKEN: Tensor,
+    ColumnKind.SCALAR: Tensor,
+    ColumnKind.RAGGED: Ragged,
+    ColumnKind.JSON: list,
+    ColumnKind.PARTS: dict,
+    ColumnKind.PATH: RowPath,
 }
-_SHAPES = {Cut.SAMPLE: ("B",), Cut.TOKEN: ("B", "T"), Cut.SCALAR: ()}  # dimensions that a tensor has at least
+_SHAPES = {
+    ColumnKind.SAMPLE: ("B",),
+    ColumnKind.TOKEN: ("B", "T"),
+    ColumnKind.SCALAR: (),
+}  # dimensions that a tensor has at least
 
 
 def _label(name: str, layout: Layout) -> str:
-    return f"{name}/{layout.dealing}{layout.shards}"
+    return f"{name}/{layout.shard_by}{layout.shards}"
 
 
 def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
@@ -213,20 +217,20 @@ def _check(name: str, value: Any, annotation: Any, lengths: Tensor) -> None:
     for column in columns(annotation):
         data = column.of(value)
         place = f"`{name}.{column.name}`" if column.name else f"`{name}`"
-        if isinstance(data, Absent) or (column.cut is Cut.PATH and data is None):
+        if isinstance(data, NotSent) or (column.kind is ColumnKind.PATH and data is None):
             continue
-        _check_type(place, data, _TYPES[column.cut])
-        if isinstance(data, Tensor) and data.dim() < len(_SHAPES[column.cut]):
-            shape = ", ".join(_SHAPES[column.cut])
+        _check_type(place, data, _TYPES[column.kind])
+        if isinstance(data, Tensor) and data.dim() < len(_SHAPES[column.kind]):
+            shape = ", ".join(_SHAPES[column.kind])
             raise UserError(
-                f"{place} has shape {list(data.shape)} and is annotated {column.cut.value}: return [{shape}]"
+                f"{place} has shape {list(data.shape)} and is annotated {column.kind.value}: return [{shape}]"
             )
-        if column.cut is Cut.PARTS:
+        if column.kind is ColumnKind.PARTS:
             _check_parts(place, data, rows)
             continue
-        if column.cut is not Cut.SCALAR and len(data) != rows:
+        if column.kind is not ColumnKind.SCALAR and len(data) != rows:
             raise UserError(f"{place} has {len(data)} rows where {rows} were read; return one for each, in their order")
-        if column.cut is Cut.TOKEN and data.shape[1] < longest:
+        if column.kind is ColumnKind.TOKEN and data.shape[1] < longest:
             raise UserError(
                 f"{place} is {data.shape[1]} tokens wide and the longest response has {longest}; "
                 "return [B, T] over the response tokens, right-padded"

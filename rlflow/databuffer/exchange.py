@@ -21,10 +21,10 @@ from torch import Tensor
 from rlflow.databuffer.route import Route
 from rlflow.databuffer.transport import Transport, from_message, to_message
 from rlflow.databuffer.wire import Data, Form, Piece, RowBytes, copied, from_bytes, to_bytes
-from rlflow.values.absent import Absent
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import Column, columns, nbytes, to_device
-from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import on_device
+from rlflow.values.not_sent import NotSent
 from rlflow.values.path import RowPath
 
 _SIZE = torch.int64.itemsize
@@ -44,8 +44,8 @@ class ValueExchange:
         held: `[B]`, positions of the rows that this rank holds, among the `N`.
         annotation: Type of the value.
         value: Value that this rank made; None if it made none. It must not be changed until `wait` has returned.
-        only: The columns that are read in the target, the same on all ranks; None for all that are not marked `Home`.
-            Others become `Absent`.
+        only: The columns that are read in the target, the same on all ranks; None for all that are not marked
+            `OnDemand`. Others become `NotSent`.
         path: The paths of all rows `[N]`; None if the value has no column of paths.
 
     Attributes:
@@ -80,9 +80,9 @@ class ValueExchange:
         self._columns = columns(annotation)
         self._travelling = [column for column in self._columns if column.sent(only)]
         self._absent = {column.name for column in self._columns if not column.asked(only)}
-        self._sized = [column for column in self._travelling if column.cut in (Cut.RAGGED, Cut.JSON)]
+        self._sized = [column for column in self._travelling if column.kind in (ColumnKind.RAGGED, ColumnKind.JSON)]
         self._data: dict[str, Data] = {} if value is None else {c.name: c.of(value) for c in self._columns}
-        self._forms = {c.name: Form.of(c.cut, self._data[c.name]) for c in self._travelling if c.name in self._data}
+        self._forms = {c.name: Form.of(c.kind, self._data[c.name]) for c in self._travelling if c.name in self._data}
         self._work: dist.Work | None = None
         if route.moves:
             self._send()
@@ -129,20 +129,20 @@ class ValueExchange:
 
     def _bytes_of(self, column: Column, rows: Tensor) -> RowBytes:
         """The bytes of a column's rows; `rows` are indices into the rows that this rank holds."""
-        return to_bytes(column.cut, self._data[column.name], self._lengths, rows, self._transport.device)
+        return to_bytes(column.kind, self._data[column.name], self._lengths, rows, self._transport.device)
 
     def _head(self, receiver: int) -> bytes:
         """The head of the message to a receiver that made nothing: forms of columns, and scalars. Else empty."""
-        if receiver not in self._route.newcomers or self._transport.rank != self._route.introducer:
+        if receiver not in self._route.receive_only or self._transport.rank != self._route.metadata_source:
             return b""
         forms = {name: form.to_json() for name, form in self._forms.items()}
-        scalars = [column for column in self._columns if column.cut is Cut.SCALAR]
-        numbers = {c.name: [Form.of(c.cut, self._data[c.name]).to_json(), self._data[c.name].item()] for c in scalars}
+        scalars = [column for column in self._columns if column.kind is ColumnKind.SCALAR]
+        numbers = {c.name: [Form.of(c.kind, self._data[c.name]).to_json(), self._data[c.name].item()] for c in scalars}
         said = json.dumps({"forms": forms, "numbers": numbers}).encode()
         said += b" " * (-(_SIZE + len(said)) % _ALIGNED)
         return len(said).to_bytes(_SIZE, "little") + said
 
-    def _be_introduced(self, message: Tensor) -> int:
+    def _read_metadata(self, message: Tensor) -> int:
         """Read the head that `_head` wrote at the start of `message`; returns its size in bytes."""
         size = int.from_bytes(from_message(message[:_SIZE]), "little")
         said = json.loads(from_message(message[_SIZE : _SIZE + size]))
@@ -154,7 +154,7 @@ class ValueExchange:
 
     def _send_sizes(self, send_sizes: list[int], packed: list[RowBytes], counts: list[int]) -> _SizesSent | None:
         """Start to send each receiver the size of its message and of its ragged rows; None if all sizes are known."""
-        if not self._sized and not self._route.newcomers:
+        if not self._sized and not self._route.receive_only:
             return None
         totals = torch.tensor(send_sizes)[:, None]
         named = zip(self._travelling, packed, strict=False)
@@ -189,16 +189,16 @@ class ValueExchange:
             assert self._sizes_received is not None
             return self._sizes_received[self._sized.index(column)]
         rows, width = torch.cat(self._route.receives), self._forms[column.name].width
-        return self._all_lengths[rows] * width if column.cut is Cut.TOKEN else torch.full_like(rows, width)
+        return self._all_lengths[rows] * width if column.kind is ColumnKind.TOKEN else torch.full_like(rows, width)
 
     def _arrived(self) -> dict[str, RowBytes]:
         """The received rows of each column, sender by sender, as places in the received buffer."""
         begins = torch.tensor(self._receive_sizes).cumsum(0) - torch.tensor(self._receive_sizes)  # by sender
         counts = torch.tensor([len(rows) for rows in self._route.receives])
-        if self._transport.rank in self._route.newcomers:
-            introducer = self._route.ranks.index(self._route.introducer)
-            message = self._received[int(begins[introducer]) :][: self._receive_sizes[introducer]]
-            begins[introducer] += self._be_introduced(message)
+        if self._transport.rank in self._route.receive_only:
+            metadata_source = self._route.ranks.index(self._route.metadata_source)
+            message = self._received[int(begins[metadata_source]) :][: self._receive_sizes[metadata_source]]
+            begins[metadata_source] += self._read_metadata(message)
         giver = torch.arange(len(counts)).repeat_interleave(counts)
         arrived = {}
         for column in self._travelling if len(giver) else ():
@@ -215,15 +215,15 @@ class ValueExchange:
         return arrived
 
     def _column(self, column: Column, arrived: dict[str, RowBytes]) -> Data:
-        if column.cut is Cut.PATH:
+        if column.kind is ColumnKind.PATH:
             assert self._path is not None
             rows = torch.cat(self._route.receives)[self._route.order]  # positions of the rows that are read here
             return to_device(self._path.take(rows), self._transport.device)
         if column.name in self._absent:
-            return Absent(column.name)
-        if column.cut is Cut.SCALAR:
+            return NotSent(column.name)
+        if column.kind is ColumnKind.SCALAR:
             return self._data.get(column.name)
-        return from_bytes(column.cut, self._forms[column.name], arrived[column.name], self._route.order)
+        return from_bytes(column.kind, self._forms[column.name], arrived[column.name], self._route.order)
 
 
 _SizesSent = tuple[Tensor, dist.Work, list[int]]

@@ -91,7 +91,7 @@ class Groups:
     def layouts(self, space: str) -> list[Layout]:
         """The layouts of a space: first that in which its rows were made, then those in which its values were made."""
         of_values = (value.layout for value in self.values.values() if value.space == space)
-        return list(dict.fromkeys([self.spaces[space].home[0], *of_values]))
+        return list(dict.fromkeys([self.spaces[space].origin[0], *of_values]))
 
     def trimmed(self) -> Groups:
         """The groups with each value cut to its longest row on this rank: its width then depends on its rows alone."""

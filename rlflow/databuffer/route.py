@@ -65,19 +65,19 @@ class Route:
         return tuple(sorted({*self.source.ranks, *self.target.ranks}))
 
     @property
-    def introducer(self) -> int:
-        """The rank that sends dtypes of columns, and scalars, to `newcomers`."""
+    def metadata_source(self) -> int:
+        """The rank that sends dtypes of columns, and scalars, to `receive_only`."""
         return self.source.ranks[0]
 
     @property
-    def newcomers(self) -> tuple[int, ...]:
+    def receive_only(self) -> tuple[int, ...]:
         """Ranks that read rows and have made none."""
         return tuple(sorted({*self.target.ranks} - {*self.source.ranks}))
 
     @cached_property
     def moves(self) -> bool:
         """Whether any rank sends anything to another."""
-        return bool(self.newcomers) or self._some_reader_lacks_rows()
+        return bool(self.receive_only) or self._some_reader_lacks_rows()
 
     @cached_property
     def same(self) -> bool:
@@ -112,13 +112,13 @@ class Route:
         in_order = torch.argsort(place)
         in_order = in_order[torch.argsort(shard[in_order], stable=True)]
         of_shard = index[in_order].split(torch.bincount(shard, minlength=len(self.read.shards)).tolist())
-        publishes = self.source.publishes(self.rank)
+        leads = self.source.is_leader(self.rank)
 
         def rows_for(taker: int) -> Tensor:
             if taker not in self._reads:
                 return NONE
             has_them = self._holds.get(taker) == mine
-            if taker != self.rank and (has_them or not publishes):
+            if taker != self.rank and (has_them or not leads):
                 return NONE
             rows = of_shard[self._reads[taker]]
             return rows if position is None else _distinct(rows)[0]

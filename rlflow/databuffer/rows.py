@@ -35,7 +35,7 @@ class RowSpace:
         tokens     5         4         10        10
         versions   3         3         3         3
         begins     1         1         1         1
-        home       (Layout((0, 1), 2), rows 0 1 on rank 0 and rows 2 3 on rank 1)
+        origin     (Layout((0, 1), 2), rows 0 1 on rank 0 and rows 2 3 on rank 1)
 
         partition(Layout((0, 1), 2, "balanced")) may be rows 0 2 and rows 1 3: 15 and 14 tokens in place of 9 and 20
 
@@ -127,7 +127,7 @@ class RowSpace:
         return len(self.path)
 
     @property
-    def home(self) -> tuple[Layout, Partition]:
+    def origin(self) -> tuple[Layout, Partition]:
         """The layout in which the rows were made, and their partition there."""
         return next(iter(self.lies.items()))
 
@@ -189,7 +189,7 @@ class RowSpace:
         if layout in self.lies:
             return self.lies[layout]
         if layout not in self._dealt:
-            balanced = layout.dealing == "balanced"
+            balanced = layout.shard_by == "balanced"
             self._dealt[layout] = self._balanced(layout) if balanced else (self._in_groups(layout), Predicted())
         return self._dealt[layout][0]
 
@@ -245,14 +245,14 @@ class RowSpace:
         return self.in_order(layout, [entries.view(-1, *here.shape[1:]) for entries in of_ranks])
 
     def of_roots(self, roots: Tensor, layouts: Iterable[Layout]) -> RowSpace:
-        """The rows below these prompts, with their partitions in `layouts`, the first of which is that of `home`."""
+        """The rows below these prompts, with their partitions in `layouts`, the first of which is that of `origin`."""
         kept = torch.isin(self.roots, roots)
         position = kept.cumsum(0) - 1  # [N], in the new space
         dealt = {
             layout: Partition(tuple(position[rows[kept[rows]]] for rows in self.partition(layout).shards))
             for layout in layouts
         }
-        return self.renewed({name: array[kept] for name, array in self.arrays.items()}, dealt)
+        return self.with_rows({name: array[kept] for name, array in self.arrays.items()}, dealt)
 
     @classmethod
     def joined(cls, parts: Sequence[RowSpace], layouts: Iterable[Layout]) -> RowSpace:
@@ -277,9 +277,9 @@ class RowSpace:
                     position[torch.cat([i + rows for i, rows in zip(starts, shard, strict=True)])] for shard in shards
                 )
             )
-        return parts[-1].renewed(arrays, dealt)
+        return parts[-1].with_rows(arrays, dealt)
 
-    def renewed(self, arrays: Mapping[str, Tensor], lies: Mapping[Layout, Partition]) -> RowSpace:
+    def with_rows(self, arrays: Mapping[str, Tensor], lies: Mapping[Layout, Partition]) -> RowSpace:
         """A space of other rows with this name and step; `lies` begins with the layout in which they were made."""
         changed: dict[str, Any] = {**arrays, "lies": lies}
         return replace(self, **changed)
@@ -325,35 +325,35 @@ class RowSpace:
 
     def _in_groups(self, layout: Layout) -> Partition:
         """The partition with all rows of a prompt on one rank: on that which made them, if possible."""
-        made_in, at_home = self.home
-        if layout.shards == made_in.shards and made_in.dealing == "groups":
-            return at_home
+        made_in, at_origin = self.origin
+        if layout.shards == made_in.shards and made_in.shard_by == "groups":
+            return at_origin
         if layout.ranks == made_in.ranks and layout.shards % made_in.shards == 0:
-            return self._shared_out(at_home, layout.shards // made_in.shards)
+            return self._shared_out(at_origin, layout.shards // made_in.shards)
         return Partition(group_partition(self.roots, layout.shards))
 
     def _balanced(self, layout: Layout) -> tuple[Partition, Predicted]:
         """The partition with nearly even costs; if moving rows does not pay, the one in which they were made."""
-        made_in, at_home = self.home
+        made_in, at_origin = self.origin
         can_stay, predicted = layout.shards == made_in.shards, Predicted()
         if can_stay and self.balance.mode == "off":
-            return at_home, predicted
+            return at_origin, predicted
         update, updates = self._updates(layout.samples_per_update, layout.whole_episodes)
         costs = self.balance.costs(self.tokens, self.lengths, self.path[:, : max(1, self.path.shape[1] - 1)])
         shard = torch.empty_like(self.lengths)
         for rows in grouped(update, updates):
             shard[rows] = deal(costs.take(rows), layout.shards)
         if can_stay:
-            here, travels = at_home.places[0].long(), _travels(made_in, layout)
+            here, travels = at_origin.places[0].long(), _travels(made_in, layout)
             predicted = self.balance.predict(self.tokens, costs, update, here, shard, travels)
             if not predicted.pays:
-                return at_home, predicted
-        made = torch.cat(at_home.shards)  # in a shard rows from one rank follow one another, as that rank holds them
+                return at_origin, predicted
+        made = torch.cat(at_origin.shards)  # in a shard rows from one rank follow one another, as that rank holds them
         return Partition(tuple(made[held] for held in grouped(shard[made], layout.shards))), predicted
 
-    def _shared_out(self, at_home: Partition, among: int) -> Partition:
+    def _shared_out(self, at_origin: Partition, among: int) -> Partition:
         """Deal the groups of each shard among its own ranks, so that no rank needs rows that another shard made."""
-        shares = [(rows, group_partition(self.roots[rows], among)) for rows in at_home.shards]
+        shares = [(rows, group_partition(self.roots[rows], among)) for rows in at_origin.shards]
         return Partition(tuple(rows[share] for rows, dealt in shares for share in dealt))
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import Parts
-from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import on_device, on_host
 from rlflow.values.ragged import Ragged
 
@@ -43,16 +43,16 @@ class Form:
     names: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, cut: Cut, data: Data) -> Form:
+    def of(cls, kind: ColumnKind, data: Data) -> Form:
         """The form of a column."""
-        if cut is Cut.JSON:
+        if kind is ColumnKind.JSON:
             return cls(torch.uint8, (), "cpu")
-        if cut is Cut.PARTS:
+        if kind is ColumnKind.PARTS:
             names = tuple(sorted(data))
             first = data[names[0]]
             return cls(first.dtype, (len(names),), first.device.type, names)
-        tensor: Tensor = data.values if cut is Cut.RAGGED else data
-        entry_starts = {Cut.SAMPLE: 1, Cut.RAGGED: 1, Cut.TOKEN: 2, Cut.SCALAR: 0}[cut]
+        tensor: Tensor = data.values if kind is ColumnKind.RAGGED else data
+        entry_starts = {ColumnKind.SAMPLE: 1, ColumnKind.RAGGED: 1, ColumnKind.TOKEN: 2, ColumnKind.SCALAR: 0}[kind]
         return cls(tensor.dtype, tuple(tensor.shape[entry_starts:]), tensor.device.type)
 
     @property
@@ -103,7 +103,7 @@ class RowBytes:
         return [runs[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def to_bytes(cut: Cut, data: Data, lengths: Tensor, rows: Tensor, device: torch.device) -> RowBytes:
+def to_bytes(kind: ColumnKind, data: Data, lengths: Tensor, rows: Tensor, device: torch.device) -> RowBytes:
     """The bytes of some rows. The bytes of a tensor that is on `device` already are a view of it where possible.
 
     Args:
@@ -113,24 +113,24 @@ def to_bytes(cut: Cut, data: Data, lengths: Tensor, rows: Tensor, device: torch.
         rows: `[n]` int64, indices of the rows, in the order asked for; they may repeat.
         device: Device on which the bytes are wanted.
     """
-    if cut is Cut.JSON:
+    if kind is ColumnKind.JSON:
         texts = [json.dumps(data[row]).encode() for row in rows.tolist()]
         joined = bytearray(b"".join(texts))
         buffer = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
         return _in_a_row(on_device(buffer, device), torch.tensor([len(text) for text in texts], dtype=torch.int64))
-    if cut is Cut.PARTS:
-        return to_bytes(Cut.SAMPLE, stacked(data), lengths, rows, device)
-    width = Form.of(cut, data).width
-    if cut is Cut.SAMPLE:
+    if kind is ColumnKind.PARTS:
+        return to_bytes(ColumnKind.SAMPLE, stacked(data), lengths, rows, device)
+    width = Form.of(kind, data).width
+    if kind is ColumnKind.SAMPLE:
         if width <= _NARROW:
             return _in_a_row(_flat(data[on_device(rows, data.device)]).to(device), torch.full_like(rows, width))
         return RowBytes(_flat(data).to(device), rows * width, torch.full_like(rows, width))
-    if cut is Cut.RAGGED:
+    if kind is ColumnKind.RAGGED:
         return _in_a_row(_flat(data.values).to(device), on_host(data.lengths) * width).take(rows)
     return RowBytes(_flat(data).to(device), rows * (data.shape[1] * width), lengths[rows] * width)
 
 
-def from_bytes(cut: Cut, form: Form, rows: RowBytes, order: Tensor) -> Data:
+def from_bytes(kind: ColumnKind, form: Form, rows: RowBytes, order: Tensor) -> Data:
     """A column of some rows; `TOKEN` columns are padded with zeros to their longest row.
 
     Args:
@@ -139,21 +139,21 @@ def from_bytes(cut: Cut, form: Form, rows: RowBytes, order: Tensor) -> Data:
         rows: The bytes; the column may be a view of their buffer.
         order: `[n]` int64, for each row of the column its index in `rows`; indices may repeat.
     """
-    if cut is Cut.PARTS:
-        return unstacked(from_bytes(Cut.SAMPLE, form, rows, order), form.names)
-    if cut is Cut.SAMPLE and form.width <= _NARROW:
+    if kind is ColumnKind.PARTS:
+        return unstacked(from_bytes(ColumnKind.SAMPLE, form, rows, order), form.names)
+    if kind is ColumnKind.SAMPLE and form.width <= _NARROW:
         column = _joined(rows, (len(rows.sizes), *form.entry), form)
         in_order = len(order) == len(rows.sizes) and torch.equal(order, torch.arange(len(order)))
         return column if in_order else column[on_device(order, column.device)]
     rows = rows.take(order)
-    if cut is Cut.JSON:
+    if kind is ColumnKind.JSON:
         text = _joined(rows, (int(rows.sizes.sum()),), form).numpy().tobytes()
         ends = [0, *rows.sizes.cumsum(0).tolist()]
         return [json.loads(text[start:end]) for start, end in itertools.pairwise(ends)]
-    if cut is Cut.SAMPLE:
+    if kind is ColumnKind.SAMPLE:
         return _joined(rows, (len(order), *form.entry), form)
     entries = rows.sizes // max(form.width, 1)
-    if cut is Cut.RAGGED:
+    if kind is ColumnKind.RAGGED:
         values = _joined(rows, (int(entries.sum()), *form.entry), form)
         return Ragged(values, on_device(entries, torch.device(form.device)))
     longest = int(entries.max()) if len(entries) else 0

@@ -42,7 +42,7 @@ class Logger(ABC):
                 prompt's samples (`sample`), `prompt`, `response`, `reward` and its `parts`, `failed` (the value of
                 `on_error` if the reward failed on it, or None), `turns`, `ended` (why it ended), and for a conversation
                 `messages`, as in `Rollout`. A sample that continues another one has `continues`, see
-                `rlflow.controller.samples`.
+                `rlflow.controller.logged_samples`.
             step: Step of the run, from 1.
         """
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.dag.tasks import Exchange, RunNode, SyncWeights, rank_ranges
-from rlflow.memory.role import LoadedRole
+from rlflow.memory.role_bytes import LoadedRole
 from rlflow.memory.workload import Engine, Workload
 from rlflow.storage.space import in_bytes
 from rlflow.values.layout import Layout
@@ -159,9 +159,11 @@ def _memory(workload: Workload, capacity: float, ranks: tuple[int, ...]) -> Memo
     rank, roles, engines = ranks[0], workload.roles, workload.engines
     here = {name: engine for name, engine in engines.items() if rank in engine.placed}
     awake = [node.generates for node in workload.graph.order]
-    fill = workload.plan.fill
-    if fill is not None and not any(isinstance(task, SyncWeights) for task in fill.tasks):  # else they take turns
-        repeated = [workload.graph.nodes[task.node_id] for task in fill.tasks if isinstance(task, RunNode)]
+    repeated_sampling = workload.plan.dynamic_sampling
+    if repeated_sampling is not None and not any(
+        isinstance(task, SyncWeights) for task in repeated_sampling.tasks
+    ):  # else they take turns
+        repeated = [workload.graph.nodes[task.node_id] for task in repeated_sampling.tasks if isinstance(task, RunNode)]
         awake.append(tuple(dict.fromkeys(policy for node in repeated for policy in node.generates)))
     return Memory(
         ranks=ranks,

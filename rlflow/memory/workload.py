@@ -16,15 +16,15 @@ from rlflow.dag.planner import Plan
 from rlflow.data.mixture import settings_of
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
-from rlflow.memory.role import LoadedRole, loaded_role
+from rlflow.memory.role_bytes import LoadedRole, loaded_role
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.sizes import ModelSize
 from rlflow.module import RLModule, handles
 from rlflow.rollout.engine import EngineMemory, RolloutEngine
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import Pairs
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import columns
-from rlflow.values.cuts import Cut
 from rlflow.values.layout import Layout
 from rlflow.values.truncation import NOTED
 
@@ -181,24 +181,24 @@ class Workload:
         Args:
             value: Name of the value.
             padded: Whether rows are padded.
-            fields: Fields that are sent; None for all except those that are marked `Home`.
+            fields: Fields that are sent; None for all except those that are marked `OnDemand`.
         """
         prompt = self.lengths.longest_prompt if padded else self.lengths.prompt
         response = self.lengths.longest_response if padded else self.lengths.response
         total = 0.0
         for column in columns(self.graph.type_of(value)):
-            seldom_made = column.cut is Cut.RAGGED and column.entry is not None
+            seldom_made = column.kind is ColumnKind.RAGGED and column.entry is not None
             if column.name in NOTED and column.sent(fields):
                 total += column.entry.itemsize * self.support * response
             if seldom_made or not column.sent(fields):
                 continue
             dtype = column.entry if isinstance(column.entry, torch.dtype) else None
             width = WIDTHS.get(column.name, FLOAT_BYTES) if dtype is None else dtype.itemsize
-            if column.cut is Cut.JSON:
+            if column.kind is ColumnKind.JSON:
                 total += ROW_BYTES
-            elif column.cut is Cut.TOKEN:
+            elif column.kind is ColumnKind.TOKEN:
                 total += width * (0 if value == BATCH and self._samples else response)
-            elif column.cut is Cut.RAGGED:
+            elif column.kind is ColumnKind.RAGGED:
                 total += TOKEN_BYTES * (1 + (prompt if column.name == "prompt_ids" else response))
             else:
                 total += width

@@ -10,7 +10,7 @@ from rlflow.errors import UserError
 from rlflow.models.attention import heads_of
 from rlflow.models.logprobs import unknown_logit_settings
 from rlflow.models.mixers import MIXERS, STATE_LAYERS, mixers_of
-from rlflow.models.pictures import FAMILIES, reads_pictures
+from rlflow.models.picture_processor import FAMILIES, reads_pictures
 from rlflow.models.remote_code import class_beside
 
 if TYPE_CHECKING:

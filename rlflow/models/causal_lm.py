@@ -23,7 +23,7 @@ from rlflow.models.packed import PackedModel
 from rlflow.models.packing import PICTURES, ModelInput, columns_of, response_mask, supports, tokens_alone
 from rlflow.models.weights import in_buckets
 from rlflow.values.batch import TokenRows
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.host_copy import on_host, rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
@@ -430,7 +430,7 @@ class CausalLM(ModelHandle):
             raise UserError(f"{self.model!r} has no adapters to leave out; set `lora`, or load the model once more")
         return WithoutAdapters(self)
 
-    def averaged(self, decay: float) -> Averaged:
+    def averaged(self, decay: float) -> EMA:
         """A frozen model that follows this one: an exponential moving average of its weights.
 
         The average starts with this model's initial weights. After this model's updates in a step, each weight of the
@@ -454,7 +454,7 @@ class CausalLM(ModelHandle):
                 " average of models, and one of whole weights is the second copy that adapters save; leave `lora` out,"
                 " or compare with `without_adapters()`"
             )
-        return Averaged(self, decay)
+        return EMA(self, decay)
 
     @property
     def kind(self) -> type[ScoringModel]:
@@ -562,7 +562,7 @@ class WithoutAdapters(CausalLM):
             return super()._forward_pass(rows, *arguments)
 
 
-class Averaged(CausalLM):
+class EMA(CausalLM):
     """The moving average of a trained language model, a model of its own; `CausalLM.averaged` makes it.
 
     Args:

@@ -37,7 +37,7 @@ from rlflow.models.packing import (
     token_counts,
     whole,
 )
-from rlflow.models.pictures import PictureProcessor, PictureReader, no_pictures
+from rlflow.models.picture_processor import PictureProcessor, PictureReader, no_pictures
 from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.host_copy import on_device, on_host, rows_at
 from rlflow.values.picture import Picture
@@ -401,11 +401,11 @@ class ModelHandle(ABC):
         """
         self._check_pictures(rows)
         rows = whole(rows) if at_end else rows  # not checked: responses, in which a placeholder is a token
-        home = rows.response_ids.device
+        device = rows.response_ids.device
 
         def scores(own: Tokens, beside: Tensor | Ragged | None) -> tuple[Tensor, ...]:
             read, values = score(own, beside)
-            return tuple(read.unpack(value).to(home) for value in values)
+            return tuple(read.unpack(value).to(device) for value in values)
 
         if self.in_training:
             return scores(rows, beside)
@@ -413,7 +413,7 @@ class ModelHandle(ABC):
         with torch.no_grad():
             parts = self.plan.micro_batches(rows, [beside] if isinstance(beside, Ragged) else [])
             found = [scores(take(rows, part), _at(beside, part)) for part in parts]
-        order = on_device(torch.cat(parts).argsort(), home)
+        order = on_device(torch.cat(parts).argsort(), device)
         return tuple(torch.cat(values)[order] for values in zip(*found, strict=True))
 
     def _forward_pass(self, rows: Tokens, *arguments: object) -> tuple[ModelInput, tuple[Tensor, ...]]:

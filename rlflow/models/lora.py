@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlflow.errors import UserError, one_line, require
 from rlflow.models.mixers import read_by_kernels
-from rlflow.models.pictures import class_of, copy_processor, reads_pictures
+from rlflow.models.picture_processor import class_of, copy_processor, reads_pictures
 from rlflow.models.remote_code import code_beside
 from rlflow.models.sizes import experts
 from rlflow.models.tiny import resolve_model

@@ -21,7 +21,7 @@ from rlflow.models.lora import LoRA, adapter_of, add_adapters, save_adapter
 from rlflow.models.mixers import ROW_NUMBERS, has_mixers, keep_rows_apart, reads_side_by_side, row_numbers, slow_states
 from rlflow.models.moe import ROUTING, Routing
 from rlflow.models.packing import ALONE, ModelInput, Peers, pack, whole
-from rlflow.models.pictures import (
+from rlflow.models.picture_processor import (
     PictureProcessor,
     PictureReader,
     PicturesRead,
@@ -34,7 +34,7 @@ from rlflow.models.prefixes import SHORTEST, Prefixes, gather
 from rlflow.models.remote_code import code_beside, register_decoder
 from rlflow.models.weight_files import WeightFiles, finish, not_finite, write_generation_config
 from rlflow.models.weights import Weight, is_adapter, plain_name, stored_buffers
-from rlflow.storage.tensors import is_finite
+from rlflow.storage.safetensors_files import is_finite
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from rlflow.databuffer.balance import even_parts
 from rlflow.errors import UserError
-from rlflow.models.pictures import PictureReader, PicturesRead
+from rlflow.models.picture_processor import PictureReader, PicturesRead
 from rlflow.models.prefixes import Prefixes, families, gather, neighbours
 from rlflow.values.batch import Pairs, TokenRows
+from rlflow.values.column_kinds import ColumnKind, PerToken
 from rlflow.values.columns import to_device
-from rlflow.values.cuts import Cut, PerToken
 from rlflow.values.host_copy import bring_over, on_host, rows_at
 from rlflow.values.protocols import Tokens
 from rlflow.values.ragged import Ragged
@@ -355,7 +355,7 @@ def _compared(line: ModelInput) -> list[NDArray[np.int64]]:
             beside.append(data.flatten(1).long())
         elif name == PICTURES:
             beside.append(data[:, None])
-        elif MODEL_INPUTS[name].cut is Cut.RAGGED:
+        elif MODEL_INPUTS[name].kind is ColumnKind.RAGGED:
             lengths = line.cu_seqlens.diff().long()
             beside.append(torch.arange(len(lengths)).repeat_interleave(lengths)[:, None])
     if beside:

@@ -12,8 +12,8 @@ from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import SCALAR_AUTO_CLASS, PackedModel
 from rlflow.models.packing import ALONE, Peers
-from rlflow.models.pictures import reads_pictures
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.models.picture_processor import reads_pictures
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.protocols import Tokens
 
 

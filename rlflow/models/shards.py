@@ -19,7 +19,7 @@ from rlflow.models.packed import PackedModel
 from rlflow.models.weight_files import INDEX, WeightFiles, shard_name
 from rlflow.models.weights import is_adapter, plain_name
 from rlflow.storage.disk import Disk
-from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite, write_tensors
+from rlflow.storage.safetensors_files import StoredTensor, TensorRange, all_finite, write_tensors
 
 
 @torch.no_grad()

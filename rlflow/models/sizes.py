@@ -10,7 +10,7 @@ from typing import Any
 
 from rlflow.errors import UserError, did_you_mean, one_line
 from rlflow.models.mixers import state_size
-from rlflow.models.pictures import FAMILIES, QWEN
+from rlflow.models.picture_processor import FAMILIES, QWEN
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError, one_line
-from rlflow.storage.tensors import TensorFile, TensorRange, is_finite
+from rlflow.storage.safetensors_files import TensorFile, TensorRange, is_finite
 
 INDEX = "model.safetensors.index.json"
 CHUNK_BYTES = 32 * 2**20  # most bytes read at one time

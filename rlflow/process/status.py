@@ -25,7 +25,7 @@ from rlflow.errors import UserError
 
 TEXT = 512  # bytes of what a rank is doing
 SLOTS = 1024  # ranks of a machine
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 SILENT_S = 5.0  # without a heartbeat
 ENDED = "ended"
 AT_FIRST = "before its first step"
@@ -34,7 +34,7 @@ BOARD_VARIABLE = "RLFLOW_STATUS"  # of such a rank: the file that has a place fo
 SUPERVISED_VARIABLE = "RLFLOW_SUPERVISED"  # set where another process says how rank 0 ended
 
 
-class Answered(SystemExit):
+class CommandExit(SystemExit):
     """Ends a command that has nothing left to say: `--help` was printed, or a dead rank was already reported."""
 
 
@@ -43,8 +43,8 @@ class Status(ctypes.Structure):
 
     Attributes:
         rank: Global rank.
-        process: Process id; 0 before `beat` was called in the process.
-        beat: When its interpreter last ran, renewed by a thread every `BEAT_S`.
+        process: Process id; 0 before `start_heartbeat` was called in the process.
+        heartbeat: When its interpreter last ran, renewed by a thread every `HEARTBEAT_S`.
         limit_s: Seconds that another rank waits for it, its strategy's `timeout_s`; 0 where none waits.
         failed: When a collective of it failed; 0 if none has.
         code: The exit code that it was to end with, set by `end`.
@@ -57,7 +57,7 @@ class Status(ctypes.Structure):
     _fields_ = (
         ("rank", ctypes.c_int64),
         ("process", ctypes.c_int64),
-        ("beat", ctypes.c_double),
+        ("heartbeat", ctypes.c_double),
         ("limit_s", ctypes.c_double),
         ("failed", ctypes.c_double),
         ("code", ctypes.c_int64),
@@ -88,7 +88,7 @@ class Status(ctypes.Structure):
     @property
     def silent_s(self) -> float:
         """Seconds since its interpreter last ran; a stopped process has none that runs."""
-        return time.monotonic() - self.beat if self.process else 0.0
+        return time.monotonic() - self.heartbeat if self.process else 0.0
 
     @property
     def silence(self) -> str:
@@ -110,7 +110,7 @@ class Status(ctypes.Structure):
         return f"exited with code {code}{where}" + ("" if self.ended else ", before the run came to its end")
 
 
-class Board:
+class StatusBoard:
     """The statuses of a machine's ranks by local rank, in a memory-mapped file that the processes share.
 
     `board[1].doing` is what the rank with the local rank 1 does, such as `step 3, run rewards: ranks 0-1`.
@@ -126,7 +126,7 @@ class Board:
             self._statuses = (Status * SLOTS).from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(Status) * SLOTS))
 
     @classmethod
-    def make(cls) -> Board:
+    def make(cls) -> StatusBoard:
         """Make an empty board that this process owns."""
         if sys.platform == "linux":
             number = os.memfd_create("rlflow-status")
@@ -176,21 +176,21 @@ def _first_rank() -> int:
     return int(next((rank for rank in ranks if rank), "0"))
 
 
-_board: Board | None = None
+_board: StatusBoard | None = None
 _mine: Status | None = None
 _owner = 0  # the process that writes it: a child that is forked from it has no part in the run
 
 
-def board() -> Board:
+def board() -> StatusBoard:
     """The board of this machine's ranks: the one that rank 0 passed to this process, else a new one."""
     if _board is None:
         given = os.environ.pop(BOARD_VARIABLE, None)
-        use(Board.make() if given is None else Board(Path(given)))
+        use(StatusBoard.make() if given is None else StatusBoard(Path(given)))
     assert _board is not None
     return _board
 
 
-def use(shared: Board) -> None:
+def use(shared: StatusBoard) -> None:
     """From now on, this process writes its status to this board, at the place of its local rank."""
     global _board, _mine, _owner  # of the process, as its exit code is
     _board, _mine, _owner = shared, shared[int(os.environ.get("LOCAL_RANK") or 0)], os.getpid()
@@ -204,20 +204,20 @@ def mine() -> Status:
     return _mine
 
 
-def beat() -> None:
-    """Start a daemon thread that renews this process's heartbeat every `BEAT_S`; a second call does nothing.
+def start_heartbeat() -> None:
+    """Start a daemon thread that renews this process's heartbeat every `HEARTBEAT_S`; a second call does nothing.
 
     The heartbeat stops while the process is stopped, or while code in C holds the interpreter lock.
     """
     status = mine()
     if status.process == os.getpid() or os.getpid() != _owner:
         return
-    status.beat, status.process = time.monotonic(), os.getpid()
+    status.heartbeat, status.process = time.monotonic(), os.getpid()
 
     def go_on() -> None:
         while True:
-            time.sleep(BEAT_S)
-            status.beat = time.monotonic()
+            time.sleep(HEARTBEAT_S)
+            status.heartbeat = time.monotonic()
 
     threading.Thread(target=go_on, daemon=True, name="heartbeat").start()
 
@@ -281,11 +281,11 @@ def refusing_exits() -> Iterator[None]:
     """Within it a call of `sys.exit` by the user's code is an error, since a run must not end before its end.
 
     Raises:
-        UserError: `sys.exit` was called; the error names the rank and what it was doing. `Answered` passes through.
+        UserError: `sys.exit` was called; the error names the rank and what it was doing. `CommandExit` passes through.
     """
     try:
         yield
-    except Answered:
+    except CommandExit:
         raise
     except SystemExit as error:
         status = mine()

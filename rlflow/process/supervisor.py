@@ -33,7 +33,7 @@ import psutil
 from rlflow.errors import readable
 from rlflow.process import status
 from rlflow.process.scratch import make_scratch
-from rlflow.process.status import Board
+from rlflow.process.status import StatusBoard
 
 PASSED_ON = {
     signal.SIGINT,
@@ -71,12 +71,12 @@ def supervise() -> None:
     child dies with its parent.
     """
     if status.PARENT_VARIABLE in os.environ:  # of a rank that rank 0 started, which waits for it
-        status.beat()
+        status.start_heartbeat()
         die_with(int(os.environ[status.PARENT_VARIABLE]))
         return
     if sys.platform != "linux":
         return
-    board = Board.make()
+    board = StatusBoard.make()
     status.use(board)
     parent, scratch = os.getpid(), make_scratch()
     sys.stdout.flush()
@@ -91,7 +91,7 @@ def supervise() -> None:
         _Supervisor(child, board, scratch).wait()
     die_with(parent)
     status.use(board)
-    status.beat()
+    status.start_heartbeat()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a signal that ends it is noted on the board
     os.environ[status.SUPERVISED_VARIABLE] = "1"
 
@@ -108,12 +108,13 @@ def die_with(parent: int) -> None:
 class _Supervisor:
     """Waits for a child, and kills it and all ranks of this machine when one of them is missing."""
 
-    def __init__(self, child: int, board: Board, scratch: Path) -> None:
+    def __init__(self, child: int, board: StatusBoard, scratch: Path) -> None:
         self._child = child
         self._scratch = scratch
         self._board = board
         self._shared = status.mine()
-        self._silent: dict[int, tuple[float, float]] = {}  # by process: its last beat, and seconds since, as seen here
+        # By process: its last heartbeat, and seconds since, as seen here.
+        self._silent: dict[int, tuple[float, float]] = {}
         self._missing: str | None = None
         self._held = False  # whether the child had come to its end, and had to be ended
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent becomes a child of this process
@@ -145,8 +146,8 @@ class _Supervisor:
     def _looked(self, seconds: float) -> str | None:
         """Age each heartbeat that has not changed by `seconds`; return a line about a rank that is missing, or None."""
         for each in self._board.begun():
-            beat, silent = self._silent.get(each.process, (0.0, 0.0))
-            self._silent[each.process] = each.beat, silent + seconds if each.beat == beat else 0.0
+            heartbeat, silent = self._silent.get(each.process, (0.0, 0.0))
+            self._silent[each.process] = each.heartbeat, silent + seconds if each.heartbeat == heartbeat else 0.0
         begun = [each for each in self._board.begun() if not each.ended]
         for each in begun:
             if self._silent[each.process][1] > (each.limit_s + SLACK_S if each.limit_s else UNKNOWN_S):

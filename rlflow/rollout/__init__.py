@@ -1,7 +1,7 @@
 """Engines that generate responses, and the sync that gives them the trained weights."""
 
 from rlflow.rollout.assignment import Share
-from rlflow.rollout.engine import Completion, EnginePlace, RolloutEngine, Sampling, SyncReport, WeightSyncError
+from rlflow.rollout.engine import Completion, RankInfo, RolloutEngine, Sampling, SyncReport, WeightSyncError
 from rlflow.rollout.engine_subprocess import EngineProcessError, EngineSubprocess
 from rlflow.rollout.sampling import sampling_seed
 from rlflow.rollout.transformers import TransformersEngine
@@ -9,9 +9,9 @@ from rlflow.rollout.vllm import VLLMEngine
 
 __all__ = [
     "Completion",
-    "EnginePlace",
     "EngineProcessError",
     "EngineSubprocess",
+    "RankInfo",
     "RolloutEngine",
     "Sampling",
     "Share",

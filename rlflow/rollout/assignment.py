@@ -16,7 +16,7 @@ from rlflow.models.architecture import architecture_difference
 from rlflow.rollout.engine import (
     NO_VERSION,
     Completion,
-    EnginePlace,
+    RankInfo,
     RolloutEngine,
     Sampling,
     SyncReport,
@@ -290,7 +290,7 @@ class TimeSharedEngine(RolloutEngine):
         self._turns = turns
         turns[policy] = self
 
-    def setup(self, model_path: str, place: EnginePlace) -> None:
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
         raise AssertionError("a shared engine is set up by itself")
 
     def close(self) -> None:

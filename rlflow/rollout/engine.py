@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlflow.errors import UserError
 from rlflow.models.moe import ROUTER_BIAS
-from rlflow.models.pictures import PictureProcessor
+from rlflow.models.picture_processor import PictureProcessor
 from rlflow.models.weights import fingerprint
 from rlflow.values.picture import Picture
 from rlflow.values.response_settings import SamplingSettings
@@ -148,7 +148,7 @@ class EngineMemory:
 
 
 @dataclass(frozen=True)
-class EnginePlace:
+class RankInfo:
     """Where an engine is set up, in which dtype it computes, and whether it may run a model's own code.
 
     Attributes:
@@ -313,7 +313,7 @@ class RolloutEngine(ABC):
         )
 
     @abstractmethod
-    def setup(self, model_path: str, place: EnginePlace) -> None:
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
         """Build the engine, without any version of the policy. All ranks that share it call this together.
 
         Args:

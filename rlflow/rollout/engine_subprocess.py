@@ -4,7 +4,7 @@ Used where only some ranks have engines, or two engines cannot share a process. 
 
     rank (`EngineSubprocess`)                    engine's process (`main`)
     the engine                             ->
-    ("setup", (model_path, place))         ->
+    ("setup", (model_path, rank_info))         ->
                                            <-    (policy version -1, result None, error None)
     ("update_weights", (7,))               ->
                                            <-    None: the next weight may come
@@ -45,13 +45,13 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from rlflow.errors import UserError, line_log
 from rlflow.models.weights import fingerprint
-from rlflow.process.listening import listening
+from rlflow.process.local_socket import listening
 from rlflow.process.preemption import SIGNALS
 from rlflow.rollout.engine import (
     NO_VERSION,
     Completion,
-    EnginePlace,
     Piece,
+    RankInfo,
     RolloutEngine,
     Sampling,
     SyncReport,
@@ -105,16 +105,16 @@ class EngineSubprocess(RolloutEngine):
     def memory_settings(self, on_cpu: bool) -> tuple[str, ...]:
         return self._engine.memory_settings(on_cpu)
 
-    def setup(self, model_path: str, place: EnginePlace) -> None:
-        self._dtype, self._device = place.dtype, place.device
-        self._model_path, self._place = model_path, place
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
+        self._dtype, self._device = rank_info.dtype, rank_info.device
+        self._model_path, self._rank_info = model_path, rank_info
         self._start()
 
     def _start(self) -> None:
-        place = self._place
-        self._process = EngineConnection(place.rank, self._environment(place.local_rank), self._timeout_s)
+        rank_info = self._rank_info
+        self._process = EngineConnection(rank_info.rank, self._environment(rank_info.local_rank), self._timeout_s)
         self._process.send(self._engine, "start")
-        of_engine = replace(place, rank=self._index, world_size=self.tensor_parallel_size)
+        of_engine = replace(rank_info, rank=self._index, world_size=self.tensor_parallel_size)
         try:
             self._call("setup", "set up its engine", self._model_path, of_engine)
             self._pieces = {}

@@ -1,6 +1,6 @@
 """From prompts to a `Rollout`: calls an engine and turns its completions into rows. Does not communicate with ranks.
 
-`sample` is the entry. `Children` gives each response its path and its seed, `_extended` appends what was generated.
+`sample` is the entry. `SampleIds` gives each response its path and its seed, `_extended` appends what was generated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from rlflow.errors import UserError
 from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, picture_argument
 from rlflow.values.batch import Batch, Pairs
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import columns, to_device
-from rlflow.values.cuts import Cut
 from rlflow.values.host_copy import bring_over, on_host
 from rlflow.values.path import RowPath, hashed
 from rlflow.values.picture import Picture
@@ -76,7 +76,7 @@ def sample(
         decode: Converts token ids to text.
         dtype: Dtype of the logprobs.
         part: How far responses grow in this call, where long ones are cut off and continued with the next draw.
-        earlier: `[B, 2]` int64, see `Children.of`; None where the node did not generate from these rows before.
+        earlier: `[B, 2]` int64, see `SampleIds.of`; None where the node did not generate from these rows before.
         longest: Tokens of the longest continued response, inherited ones included. Responses to prompts have
             `sampling.max_tokens` at most.
         longest_prompt: Tokens of the longest prompt, for which memory is planned; None for any.
@@ -101,7 +101,7 @@ def sample(
     counts = torch.full((len(parents),), n)
     if isinstance(rows, Rollout):
         counts[~on_host(under_way(rows, longest))] = 1
-    children = Children.of(parents, counts, node, earlier)
+    children = SampleIds.of(parents, counts, node, earlier)
     parent, path, seeds = children.parent, children.path, children.seeds(seed, draw)
     every_prompt = prompt_ids.take(parent)
     most = sampling.max_tokens
@@ -249,7 +249,7 @@ def _extended(begun: Rollout, completions: Mapping[int, Completion], version: in
     wider = max(lengths.tolist(), default=0) - begun.response_ids.shape[1]
     per_token, ragged, finished = dict[str, Tensor](), dict[str, list[Tensor]](), begun.finished.clone()
     for column in columns(Rollout):
-        if column.cut is Cut.TOKEN:
+        if column.kind is ColumnKind.TOKEN:
             data = column.of(begun)
             per_token[column.name] = pad(data, (0, 0) * (data.dim() - 2) + (0, wider))
         elif column.per_read_token or column.name in NOTED:
@@ -307,7 +307,7 @@ def under_way(rollout: Rollout, longest: int | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Children:
+class SampleIds:
     """Identities of `K` new rows: each has a parent among `B` rows, and rows of one parent are consecutive.
 
     Two responses each to the prompts with the ids 4 and 7, in a node's first and second call of `generate`:
@@ -329,7 +329,7 @@ class Children:
     call: Tensor
 
     @classmethod
-    def of(cls, parents: RowPath, counts: Tensor, node: str, earlier: Tensor | None = None) -> Children:
+    def of(cls, parents: RowPath, counts: Tensor, node: str, earlier: Tensor | None = None) -> SampleIds:
         """Make `counts` children of each row.
 
         Args:

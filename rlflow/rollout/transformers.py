@@ -23,15 +23,15 @@ from rlflow.errors import UserError
 from rlflow.models.architecture import positions as positions_of
 from rlflow.models.mixers import mixers_of
 from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
-from rlflow.models.pictures import PictureProcessor, reads_pictures
+from rlflow.models.picture_processor import PictureProcessor, reads_pictures
 from rlflow.models.remote_code import code_beside
 from rlflow.models.weights import in_buckets, stored_buffers
 from rlflow.rollout.engine import (
     Completion,
     EngineMemory,
-    EnginePlace,
     InProcessEngine,
     Piece,
+    RankInfo,
     Sampling,
     in_dtype_held,
 )
@@ -96,23 +96,26 @@ class TransformersEngine(InProcessEngine):
                 " states; set `rollout: rlflow.rollout.VLLMEngine`, or take a model without this bias"
             )
 
-    def setup(self, model_path: str, place: EnginePlace) -> None:
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-        with code_beside(Path(model_path), "configuration", place.trust_remote_code):
-            config = AutoConfig.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
+        with code_beside(Path(model_path), "configuration", rank_info.trust_remote_code):
+            config = AutoConfig.from_pretrained(model_path, trust_remote_code=rank_info.trust_remote_code)
         # Transformers' other ways to attend leave the cap out.
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         attention = {"attn_implementation": "eager"} if capped else {}
         kind: Any = AutoModelForCausalLM
         if reads_pictures(config):
             kind = AutoModelForImageTextToText
-            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=rank_info.trust_remote_code)
             self._processor = PictureProcessor.load(Path(model_path), config, tokenizer)
         # Random weights: no version is held before the first sync.
-        with torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []), place.device:
+        with (
+            torch.random.fork_rng(devices=[rank_info.device] if rank_info.device.type == "cuda" else []),
+            rank_info.device,
+        ):
             self._model: Any = kind.from_config(
-                config, dtype=place.dtype, trust_remote_code=place.trust_remote_code, **attention
+                config, dtype=rank_info.dtype, trust_remote_code=rank_info.trust_remote_code, **attention
             )
         self._model.eval()
         if self._tells_experts:
@@ -121,13 +124,13 @@ class TransformersEngine(InProcessEngine):
             head = self._model.get_output_embeddings()
             head.forward = partial(_float32_products, head)
         self._expert_dtype = expert_dtype(config)
-        self._dtype = place.dtype
-        self._device = place.device
+        self._dtype = rank_info.dtype
+        self._device = rank_info.device
         self._context = positions_of(config)
         self._least_part = 2 if mixers_of(self._model) else 1
         for name, buffer in stored_buffers(self._model):  # in the dtype in which it is sent
             path, _, key = name.rpartition(".")
-            setattr(self._model.get_submodule(path), key, in_dtype_held(name, buffer, place.dtype))
+            setattr(self._model.get_submodule(path), key, in_dtype_held(name, buffer, rank_info.dtype))
         self._weights = dict([*self._model.named_parameters(), *stored_buffers(self._model)])
         self._pieces = [Piece(name, name, len(value)) for name, value in self._weights.items()]
 

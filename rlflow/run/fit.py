@@ -31,8 +31,8 @@ from rlflow.process import preemption, startup
 from rlflow.process.freed_memory import keep_freed_memory, return_freed_memory
 from rlflow.process.status import AT_FIRST, report
 from rlflow.run.agreement import attempt
-from rlflow.run.checks import check_gold_answers
 from rlflow.run.folder import RunFolder, from_here
+from rlflow.run.preflight import check_gold_answers
 from rlflow.run.recording import Recording, closing_lines, compared
 from rlflow.run.resume import Resume
 from rlflow.run.saving import Saving, checkpoint_of
@@ -100,7 +100,7 @@ def _fit(
         recording = stack.enter_context(Recording(run, folder, console, loggers, resume))
         if chooses_prompts(run.module):
             run.train.choose_by(run.module.choose_prompts)
-        draws = run.steps if run.plan.fill is None else None
+        draws = run.steps if run.plan.dynamic_sampling is None else None
         prompts = stack.enter_context(Prefetch(run.train, draws))
         metrics = Metrics()
         stack.callback(run.context.close)
@@ -124,7 +124,7 @@ def _fit(
             startup.passed("engine")
             startup.collect_again()
             stored_in = None if settings.fast_dev_run else folder.inputs
-            inputs = NodeInputs(run, stored_in, settings.keep_inputs, settings.keep_inputs_of)
+            inputs = NodeInputs(run, stored_in, settings.dump_steps, settings.dump_nodes)
             controller = Controller(run, Policies(run, callbacks), prompts, metrics, trace, callbacks, inputs)
             parts = checkpoint_of(run, controller, callbacks, recording, saving, metrics)
             for line in resume.restore(parts):
@@ -262,7 +262,7 @@ class Fit:
 
     def _draws(self, done: int) -> int:
         """Number of draws of prompts for `done` steps."""
-        return done if self.run.plan.fill is None else self.controller.draws
+        return done if self.run.plan.dynamic_sampling is None else self.controller.draws
 
     def _step(self, done: int) -> dict[str, float]:
         """Run the step after `done`, and return its metrics over all ranks.

@@ -9,7 +9,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import ROLLOUT, engine_of
 from rlflow.dag.tasks import rank_ranges
 from rlflow.errors import UserError, did_you_mean
-from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
+from rlflow.models.causal_lm import EMA, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.module import RLModule, aggregation_of, handles
 from rlflow.settings import Place, Placed
@@ -80,7 +80,7 @@ def layouts(
                 f"`placement.{role}` names no role of {type(module).__name__}; its roles are"
                 f" {', '.join(known)}.{did_you_mean(role, known)}"
             )
-        if isinstance(found.get(role), WithoutAdapters | Averaged):
+        if isinstance(found.get(role), WithoutAdapters | EMA):
             what = "a model without its adapters" if isinstance(found[role], WithoutAdapters) else "a moving average"
             raise UserError(
                 f"`placement.{role}` cannot be: `{role}` is {what} and lives where the model does; place that one"
@@ -151,7 +151,7 @@ def _described(layout: Layout) -> str:
 def owner_of(role: str, found: Mapping[str, ModelHandle]) -> str:
     """The role whose view or average `role` is; `role` itself if it has weights of its own."""
     handle = found[role]
-    if not isinstance(handle, WithoutAdapters | Averaged):
+    if not isinstance(handle, WithoutAdapters | EMA):
         return role
     return next((name for name, other in found.items() if other is handle.owner), role)
 

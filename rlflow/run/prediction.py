@@ -141,7 +141,7 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
                         pictures=pictures_of(batch, run.album),
                         of_prompts=loader.own_settings(batch.rows),
                     )
-                    if layout.publishes(transport.rank):
+                    if layout.is_leader(transport.rank):
                         read = run.context.reward_input(rollout, 0, 0)
                         for i, text in enumerate(rollout.texts):
                             line = {

@@ -23,19 +23,19 @@ from rlflow.data.mixture import settings_of
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError, about, setting
 from rlflow.models.architecture import check_architecture
-from rlflow.models.arguments import make_models, model_parameters
 from rlflow.models.attention import check_sequence_parallel
-from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
+from rlflow.models.causal_lm import EMA, CausalLM, WithoutAdapters
 from rlflow.models.expert_parallel import check_expert_parallel
 from rlflow.models.handle import ModelHandle
 from rlflow.models.lora import require_peft
-from rlflow.models.pictures import PictureProcessor, reads_pictures
+from rlflow.models.model_arguments import make_models, model_parameters
+from rlflow.models.picture_processor import PictureProcessor, reads_pictures
 from rlflow.models.tensor_parallel import check_tensor_parallel
 from rlflow.models.tiny import resolve_model
 from rlflow.module import RLModule, chooses_prompts, environments, handles, has_validation_step
 from rlflow.process.status import refusing_exits
 from rlflow.rollout.assignment import EngineSettings, Share
-from rlflow.run import checks
+from rlflow.run import preflight
 from rlflow.run.optimizers import configure_optimizers
 from rlflow.run.placement import followed_role, layouts, owner_of
 from rlflow.run.pretrained import load_config, load_tokenizer, loading, require_same_vocabulary, stop_tokens
@@ -81,7 +81,7 @@ def graph_of(module: RLModule) -> Graph:
     """
     models = handles(module)
     policies = [name for name, of in models.items() if isinstance(of, CausalLM)]
-    averages = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, Averaged)}
+    averages = {name: owner_of(name, models) for name, of in models.items() if isinstance(of, EMA)}
     drops = module.scorer is not None and module.scorer.drops
     return Graph.read(module, models, policies, averages, drops)
 
@@ -111,7 +111,7 @@ def configure(module: RLModule) -> None:
     chosen = {role: copy(handle) for role, handle in (given | dict(module.config_models)).items()}
     copies = {id(handle): chosen[role] for role, handle in given.items()}
     for role, handle in chosen.items():
-        if isinstance(handle, Averaged | WithoutAdapters) and id(handle.owner) in copies:
+        if isinstance(handle, EMA | WithoutAdapters) and id(handle.owner) in copies:
             owner = copies[id(handle.owner)]
             assert isinstance(owner, CausalLM)
             handle.owner = owner
@@ -271,11 +271,11 @@ def prepare(
     measures = not trains or scores_held_out(module, data)
     made = planned(module, graph, settings, engines, settings.world_size, measures)
     placed, lead = made.layouts, made.lead
-    if unknown := [name for name in settings.keep_inputs_of if name not in graph.nodes]:
-        raise UserError(f"`trainer.keep_inputs_of` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
+    if unknown := [name for name in settings.dump_nodes if name not in graph.nodes]:
+        raise UserError(f"`trainer.dump_nodes` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
     names = _generating_policies(graph, made.follows, settings, engines, measures)
-    checks.check_hooks(module, graph)
-    data = checks.resolved(data, module, graph, trains)
+    preflight.check_hooks(module, graph)
+    data = preflight.resolved(data, module, graph, trains)
     paths = {role: model_path(module, role, scratch) for role in _loaded(module, graph)}
     policies = {name: paths.get(name) or model_path(module, name, scratch) for name in names}
     configs = {name: _model_config(module, name, path) for name, path in (paths | policies).items()}
@@ -292,40 +292,40 @@ def prepare(
             check_expert_parallel(config, placed[role].expert_parallel_size, layers, role)
         check_sequence_parallel(config, sequences, role, strategy.forward_plan.packing, layers)
         whole = strategy.forward_plan.packing and sequences == 1
-        checks.check_experts(handle, role, config, names, settings.cuts_off, whole)
-    support_bounds = checks.support_bounds(module, graph, of_datasets) if trains else {}
+        preflight.check_experts(handle, role, config, names, settings.cuts_off, whole)
+    support_bounds = preflight.support_bounds(module, graph, of_datasets) if trains else {}
     made.engines.check_shared(configs, {name: placed[engine_of(name)] for name in names})
-    checks.check_aggregations(module, graph)
+    preflight.check_aggregations(module, graph)
     configure_optimizers(module, {role: paths[role] for role in graph.trained_roles()}, strategy.dtype)
     check_schedules(module, graph, data.prompts_per_step)
     tokenizers = _tokenizers(module, policies | paths, lead)
     tokenizer = tokenizers[lead]
     processor = _processor(module, configs, (policies | paths)[lead], lead, tokenizer)
-    checks.check_choice(module, data, graph)
+    preflight.check_choice(module, data, graph)
     module.data_curriculum = None if data.curriculum is None else data.curriculum.begun(data.prompts_per_step)
-    checks.require_end(made.plan, settings, chooses_prompts(module))
+    preflight.require_end(made.plan, settings, chooses_prompts(module))
     ranks, seed = settings.world_size, settings.seed
     limit = None if settings.limit_val_batches is None else settings.limit_val_batches * data.prompts_per_step
     environment = found[0] if len(found) == 1 else None
     scores_validation = made.follows is not None and scores_held_out(module, data)
-    checks.check_response_settings(
+    preflight.check_response_settings(
         module,
         settings,
         train=(settings_of(data.train), bool(graph.policies()) or not trains),
         validation=(settings_of(data.validation), scores_validation),
     )
-    of_lead = [node for node in checks.learns_from_batch(graph) if node.role == lead]
+    of_lead = [node for node in preflight.learns_from_batch(graph) if node.role == lead]
     loss_node = None if has_validation_step(module) else next(iter(of_lead), None)
     if data.validation is not None and has_validation_step(module):
-        checks.require_one_place(module, paths, placed, lead)
+        preflight.require_one_place(module, paths, placed, lead)
     elif data.validation is not None and not scores_validation and loss_node is None:
-        raise UserError(checks.nothing_to_validate(module, made.follows))
+        raise UserError(preflight.nothing_to_validate(module, made.follows))
     samples = any(node.kind == "rollout" for node in graph.order)
     scorer = module.scorer if samples else None
     validation = None
     if data.validation is not None:
         scored_by = module.scorer if scores_validation else None
-        held_out = checks.held_out(data, data.validation, module, loss_node)
+        held_out = preflight.held_out(data, data.validation, module, loss_node)
         read = held_out, tokenizer, seed, limit, ranks, environment, scored_by, processor
         validation = Loader(data.validation, *read, validates=True)
     return Run(
@@ -443,7 +443,7 @@ def _loaded(module: RLModule, graph: Graph) -> list[str]:
                 f"`{role}` is a model without its adapters, and no node uses the model with them; load `{role}` by"
                 f" itself, as CausalLM({handle.model!r}, trainable=False)"
             )
-        if isinstance(handle, Averaged) and handle.owner not in [found[trained] for trained in graph.trained_roles()]:
+        if isinstance(handle, EMA) and handle.owner not in [found[trained] for trained in graph.trained_roles()]:
             raise UserError(
                 f"`{role}` is the moving average of a model that no node trains, so it never moves; train that one, or"
                 f" load `{role}` by itself, as CausalLM({handle.model!r}, trainable=False)"
@@ -455,4 +455,4 @@ def _loaded(module: RLModule, graph: Graph) -> list[str]:
                     f"node `{node.id}` uses `{name}`, which is trainable, and no node trains it; set `trainable` to"
                     " false where it is made"
                 )
-    return sorted(roles, key=lambda role: isinstance(found[role], WithoutAdapters | Averaged))
+    return sorted(roles, key=lambda role: isinstance(found[role], WithoutAdapters | EMA))

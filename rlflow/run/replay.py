@@ -147,7 +147,7 @@ def _stored(run: Run, run_dir: Path, step: int, node_id: str | None) -> list[Sto
     folder = folder_of(RunFolder(run_dir).inputs, step - 1)
     kept = [node for node in run.graph.order if (folder / f"{node.id}.json").is_file()]
     names = [node.id for node in kept]
-    again = f"run again with `trainer.keep_inputs: [{step}]`"
+    again = f"run again with `trainer.dump_steps: [{step}]`"
     if not kept:
         raise UserError(f"{run_dir} has no inputs of step {step}; {again}, or give a step in which a node raised")
     if node_id is not None and node_id not in names:

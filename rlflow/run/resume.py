@@ -31,7 +31,7 @@ WITH_EFFECT = {
     *LENGTHS,
     "trainer.max_staleness",
     "trainer.partial_rollout",
-    "trainer.skip_spikes",
+    "trainer.grad_norm_spike_limit",
     "trainer.precision",
 }
 SCHEDULE = ".schedule"
@@ -152,7 +152,7 @@ def _require_same(run: Run, folder: Path, progress: Progress) -> None:
             f" `trainer.max_staleness` is {staleness} and was more; continue with the same, or start a new run from its"
             " model"
         )
-    is_lost = {UNFINISHED: not run.plan.cuts_off, SURPLUS: run.plan.fill is None}
+    is_lost = {UNFINISHED: not run.plan.cuts_off, SURPLUS: run.plan.dynamic_sampling is None}
     before = progress.state["steps"].get("prompts_per_step", now)
     for name, what in WAITING.items():
         if not (folder / f"{name}.json").is_file():

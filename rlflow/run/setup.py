@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import yaml
 
-from rlflow.config.reading import as_yaml
+from rlflow.config.command_line import as_yaml
 from rlflow.context.conversations import ConversationRunner
 from rlflow.context.node_context import NodeContext
 from rlflow.controller.gap import probing_group
+from rlflow.controller.logged_samples import Samples
 from rlflow.controller.run import Run
-from rlflow.controller.samples import Samples
 from rlflow.controller.weight_sync import sending_group
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import about
@@ -25,7 +25,7 @@ from rlflow.loggers.secrets import without_secrets
 from rlflow.memory.out_of_memory import memory_watched, to_generate, to_load
 from rlflow.module import RLModule, handles
 from rlflow.rollout.assignment import RankEngines, engines_of_rank
-from rlflow.rollout.engine import EnginePlace
+from rlflow.rollout.engine import RankInfo
 from rlflow.run.agreement import agree, attempt, facts, model_files
 from rlflow.run.folder import FolderLock, RunFolder, require_own
 from rlflow.run.schedules import counted
@@ -197,7 +197,7 @@ def load_roles(run: Run) -> None:
 def set_up_engines(run: Run) -> None:
     """Build this rank's engines. Each then sleeps until its first sync, as others and roles need the memory."""
     strategy, engines = run.strategy, run.rank_engines.own
-    place = EnginePlace(
+    place = RankInfo(
         strategy.dtype,
         strategy.root_device,
         run.rank,

@@ -46,7 +46,7 @@ def size_table(run: Run) -> list[str]:
     if run.graph.filter is not None:
         filled = f"filter {run.graph.filter.id}: {prompts} prompts a draw until a step has {prompts} groups"
         lines.append(f"{filled}, at most {module.max_draws} draws")
-    elif run.plan.fill is not None:
+    elif run.plan.dynamic_sampling is not None:
         lines.append(f"long responses are cut off: {prompts} prompts a draw until {prompts} groups have ended")
     dropped = run.train.scan.dropped
     if dropped:

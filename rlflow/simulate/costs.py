@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from rlflow.memory.role import LoadedRole
+from rlflow.memory.role_bytes import LoadedRole
 from rlflow.models.sizes import ModelSize
 from rlflow.simulate.hardware import Hardware
 

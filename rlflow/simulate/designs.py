@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from rlflow.dag.node import Node
-from rlflow.dag.tasks import Exchange, Fill, Load, RunNode, SyncWeights, Task, TrainNode, rank_ranges
+from rlflow.dag.tasks import DynamicSampling, Exchange, Load, RunNode, SyncWeights, Task, TrainNode, rank_ranges
 from rlflow.memory.estimate import ranks_alike
 from rlflow.memory.workload import Workload
 from rlflow.simulate.costs import (
@@ -86,7 +86,7 @@ class _Step:
 
     def works(self) -> Iterator[WorkItem]:
         for task in self._in_order():
-            if isinstance(task, Fill):
+            if isinstance(task, DynamicSampling):
                 for draw in range(1 if task.filter_id is None else FILTER_DRAWS):
                     self.draw = f" ({draw + 1})" if draw else ""
                     for repeated in task.tasks:
@@ -140,7 +140,7 @@ class _Step:
     def _seconds(self, node: Node, layout: Layout) -> tuple[str, float]:
         load, dealt = self.workload, self.workload.rows(node.space)
         # where there is less to deal than shards, some have no rows; samples of a prompt may be dealt together
-        shards = min(layout.shards, load.prompts if layout.dealing == "groups" else dealt)
+        shards = min(layout.shards, load.prompts if layout.shard_by == "groups" else dealt)
         rows, tokens, length = dealt / shards, load.computed_tokens(node, shards), load.lengths.total
         if node.kind == "rollout":
             return "rollout", self._generate(node, rows, shards)

@@ -16,9 +16,9 @@ from rlflow.dag.graph import Graph
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.memory.estimate import Memory, memories
-from rlflow.memory.role import FLOAT32, LoadedRole
+from rlflow.memory.role_bytes import FLOAT32, LoadedRole
 from rlflow.memory.workload import Workload, workload_of
-from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
+from rlflow.models.causal_lm import EMA, CausalLM, WithoutAdapters
 from rlflow.models.sizes import size_of
 from rlflow.module import RLModule, handles
 from rlflow.run.prepare import planned, scores_held_out
@@ -75,16 +75,16 @@ class Division:
 
     Attributes:
         place: Ranks to a layer, a sequence and a layer's experts.
-        within: Consecutive ranks that divide the weights, the next ones having a copy; None for all.
+        hsdp_shard_size: Consecutive ranks that divide the weights, the next ones having a copy; None for all.
     """
 
     place: Place
-    within: int | None = None
+    hsdp_shard_size: int | None = None
 
     def __str__(self) -> str:
         place = self.place
         sizes = f"{place.tensor_parallel_size} x {place.sequence_parallel_size} x {place.expert_parallel_size}"
-        return sizes if self.within is None else f"{sizes}, `within: {self.within}`"
+        return sizes if self.hsdp_shard_size is None else f"{sizes}, `hsdp_shard_size: {self.hsdp_shard_size}`"
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _of_size(module: RLModule, share: float, ranks: int) -> RLModule:
     for role, handle in copies.items():
         if handle.samples_per_update is not None:
             handle.samples_per_update = _scaled("samples_per_update", handle.samples_per_update, share, ranks)
-        if isinstance(handle, WithoutAdapters | Averaged):
+        if isinstance(handle, WithoutAdapters | EMA):
             owner = next(copies[name] for name, other in found.items() if other is handle.owner)
             assert isinstance(owner, CausalLM)
             handle.owner = owner

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import UserError, one_line
-from rlflow.storage.tensors import sha256, sync
+from rlflow.storage.safetensors_files import sha256, sync
 
 RECORD = "rank-has-"  # how the names of ranks' records begin
 WRITTEN, LEFT = "written", "left"  # what ranks record: their files are written; they read no more files

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rlflow.errors import UserError, one_line
-from rlflow.storage.tensors import TensorFile
+from rlflow.storage.safetensors_files import TensorFile
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packed import PackedModel
 from rlflow.models.weights import Weight
-from rlflow.storage.tensors import TensorRange
+from rlflow.storage.safetensors_files import TensorRange
 from rlflow.strategies.distributed import (
     TIMEOUT_S,
     DistributedStrategy,
@@ -72,8 +72,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         live_elements: Number of elements of weights that stay gathered at stage 3, give or take one parameter, so that
             they are not gathered again. None for the size of the largest layer; memory then does not grow with the
             number of layers.
-        partition_within: Number of ranks of one node that hold a second, sharded copy of the weights at stage 3, for a
-            role with more ranks. The first forward pass after an update gathers over all ranks. Later forward passes
+        hpz_partition_size: Number of ranks of one node that hold a second, sharded copy of the weights at stage 3, for
+            a role with more ranks. The first forward pass after an update gathers over all ranks. Later forward passes
             and backward passes gather within the node. The copy costs each rank the model's weights divided by this
             number. None for no second copy.
         timeout_s: Seconds after which a collective fails if a rank has not joined it.
@@ -81,7 +81,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     stage: Literal[0, 1, 2, 3]
     can_offload = True
-    within_setting = "partition_within"
+    within_setting = "hpz_partition_size"
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         overlap_comm: bool = False,
         bucket_elements: int = BUCKET_ELEMENTS,
         live_elements: int | None = None,
-        partition_within: int | None = None,
+        hpz_partition_size: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         require("deepspeed", "DeepSpeedStrategy", "deepspeed")
@@ -105,19 +105,19 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise UserError(f"`stage` is {stage}; ZeRO has the stages 0, 1, 2 and 3.")
         if offload_optimizer and stage == 0:
             raise UserError("`offload_optimizer` needs ZeRO, and `stage` is 0. Use stage 1, 2 or 3.")
-        of_divided: dict[str, int | None] = {"live_elements": live_elements, "partition_within": partition_within}
+        of_divided: dict[str, int | None] = {"live_elements": live_elements, "hpz_partition_size": hpz_partition_size}
         if stage != 3:
             for name, value in {"offload_parameters": offload_parameters, **of_divided}.items():
                 if value:
                     raise UserError(f"`{name}` is {value}, and `stage` is {stage}; only stage 3 divides weights.")
         if bucket_elements < 1:
             raise UserError(f"`bucket_elements` is {bucket_elements}; give 1 or more, {BUCKET_ELEMENTS} say.")
-        for name, least in {"live_elements": 1, "partition_within": 2}.items():
+        for name, least in {"live_elements": 1, "hpz_partition_size": 2}.items():
             if (value := of_divided[name]) is not None and value < least:
                 raise UserError(f"`{name}` is {value}; give {least} or more, or null.")
         self.stage = stage
         plan = ForwardPlan(token_budget, packing, share_prefixes)
-        self._configure_ranks(precision, plan, float32_head, timeout_s, partition_within)
+        self._configure_ranks(precision, plan, float32_head, timeout_s, hpz_partition_size)
         self._flash_attention = flash_attention
         self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer
@@ -125,7 +125,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.overlap_comm = overlap_comm
         self.bucket_elements = bucket_elements
         self.live_elements = live_elements
-        self.partition_within = partition_within
+        self.hpz_partition_size = hpz_partition_size
         # DeepSpeed's engines. Their type is not named: jsonargparse would then import deepspeed when it reads a config.
         # No device is chosen at that time, and DeepSpeed would choose one for the whole process.
         self._engines: dict[str, Any] = {}
@@ -246,7 +246,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.offload_parameters:
             zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
         if self._groups_of(name).within is not None:
-            zero["zero_hpz_partition_size"] = self.partition_within
+            zero["zero_hpz_partition_size"] = self.hpz_partition_size
         return {
             "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, has no effect here
             "gradient_accumulation_steps": 1,  # the boundary is set by hand in `backward`
@@ -401,14 +401,14 @@ class DeepSpeedStrategy(DistributedStrategy):
                 yield from zip(weights, masters, strict=True)
 
     def _refuse_across_nodes(self, name: str) -> None:
-        """Raise a `UserError` where `partition_within` consecutive ranks of the role are on more than one node."""
-        within, ranks, per_node = self.partition_within, self.layout(name).ranks, self.processes.num_processes
+        """Raise a `UserError` where `hpz_partition_size` consecutive ranks of the role are on more than one node."""
+        within, ranks, per_node = self.hpz_partition_size, self.layout(name).ranks, self.processes.num_processes
         parts = consecutive(ranks, within) if within is not None and within < len(ranks) else []
         if any(len({rank // per_node for rank in part}) > 1 for part in parts):
             raise UserError(
-                f"`partition_within` is {within}, and `{name}` lives on {len(ranks)} ranks, {per_node} to a node, which"
-                f" cannot be taken {within} at a time within nodes; give a number that divides its ranks of each node,"
-                " or null"
+                f"`hpz_partition_size` is {within}, and `{name}` lives on {len(ranks)} ranks, {per_node} to a node,"
+                f" which cannot be taken {within} at a time within nodes; give a number that divides its ranks of each"
+                " node, or null"
             )
 
 
@@ -541,8 +541,8 @@ def norm_at_most(optimizer: Any, most: float) -> Iterator[dict[str, float]]:
     method = next((name for name in ("scaled_global_norm", "_get_norm_groups") if hasattr(optimizer, name)), None)
     if method is None:
         raise UserError(
-            "`trainer.skip_spikes` is set, and DeepSpeed's optimizer of stage 0 in half precision takes every gradient;"
-            " set `stage` to 1, 2 or 3, use `strategy: fsdp`, or leave `skip_spikes` out"
+            "`trainer.grad_norm_spike_limit` is set, and DeepSpeed's optimizer of stage 0 in half precision takes every"
+            " gradient; set `stage` to 1, 2 or 3, use `strategy: fsdp`, or leave `grad_norm_spike_limit` out"
         )
     measure = getattr(optimizer, method)
 

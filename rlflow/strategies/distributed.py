@@ -40,7 +40,7 @@ class DistributedStrategy(TrainingStrategy):
 
     Attributes:
         within_setting: Name of the setting for the number of consecutive ranks that gather weights from one another:
-            `partition_within` of DeepSpeed, `within` of FSDP.
+            `hpz_partition_size` of DeepSpeed, `hsdp_shard_size` of FSDP.
         sums_across: Whether ranks that hold the same parts of the weights sum gradients in a group of their own.
     """
 

@@ -17,7 +17,7 @@ from rlflow.models.expert_parallel import divide_experts
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.models.tensor_parallel import divide_layers
-from rlflow.storage.tensors import TensorRange
+from rlflow.storage.safetensors_files import TensorRange
 from rlflow.strategies.distributed import TIMEOUT_S, DistributedStrategy, replace_parameters
 from rlflow.strategies.role import Role
 from rlflow.values.layout import Layout
@@ -34,7 +34,7 @@ class FSDPStrategy(DistributedStrategy):
 
         strategy:
           class_path: fsdp
-          init_args: {precision: bf16, within: 8}
+          init_args: {precision: bf16, hsdp_shard_size: 8}
 
     Args:
         precision: Precision of forward passes. With `bf16` and `fp16`, weights are stored in float32 and rounded when a
@@ -47,8 +47,8 @@ class FSDPStrategy(DistributedStrategy):
         float32_head: Compute logits in float32 even if weights and hidden states are not, in the rollout engine too.
         flash_attention: Version of flash attention for packed rows on a GPU: 2 is torch's own, 3 is from the package
             `flash_attn_interface`, for compute capability 9.0.
-        within: Number of consecutive ranks of a role that shard one copy of its weights, such as the ranks of a
-            machine. The next ranks hold another copy. None for all ranks of the role.
+        hsdp_shard_size: Number of consecutive ranks of a role that shard one copy of its weights, such as the ranks of
+            a machine. The next ranks hold another copy. None for all ranks of the role.
         timeout_s: Seconds after which a collective fails if a rank has not joined it.
     """
 
@@ -56,7 +56,7 @@ class FSDPStrategy(DistributedStrategy):
     divides_weights = True
     holds_masters = True
     divides_layers = True
-    within_setting = "within"
+    within_setting = "hsdp_shard_size"
     sums_across = True
 
     def __init__(
@@ -67,28 +67,30 @@ class FSDPStrategy(DistributedStrategy):
         share_prefixes: bool = True,
         float32_head: bool = False,
         flash_attention: Literal[2, 3] = 2,
-        within: int | None = None,
+        hsdp_shard_size: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        if within is not None and within < 1:
-            raise UserError(f"`within` is {within}; give 1 or more ranks, or null for all ranks of a role.")
+        if hsdp_shard_size is not None and hsdp_shard_size < 1:
+            raise UserError(
+                f"`hsdp_shard_size` is {hsdp_shard_size}; give 1 or more ranks, or null for all ranks of a role."
+            )
         plan = ForwardPlan(token_budget, packing, share_prefixes)
-        self._configure_ranks(precision, plan, float32_head, timeout_s, within)
+        self._configure_ranks(precision, plan, float32_head, timeout_s, hsdp_shard_size)
         self._flash_attention = flash_attention
 
     def check_roles(self, handles: Mapping[str, ModelHandle], layouts: Mapping[str, Layout]) -> None:
-        """See `DistributedStrategy.check_roles`; refuses a `within` above all roles, or where ranks divide layers."""
+        """See `DistributedStrategy.check_roles`; an `hsdp_shard_size` must fit a role whose layers are whole."""
         super().check_roles(handles, layouts)
         for name in handles.keys() & layouts.keys():
             for setting in ("tensor_parallel_size", "expert_parallel_size"):
                 if (size := getattr(layouts[name], setting)) > 1 and self._within is not None:
                     raise UserError(
-                        f"`within` is {self._within}, and `placement.{name}.{setting}` is {size}: ranks that divide"
-                        " layers hold no copies of weights yet; leave out one of the two"
+                        f"`hsdp_shard_size` is {self._within}, and `placement.{name}.{setting}` is {size}: ranks that"
+                        " divide layers hold no copies of weights yet; leave out one of the two"
                     )
         most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
         if self._within is not None and self._within > most:
-            raise UserError(f"`within` is {self._within}, and roles live on {most} ranks; give {most} or less")
+            raise UserError(f"`hsdp_shard_size` is {self._within}, and roles live on {most} ranks; give {most} or less")
 
     def divided_over(self, layout: Layout) -> int:
         """See `TrainingStrategy.divided_over`."""
@@ -194,8 +196,8 @@ class FSDPStrategy(DistributedStrategy):
         Where ranks divide layers it is `[shard, tensor]`: ranks 0 to 3 by twos are `[[0, 1], [2, 3]]`. Those of a row
         divide each layer, and those of a column divide their part of each parameter once more.
 
-        Ranks 0 to 7 with `within: 4` are `[[0, 1, 2, 3], [4, 5, 6, 7]]`: those of a row divide each parameter, and
-        those of a column, such as 1 and 5, hold the same part.
+        Ranks 0 to 7 with `hsdp_shard_size: 4` are `[[0, 1, 2, 3], [4, 5, 6, 7]]`: those of a row divide each parameter,
+        and those of a column, such as 1 and 5, hold the same part.
         """
         groups, device, layout = self._groups_of(name), self.root_device.type, self.layout(name)
         if groups.layer is not None:

@@ -19,8 +19,8 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import Preempted, UserError
 from rlflow.process import preemption, status, supervisor
-from rlflow.process.environment import PLACE, handed_arguments, place_kept
-from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, Answered
+from rlflow.process.environment_variables import PLACE, handed_arguments, place_kept
+from rlflow.process.status import BOARD_VARIABLE, PARENT_VARIABLE, CommandExit
 
 POLL_S = 0.2
 GRACE_S = 2.0  # seconds that rank 0 has, after another rank has died, to raise an error of its own
@@ -61,14 +61,14 @@ class RankLauncher(_SubprocessScriptLauncher):
         result is that of this process.
 
         Raises:
-            Answered: In rank 0, if another rank died or did not join a collective. A line on the terminal names it.
+            CommandExit: In rank 0, if another rank died or did not join a collective. A line on the terminal names it.
             UserError: There are several ranks, and this process has no command that could be run again.
         """
         global _watch, _by_rank_0  # of the process, as its ranks are
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        status.beat()
+        status.start_heartbeat()
         status.saved(0)
         if environment.creates_processes_externally:
             status.report(environment.global_rank(), status.AT_FIRST)
@@ -159,7 +159,7 @@ class _Watch(threading.Thread):
     def over(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function in rank 0 while the other ranks are watched, and return its result.
 
-        If an error in rank 0 follows from another rank's death, that rank is reported, and `Answered` is raised.
+        If an error in rank 0 follows from another rank's death, that rank is reported, and `CommandExit` is raised.
         """
         if self.ident is None:
             self.start()
@@ -179,11 +179,11 @@ class _Watch(threading.Thread):
                 absent = self._board.missing()
             self._end_all()
             if dead is not None:
-                raise Answered(self._reported(dead)) from error
+                raise CommandExit(self._reported(dead)) from error
             if absent is None:
                 raise
             _say(self._terminal, f"{absent}; ended the other ranks{self._board.how_to_go_on}")
-            raise Answered(1) from error
+            raise CommandExit(1) from error
         except BaseException:
             self._end_all()
             raise

@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from rlflow.databuffer.transport import connect_when_used
 from rlflow.errors import UserError
-from rlflow.process.environment import keep_kernels_here
-from rlflow.process.listening import listening
+from rlflow.process.environment_variables import keep_kernels_here
+from rlflow.process.local_socket import listening
 from rlflow.strategies.launcher import RankLauncher
 
 POLL_S = 0.05

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rlflow.models.handle import ModelHandle
 from rlflow.models.optimizer import GroupedOptimizer, Optimizer
 from rlflow.models.packed import PackedModel
-from rlflow.storage.tensors import TensorRange
+from rlflow.storage.safetensors_files import TensorRange
 
 FIRST = 2.0**14  # the loss scale at the start
 LEAST = 1.0  # the smallest loss scale

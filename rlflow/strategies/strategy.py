@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.models.causal_lm import Averaged, WithoutAdapters
+from rlflow.models.causal_lm import EMA, WithoutAdapters
 from rlflow.models.handle import ForwardPlan, ModelHandle
 from rlflow.models.packed import PackedModel
 from rlflow.models.shards import Unit, divided, fill, write_index, write_shard, write_shard_later
 from rlflow.models.weight_files import shard_name
 from rlflow.models.weights import Weight, digest_of, in_buckets
 from rlflow.storage.disk import Disk
+from rlflow.storage.safetensors_files import StoredTensor, TensorRange, all_finite
 from rlflow.storage.stored_role import StoredRole
-from rlflow.storage.tensors import StoredTensor, TensorRange, all_finite
 from rlflow.strategies.role import Average, LossScale, Role, begun, is_taken, move
 from rlflow.values.layout import Layout
 
@@ -72,7 +72,7 @@ class TrainingStrategy:
         offload_parameters: Whether the weights are in the CPU's memory.
         bucket_elements: Most elements of gradients that are reduced together, from ZeRO 1 on.
         live_elements: Most elements of weights that are whole at one time at ZeRO 3; None for those of a layer.
-        partition_within: Number of ranks that divide a second copy of the weights at ZeRO 3; None for no copy.
+        hpz_partition_size: Number of ranks that divide a second copy of the weights at ZeRO 3; None for no copy.
     """
 
     processes: OneProcess | ManyProcesses
@@ -92,7 +92,7 @@ class TrainingStrategy:
     offload_parameters: bool = False
     bucket_elements: int = 0
     live_elements: int | None = None
-    partition_within: int | None = None
+    hpz_partition_size: int | None = None
     _as_given: TrainingStrategy | None = None
 
     def as_given(self) -> TrainingStrategy:
@@ -234,7 +234,7 @@ class TrainingStrategy:
             without_adapters = [Weight(weight.name, weight.parameter) for weight in model.weights()]
             buckets = self._full(without_adapters, SAVE_BUCKET_BYTES)
             model.base_digest = digest_of(each for bucket in buckets for each in bucket)
-        if isinstance(handle, Averaged) and handle.owner.trainable:
+        if isinstance(handle, EMA) and handle.owner.trainable:
             role.average = self._average_of(role, handle)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
@@ -488,7 +488,7 @@ class TrainingStrategy:
         """This rank's place among the ranks that hold the same part of a parameter's state, and their number."""
         return 0, 1
 
-    def _average_of(self, role: Role, handle: Averaged) -> Average:
+    def _average_of(self, role: Role, handle: EMA) -> Average:
         """An average before its first move: the weights from which the owner starts."""
         owner = next(name for name, other in self.roles.items() if other.handle is handle.owner)
         trained = self.roles[owner].model.trained()

@@ -1,5 +1,5 @@
 """For tests of algorithms: `check` says what changes an algorithm's gradient and should not."""
 
-from rlflow.testing.checking import Report, check
+from rlflow.testing.check import Report, check
 
 __all__ = ["Report", "check"]

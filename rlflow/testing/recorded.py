@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.models.pictures import PictureProcessor, reads_pictures
+from rlflow.models.picture_processor import PictureProcessor, reads_pictures
 from rlflow.models.tiny import write_tiny_model, write_tiny_vision_model
 from rlflow.rewards.reward import SampleReward
-from rlflow.rollout.engine import Completion, EnginePlace, InProcessEngine, Sampling, SyncReport
+from rlflow.rollout.engine import Completion, InProcessEngine, RankInfo, Sampling, SyncReport
 from rlflow.values.picture import Picture
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
@@ -113,7 +113,7 @@ class Recorded(InProcessEngine):
         self._backwards = backwards
         self._all_differ = all_differ
 
-    def setup(self, model_path: str, place: EnginePlace) -> None:
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
         from transformers import AutoConfig
 
         self._context = None

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
+from rlflow.values.column_kinds import ColumnKind, OnDemand, PerSample, PerToken
 from rlflow.values.columns import fill_in, optional
-from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import computed
 from rlflow.values.path import RowPath
-from rlflow.values.protocols import Sourced, Tokens, computed_from
+from rlflow.values.protocols import Tokens, WithDatasetRows, computed_from
 from rlflow.values.ragged import Ragged
 
 
@@ -122,9 +122,9 @@ class Batch(Placed):
     response_ids: PerToken
     loss_mask: PerToken
     lengths: PerSample
-    rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
+    rows: Annotated[list[dict[str, Any]], ColumnKind.JSON, OnDemand]
     path: RowPath | None = None
-    pictures: Annotated[Ragged, Cut.RAGGED, Home] = optional(torch.int64, model_input="any")
+    pictures: Annotated[Ragged, ColumnKind.RAGGED, OnDemand] = optional(torch.int64, model_input="any")
 
     def __post_init__(self) -> None:
         fill_in(self, "response_ids")
@@ -135,7 +135,7 @@ class Batch(Placed):
         return self.prompt_ids.lengths + self.lengths
 
 
-class _Responses(Tokens, Sourced, Protocol):
+class _Responses(Tokens, WithDatasetRows, Protocol):
     """The fields of samples from which a pair is made."""
 
     @property
@@ -168,9 +168,9 @@ class Pairs(Placed):
     prompt_ids: Ragged
     chosen_ids: Ragged
     rejected_ids: Ragged
-    rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
+    rows: Annotated[list[dict[str, Any]], ColumnKind.JSON, OnDemand]
     path: RowPath | None = None
-    pictures: Annotated[Ragged, Cut.RAGGED, Home] = optional(torch.int64, model_input="any")
+    pictures: Annotated[Ragged, ColumnKind.RAGGED, OnDemand] = optional(torch.int64, model_input="any")
 
     def __post_init__(self) -> None:
         fill_in(self, "prompt_ids")

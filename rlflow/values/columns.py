@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError, did_you_mean
-from rlflow.values.absent import Absent
-from rlflow.values.cuts import Cut, Home, PerSample
+from rlflow.values.column_kinds import ColumnKind, OnDemand, PerSample
 from rlflow.values.host_copy import joined, on_device, on_host, rows_at
+from rlflow.values.not_sent import NotSent
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
@@ -25,22 +25,22 @@ _OPTIONAL = "rlflow"  # key of a field's metadata
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a value, such as `logprobs` of a `Rollout`: `Column("logprobs", Cut.TOKEN)`.
+    """One column of a value, such as `logprobs` of a `Rollout`: `Column("logprobs", ColumnKind.TOKEN)`.
 
     All code that packs, sends, cuts, joins, stores or compares values works column by column. The columns follow from
     the type of the value alone. So a new column is named where it is declared, made and read, and nowhere else.
 
     Attributes:
         name: The field's name; "" where the value is a bare tensor.
-        cut: How it is cut by rows, and so its shape: `[B, ...]`, `[B, T, ...]`, see `Cut`.
-        home: Whether it is marked `Home`, so that it is sent only to nodes that name it in their types.
+        kind: How it is cut by rows, and so its shape: `[B, ...]`, `[B, T, ...]`, see `ColumnKind`.
+        on_demand: Whether it is marked `OnDemand`, so that it is sent only to nodes that name it in their types.
         entry: Dtype of the entries, or type of the JSON objects, of a column that need not be made; else None.
         model_input: See `optional`.
     """
 
     name: str
-    cut: Cut
-    home: bool = False
+    kind: ColumnKind
+    on_demand: bool = False
     entry: Any = None
     model_input: Literal["per token", "any", "output layer"] | None = None
 
@@ -52,26 +52,26 @@ class Column:
         """Whether a node in another layout reads the column.
 
         Args:
-            only: The columns that the node reads; None for all that are not marked `Home`.
+            only: The columns that the node reads; None for all that are not marked `OnDemand`.
         """
-        return not self.home if only is None else self.name in only
+        return not self.on_demand if only is None else self.name in only
 
     def sent(self, only: Collection[str] | None) -> bool:
         """Whether rows of the column are sent to that node; paths are known there, and a scalar has no rows."""
-        return self.asked(only) and self.cut not in (Cut.SCALAR, Cut.PATH)
+        return self.asked(only) and self.kind not in (ColumnKind.SCALAR, ColumnKind.PATH)
 
     @property
     def per_read_token(self) -> bool:
         """Whether it is ragged, and a row has an entry for each token that a model reads."""
-        return self.cut is Cut.RAGGED and self.model_input == "per token"
+        return self.kind is ColumnKind.RAGGED and self.model_input == "per token"
 
     def empty(self, like: Tensor) -> Any:
         """The column of a value that was made without it: zeros, empty rows, or empty objects; `like` is `[B, T]`."""
-        if self.cut is Cut.JSON:
+        if self.kind is ColumnKind.JSON:
             return [self.entry() for _ in like]
-        if self.cut is Cut.RAGGED:
+        if self.kind is ColumnKind.RAGGED:
             return Ragged(like.new_zeros(0, dtype=self.entry), like.new_zeros(len(like), dtype=torch.int64))
-        return like.new_zeros(like.shape if self.cut is Cut.TOKEN else len(like), dtype=self.entry)
+        return like.new_zeros(like.shape if self.kind is ColumnKind.TOKEN else len(like), dtype=self.entry)
 
 
 def optional(entry: torch.dtype | type, model_input: Literal["per token", "any", "output layer"] | None = None) -> Any:
@@ -121,18 +121,18 @@ def _columns_of(annotation: type) -> tuple[Column, ...]:
 
 def _column(name: str, annotation: Any) -> Column:
     if annotation is Ragged:
-        return Column(name, Cut.RAGGED)
+        return Column(name, ColumnKind.RAGGED)
     if annotation == dict[str, PerSample]:
-        return Column(name, Cut.PARTS)
+        return Column(name, ColumnKind.PARTS)
     if annotation in (RowPath, RowPath | None):
-        return Column(name, Cut.PATH)
+        return Column(name, ColumnKind.PATH)
     marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    cuts = [mark for mark in marks if isinstance(mark, Cut)]
-    if not cuts:
+    kinds = [mark for mark in marks if isinstance(mark, ColumnKind)]
+    if not kinds:
         place = f"field `{name}`" if name else "the value"
         legal = "PerSample, PerToken, Ragged, Rows, Texts or dict[str, PerSample]"
         raise TypeError(f"{place} is {annotation!r}; rows can be cut of {legal} only")
-    return Column(name, cuts[0], Home in marks)
+    return Column(name, kinds[0], OnDemand in marks)
 
 
 def countable(value: Any, annotation: Any) -> list[Tensor]:
@@ -144,7 +144,9 @@ def countable(value: Any, annotation: Any) -> list[Tensor]:
 def nbytes(value: Any, annotation: Any) -> int:
     """Bytes of the tensors of a value, without its path; 0 for None."""
     every = () if value is None else columns(annotation)
-    return sum(tensor.nbytes for column in every if column.cut is not Cut.PATH for tensor in _tensors(column.of(value)))
+    return sum(
+        tensor.nbytes for column in every if column.kind is not ColumnKind.PATH for tensor in _tensors(column.of(value))
+    )
 
 
 def _tensors(data: Any) -> list[Tensor]:
@@ -160,7 +162,7 @@ def _tensors(data: Any) -> list[Tensor]:
 
 def take_rows(value: Any, annotation: Any, index: Tensor) -> Any:
     """The rows of a value at `index` `[K]` int64, in that order; padding keeps its width."""
-    return _columnwise([value], annotation, lambda data, cut: _take(data[0], cut, index))
+    return _columnwise([value], annotation, lambda data, kind: _take(data[0], kind, index))
 
 
 def join_rows(values: Sequence[Any], annotation: Any) -> Any:
@@ -170,46 +172,48 @@ def join_rows(values: Sequence[Any], annotation: Any) -> Any:
 
 def trim(value: Any, annotation: Any, longest: int) -> Any:
     """The value with its `PerToken` columns cut at the `longest` response; what is cut off is padding."""
-    return _columnwise([value], annotation, lambda data, cut: data[0][:, :longest] if cut is Cut.TOKEN else data[0])
+    return _columnwise(
+        [value], annotation, lambda data, kind: data[0][:, :longest] if kind is ColumnKind.TOKEN else data[0]
+    )
 
 
-def _columnwise(values: Sequence[Any], annotation: Any, change: Callable[[list[Any], Cut], Any]) -> Any:
+def _columnwise(values: Sequence[Any], annotation: Any, change: Callable[[list[Any], ColumnKind], Any]) -> Any:
     """A value of this type, each of its columns made from those of `values`."""
-    cuts = {column.name: column.cut for column in columns(annotation)}
-    if "" in cuts:
-        return change(list(values), cuts[""])
+    kinds = {column.name: column.kind for column in columns(annotation)}
+    if "" in kinds:
+        return change(list(values), kinds[""])
     changed = {}
-    for name, cut in cuts.items():
+    for name, kind in kinds.items():
         data = [getattr(value, name) for value in values]
-        absent = next((each for each in data if isinstance(each, Absent)), None)
-        changed[name] = change(data, cut) if absent is None else absent
+        absent = next((each for each in data if isinstance(each, NotSent)), None)
+        changed[name] = change(data, kind) if absent is None else absent
     return dataclasses.replace(values[0], **changed)
 
 
-def _take(column: Any, cut: Cut, index: Tensor) -> Any:
-    if cut is Cut.SCALAR:
+def _take(column: Any, kind: ColumnKind, index: Tensor) -> Any:
+    if kind is ColumnKind.SCALAR:
         return column
-    if cut in (Cut.RAGGED, Cut.PATH):
+    if kind in (ColumnKind.RAGGED, ColumnKind.PATH):
         return column.take(index)
-    if cut is Cut.JSON:
+    if kind is ColumnKind.JSON:
         return [column[i] for i in on_host(index).tolist()]
-    if cut is Cut.PARTS:
+    if kind is ColumnKind.PARTS:
         return Parts({name: rows_at(part, index) for name, part in column.items()})
     return rows_at(column, index)
 
 
-def _join(parts: list[Any], cut: Cut) -> Any:
-    assert cut is not Cut.SCALAR, "one number is not of rows"
-    if cut is Cut.PATH and any(part is None for part in parts):  # rows that belong to no step
+def _join(parts: list[Any], kind: ColumnKind) -> Any:
+    assert kind is not ColumnKind.SCALAR, "one number is not of rows"
+    if kind is ColumnKind.PATH and any(part is None for part in parts):  # rows that belong to no step
         return None
-    if cut is Cut.JSON:
+    if kind is ColumnKind.JSON:
         return [entry for part in parts for entry in part]
-    if cut is Cut.PARTS:
-        return Parts({name: _join([part[name] for part in parts], Cut.SAMPLE) for name in parts[0]})
+    if kind is ColumnKind.PARTS:
+        return Parts({name: _join([part[name] for part in parts], ColumnKind.SAMPLE) for name in parts[0]})
     filled = [part for part in parts if len(part)] or parts[:1]  # a part without rows may have any shape and dtype
-    if cut in (Cut.RAGGED, Cut.PATH):
+    if kind in (ColumnKind.RAGGED, ColumnKind.PATH):
         return functools.reduce(type(filled[0]).followed_by, filled)
-    if cut is Cut.TOKEN:
+    if kind is ColumnKind.TOKEN:
         widest = max(part.shape[1] for part in filled)
         filled = [
             torch.cat([part, part.new_zeros(len(part), widest - part.shape[1], *part.shape[2:])], dim=1)
@@ -235,7 +239,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 def with_path(value: Any, annotation: Any, path: RowPath, device: torch.device) -> Any:
     """The value with `path` as the path of its rows; the same object where its rows have that path already."""
     for column in columns(annotation):
-        if column.cut is not Cut.PATH:
+        if column.kind is not ColumnKind.PATH:
             continue
         there = getattr(value, column.name)
         known = isinstance(there, RowPath) and there.levels == path.levels

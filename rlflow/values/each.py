@@ -1,4 +1,4 @@
-"""Types of nodes that work across levels: `Each` (all rows below), `Grown` (new rows), `Trained` (after the updates).
+"""Types of nodes that work across levels: `Each` (all rows below), `NewRows` (new rows), `After` (after the updates).
 
 `B` is the number of rows on this rank, `K` the number of all rows below them.
 """
@@ -20,16 +20,16 @@ class OwnRows:
     """Mark of a return type: the value has rows of its own, below those that the node sees."""
 
 
-Grown = Annotated[T, OwnRows]
+NewRows = Annotated[T, OwnRows]
 
 
-def grown(annotation: Any) -> Any:
-    """`Grown` of a type that is known only at run time."""
+def new_rows(annotation: Any) -> Any:
+    """`NewRows` of a type that is known only at run time."""
     return Annotated[annotation, OwnRows]
 
 
 @dataclass(frozen=True)
-class Trained:
+class After:
     """The type of a parameter that reads a train node. The node then runs after the updates, with the new weights."""
 
 

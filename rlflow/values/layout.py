@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Dealing = Literal["groups", "balanced"]
+ShardBy = Literal["groups", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Layout:
     Attributes:
         ranks: Global ranks, in order; consecutive ones hold the same shard.
         shards: The data-parallel size; divides the number of ranks.
-        dealing: `groups` keeps the samples of a prompt together, `balanced` evens out tokens.
+        shard_by: `groups` keeps the samples of a prompt together, `balanced` evens out tokens.
         samples_per_update: Rows of one mini-batch. Each mini-batch is balanced by itself. None for one of all rows.
         whole_episodes: Whether `samples_per_update` counts episodes, which are then whole in a mini-batch.
         tensor_parallel_size: Number of consecutive ranks of a role that divide each layer of its model.
@@ -34,7 +34,7 @@ class Layout:
 
     ranks: tuple[int, ...]
     shards: int
-    dealing: Dealing = "groups"
+    shard_by: ShardBy = "groups"
     samples_per_update: int | None = None
     whole_episodes: bool = False
     tensor_parallel_size: int = 1
@@ -61,9 +61,9 @@ class Layout:
         return self.ranks.index(rank) // self.copies
 
     def peers(self, shard: int) -> tuple[int, ...]:
-        """The ranks that hold `shard`; the first of them publishes it."""
+        """The ranks that hold `shard`; the first of them is their leader."""
         return self.ranks[shard * self.copies : (shard + 1) * self.copies]
 
-    def publishes(self, rank: int) -> bool:
+    def is_leader(self, rank: int) -> bool:
         """Whether `rank` is the first of its peers, which sends the rows of their shard to other ranks."""
         return rank in self.ranks and self.ranks.index(rank) % self.copies == 0

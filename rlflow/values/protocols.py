@@ -1,7 +1,7 @@
 """Types for the parameters of nodes: each type names some fields of a value, and only these are sent to the node.
 
 `B` is the number of rows on this rank, `T` the longest response among them. A node that reads fields of two types
-declares a type of its own, `class Mine(Masked, Grouped, Protocol): ...`, which may add fields: `finished: PerSample`.
+declares a type of its own, `class Mine(WithLossMask, Grouped, Protocol): ...`, and may add fields.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 
@@ -35,7 +35,7 @@ class Tokens(Protocol):
         """`[B]` int64, response tokens of each row."""
 
 
-class Masked(Protocol):
+class WithLossMask(Protocol):
     """The tokens that count, for a node that computes values per token from other values per token."""
 
     @property
@@ -47,11 +47,11 @@ class Masked(Protocol):
         """`[B]` int64, response tokens of each row."""
 
 
-class MaskedTokens(Tokens, Masked, Protocol):
+class TokensWithLossMask(Tokens, WithLossMask, Protocol):
     """Tokens, and which of them count: for a loss that scores its rows."""
 
 
-class Sampled(MaskedTokens, Protocol):
+class Sampled(TokensWithLossMask, Protocol):
     """Samples of a policy with the engine's log-probabilities, for the policy's loss."""
 
     @property
@@ -86,7 +86,7 @@ class Grouped(Protocol):
         """`[B]` int64, equal for all rows below the same row of `level`, such as `batch`."""
 
 
-class Sourced(Protocol):
+class WithDatasetRows(Protocol):
     """The row of the dataset behind each row, for code that reads its columns."""
 
     @property
@@ -94,7 +94,7 @@ class Sourced(Protocol):
         """`B` rows of the dataset."""
 
 
-class Written(Sourced, Protocol):
+class WithTexts(WithDatasetRows, Protocol):
     """Responses as text, with the dataset's rows: for rewards, and for samples that are logged."""
 
     @property

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.values.absent import Absent
 from rlflow.values.batch import Batch, Placed
+from rlflow.values.column_kinds import ColumnKind, OnDemand, PerSample, PerToken
 from rlflow.values.columns import columns, fill_in, join_rows, optional, take_rows
-from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.host_copy import on_device, on_host
+from rlflow.values.not_sent import NotSent
 from rlflow.values.path import RowPath
 from rlflow.values.protocols import computed_from
 from rlflow.values.ragged import Ragged
@@ -142,11 +142,11 @@ class Rollout(Placed):
     seat: PerSample = optional(torch.int64)
     branch: PerSample = optional(torch.int64)
     calls: Ragged = optional(torch.int64)
-    texts: Annotated[list[str], Cut.JSON, Home]
-    messages: Annotated[list[list[dict[str, Any]]], Cut.JSON, Home] = optional(list)
-    rows: Annotated[list[dict[str, Any]], Cut.JSON, Home]
-    pictures: Annotated[Ragged, Cut.RAGGED, Home] = optional(torch.int64, model_input="any")
-    progress: Annotated[list[dict[str, Any]], Cut.JSON, Home] = optional(dict)
+    texts: Annotated[list[str], ColumnKind.JSON, OnDemand]
+    messages: Annotated[list[list[dict[str, Any]]], ColumnKind.JSON, OnDemand] = optional(list)
+    rows: Annotated[list[dict[str, Any]], ColumnKind.JSON, OnDemand]
+    pictures: Annotated[Ragged, ColumnKind.RAGGED, OnDemand] = optional(torch.int64, model_input="any")
+    progress: Annotated[list[dict[str, Any]], ColumnKind.JSON, OnDemand] = optional(dict)
 
     def __post_init__(self) -> None:
         fill_in(self, "response_ids")
@@ -268,7 +268,7 @@ class Rollout(Placed):
     def cut(self, at: Tensor) -> Rollout:
         """Rows with the first tokens of each response, which `generate` can continue. Shorter responses stay whole.
 
-        A response that loses tokens is no longer finished, but cut. The texts are `Absent`, since they belong to the
+        A response that loses tokens is no longer finished, but cut. The texts are `NotSent`, since they belong to the
         whole responses.
 
         Args:
@@ -293,12 +293,14 @@ class Rollout(Placed):
             return on_device(on_host(column).masked_fill(beyond, 0), device)
 
         every = columns(type(self))
-        per_token: dict[str, Any] = {each.name: shortened(each.of(self)) for each in every if each.cut is Cut.TOKEN}
+        per_token: dict[str, Any] = {
+            each.name: shortened(each.of(self)) for each in every if each.kind is ColumnKind.TOKEN
+        }
         per_token |= {each.name: each.of(self).shortened(before - lengths) for each in every if each.per_read_token}
         places = [(row == END).cumsum(0) - (row == END).int() for row in self.support.on_host().rows()]
         cut_off = [int((place >= length).sum()) for place, length in zip(places, lengths.tolist(), strict=True)]
         beyond = torch.tensor(cut_off, dtype=torch.int64)  # entries of each row's support
-        texts: Any = Absent("texts", "`cut` shortened the responses; generate from them, and read the texts of that")
+        texts: Any = NotSent("texts", "`cut` shortened the responses; generate from them, and read the texts of that")
         return replace(
             self,
             **per_token,

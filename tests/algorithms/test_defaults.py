@@ -15,7 +15,7 @@ from rlflow import algorithms
 from rlflow.algorithms import policy_gradient
 from rlflow.algorithms.policy_gradient import Clipped
 from rlflow.functional import KL, Bounds, Importance
-from rlflow.models.arguments import model_parameters
+from rlflow.models.model_arguments import model_parameters
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")

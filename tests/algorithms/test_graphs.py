@@ -13,7 +13,7 @@ from rlflow.dag.graph import GraphError
 from rlflow.data import PromptData
 from rlflow.functional import KL
 from rlflow.models.causal_lm import WithoutAdapters
-from rlflow.run.checks import resolved
+from rlflow.run.preflight import resolved
 from rlflow.run.prepare import read_graph
 from tests.controller.runs import OddCharacters
 from tests.making import made

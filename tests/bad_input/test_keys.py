@@ -61,8 +61,8 @@ CASES: list[Case] = [
     ),
     (
         "one entry for a list",
-        {"trainer.keep_inputs": 3},
-        "`trainer.keep_inputs` is 3; give a list, each an integer",
+        {"trainer.dump_steps": 3},
+        "`trainer.dump_steps` is 3; give a list, each an integer",
     ),
     ("a section left out", {"data": REMOVED}, "`data.train` is missing; set it"),
     ("an argument left out", {"module.init_args.actor": REMOVED}, "`module.init_args.actor` is missing; set it"),

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlflow.checkpoint import Checkpoint, Progress, RandomStates
 from rlflow.context.node_context import MemoryUpdates
 from rlflow.controller.gap import LogprobGap
-from rlflow.controller.samples import Samples
+from rlflow.controller.logged_samples import Samples
 from rlflow.controller.training import UpdateWatch
 from rlflow.data.loader import ChosenRows
 from rlflow.databuffer.transport import Transport

@@ -13,8 +13,8 @@ from rlflow.checkpoint.stored_groups import SURPLUS, read_groups, write_groups
 from rlflow.databuffer.groups import Groups
 from rlflow.databuffer.rows import NUMBERS, RowSpace
 from rlflow.errors import UserError
-from rlflow.values.absent import Absent
 from rlflow.values.layout import Layout
+from rlflow.values.not_sent import NotSent
 from tests.databuffer.test_groups import BALANCED, HOME, RANKS, Value, drawn, same, value
 
 CPU = torch.device("cpu")
@@ -94,9 +94,9 @@ def test_a_checkpoint_without_a_surplus_has_none(tmp_path: Path) -> None:
 def test_what_stayed_on_another_rank_stays_away(tmp_path: Path) -> None:
     for rank in RANKS:
         kept = surplus(rank)
-        away = {name: replace(of, rows=replace(of.rows, texts=Absent("texts"))) for name, of in kept.values.items()}
+        away = {name: replace(of, rows=replace(of.rows, texts=NotSent("texts"))) for name, of in kept.values.items()}
         write_groups(tmp_path, SURPLUS, replace(kept, values=away), len(RANKS))
     found = read_groups(tmp_path, SURPLUS, empty(1, HOME, BALANCED), CPU)
     assert found is not None
     assert isinstance(found.values["made"].rows, Value)
-    assert isinstance(found.values["made"].rows.texts, Absent)
+    assert isinstance(found.values["made"].rows.texts, NotSent)

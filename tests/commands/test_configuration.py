@@ -180,9 +180,13 @@ def test_a_graph_is_drawn_in_no_other_format(folder: Path, capsys: pytest.Captur
     [
         ("fsdp", (), FSDPStrategy()),
         ("single", (), SingleProcess()),
-        ("{class_path: fsdp, init_args: {within: 4}}", (), FSDPStrategy(within=4)),
+        ("{class_path: fsdp, init_args: {hsdp_shard_size: 4}}", (), FSDPStrategy(hsdp_shard_size=4)),
         ("deepspeed", ("--strategy.stage", "3"), DeepSpeedStrategy(3)),
-        ("deepspeed", ("--strategy", "fsdp", "--strategy.init_args.within", "2"), FSDPStrategy(within=2)),
+        (
+            "deepspeed",
+            ("--strategy", "fsdp", "--strategy.init_args.hsdp_shard_size", "2"),
+            FSDPStrategy(hsdp_shard_size=2),
+        ),
         ("deepspeed", ("--strategy=fsdp", "--strategy.precision=bf16"), FSDPStrategy("bf16")),
         ("{class_path: rlflow.strategies.DeepSpeedStrategy}", ("--strategy.class_path", "fsdp"), FSDPStrategy()),
     ],
@@ -193,7 +197,7 @@ def test_a_strategy_has_a_short_name(
     (folder / "more.yaml").write_text(f"strategy: {written}\n")
     found = read_fit(["--config", "my.yaml", "--config", "more.yaml", *options]).trainer.strategy
     assert type(found) is type(expected)
-    for name in ("dtype", "stage", "within"):
+    for name in ("dtype", "stage", "hsdp_shard_size"):
         assert getattr(found, name, None) == getattr(expected, name, None)
 
 

@@ -7,7 +7,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import Plan, plan
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerToken
+from rlflow.values.column_kinds import PerToken
 from rlflow.values.layout import Layout
 from tests.dag.modules import GRPO, SFT, Filtered, ReMax
 
@@ -62,7 +62,7 @@ def test_the_table_and_the_plan_of_a_rank() -> None:
 def test_the_table_numbers_the_tasks_that_repeat_too() -> None:
     lines = text(*planned(Filtered()), rank=0).splitlines()
     assert lines[-12:-8] == [
-        "  2  fill      useful: ranks 0-1; keeps rollout, rewards; repeats",
+        "  2  resample  useful: ranks 0-1; keeps rollout, rewards; repeats",
         "  3    load      batch: ranks 0-1, 2 shards, groups",
         "  4    run       rollout: ranks 0-1, 2 shards, groups; frees batch",
         "  5    run       rewards: ranks 0-1, 2 shards, groups",

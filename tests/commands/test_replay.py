@@ -64,7 +64,7 @@ CONFIG = {
         "devices": 2,
         "accelerator": "cpu",
         "save_every_n_steps": 1,
-        "keep_inputs": [1, 2],
+        "dump_steps": [1, 2],
     },
     "strategy": {"class_path": "rlflow.strategies.DeepSpeedStrategy"},
 }
@@ -158,7 +158,7 @@ def test_what_was_not_kept_is_one_line(
     replayed: Callable[..., dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, line in (
-        (("--step", "9"), "run has no inputs of step 9; run again with `trainer.keep_inputs: [9]`"),
+        (("--step", "9"), "run has no inputs of step 9; run again with `trainer.dump_steps: [9]`"),
         (("--step", "2", "--node", "valeus"), "`--node` is 'valeus', and of step 2 run has inputs of"),
         (("--step", "0"), "`--step` is 0; steps count from 1"),
     ):
@@ -199,7 +199,7 @@ def test_a_step_with_more_skipped_updates_than_end_a_run_can_be_replayed(
     actor = {"model": "tiny", "optimizer": {"lr": 1e-3}, "samples_per_update": 4}
     of_module = {"actor": actor, "group_size": 4, "max_response_length": 8}
     module = {"class_path": "GRPO", "init_args": {**of_module, "reward": reward}}
-    trainer = {**CONFIG["trainer"], "devices": 1, "max_steps": 1, "keep_inputs": [1], "max_skipped": 10}
+    trainer = {**CONFIG["trainer"], "devices": 1, "max_steps": 1, "dump_steps": [1], "max_skipped": 10}
     config = {"module": module, "data": CONFIG["data"], "trainer": trainer}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,7 @@ from rlflow.commands.report_charts import in_bytes
 from rlflow.commands.trace import trace
 from rlflow.loggers.trace import read_events, step_windows, window_of
 from rlflow.models.tiny import write_tiny_model
-from rlflow.types import Written
+from rlflow.types import WithTexts
 from tests.controller.runs import SGD, ZERO2, Fit, MovingGRPO, OddCharacters, RaggedGRPO, fit, sums
 from tests.ranks import RankPool
 
@@ -35,7 +35,7 @@ class SlowOnRank1(RaggedGRPO):
     """Rank 1 takes its time to score."""
 
     @node
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         time.sleep(SLOW_S * dist.get_rank())
         return super().rewards(rollout)
 
@@ -198,7 +198,7 @@ EVENTS = [
     event(0, "rollout/groups2, a part", "Wait", 2.5, 3.5),
     event(0, "reduce    metrics: ranks 0-1", "Reduce", 5.0, 6.0),
     event(0, "all_gather", "Wait", 5.2, 5.9),
-    event(1, "fill      keep: ranks 0-1; repeats", "Fill", 0.0, 4.0),
+    event(1, "resample  keep: ranks 0-1; repeats", "DynamicSampling", 0.0, 4.0),
     event(1, "run       rewards: ranks 0-1", "RunNode", 0.0, 5.0),
     event(1, "reduce    metrics: ranks 0-1", "Reduce", 5.0, 6.0),
 ]
@@ -217,7 +217,7 @@ def test_a_wait_between_tasks_is_taken_off_none() -> None:
 
 
 def test_tasks_go_by_the_names_of_their_nodes() -> None:
-    seconds = Timeline(spans(EVENTS)).seconds([1], lambda span: span.category not in ("Wait", "Fill"))
+    seconds = Timeline(spans(EVENTS)).seconds([1], lambda span: span.category not in ("Wait", "DynamicSampling"))
     assert seconds["rewards"] == pytest.approx({0: 4.0, 1: 5.0})
     assert list(seconds) == ["load", "rewards", "reduce metrics"]
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import pytest
 
 from rlflow.config.arguments import Argument, Group
+from rlflow.config.command_line import Text, layers
 from rlflow.config.keys import WrittenKeys
 from rlflow.config.merging import merged as merged_layers
 from rlflow.config.merging import written_whole
-from rlflow.config.reading import Text, layers
 
 HERE = __name__
 

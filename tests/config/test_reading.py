@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.config.reading import Text, as_yaml, layers, read
+from rlflow.config.command_line import Text, as_yaml, layers, read
 from rlflow.errors import UserError
 
 

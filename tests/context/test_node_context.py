@@ -18,7 +18,7 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.known_answers import numbers_of
 from rlflow.metrics import Metrics, StepMetrics
-from rlflow.types import Sourced
+from rlflow.types import WithDatasetRows
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Paired, fit
@@ -38,7 +38,7 @@ class Asks(GRPO):
     record: dict[str, Any]
 
     @node
-    def x(self, batch: Sourced) -> PerSample:
+    def x(self, batch: WithDatasetRows) -> PerSample:
         x = torch.tensor([row["x"] for row in batch.rows])
         self.record = {"node": self._ask(x)}
         return x
@@ -111,7 +111,7 @@ class AsksOfNaN(Asks):
     """Whitens with a NaN in the third row of the step."""
 
     @node
-    def x(self, batch: Sourced) -> PerSample:
+    def x(self, batch: WithDatasetRows) -> PerSample:
         x = torch.tensor([row["x"] for row in batch.rows])
         try:
             self.whiten(x.where(x != X[2], torch.nan))

@@ -11,7 +11,7 @@ from rlflow.functional import group_normalized_advantages
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.optimizer import Optimizer
 from rlflow.module import RLModule
-from rlflow.types import Written
+from rlflow.types import WithTexts
 from tests.controller.runs import OddCharacters
 
 QUESTIONS, ANSWERS = 2, 3  # of a prompt, of a question
@@ -51,11 +51,11 @@ class SelfPlay(RLModule):
         return self.tokens(f"{row['question']}{text}?")
 
     @node
-    def worth(self, question: Written) -> PerSample:
+    def worth(self, question: WithTexts) -> PerSample:
         return self.reward_function(question, name="worth")
 
     @node
-    def solved(self, answer: Written) -> PerSample:
+    def solved(self, answer: WithTexts) -> PerSample:
         return self.reward_function(answer)
 
     @node

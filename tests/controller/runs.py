@@ -31,7 +31,7 @@ from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
-from rlflow.types import Sourced
+from rlflow.types import WithDatasetRows
 from tests.data.listed import Listed
 from tests.making import made
 
@@ -194,7 +194,7 @@ class RecordingSFT(SFT):
         self.record: dict[str, list[list[int]]] = {"drawn": [], "held": [], "trained": []}
 
     @node
-    def numbers(self, batch: Sourced) -> PerSample:
+    def numbers(self, batch: WithDatasetRows) -> PerSample:
         numbers = torch.tensor([row["number"] for row in batch.rows], dtype=torch.int64)
         self.record["held"].append(numbers.tolist())
         self.record["drawn"].append(self.all_rows(numbers).tolist())

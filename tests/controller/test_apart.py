@@ -19,7 +19,7 @@ from rlflow.algorithms import PPO, OnPolicyDistillation
 from rlflow.callbacks import Callback
 from rlflow.functional import KL
 from rlflow.rewards import RewardInput, Scores
-from rlflow.rollout.engine import EnginePlace, Sampling
+from rlflow.rollout.engine import RankInfo, Sampling
 from rlflow.rollout.sampling import sampling_seed
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.run.pretrained import load_tokenizer, stop_tokens
@@ -177,7 +177,7 @@ def test_each_step_is_generated_with_the_weights_of_one_step_before(
     generates, _, weights = ahead
     assert [made["version"].unique().tolist() for made in generates.record] == [[0], [0], [1], [2]]
     engine = TransformersEngine()
-    engine.setup(str(policy), EnginePlace(torch.float32, torch.device("cpu")))
+    engine.setup(str(policy), RankInfo(torch.float32, torch.device("cpu")))
     for step, made in enumerate(generates.record):
         version = max(0, step - 1)
         engine.update_weights([list(weights[version].items())], version)

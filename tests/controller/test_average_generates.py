@@ -12,7 +12,7 @@ from rlflow import Batch, CausalLM, Optimizer, PerToken, RLModule, Rollout, node
 from rlflow.rollout.assignment import Share
 from rlflow.run.placement import Place
 from rlflow.strategies import TrainingStrategy
-from rlflow.types import Tokens, Trained
+from rlflow.types import After, Tokens
 from tests.controller.policies import STOPS, paths_of
 from tests.controller.runs import ZERO2, Fit, Lies, Result, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool
@@ -48,7 +48,7 @@ class FromAverage(RLModule):
         return -self.actor.logprobs(rollout)
 
     @node(generates="teacher")
-    def again(self, batch: Batch, actor_loss: Trained) -> Rollout:
+    def again(self, batch: Batch, actor_loss: After) -> Rollout:
         return self.recorded("again", self.teacher.generate(batch, n=2))
 
     def recorded(self, name: str, rollout: Rollout) -> Rollout:
@@ -69,7 +69,7 @@ class FromActor(FromAverage):
         return self.recorded("rollout", self.actor.generate(batch, n=2))
 
     @node(generates="actor")
-    def again(self, batch: Batch, actor_loss: Trained) -> Rollout:
+    def again(self, batch: Batch, actor_loss: After) -> Rollout:
         return self.recorded("again", self.actor.generate(batch, n=2))
 
 

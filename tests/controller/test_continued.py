@@ -14,7 +14,7 @@ from rlflow import Batch, CausalLM, Optimizer, PerSample, PerToken, Rollout, nod
 from rlflow.errors import UserError
 from rlflow.module import RLModule
 from rlflow.strategies import SingleProcess
-from rlflow.types import Masked, MaskedTokens, Ragged, Written
+from rlflow.types import Ragged, TokensWithLossMask, WithLossMask, WithTexts
 from tests.controller.policies import paths_of
 from tests.controller.runs import FSDP, Fit, OddCharacters, Result, fit, sums
 from tests.ranks import RankPool
@@ -23,7 +23,7 @@ PROMPTS, TRUNKS, BRANCHES, TRUNK = 4, 2, 3, 4  # of a step, of a prompt, of a tr
 Rows = dict[tuple[int, ...], dict[str, Any]]  # by path
 
 
-class Continued(Masked, Protocol):
+class Continued(WithLossMask, Protocol):
     inherited: PerSample
     inherited_mask: PerToken
 
@@ -53,7 +53,7 @@ class Branching(RLModule):
         return self._recorded(rollout)
 
     @node
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         return self.reward_function(rollout)
 
     @node
@@ -61,7 +61,7 @@ class Branching(RLModule):
         return torch.where(rollout.inherited_mask, 2.0, 1 + rewards[:, None])
 
     @node(role="actor", type="train")
-    def actor_loss(self, rollout: MaskedTokens, weights: PerToken) -> PerToken:
+    def actor_loss(self, rollout: TokensWithLossMask, weights: PerToken) -> PerToken:
         return -self.actor.logprobs(rollout) * weights
 
     def _recorded(self, rollout: Rollout) -> Rollout:

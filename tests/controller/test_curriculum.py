@@ -18,7 +18,7 @@ from rlflow.functional import group_has_signal
 from rlflow.module import RLModule
 from rlflow.rewards import CallableReward
 from rlflow.state import Curriculum
-from rlflow.types import Grouped, Written
+from rlflow.types import Grouped, WithTexts
 from tests.controller.runs import SGD, ZERO2, Fit, RaggedGRPO, StopsAfter, failing_fit, fit
 from tests.controller.test_prompt_memory import numbers, remembered
 from tests.ranks import RankPool
@@ -106,7 +106,7 @@ class Filters(Records):
     look = None
 
     @node
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         return self.reward_function(rollout)
 
     @node(type="filter")
@@ -138,7 +138,7 @@ class Silent(Records):
     """Scores under another name."""
 
     @node
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         return self.reward_function(rollout, "mine")
 
 

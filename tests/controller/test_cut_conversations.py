@@ -15,7 +15,7 @@ from rlflow import CausalLM, Environment, PerSample, PerToken, node
 from rlflow.algorithms import GRPO
 from rlflow.errors import UserError
 from rlflow.strategies import SingleProcess
-from rlflow.types import Sampled, Written
+from rlflow.types import Sampled, WithTexts
 from rlflow.values.path import RowPath
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, Paired, Result, failing_fit, fit, sums
@@ -30,7 +30,7 @@ DRAWING = "tests.controller.answering.Drawing"
 Row = dict[str, Any]
 
 
-class Seen(Sampled, Written, Protocol):
+class Seen(Sampled, WithTexts, Protocol):
     path: RowPath
     versions: PerToken
     turn: PerToken

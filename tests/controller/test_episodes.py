@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlflow import CausalLM, PerSample, PerToken, RLModule, Rollout, node
 from rlflow.algorithms import DPO
-from rlflow.context.generation import Calls
+from rlflow.context.generation import GenerationHistory
 from rlflow.controller.nodes import new_rows
 from rlflow.dag.node import Node
 from rlflow.data.prompts import PromptData
 from rlflow.databuffer.rows import RowSpace
 from rlflow.strategies import FSDPStrategy, SingleProcess
 from rlflow.testing.derivative import wide_casts
-from rlflow.types import Grown, Ragged, RowPath, Sourced
+from rlflow.types import NewRows, Ragged, RowPath, WithDatasetRows
 from rlflow.values.layout import Layout
 from tests.algorithms.test_advantages import rows_of_agents
 from tests.controller.runs import SGD, Fit, answers, failing_fit, fit
@@ -73,7 +73,7 @@ def as_one_or_three(tokens: list[int], wrote: list[bool]) -> list[Row]:
 DIVISIONS = {each.__name__: each for each in (as_one_row, as_a_row_for_each_turn, as_one_or_three)}
 
 
-class Asked(Sourced, Protocol):
+class Asked(WithDatasetRows, Protocol):
     """The fields of the batch that the episodes are made from."""
 
     prompt_ids: Ragged
@@ -94,7 +94,7 @@ class Told(RLModule):
         self.actor = CausalLM(self.model, optimizer=SGD, samples_per_update=self.samples_per_update)
 
     @node
-    def told(self, batch: Asked) -> Grown[Rollout]:
+    def told(self, batch: Asked) -> NewRows[Rollout]:
         numbers, rows, branch, index = [], [], [], []
         for place, row in enumerate(batch.rows):
             for number in row["episodes"]:
@@ -241,7 +241,7 @@ def test_rows_that_a_node_chooses_keep_their_episodes(chosen: list[int], begins:
     rows, here = replace(rows_of_agents(), branch=torch.tensor([0, 1, 0, 1, 0, 0])), Layout((0,), 1)
     prompts = RowSpace.of_shards("batch", here, [torch.tensor([[4, 7]] + [[1, 1]] * 4)])
     node = Node("chosen", (), None, "compute", Rollout, __file__, 1, grows=True)
-    found = new_rows(node, rows.take(torch.tensor(chosen)), prompts, here, 0, Calls())
+    found = new_rows(node, rows.take(torch.tensor(chosen)), prompts, here, 0, GenerationHistory())
     assert found[-1].tolist() == begins
 
 

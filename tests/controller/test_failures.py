@@ -18,7 +18,7 @@ from rlflow.algorithms.reinforce_plus_plus_baseline import MaskedGroups
 from rlflow.rewards import WeightedSum
 from rlflow.rewards.reward import OnError
 from rlflow.strategies import SingleProcess
-from rlflow.types import Each, Grouped, Grown, Sampled, Written
+from rlflow.types import Each, Grouped, NewRows, Sampled, WithTexts
 from rlflow.values.path import NO_GROUP
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
@@ -49,7 +49,7 @@ class Noting(RaggedGRPO):
 
     record: list[int]
 
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         self.record.append(sum(map(fails, rollout.texts)))
         return super().rewards(rollout)
 
@@ -68,7 +68,7 @@ class ByHand(Noting):
     """Takes the same samples out of the loss mask, and out of their groups, in nodes of its own."""
 
     @node
-    def kept(self, rollout: Written) -> PerSample:
+    def kept(self, rollout: WithTexts) -> PerSample:
         return torch.tensor([not fails(text) for text in rollout.texts], dtype=torch.bool)
 
     @node
@@ -188,7 +188,7 @@ class WhitenedByHand(RaggedBaseline):
         return torch.where(mask, (x - x[mask].double().mean()) / x[mask].double().std(), 0.0).float()
 
     @node
-    def fine(self, rollout: Written) -> PerSample:
+    def fine(self, rollout: WithTexts) -> PerSample:
         return torch.tensor([not fails(text) for text in rollout.texts], dtype=torch.float32)
 
 
@@ -204,7 +204,7 @@ class Shaped(Noting):
     """Scores in a node before that of the rewards."""
 
     @node
-    def scores(self, rollout: Written) -> PerSample:
+    def scores(self, rollout: WithTexts) -> PerSample:
         return super().rewards(rollout)
 
     def rewards(self, rollout: Sampled, scores: PerSample) -> PerSample:  # type: ignore[override]
@@ -247,7 +247,7 @@ class PickyFailing(Picky):
         return rewards
 
     @node
-    def failed(self, rollout: Written) -> PerSample:
+    def failed(self, rollout: WithTexts) -> PerSample:
         self._note("failed", self.all_rows(torch.tensor([fails(text) for text in rollout.texts], dtype=torch.uint8)))
         return rollout.lengths
 
@@ -307,12 +307,12 @@ class OfTheRest(RaggedRAFT):
     """Chooses, by itself, among the responses that can be scored."""
 
     @node
-    def fine(self, rollout: Written) -> PerSample:
+    def fine(self, rollout: WithTexts) -> PerSample:
         return torch.tensor([not fails(text) for text in rollout.texts], dtype=torch.float32)
 
     def best(  # type: ignore[override]
         self, batch: Grouped, rollout: Each[Rollout], rewards: Each[PerSample], fine: Each[PerSample]
-    ) -> Grown[Rollout]:
+    ) -> NewRows[Rollout]:
         chosen = []
         for group in rewards.parent.unique().tolist():
             rows = ((rewards.parent == group) & (fine.values > 0)).nonzero().flatten().tolist()

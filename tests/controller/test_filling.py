@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from rlflow import Batch, CausalLM, PerSample, PerToken, Rollout, UserError, node
-from rlflow.controller.draws import kept_groups
+from rlflow.controller.prompt_sampler import kept_groups
 from rlflow.rewards.reward import RewardInput, Scores
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
-from rlflow.types import Grouped, Masked, Sourced, Written
+from rlflow.types import Grouped, WithDatasetRows, WithLossMask, WithTexts
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference
@@ -33,11 +33,11 @@ def is_hard(row: dict[str, Any]) -> bool:
     return not row["question"].startswith(EASY)
 
 
-class MaskedRows(Masked, Sourced, Protocol):
+class MaskedRows(WithLossMask, WithDatasetRows, Protocol):
     pass
 
 
-class Seen(Grouped, Written, Protocol):
+class Seen(Grouped, WithTexts, Protocol):
     version: PerSample
 
 
@@ -46,7 +46,7 @@ class Picky(RaggedGRPO):
 
     record: dict[str, list[list[float]]]
 
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         rewards = super().rewards(rollout)
         self._note("drawn", rewards)
         return rewards
@@ -200,7 +200,7 @@ class KeepsFew(Picky):
 
 class FiltersPrompts(RaggedGRPO):
     @node(type="filter")
-    def hard(self, batch: Sourced) -> PerSample:
+    def hard(self, batch: WithDatasetRows) -> PerSample:
         return torch.tensor([is_hard(row) for row in batch.rows], dtype=torch.bool)
 
 

@@ -23,7 +23,7 @@ from rlflow.run.prepare import prepare
 from rlflow.run.tables import run_workload
 from rlflow.settings import Settings
 from rlflow.strategies import SingleProcess
-from rlflow.types import Each, Written
+from rlflow.types import Each, WithTexts
 from tests.controller.policies import paths_of
 from tests.controller.runs import FSDP, SGD, Fit, Result, fit, sums, terse
 from tests.ranks import RankPool
@@ -56,7 +56,7 @@ class JudgedGRPO(Judged, GRPO):
         return verdict
 
     @node
-    def model_scores(self, rollout: Written, grades: Each[PerSample]) -> PerSample:  # type: ignore[override]
+    def model_scores(self, rollout: WithTexts, grades: Each[PerSample]) -> PerSample:  # type: ignore[override]
         scores = super().model_scores(rollout, grades)
         for path, score in zip(paths_of(rollout), scores.tolist(), strict=True):  # type: ignore[arg-type]
             self.record[-1][path].append(score)
@@ -173,7 +173,7 @@ class LeavesOut(Judged, GRPO):
     record: list[list[tuple[str, float]]] = field(default_factory=list)
 
     @node
-    def model_scores(self, rollout: Written, grades: Each[PerSample]) -> PerSample:
+    def model_scores(self, rollout: WithTexts, grades: Each[PerSample]) -> PerSample:
         scores = super().model_scores(rollout, grades)
         self.record.append(list(zip(rollout.texts, scores.tolist(), strict=True)))
         return scores

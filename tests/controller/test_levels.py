@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlflow import Batch, CausalLM, Optimizer, Pairs, PerSample, PerToken, RLModule, Rollout, node
-from rlflow.types import Each, Grouped, Grown, Ragged, RowPath, Written
+from rlflow.types import Each, Grouped, NewRows, Ragged, RowPath, WithTexts
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
@@ -41,7 +41,7 @@ class Pairing(RLModule):
         return self.actor.generate(batch, n=GROUP)
 
     @node
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         return self.reward_function(rollout).clamp(max=4.0)  # so that some prompts have equal ones
 
     @node(role="reference")
@@ -64,7 +64,7 @@ class Pairing(RLModule):
         return rewards
 
     @node
-    def pairs(self, batch: Grouped, rollout: Each[Rollout], rewards: Each[PerSample]) -> Grown[Pairs]:
+    def pairs(self, batch: Grouped, rollout: Each[Rollout], rewards: Each[PerSample]) -> NewRows[Pairs]:
         differ = rewards.max() > rewards.min()
         best, worst = rewards.argmax()[differ], rewards.argmin()[differ]
         return Pairs.of(rollout.values.take(best), rollout.values.take(worst))
@@ -112,7 +112,7 @@ class Mixed(Pairing):
     of_prompts = of_samples = pairs = ref_pairs = noted = ref_means = None
 
     @node
-    def twice(self, rollout: Rollout, rewards: PerSample) -> Grown[Labelled]:
+    def twice(self, rollout: Rollout, rewards: PerSample) -> NewRows[Labelled]:
         rows = torch.arange(len(rollout.lengths)).repeat(2)
         both = rollout.take(rows)
         real = torch.arange(len(rows)) < len(rollout.lengths)
@@ -175,7 +175,7 @@ def test_made_rows_train_alike_on_one_rank_and_on_two(runs: dict[int, Result]) -
 
 def test_a_step_without_a_made_row_trains_nothing(policy: Path, tmp_path: Path) -> None:
     class Equal(Pairing):
-        def rewards(self, rollout: Written) -> PerSample:
+        def rewards(self, rollout: WithTexts) -> PerSample:
             return torch.ones(len(rollout.texts))
 
     found = fit(Fit(Equal(str(policy)), sums(12, NEEDED), tmp_path, settings={"max_steps": 2}))
@@ -191,7 +191,7 @@ def test_rows_of_a_type_of_ones_own_are_numbered_below_their_parents(policy: Pat
 class Orphans(Pairing):
     """Rows that are below none of this rank's."""
 
-    def pairs(self, batch: Grouped, rollout: Each[Rollout], rewards: Each[PerSample]) -> Grown[Pairs]:
+    def pairs(self, batch: Grouped, rollout: Each[Rollout], rewards: Each[PerSample]) -> NewRows[Pairs]:
         made = super().pairs(batch, rollout, rewards)
         return Pairs(made.prompt_ids, made.chosen_ids, made.rejected_ids, made.rows, self.paths(made.path))
 

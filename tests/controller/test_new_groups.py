@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlflow.callbacks.hooks import Callbacks
 from rlflow.controller.run import Run
-from rlflow.process.environment import place_kept
+from rlflow.process.environment_variables import place_kept
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.run.setup import join

@@ -20,7 +20,7 @@ from rlflow.models.tiny import tiny_tokenizer, write_tiny_model
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess
 from rlflow.trainer import Trainer
-from rlflow.types import Sourced
+from rlflow.types import WithDatasetRows
 from rlflow.values.ragged import Ragged
 from tests.controller.runs import SGD, Fit, RecordingSFT, answers, fit
 from tests.data.listed import Listed
@@ -221,7 +221,7 @@ def test_each_held_out_row_counts_once_on_any_number_of_ranks(policy: Path, tmp_
     assert summary["plain_before"] == 1.5
 
 
-class PairsAndRows(Sourced, Protocol):
+class PairsAndRows(WithDatasetRows, Protocol):
     """What a loss of pairs reads, and the dataset's rows."""
 
     prompt_ids: Ragged
@@ -235,7 +235,7 @@ class Odd(DPO):
     record: list[str]
 
     @node(type="filter")
-    def odd(self, batch: Sourced) -> PerSample:
+    def odd(self, batch: WithDatasetRows) -> PerSample:
         return torch.tensor([int(row["question"][0]) % 2 == 1 for row in batch.rows], dtype=torch.bool)
 
     @node(role="actor", type="train")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rlflow import Batch, PerSample, PerToken, Rollout, node
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
-from rlflow.types import Grouped, Sampled, Sourced
+from rlflow.types import Grouped, Sampled, WithDatasetRows
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_apart import fit_with_delays, fit_with_weights, same
@@ -29,7 +29,7 @@ from tests.slow import slow_but
 NEEDED, STEPS, GROUP, LONGEST, PART = 4, 4, 3, 12, 4
 
 
-class Seen(Sampled, Grouped, Sourced, Protocol):
+class Seen(Sampled, Grouped, WithDatasetRows, Protocol):
     finished: PerSample
     versions: PerToken
 
@@ -40,7 +40,7 @@ class Recording(RaggedGRPO):
     record: list[dict[str, Tensor]]
 
     @node
-    def seen(self, rollout: Seen, batch: Sourced) -> PerSample:
+    def seen(self, rollout: Seen, batch: WithDatasetRows) -> PerSample:
         assert [row["question"] for row in batch.rows] == [row["question"] for row in rollout.rows]
         columns = {"group": rollout.group, "version": rollout.version, "lengths": rollout.lengths}
         columns |= {"finished": rollout.finished.long()}
@@ -257,7 +257,7 @@ def test_responses_cut_at_the_longest_are_left_out_and_parts_are_not(policy: Pat
         assert bool((step["lengths"] * step["finished"] > PART).any())
 
 
-class EndedRows(Sourced, Protocol):
+class EndedRows(WithDatasetRows, Protocol):
     finished: PerSample
     lengths: PerSample
 

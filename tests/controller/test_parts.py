@@ -13,7 +13,7 @@ import pytest
 from rlflow import CausalLM, PerSample, PerToken, Rollout, node
 from rlflow.errors import UserError
 from rlflow.rewards import SampleReward
-from rlflow.types import Written
+from rlflow.types import WithTexts
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, failing_fit, fit, sums
 from tests.ranks import RankPool
 
@@ -49,7 +49,7 @@ class PartsGRPO(RaggedGRPO):
     record: list[list[float]]
 
     @node
-    def parts(self, rollout: Written) -> dict[str, PerSample]:
+    def parts(self, rollout: WithTexts) -> dict[str, PerSample]:
         return self.reward_parts(rollout)
 
     @node
@@ -134,7 +134,7 @@ class NotANumber(PartsGRPO):
 
     broken = float("nan")
 
-    def parts(self, rollout: Written) -> dict[str, PerSample]:
+    def parts(self, rollout: WithTexts) -> dict[str, PerSample]:
         parts = self.reward_parts(rollout)
         for row, asked in enumerate(rollout.rows):
             if asked["question"] == "0+0=" and row % 2:

@@ -17,7 +17,7 @@ from rlflow.errors import UserError
 from rlflow.models.causal_lm import stored_weights
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout.assignment import Share
-from rlflow.rollout.engine import Completion, EnginePlace, Sampling, SyncReport
+from rlflow.rollout.engine import Completion, RankInfo, Sampling, SyncReport
 from rlflow.rollout.sampling import sampling_seed
 from rlflow.rollout.transformers import TransformersEngine
 from tests.controller.policies import ANSWERS, QUESTIONS, STOPS, SelfPlay, paths_of
@@ -116,7 +116,7 @@ def test_a_frozen_policy_generates_with_the_weights_of_its_files_read_once(
     assert (solver.loads, proposer.loads) == (1, STEPS)
     assert solver.sleeps == proposer.sleeps > STEPS  # each after it was set up, and in every step
     engine = TransformersEngine()
-    engine.setup(str(other), EnginePlace(torch.float32, torch.device("cpu")))
+    engine.setup(str(other), RankInfo(torch.float32, torch.device("cpu")))
     engine.update_weights(stored_weights(other, torch.float32, 2**20), 0)
     for step in range(STEPS):
         for path, answer in found.record["answer"][step].items():

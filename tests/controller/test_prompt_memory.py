@@ -16,7 +16,7 @@ from rlflow import Batch, CausalLM, PerSample, Rollout, node
 from rlflow.data import MixedDataset, Mixture, PromptData
 from rlflow.functional import group_has_signal
 from rlflow.state import PromptMemory
-from rlflow.types import Grouped, Written
+from rlflow.types import Grouped, WithTexts
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool
 
@@ -137,7 +137,7 @@ def test_weights_of_each_step_do_not_go_with_prompts_of_whole_epochs(policy: Pat
     assert result.error.startswith("a dataset's `weight` has a schedule of steps, and the module's `choose_prompts`")
 
 
-class GroupedTexts(Grouped, Written, Protocol):
+class GroupedTexts(Grouped, WithTexts, Protocol):
     pass
 
 

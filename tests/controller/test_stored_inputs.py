@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlflow.controller.inputs import difference
+from rlflow.values.column_kinds import PerSample
 from rlflow.values.columns import Parts
-from rlflow.values.cuts import PerSample
 
 NAN, INF = math.nan, math.inf
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from rlflow import Batch, CausalLM, Optimizer, PerSample, PerToken, RLModule, Rollout, node
-from rlflow.types import Masked, Trained
+from rlflow.types import After, WithLossMask
 from tests.controller.runs import ZERO2, Fit, Lies, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
@@ -44,7 +44,7 @@ class Twice(RLModule):
         return self.actor.logprobs(rollout) - logprobs
 
     @node(generates="actor")
-    def again(self, batch: Batch, first_loss: Trained) -> Rollout:
+    def again(self, batch: Batch, first_loss: After) -> Rollout:
         self._note("trained", first_loss)
         return self.actor.generate(batch, n=3)
 
@@ -93,7 +93,7 @@ def test_rows_of_each_training_are_of_the_weights_just_before_it(runs: dict[str,
 
 
 def test_what_comes_after_a_training_gets_the_mark_of_it(runs: dict[str, list[Result]]) -> None:
-    assert runs["1 rank"][0].record["trained"] == [Trained()] * STEPS
+    assert runs["1 rank"][0].record["trained"] == [After()] * STEPS
 
 
 @pytest.mark.parametrize("ranks", ["2 ranks", "apart"])
@@ -121,11 +121,11 @@ class OnlyRead(RLModule):
         return -self.actor.logprobs(rollout)
 
     @node(generates="actor")
-    def again(self, batch: Batch, actor_loss: Trained) -> Rollout:
+    def again(self, batch: Batch, actor_loss: After) -> Rollout:
         return self.actor.generate(batch)
 
     @node
-    def length(self, again: Masked) -> PerSample:
+    def length(self, again: WithLossMask) -> PerSample:
         self.log("read/length", again.lengths.double())
         return again.lengths
 

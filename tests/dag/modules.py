@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlflow.dag.node import node
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.each import Each
 from rlflow.values.rollout import Rollout
 

@@ -18,14 +18,14 @@ from rlflow.functional import KL
 from rlflow.models.moe import MoE
 from rlflow.rewards import ExactMatch
 from rlflow.run.prepare import read_graph
-from rlflow.types import Grouped, Masked, MaskedTokens, Ragged, Sampled, Sourced, Tokens, Written
+from rlflow.types import Grouped, Ragged, Sampled, Tokens, TokensWithLossMask, WithDatasetRows, WithLossMask, WithTexts
 from rlflow.values.layout import Layout
 from rlflow.values.protocols import computed_from
 
 TOKENS = {"prompt_ids", "response_ids", "lengths"}
 
 
-class Own(Masked, Grouped, Protocol):
+class Own(WithLossMask, Grouped, Protocol):
     """A protocol of a user's own."""
 
     finished: PerSample
@@ -67,12 +67,12 @@ def fields_of(annotation: Any) -> set[str]:
     ("annotation", "fields"),
     [
         (Tokens, TOKENS),
-        (Masked, {"loss_mask", "lengths"}),
-        (MaskedTokens, {*TOKENS, "loss_mask"}),
+        (WithLossMask, {"loss_mask", "lengths"}),
+        (TokensWithLossMask, {*TOKENS, "loss_mask"}),
         (Sampled, {*TOKENS, "loss_mask", "logprobs", "version"}),
-        (Sourced, {"rows"}),
+        (WithDatasetRows, {"rows"}),
         (
-            Written,
+            WithTexts,
             {
                 "texts",
                 "messages",

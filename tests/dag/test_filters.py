@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample, PerToken, Scalar
+from rlflow.values.column_kinds import PerSample, PerToken, Scalar
 from rlflow.values.rollout import Rollout
 from tests.dag.modules import GRPO, ROLES, Filtered
 from tests.dag.problems import problems

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rlflow import PerSample, PerToken, Rollout, node
 from rlflow.dag.graph import Graph
 from rlflow.dag.planner import plan
-from rlflow.dag.tasks import Exchange, RunNode, Tell
-from rlflow.types import Each, Grouped, Written
+from rlflow.dag.tasks import BroadcastRows, Exchange, RunNode
+from rlflow.types import Each, Grouped, WithTexts
 from rlflow.values.layout import Layout
 from tests.dag.modules import GRPO, ROLES, ReMax
 
@@ -15,7 +15,7 @@ APART = {"actor.rollout": GENERATES, "actor": TRAINS, "reference": TRAINS}
 
 
 class Scoring(GRPO):
-    def rewards(self, rollout: Written) -> PerSample: ...
+    def rewards(self, rollout: WithTexts) -> PerSample: ...
 
 
 def follows(module: object) -> dict[str, tuple[str, ...]]:
@@ -40,9 +40,9 @@ def test_a_loss_that_reads_no_score_sees_all_rows() -> None:
 
 def test_scores_of_other_samples_of_a_prompt_are_followed_too() -> None:
     class Greedy(ReMax):
-        def rewards(self, rollout: Written) -> PerSample: ...
+        def rewards(self, rollout: WithTexts) -> PerSample: ...
 
-        def greedy_rewards(self, greedy: Written) -> PerSample: ...
+        def greedy_rewards(self, greedy: WithTexts) -> PerSample: ...
 
     assert set(follows(Greedy())["actor_loss"]) == {"rollout", "greedy"}
 
@@ -57,13 +57,13 @@ def test_a_node_of_rows_above_follows_the_scores_below() -> None:
 
 def test_ranks_that_train_are_sent_the_rows_after_they_were_scored() -> None:
     tasks = plan(Graph.read(Scoring(), ROLES, drops=True), APART, world_size=3).tasks
-    tells = [place for place, task in enumerate(tasks) if isinstance(task, Tell) and task.value == "rollout"]
+    tells = [place for place, task in enumerate(tasks) if isinstance(task, BroadcastRows) and task.value == "rollout"]
     (scored,) = [place for place, task in enumerate(tasks) if isinstance(task, RunNode) and task.node_id == "rewards"]
     trained = max(place for place, task in enumerate(tasks) if isinstance(task, Exchange))
     assert tells[-1] > scored
     assert tells[-1] < trained
     plain = plan(Graph.read(Scoring(), ROLES), APART, world_size=3).tasks
-    assert len(tells) == 1 + sum(isinstance(task, Tell) and task.value == "rollout" for task in plain)
+    assert len(tells) == 1 + sum(isinstance(task, BroadcastRows) and task.value == "rollout" for task in plain)
 
 
 def test_where_all_ranks_score_nothing_is_sent_again() -> None:

@@ -15,7 +15,7 @@ from rlflow.dag.graph import Graph, GraphError, Problem
 from rlflow.dag.node import node
 from rlflow.errors import UserError
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample, PerToken, Scalar
+from rlflow.values.column_kinds import PerSample, PerToken, Scalar
 from rlflow.values.rollout import Rollout
 from tests.dag.modules import GRPO, ROLES, SFT
 from tests.dag.problems import problems

@@ -12,9 +12,9 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import plan
 from rlflow.dag.tasks import Exchange, Load, Reduce, RunNode, Sleep, SyncWeights, TrainNode
-from rlflow.types import Grouped, Masked, Sampled, Written
+from rlflow.types import Grouped, Sampled, WithLossMask, WithTexts
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.layout import Layout
 from rlflow.values.rollout import Rollout
 from tests.dag.modules import GRPO, ROLES, SFT, ReMax
@@ -107,16 +107,16 @@ class Apart(GRPO):
     def grouped(self, rollout: Grouped, gaps: PerSample, old_logprobs: PerToken) -> PerToken: ...
 
     @node
-    def said(self, rollout: Written, gaps: PerSample) -> PerSample: ...
+    def said(self, rollout: WithTexts, gaps: PerSample) -> PerSample: ...
 
     @node
     def numbers(self, rewards: PerSample, said: PerSample) -> PerSample: ...
 
     @node
-    def masked(self, rollout: Masked, gaps: PerSample) -> PerSample: ...
+    def masked(self, rollout: WithLossMask, gaps: PerSample) -> PerSample: ...
 
     @node
-    def read_there(self, rollout: Masked, masked: PerSample, old_logprobs: PerToken) -> PerToken: ...
+    def read_there(self, rollout: WithLossMask, masked: PerSample, old_logprobs: PerToken) -> PerToken: ...
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_node_that_need_not_see_groups_saves_its_exchanges() -> None:
 def test_ranks_that_share_an_engine_do_not_both_run_a_node_without_a_role() -> None:
     class Module(GRPO):
         @node
-        def masked(self, rollout: Masked) -> PerSample: ...
+        def masked(self, rollout: WithLossMask) -> PerSample: ...
 
     assert two_ranks(Module(), Layout(BOTH, 1)).layouts()["masked"] == GROUPS
 
@@ -190,7 +190,7 @@ def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
         ["load", "batch"],
         ["sync", "actor", "->", "rollout"],
         ["run", "rollout"],
-        ["tell", "rows", "of", "rollout"],  # to rank 1, which has no part in making them
+        ["broadcast", "rows", "of", "rollout"],  # to rank 1, which has no part in making them
         ["exchange", "rollout"],
         ["run", "rewards"],
         ["run", "advantages"],
@@ -199,7 +199,7 @@ def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
     ]
     assert second == [
         ["sync", "actor", "->", "rollout"],
-        ["tell", "rows", "of", "rollout"],
+        ["broadcast", "rows", "of", "rollout"],
         ["exchange", "rollout"],
         ["run", "ref_logprobs"],
         ["run", "old_logprobs"],
@@ -213,7 +213,7 @@ class ReadsTexts(GRPO):
     """Its rewards are of texts, and of what is made where the actor trains."""
 
     @node
-    def rewards(self, rollout: Written, old_logprobs: PerToken) -> PerSample: ...
+    def rewards(self, rollout: WithTexts, old_logprobs: PerToken) -> PerSample: ...
 
 
 def test_a_node_that_reads_texts_runs_where_they_were_made() -> None:

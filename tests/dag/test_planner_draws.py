@@ -7,10 +7,20 @@ import pytest
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import Plan, plan
-from rlflow.dag.tasks import Exchange, Fill, HoldBack, Load, Reduce, RunNode, Sleep, SyncWeights, TrainNode
+from rlflow.dag.tasks import (
+    DeferUnfinished,
+    DynamicSampling,
+    Exchange,
+    Load,
+    Reduce,
+    RunNode,
+    Sleep,
+    SyncWeights,
+    TrainNode,
+)
 from rlflow.errors import UserError
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.layout import Layout
 from rlflow.values.rollout import Rollout
 from tests.dag.modules import GRPO, ROLES, SFT, Filtered, ReMax
@@ -20,7 +30,7 @@ from tests.dag.plans import BALANCED, BOTH, GROUPS, two_ranks
 def test_a_filter_and_its_ancestors_repeat_and_all_else_comes_after_them() -> None:
     assert two_ranks(Filtered()).tasks == (
         SyncWeights("actor", BOTH, BOTH),
-        Fill(
+        DynamicSampling(
             "useful",
             (
                 Load("batch", GROUPS),
@@ -51,12 +61,12 @@ def test_responses_that_are_cut_off_are_held_back_before_anything_reads_them() -
     tasks = cut_off(GRPO()).tasks
     assert tasks[:4] == (
         SyncWeights("actor", BOTH, BOTH),
-        Fill(
+        DynamicSampling(
             None,
             (
                 Load("batch", GROUPS),
                 RunNode("rollout", GROUPS, frees=()),
-                HoldBack("rollout", frees=("batch",), ranks=BOTH),
+                DeferUnfinished("rollout", frees=("batch",), ranks=BOTH),
             ),
             keeps=("rollout",),
             ranks=BOTH,
@@ -75,8 +85,8 @@ def test_prompts_are_held_until_all_that_reads_them_has_run() -> None:
     class Module(Filtered, DeclaredFirst):
         def useful(self, rollout: Rollout, rewards: PerSample, difficulty: PerSample) -> PerSample: ...
 
-    (fill,) = [task for task in cut_off(Module()).tasks if isinstance(task, Fill)]
-    assert HoldBack("rollout", frees=(), ranks=BOTH) in fill.tasks
+    (fill,) = [task for task in cut_off(Module()).tasks if isinstance(task, DynamicSampling)]
+    assert DeferUnfinished("rollout", frees=(), ranks=BOTH) in fill.tasks
     assert RunNode("difficulty", GROUPS, frees=("batch",)) in fill.tasks
 
 
@@ -84,11 +94,11 @@ def test_a_filter_reads_what_was_not_held_back() -> None:
     class Module(Filtered):
         def rewards(self, rollout: Rollout, batch: Batch) -> PerSample: ...
 
-    (fill,) = [task for task in cut_off(Module()).tasks if isinstance(task, Fill)]
+    (fill,) = [task for task in cut_off(Module()).tasks if isinstance(task, DynamicSampling)]
     assert fill.tasks == (
         Load("batch", GROUPS),
         RunNode("rollout", GROUPS, frees=()),
-        HoldBack("rollout", frees=(), ranks=BOTH),
+        DeferUnfinished("rollout", frees=(), ranks=BOTH),
         Exchange("batch", "rollout", GROUPS, GROUPS),
         RunNode("rewards", GROUPS, frees=("batch",)),
         RunNode("useful", GROUPS, frees=()),
@@ -132,7 +142,7 @@ class FilteredByLogprobs(Filtered):
 
 def test_a_value_is_exchanged_in_each_draw_and_once_more_for_later_readers() -> None:
     tasks = two_ranks(FilteredByLogprobs()).tasks
-    (fill,) = [task for task in tasks if isinstance(task, Fill)]
+    (fill,) = [task for task in tasks if isinstance(task, DynamicSampling)]
     moved = Exchange("rollout", "rollout", GROUPS, BALANCED)
     assert fill.keeps == ("rollout", "rewards", "old_logprobs")
     assert fill.tasks.count(moved) == 1
@@ -145,7 +155,7 @@ def test_a_prompts_value_is_kept_for_a_rollout_after_the_filter() -> None:
         def greedy(self, batch: Batch) -> Rollout: ...
 
     tasks = two_ranks(Module()).tasks
-    assert "batch" in next(task.keeps for task in tasks if isinstance(task, Fill))
+    assert "batch" in next(task.keeps for task in tasks if isinstance(task, DynamicSampling))
     assert RunNode("greedy", GROUPS, frees=("batch", "greedy")) in tasks
     assert [task for task in tasks if isinstance(task, SyncWeights)] == [SyncWeights("actor", BOTH, BOTH)]
 
@@ -156,7 +166,7 @@ def test_weights_come_before_the_first_rollout_where_the_filter_chooses_prompts(
         def hard(self, batch: Batch) -> PerSample: ...
 
     kinds = [type(task) for task in two_ranks(Module()).tasks]
-    assert kinds[:3] == [Fill, SyncWeights, RunNode]
+    assert kinds[:3] == [DynamicSampling, SyncWeights, RunNode]
 
 
 def test_what_a_plan_says_of_values_and_readers_holds_for_those_that_repeat() -> None:
@@ -180,7 +190,7 @@ def test_what_a_plan_says_of_values_and_readers_holds_for_those_that_repeat() ->
 def test_a_rank_repeats_the_tasks_that_name_it() -> None:
     layouts = {"actor.rollout": Layout((0,), 1), "actor": Layout((1,), 1, "balanced")}
     planned = plan(Graph.read(Filtered(), ROLES), layouts, world_size=2)
-    fills = [task for rank in (0, 1) for task in planned.for_rank(rank) if isinstance(task, Fill)]
+    fills = [task for rank in (0, 1) for task in planned.for_rank(rank) if isinstance(task, DynamicSampling)]
     assert [len(fill.tasks) for fill in fills] == [4]  # rank 1 has no part in it
 
 
@@ -188,7 +198,7 @@ def test_repeated_tasks_are_printed_below_what_repeats_them_and_count_for_the_di
     planned = two_ranks(Filtered())
     assert str(planned).splitlines()[:4] == [
         "sync      actor -> rollout: ranks 0-1",
-        "fill      useful: ranks 0-1; keeps rollout, rewards; repeats",
+        "resample  useful: ranks 0-1; keeps rollout, rewards; repeats",
         "  load      batch: ranks 0-1, 2 shards, groups",
         "  run       rollout: ranks 0-1, 2 shards, groups; frees batch",
     ]

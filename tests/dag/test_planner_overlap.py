@@ -7,10 +7,10 @@ import pytest
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import plan
-from rlflow.dag.tasks import Exchange, Fill, Load, Reduce, RunNode, SyncWeights, Tell, TrainNode
+from rlflow.dag.tasks import BroadcastRows, DynamicSampling, Exchange, Load, Reduce, RunNode, SyncWeights, TrainNode
 from rlflow.errors import UserError
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.layout import Layout
 from rlflow.values.rollout import Rollout
 from tests.dag.modules import GRPO, ROLES, SFT, Filtered
@@ -30,7 +30,7 @@ def test_generation_runs_a_step_ahead_of_training() -> None:
         RunNode("ref_logprobs", TRAINS, frees=(), lag=1),
         RunNode("old_logprobs", TRAINS, frees=(), lag=1),
         TrainNode("actor_loss", TRAINS, frees=("rollout", "advantages", "old_logprobs", "ref_logprobs"), lag=1),
-        Tell("rollout", 0, (1, 2)),
+        BroadcastRows("rollout", 0, (1, 2)),
         Exchange("rollout", "rollout", GENERATES, TRAINS),
         Exchange("advantages", "rollout", GENERATES, TRAINS),
         Reduce((0, 1, 2), lag=1),
@@ -56,10 +56,10 @@ def test_a_value_is_not_freed_before_training_a_step_later_has_read_it() -> None
 def test_a_filter_runs_ahead_without_the_ranks_that_train() -> None:
     layouts = {"actor.rollout": Layout((0, 1), 2), "actor": Layout((2,), 1, "balanced")}
     planned = plan(Graph.read(Filtered(), ROLES), layouts, world_size=3, max_staleness=1)
-    (fill,) = [task for task in planned.tasks if isinstance(task, Fill)]
+    (fill,) = [task for task in planned.tasks if isinstance(task, DynamicSampling)]
     assert fill.ranks == (0, 1)
     assert fill.lag == 0
-    assert Tell("rollout", 0, (2,)) in planned.crossing()
+    assert BroadcastRows("rollout", 0, (2,)) in planned.crossing()
 
 
 def test_ranks_that_train_are_told_of_rows_when_they_have_trained() -> None:
@@ -69,8 +69,8 @@ def test_ranks_that_train_are_told_of_rows_when_they_have_trained() -> None:
         "actor": Layout((2,), 1, "balanced"),
     }
     planned = plan(Graph.read(GRPO(), ROLES), layouts, world_size=3, max_staleness=1)
-    told = [task for task in planned.tasks if isinstance(task, Tell)]
-    assert told == [Tell("rollout", 0, (1,)), Tell("rollout", 0, (2,))]
+    told = [task for task in planned.tasks if isinstance(task, BroadcastRows)]
+    assert told == [BroadcastRows("rollout", 0, (1,)), BroadcastRows("rollout", 0, (2,))]
     assert told[1] in planned.crossing()
 
 
@@ -126,7 +126,10 @@ def test_ranks_in_a_filters_tasks_know_the_rows_that_others_of_them_make() -> No
     (fill,) = [
         task
         for task in plan(Graph.read(Module(), ROLES), layouts, world_size=3, max_staleness=1).tasks
-        if isinstance(task, Fill)
+        if isinstance(task, DynamicSampling)
     ]
     assert fill.ranks == (0, 2)
-    assert [task for task in fill.tasks if isinstance(task, Tell)] == [Tell("batch", 0, (2,)), Tell("rollout", 0, (2,))]
+    assert [task for task in fill.tasks if isinstance(task, BroadcastRows)] == [
+        BroadcastRows("batch", 0, (2,)),
+        BroadcastRows("rollout", 0, (2,)),
+    ]

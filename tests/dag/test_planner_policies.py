@@ -9,10 +9,10 @@ import pytest
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import plan
-from rlflow.dag.tasks import Exchange, Fill, SyncWeights, Task
+from rlflow.dag.tasks import DynamicSampling, Exchange, SyncWeights, Task
 from rlflow.errors import UserError
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.layout import Layout
 from rlflow.values.rollout import Rollout
 from tests.dag.plans import BOTH, GROUPS
@@ -96,9 +96,13 @@ def test_policies_that_share_an_engine_take_turns_within_what_repeats() -> None:
         def useful(self, answer: Rollout) -> PerSample: ...
 
     graph = Graph.read(Module(), POLICIES)
-    (fill,) = [task for task in plan(graph, TOGETHER, 2).tasks if isinstance(task, Fill)]
+    (fill,) = [task for task in plan(graph, TOGETHER, 2).tasks if isinstance(task, DynamicSampling)]
     assert not any(isinstance(task, SyncWeights) for task in fill.tasks)
-    (fill,) = [task for task in plan(graph, TOGETHER, 2, shared={"solver": "proposer"}).tasks if isinstance(task, Fill)]
+    (fill,) = [
+        task
+        for task in plan(graph, TOGETHER, 2, shared={"solver": "proposer"}).tasks
+        if isinstance(task, DynamicSampling)
+    ]
     assert steps_of(fill.tasks)[:6] == [
         "sync proposer -> rollout",
         "run question",

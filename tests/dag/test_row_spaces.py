@@ -10,9 +10,9 @@ import pytest
 
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
-from rlflow.types import Each, Grouped, Grown
+from rlflow.types import Each, Grouped, NewRows
 from rlflow.values.batch import Batch, Pairs
-from rlflow.values.cuts import PerSample, PerToken, Scalar
+from rlflow.values.column_kinds import PerSample, PerToken, Scalar
 from rlflow.values.rollout import Rollout
 from tests.dag.modules import GRPO, ROLES, ReMax
 from tests.dag.problems import problems
@@ -41,7 +41,7 @@ def test_samples_of_two_rollouts_cannot_be_mixed() -> None:
 
     assert problems(Module()) == [
         "`advantages` mixes rows of `rollout` (in `rewards`) and of `other` (in `other`), and neither are below"
-        " the others. Read one as `Each` in a node above both, or join them in a node that returns `Grown`"
+        " the others. Read one as `Each` in a node above both, or join them in a node that returns `NewRows`"
     ]
 
 
@@ -85,7 +85,7 @@ def test_rows_of_two_branches_are_not_read_together() -> None:
 
     assert problems(Module()) == [
         "`both` mixes rows of `other` (in `other`) and of `again` (in `better`), and neither are below the others."
-        " Read one as `Each` in a node above both, or join them in a node that returns `Grown`"
+        " Read one as `Each` in a node above both, or join them in a node that returns `NewRows`"
     ]
 
 
@@ -98,7 +98,7 @@ class Pairing(GRPO):
     def best(self, batch: Batch, rewards: Each[PerSample]) -> PerSample: ...
 
     @node
-    def pairs(self, batch: Grouped, rollout: Each[Rollout], best: PerSample) -> Grown[Pairs]: ...
+    def pairs(self, batch: Grouped, rollout: Each[Rollout], best: PerSample) -> NewRows[Pairs]: ...
 
     @node
     def margins(self, pairs: Pairs, best: PerSample) -> PerSample: ...
@@ -166,10 +166,15 @@ class Numbers:
         ),
         (
             {"batch": Batch},
-            Grown[Numbers],
-            "returns Grown[Numbers], which has no `path`, and so no row that is above a new one. Give the type a field",
+            NewRows[Numbers],
+            "returns NewRows[Numbers], which has no `path`, and so no row that is above a new one. Give the type a"
+            " field",
         ),
-        ({}, Grown[Pairs], "returns Grown[Pairs] and reads no rows that the new ones are below. Read those, such as"),
+        (
+            {},
+            NewRows[Pairs],
+            "returns NewRows[Pairs] and reads no rows that the new ones are below. Read those, such as",
+        ),
     ],
 )
 def test_what_cannot_be_read_of_each_row_or_grown_is_one_line(reads: dict[str, Any], returns: Any, line: str) -> None:
@@ -191,7 +196,7 @@ def test_what_cannot_be_read_of_each_row_or_grown_is_one_line(reads: dict[str, A
 def test_rows_are_grown_without_a_model(marks: dict[str, Any]) -> None:
     class Module(GRPO):
         @node(**marks)
-        def more(self, batch: Batch) -> Grown[Pairs]: ...
+        def more(self, batch: Batch) -> NewRows[Pairs]: ...
 
     assert "rows are made of others without a model. Make them in a node of their own" in "".join(problems(Module()))
 

@@ -11,7 +11,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.planner import plan
 from rlflow.dag.tasks import Sleep, SyncWeights, TrainNode
 from rlflow.run.prepare import read_graph
-from rlflow.types import Trained
+from rlflow.types import After
 from rlflow.values.layout import Layout
 from tests.dag.modules import GRPO, Filtered
 from tests.dag.plans import BALANCED, BOTH, GROUPS
@@ -33,7 +33,7 @@ class Judged(GRPO):
     def before(self, rollout: Rollout) -> PerSample: ...
 
     @node(role="judge")
-    def rewards(self, rollout: Rollout, judge_loss: Trained) -> PerSample: ...
+    def rewards(self, rollout: Rollout, judge_loss: After) -> PerSample: ...
 
 
 class Twice(GRPO):
@@ -45,7 +45,7 @@ class Twice(GRPO):
     def first_loss(self, rollout: Rollout) -> PerToken: ...
 
     @node(generates="actor")
-    def again(self, batch: Batch, first_loss: Trained) -> Rollout: ...
+    def again(self, batch: Batch, first_loss: After) -> Rollout: ...
 
     @node(role="actor")
     def again_logprobs(self, again: Rollout) -> PerToken: ...
@@ -80,7 +80,7 @@ class Followed(RLModule):
     def beside(self, rollout: Rollout, early: PerToken) -> PerToken: ...
 
     @node(role="teacher")
-    def after(self, rollout: Rollout, actor_loss: Trained) -> PerToken: ...
+    def after(self, rollout: Rollout, actor_loss: After) -> PerToken: ...
 
     @node(role="teacher")
     def late(self, rollout: Rollout, after: PerToken) -> PerToken: ...
@@ -102,7 +102,7 @@ class Sampled(RLModule):
     def first_loss(self, rollout: Rollout) -> PerToken: ...
 
     @node
-    def first(self, rollout: Rollout, first_loss: Trained) -> PerSample: ...
+    def first(self, rollout: Rollout, first_loss: After) -> PerSample: ...
 
     @node(role="actor", type="train")
     def actor_loss(self, rollout: Rollout, first: PerSample) -> PerToken: ...
@@ -111,7 +111,7 @@ class Sampled(RLModule):
     def early(self, batch: Batch) -> Rollout: ...
 
     @node(generates="teacher")
-    def late(self, batch: Batch, actor_loss: Trained) -> Rollout: ...
+    def late(self, batch: Batch, actor_loss: After) -> Rollout: ...
 
 
 def order(module: object) -> list[str]:
@@ -173,7 +173,7 @@ def test_a_removed_training_is_not_waited_for_where_it_is_optional() -> None:
         judge_loss = None
 
         @node(role="judge")
-        def rewards(self, rollout: Rollout, judge_loss: Trained | None = None) -> PerSample: ...
+        def rewards(self, rollout: Rollout, judge_loss: After | None = None) -> PerSample: ...
 
     assert Graph.read(Module(), ROLES).nodes["rewards"].after == ()
 
@@ -181,10 +181,10 @@ def test_a_removed_training_is_not_waited_for_where_it_is_optional() -> None:
 def test_what_comes_after_something_else_is_told() -> None:
     class Module(Judged):
         @node(role="judge")
-        def rewards(self, rollout: Rollout, before: Trained) -> PerSample: ...
+        def rewards(self, rollout: Rollout, before: After) -> PerSample: ...
 
     assert problems(Module(), ROLES) == [
-        "`rewards` comes after `before`, read as Trained, and that is no train node. Those are actor_loss, judge_loss."
+        "`rewards` comes after `before`, read as After, and that is no train node. Those are actor_loss, judge_loss."
     ]
 
 
@@ -194,7 +194,7 @@ def test_a_loss_that_is_read_as_a_value_is_told_how_to_come_after_it() -> None:
         def rewards(self, rollout: Rollout, judge_loss: PerSample) -> PerSample: ...
 
     (problem,) = problems(Module(), ROLES)
-    assert problem.endswith("Compute what is shared in another node, or write `judge_loss: Trained` to come after it")
+    assert problem.endswith("Compute what is shared in another node, or write `judge_loss: After` to come after it")
 
 
 def test_a_circle_through_a_training_is_told() -> None:
@@ -210,14 +210,14 @@ def test_a_circle_through_a_training_is_told() -> None:
         def ref_loss(self, rollout: Rollout) -> PerSample: ...
 
         @node(role="reference")
-        def of_judge(self, rollout: Rollout, judge_loss: Trained) -> PerSample: ...
+        def of_judge(self, rollout: Rollout, judge_loss: After) -> PerSample: ...
 
         @node(role="judge")
-        def of_reference(self, rollout: Rollout, ref_loss: Trained) -> PerSample: ...
+        def of_reference(self, rollout: Rollout, ref_loss: After) -> PerSample: ...
 
     (problem,) = problems(Through(), ROLES)
     assert problem.endswith(
-        ". A train node that is read as Trained comes after what uses its role before. Break the cycle"
+        ". A train node that is read as After comes after what uses its role before. Break the cycle"
     )
 
 
@@ -227,7 +227,7 @@ def test_nothing_is_trained_in_what_a_filter_repeats() -> None:
         def early_loss(self, rollout: Rollout) -> PerToken: ...
 
         @node(type="filter")
-        def useful(self, rollout: Rollout, early_loss: Trained) -> PerSample: ...
+        def useful(self, rollout: Rollout, early_loss: After) -> PerSample: ...
 
     (problem,) = problems(Module(), ROLES)
     assert problem.startswith("`early_loss` trains, and the filter `useful` comes after it, which is asked once a draw")
@@ -258,13 +258,13 @@ def test_of_several_trainings_before_a_generation_the_first_is_named() -> None:
         @node(generates="actor")
         def again(
             self,
-            f_loss: Trained,
-            e_loss: Trained,
-            d_loss: Trained,
-            c_loss: Trained,
-            b_loss: Trained,
+            f_loss: After,
+            e_loss: After,
+            d_loss: After,
+            c_loss: After,
+            b_loss: After,
             batch: Batch,
-            first_loss: Trained,
+            first_loss: After,
         ) -> Rollout: ...
 
     layouts = {**dict.fromkeys(ROLES, Layout((1,), 1, "balanced")), "actor.rollout": Layout((0,), 1)}

@@ -7,7 +7,7 @@ from typing import Any
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.values.batch import Batch, Pairs
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.rollout import Rollout
 from tests.dag.modules import GRPO, ROLES, SFT
 from tests.dag.problems import problems

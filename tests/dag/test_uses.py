@@ -10,7 +10,7 @@ from rlflow.dag.node import node
 from rlflow.module import RLModule
 from rlflow.run.placement import Place, Placed, layouts
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.layout import Layout
 
 HANDLES = ("actor", "teacher", "other")

@@ -25,7 +25,7 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards import ByDataset, CallableReward, ExactMatch, RewardInput, WeightedSum
 from rlflow.rewards.reward import OnError
 from rlflow.strategies import SingleProcess
-from rlflow.types import Written
+from rlflow.types import WithTexts
 from tests.controller.runs import ZERO2, Fit, RecordingSFT, StopsAfter, failing_fit, fit
 from tests.ranks import RankPool
 
@@ -244,7 +244,7 @@ class Lengths(GRPO):
         self.record: list[tuple[str, int]] = []
 
     @node
-    def look(self, rollout: Written) -> None:
+    def look(self, rollout: WithTexts) -> None:
         lengths = rollout.lengths.tolist()
         self.record += zip([row["prompt"][0] for row in rollout.rows], lengths, strict=True)
 

@@ -19,7 +19,7 @@ from rlflow.data.pictures import Album, portable
 from rlflow.data.prompts import Encoder, PromptData
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
-from rlflow.models.pictures import PictureProcessor
+from rlflow.models.picture_processor import PictureProcessor
 from rlflow.models.tiny import tiny_tokenizer, write_tiny_vision_model
 from rlflow.values.batch import Batch
 from rlflow.values.picture import MOST_PIXELS, Picture

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.data.played import Played
 from rlflow.data.prompts import Encoder, PromptData
+from rlflow.data.scripted_conversations import Played
 from rlflow.environments.environment import Environment
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import reasoning_gym
 
-from rlflow.data.tasks import ReasoningGym, ReasoningGymHints, ReasoningGymPairs
+from rlflow.data.generated import ReasoningGym, ReasoningGymHints, ReasoningGymPairs
 from rlflow.errors import UserError
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 10 x 10 x {+, -}: 200 problems

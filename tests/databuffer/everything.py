@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from rlflow.values.absent import Absent
+from rlflow.values.column_kinds import ColumnKind, OnDemand, PerSample, PerToken, Rows, Scalar
 from rlflow.values.columns import Parts
-from rlflow.values.cuts import Cut, Home, PerSample, PerToken, Rows, Scalar
+from rlflow.values.not_sent import NotSent
 from rlflow.values.ragged import Ragged
 
 
@@ -31,7 +31,7 @@ class Everything:
     images: Ragged  # [sum, 2] float16
     number: Scalar
     rows: Rows
-    texts: Annotated[list[str], Cut.JSON, Home]
+    texts: Annotated[list[str], ColumnKind.JSON, OnDemand]
 
 
 def everything(ids: list[int], length_of: dict[int, int]) -> Everything:
@@ -60,7 +60,7 @@ def everything(ids: list[int], length_of: dict[int, int]) -> Everything:
 def differences(found: Everything, expected: Everything) -> list[str]:
     """The names of the columns that differ in dtype, shape or any bit; texts that were not asked for are let pass."""
     names = [field.name for field in dataclasses.fields(Everything)]
-    there = [name for name in names if name != "texts" or not isinstance(found.texts, Absent)]
+    there = [name for name in names if name != "texts" or not isinstance(found.texts, NotSent)]
     return [name for name in there if not _equal(getattr(found, name), getattr(expected, name))]
 
 

@@ -12,7 +12,7 @@ from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
-from rlflow.values.cuts import PerSample, PerToken, Scalar
+from rlflow.values.column_kinds import PerSample, PerToken, Scalar
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 from tests.databuffer.everything import Everything, everything

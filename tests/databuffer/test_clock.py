@@ -11,7 +11,7 @@ from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Clock, Transport
-from rlflow.values.cuts import PerSample
+from rlflow.values.column_kinds import PerSample
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 

@@ -20,8 +20,8 @@ from rlflow.databuffer.rows import RowSpace, space_from_message, space_to_messag
 from rlflow.databuffer.transport import Transport
 from rlflow.errors import UserError
 from rlflow.values.batch import Pairs
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.columns import take_rows
-from rlflow.values.cuts import PerSample, PerToken
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 from tests.databuffer.everything import Everything, differences, everything
@@ -62,12 +62,12 @@ class Seen:
     bytes_received: int
 
 
-def layouts(draw: st.DrawFn, world_size: int, dealing: str | None = None) -> Layout:
+def layouts(draw: st.DrawFn, world_size: int, shard_by: str | None = None) -> Layout:
     ranks = draw(st.sets(st.integers(0, world_size - 1), min_size=1))
     shards = draw(st.sampled_from([n for n in range(1, world_size + 1) if len(ranks) % n == 0]))
-    dealing = dealing or draw(st.sampled_from(["groups", "balanced"]))
-    update = draw(st.none() | st.integers(1, 12)) if dealing == "balanced" else None
-    return Layout(tuple(sorted(ranks)), shards, dealing, update)  # type: ignore[arg-type]
+    shard_by = shard_by or draw(st.sampled_from(["groups", "balanced"]))
+    update = draw(st.none() | st.integers(1, 12)) if shard_by == "balanced" else None
+    return Layout(tuple(sorted(ranks)), shards, shard_by, update)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -102,8 +102,8 @@ def _bring(case: Case) -> Seen:
         path = torch.stack([at // case.group_size, at], dim=1)
         space = RowSpace.gather("rollout", transport, case.source, path=path, lengths=lengths, tokens=lengths + 1)
     message = None if space is None else space_to_message(space)
-    everyone, teller = tuple(range(transport.world_size)), case.source.ranks[0]
-    message = transport.broadcast_bytes(message if rank == teller else None, teller, everyone)
+    everyone, source = tuple(range(transport.world_size)), case.source.ranks[0]
+    message = transport.broadcast_bytes(message if rank == source else None, source, everyone)
     space = space or space_from_message(message)
     if rank not in {*case.source.ranks, *case.target.ranks}:
         return Seen(None, [], 0, 0)
@@ -127,7 +127,7 @@ def _check_all_rows_arrive(ranks: RankPool, case: Case) -> None:
         ids = seen[rank].found.ids.tolist()
         assert ids == seen[rank].positions, "in the order of the row space, whose ids are 0, 1, ... here"
         assert differences(seen[rank].found, everything(ids, length_of)) == []
-    if case.target.dealing == "groups":
+    if case.target.shard_by == "groups":
         shards_of_group = {(i // case.group_size, s) for s, peers in enumerate(by_shard) for i in peers[0]}
         assert len(shards_of_group) == len(case.lengths) // case.group_size, "groups are whole"
     assert sum(one.bytes_sent for one in seen) == sum(one.bytes_received for one in seen)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rlflow.databuffer.groups import Groups, GroupValue
 from rlflow.databuffer.rows import RowSpace
+from rlflow.values.column_kinds import ColumnKind, OnDemand, PerSample, PerToken
 from rlflow.values.columns import Parts
-from rlflow.values.cuts import Cut, Home, PerSample, PerToken
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 
@@ -31,7 +31,7 @@ class Value:
     parts: dict[str, PerSample]
     response: PerToken
     prompt: Ragged
-    texts: Annotated[list[str], Cut.JSON, Home]
+    texts: Annotated[list[str], ColumnKind.JSON, OnDemand]
 
 
 def length(row: int) -> int:

@@ -15,8 +15,8 @@ from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
-from rlflow.values.absent import Absent
 from rlflow.values.layout import Layout
+from rlflow.values.not_sent import NotSent
 from tests.databuffer.everything import Everything, differences, everything
 from tests.ranks import RankPool
 from tests.slow import slow_but
@@ -35,7 +35,7 @@ PLACES = [
     ((0, 1, 2, 3), 2),
     ((0, 1, 2, 3), 1),
 ]
-FAMILY = [Layout(ranks, shards, dealing) for ranks, shards in PLACES for dealing in ("groups", "balanced")]  # type: ignore[arg-type]
+FAMILY = [Layout(ranks, shards, shard_by) for ranks, shards in PLACES for shard_by in ("groups", "balanced")]  # type: ignore[arg-type]
 LENGTHS = (3, 0, 9, 1, 1, 4, 0, 0, 7, 2, 5, 5, 8, 1)  # response tokens by id
 GROUP_SIZE = 2
 FREE = Balance(bytes_per_s=1e15)  # rows move for any gain
@@ -66,7 +66,7 @@ def consecutive(groups: list[int], shards: int) -> list[list[int]]:
 def dealt(layout: Layout, home: list[list[int]], ranks: tuple[int, ...]) -> list[list[int]]:
     """The ids of each shard, of rows that `home` holds by shard in whole groups on `ranks`."""
     shards = layout.shards
-    if layout.dealing == "groups":
+    if layout.shard_by == "groups":
         if shards == len(home):
             return home
         if layout.ranks == ranks and shards % len(home) == 0:  # each shard is shared out among its own ranks
@@ -164,7 +164,7 @@ def bring_from(source: Layout) -> list[Brought | None]:
         buffer.free("value")
         ids = [] if found is None else found.ids.tolist()
         wrong = [] if found is None else differences(found, rows(tuple(ids)))
-        texts = found is not None and not isinstance(found.texts, Absent)
+        texts = found is not None and not isinstance(found.texts, NotSent)
         seen.append(Brought(ids, wrong, texts, buffer.bytes_sent, buffer.bytes_received))
     return seen
 
@@ -189,7 +189,7 @@ def test_every_layout_reaches_every_other_bit_by_bit_and_byte_by_byte(ranks4: Ra
             assert found.texts == (found.ids == held.get(rank)), "only the very rows that were made have texts"
             assert found.received == sum(map(row_bytes, lacks[rank])), f"bytes to rank {rank} in {target}"
         for rank in source.ranks:
-            takers = target.ranks if source.publishes(rank) else ()
+            takers = target.ranks if source.is_leader(rank) else ()
             gives = [row_bytes(i) for taker in takers for i in lacks[taker] if i in held[rank]]
             assert seen[rank][number].sent == sum(gives), f"bytes from rank {rank} to {target}"
 

@@ -14,7 +14,7 @@ from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.route import Partition
 from rlflow.databuffer.rows import RowSpace, ancestors, beside_parents, space_from_message, space_to_message
 from rlflow.databuffer.transport import Transport
-from rlflow.values.cuts import PerSample, PerToken
+from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 

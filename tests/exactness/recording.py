@@ -23,9 +23,9 @@ from transformers import (
     AutoTokenizer,
 )
 
-from rlflow.models.pictures import PictureProcessor, class_of, copy_processor, reads_pictures
+from rlflow.models.picture_processor import PictureProcessor, class_of, copy_processor, reads_pictures
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout.engine import Completion, EnginePlace, InProcessEngine, Sampling, SyncReport
+from rlflow.rollout.engine import Completion, InProcessEngine, RankInfo, Sampling, SyncReport
 from rlflow.values.picture import Picture
 from rlflow.values.truncation import END
 from tests.reference.update import PICTURES, load_classifier_float64, load_float64, response_logprobs, response_values
@@ -265,7 +265,7 @@ class Recorded(InProcessEngine):
     def tell_support(self, most: int) -> None:
         self._most_kept = most
 
-    def setup(self, model_path: str, place: EnginePlace) -> None:
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
         self._context = 1024
         if reads_pictures(config := AutoConfig.from_pretrained(model_path)):
             self._processor = PictureProcessor.load(Path(model_path), config)

@@ -10,7 +10,7 @@ import torch
 
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import ScoringModel
-from rlflow.rollout import EnginePlace, RolloutEngine, TransformersEngine, VLLMEngine
+from rlflow.rollout import RankInfo, RolloutEngine, TransformersEngine, VLLMEngine
 from rlflow.run.pretrained import load_config
 from tests.families.gap import follow_three_syncs
 from tests.own_code import copies_in, write_own_model
@@ -23,7 +23,7 @@ def test_logprobs_are_training_s_after_each_sync(engine: RolloutEngine, tmp_path
     folder = write_own_model(tmp_path / "own", was_run=tmp_path / "was_run")
     with copies_in(tmp_path / "copies"):
         model = ScoringModel.load(folder, torch.float32, CPU, trust_remote_code=True)
-        engine.setup(str(folder), EnginePlace(torch.float32, CPU, trust_remote_code=True))
+        engine.setup(str(folder), RankInfo(torch.float32, CPU, trust_remote_code=True))
     follow_three_syncs(engine, model)
     engine.close()
 
@@ -31,7 +31,7 @@ def test_logprobs_are_training_s_after_each_sync(engine: RolloutEngine, tmp_path
 def test_an_engine_runs_no_code_that_is_not_trusted(tmp_path: Path) -> None:
     folder = write_own_model(tmp_path / "own", was_run=tmp_path / "was_run")
     with pytest.raises(UserError, match="then set `trust_remote_code` to true"):
-        TransformersEngine().setup(str(folder), EnginePlace(torch.float32, CPU))
+        TransformersEngine().setup(str(folder), RankInfo(torch.float32, CPU))
     assert not (tmp_path / "was_run").exists()
 
 

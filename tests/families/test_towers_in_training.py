@@ -18,7 +18,7 @@ from rlflow import CausalLM, LoRA, UserError
 from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import pack, take
-from rlflow.models.pictures import PictureReader
+from rlflow.models.picture_processor import PictureReader
 from rlflow.testing.derivative import wide_casts
 from rlflow.values.batch import TokenRows
 from rlflow.values.picture import Picture

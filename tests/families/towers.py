@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from rlflow.models.pictures import PictureProcessor
+from rlflow.models.picture_processor import PictureProcessor
 from rlflow.models.tiny import tiny_tokenizer
 from rlflow.rollout import Completion
 from rlflow.values.picture import Picture

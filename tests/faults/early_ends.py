@@ -1,4 +1,4 @@
-"""Ways in which code of the user's ends a run before its end. Written into the folder of a run as `early_ends.py`."""
+"""Ways in which code of the user's ends a run before its end. WithTexts into the folder of a run as `early_ends.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rlflow import PerSample, node
 from rlflow.algorithms import GRPO
 from rlflow.callbacks import Callback
-from rlflow.types import Written
+from rlflow.types import WithTexts
 
 if os.environ.get("EARLY_END") == f"at import on rank {os.environ.get('LOCAL_RANK')}":
     os._exit(0)
@@ -54,13 +54,13 @@ def raises_before_an_atexit_that_leaves(response: str, row: dict[str, Any]) -> f
 
 class LeavesInANode(GRPO):
     @node
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         os._exit(0)
 
 
 class CallsExitInANode(GRPO):
     @node
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         sys.exit(0)
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 
 import psutil
 
-from rlflow.process.environment import PLACE
+from rlflow.process.environment_variables import PLACE
 
 COMMAND = (sys.executable, "-m", "rlflow.cli")
 RANK_STARTS_S = 120.0

@@ -114,7 +114,7 @@ def run(
     **more: Any,
 ) -> list[Result]:
     module = kind(str(policy), *spoiled)
-    settings = {"max_steps": steps, "skip_spikes": TIMES, **more}
+    settings = {"max_steps": steps, "grad_norm_spike_limit": TIMES, **more}
     return ranks.run(how, Fit(module, answers(LENGTHS, 4), folder, strategy, settings=settings), timeout_s=200)
 
 

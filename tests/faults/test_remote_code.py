@@ -179,7 +179,10 @@ def test_whatever_loads_a_model_says_whose_code_may_run_and_no_dataset_s_may() -
             if ast.unparse(call.func.value) in WITHOUT_CODE:
                 continue
             said = [ast.unparse(given.value) for given in call.keywords if given.arg == "trust_remote_code"]
-            by_role = call.func.attr != "load_dataset" and said in (["trust_remote_code"], ["place.trust_remote_code"])
+            by_role = call.func.attr != "load_dataset" and said in (
+                ["trust_remote_code"],
+                ["rank_info.trust_remote_code"],
+            )
             found.append((path.name, call.func.attr, by_role or said == ["False"]))
     assert len(found) >= 9
     assert [load for load in found if not load[2]] == []

@@ -65,7 +65,7 @@ PROJECT = str(Path(__file__).parents[2])
 def run(folder: Path, *more: str) -> tuple[Ended, list[list[str]]]:
     """A run to its end, and the command lines of what it started."""
     own_folder.make(folder)
-    kept = {"trainer.keep_inputs": [1], "trainer.save_every_n_steps": 1, "trainer.max_steps": 2}
+    kept = {"trainer.dump_steps": [1], "trainer.save_every_n_steps": 1, "trainer.max_steps": 2}
     write(folder / "my.yaml", TWO_RANKS | kept | {REWARD: IN_THE_CONFIG, "logger": LOGGERS})
     environment = {"PLANTED_TOKEN": KEYS["PLANTED_TOKEN"], "PYTHONPATH": f"{folder}:{PROJECT}"}
     lines: list[list[str]] = []
@@ -111,7 +111,7 @@ def test_planted_secrets_are_found_in_no_file_line_or_command_of_a_run(
 
 
 def test_nor_in_those_of_a_run_that_ends_with_an_error_which_forges_no_line(tmp_path: Path) -> None:
-    ended, lines = run(tmp_path, f"--{REWARD}.init_args.at_end", "true", "--trainer.keep_inputs", "[]")
+    ended, lines = run(tmp_path, f"--{REWARD}.init_args.at_end", "true", "--trainer.dump_steps", "[]")
     assert ended.code == 2, ended
     assert "answered 401" in ended.last
     assert "\x1b" not in ended.errors

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from rlflow.memory.estimate import Memory, does_not_fit, memory_lines
-from rlflow.memory.role import LoadedRole, loaded_role
+from rlflow.memory.role_bytes import LoadedRole, loaded_role
 from rlflow.memory.workload import Engine, loaded_engine
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.lora import LoRA
@@ -125,8 +125,8 @@ def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way(
     assert how(bucket_elements=800).bucket == 800
     assert how().bucket == 1000  # no more than the largest layer, the embedding
     assert how().weights == 3850 * 4 / 4
-    assert how(partition_within=2).weights == 3850 * 4 / 4 + 3850 * 4 / 2
-    assert how(partition_within=4).weights == 3850 * 4 / 4  # the role has no more ranks
+    assert how(hpz_partition_size=2).weights == 3850 * 4 / 4 + 3850 * 4 / 2
+    assert how(hpz_partition_size=4).weights == 3850 * 4 / 4  # the role has no more ranks
     assert how(offload_parameters=True).weights_offloaded
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlflow.memory.estimate import Memory
-from rlflow.memory.role import LoadedRole
+from rlflow.memory.role_bytes import LoadedRole
 from rlflow.memory.workload import Engine
 from rlflow.models.sizes import ModelSize
 from rlflow.rollout.engine import EngineMemory

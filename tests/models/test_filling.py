@@ -22,7 +22,7 @@ from rlflow.models.scalar import ValueModel
 from rlflow.models.shards import fill
 from rlflow.models.tiny import write_tiny_model
 from rlflow.models.weight_files import CHUNK_BYTES, WeightFiles
-from rlflow.storage.tensors import TensorRange
+from rlflow.storage.safetensors_files import TensorRange
 from tests.families.models import FAMILIES, SHORT, write_family
 from tests.models.test_scoring import write
 from tests.slow import slow_but

@@ -12,8 +12,8 @@ from rlflow.errors import UserError
 from rlflow.models import packing
 from rlflow.models.packing import pack, packed_micro_batches, pad, padded_micro_batches, take, token_counts
 from rlflow.values.batch import TokenRows
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import Column
-from rlflow.values.cuts import Cut
 from rlflow.values.ragged import Ragged
 
 # Row 0: prompt 7, response 1 2. Row 1: prompt 8 8, no response. Row 2: prompt 9 10, response 3.
@@ -48,7 +48,10 @@ def test_a_position_scores_the_token_after_it() -> None:
 
 
 def test_columns_that_a_model_reads_are_packed_and_taken_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    for column in (Column("patches", Cut.RAGGED, model_input="any"), Column("weights", Cut.TOKEN, model_input="any")):
+    for column in (
+        Column("patches", ColumnKind.RAGGED, model_input="any"),
+        Column("weights", ColumnKind.TOKEN, model_input="any"),
+    ):
         monkeypatch.setitem(packing.MODEL_INPUTS, column.name, column)
     columns = {
         "experts": Ragged(torch.tensor([[70], [71], [90], [91]]), torch.tensor([2, 0, 2])),  # of 7 1, and 9 10

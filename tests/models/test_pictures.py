@@ -17,7 +17,7 @@ from rlflow import CausalLM, RewardModel, ValueModel
 from rlflow.errors import UserError
 from rlflow.models.attention import check_sequence_parallel
 from rlflow.models.packing import pack
-from rlflow.models.pictures import PictureProcessor, PictureReader
+from rlflow.models.picture_processor import PictureProcessor, PictureReader
 from rlflow.models.tiny import write_tiny_model, write_tiny_vision_model
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged

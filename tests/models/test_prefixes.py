@@ -24,8 +24,8 @@ from rlflow.models.packing import pack, shared_micro_batches, take
 from rlflow.models.prefixes import families, gather, neighbours
 from rlflow.testing.derivative import wide_casts
 from rlflow.values.batch import Pairs, TokenRows
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import Column
-from rlflow.values.cuts import Cut
 from rlflow.values.ragged import Ragged
 from tests.forks import forked_rows, rows_of
 from tests.models.conftest import one_by_one
@@ -160,7 +160,7 @@ def test_micro_batches_of_unlike_experts_stay_within_the_budget() -> None:
 
 
 def test_rows_with_entries_of_no_token_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    column = Column("patches", Cut.RAGGED, model_input="any")
+    column = Column("patches", ColumnKind.RAGGED, model_input="any")
     monkeypatch.setitem(packing.MODEL_INPUTS, column.name, column)
     rows = rows_of([(TEN, [1, 2]), (TEN, [3, 4])])
     line = pack(replace(rows, columns={"patches": Ragged.from_lists([[4, 5], [6]])}), share_prefixes=True)

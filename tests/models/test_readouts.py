@@ -22,7 +22,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.packing import take
 from rlflow.models.tiny import write_tiny_model
 from rlflow.values.batch import Batch
-from rlflow.values.cuts import PerSample
+from rlflow.values.column_kinds import PerSample
 from rlflow.values.ragged import Ragged
 from tests.families.models import write_family
 from tests.models.conftest import random_rows

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlflow import CausalLM
 from rlflow.errors import UserError
-from rlflow.memory.role import loaded_role
+from rlflow.memory.role_bytes import loaded_role
 from rlflow.models.architecture import cached_bytes
 from rlflow.models.sizes import KNOWN, ModelSize, size_of
 from rlflow.models.tiny import write_tiny_vision_model

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.process.status import AT_FIRST, ENDED, Board, refusing_exits
+from rlflow.process.status import AT_FIRST, ENDED, StatusBoard, refusing_exits
 
 HERE = socket.gethostname()
 SCRIPT = Path(__file__).with_name("supervised_script.py")
@@ -170,12 +170,12 @@ def _runs(pid: int) -> bool:
 
 
 def test_a_status_longer_than_its_place_is_cut() -> None:
-    board = Board.make()
+    board = StatusBoard.make()
     board[1].write(1, "x" * 5000)
     assert (board[1].rank, board[1].doing) == (1, "x" * 512)
     assert board[0].doing == board[2].doing == AT_FIRST
     board[1].write(1, ENDED)
-    assert Board(board.path)[1].ended
+    assert StatusBoard(board.path)[1].ended
 
 
 def test_an_exit_within_a_run_is_the_user_s_error() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from rlflow.models.pictures import class_of, reads_pictures
+from rlflow.models.picture_processor import class_of, reads_pictures
 
 PICTURES = "pictures.pt"  # in a model's folder: what transformers' model reads of the pictures of each prompt
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rlflow.data.tasks import ReasoningGym
+from rlflow.data.generated import ReasoningGym
 from rlflow.errors import UserError
 from rlflow.rewards import (
     CallableReward,

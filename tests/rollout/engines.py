@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from rlflow.rollout import Completion, EnginePlace, RolloutEngine, Sampling, SyncReport
+from rlflow.rollout import Completion, RankInfo, RolloutEngine, Sampling, SyncReport
 
 
 class Broken(RolloutEngine):
     """Complains when it is set up, fails when it shall load, exits when it shall generate, and sleeps for long."""
 
-    def setup(self, model_path: str, place: EnginePlace) -> None:
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
         print("an engine's errors", file=sys.stderr)
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:

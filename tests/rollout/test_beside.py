@@ -40,10 +40,10 @@ SAMPLING = Sampling(24, 1.0, STOP)
 VERSIONS = itertools.count()
 SCRIPT = """
 import torch
-from rlflow.rollout import EngineSubprocess, EnginePlace
+from rlflow.rollout import EngineSubprocess, RankInfo
 from tests.rollout.engines import Broken
 engine = EngineSubprocess(Broken(), index=0, size=1, address="", timeout_s=120.0)
-engine.setup("", EnginePlace(torch.float32, torch.device("cpu")))
+engine.setup("", RankInfo(torch.float32, torch.device("cpu")))
 print(engine._process._popen.pid, flush=True)
 engine.sleep()
 """

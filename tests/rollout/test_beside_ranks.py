@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlflow.rollout import (
     Completion,
-    EnginePlace,
     EngineSubprocess,
+    RankInfo,
     RolloutEngine,
     Sampling,
     TransformersEngine,
@@ -30,7 +30,7 @@ SAMPLING = Sampling(24, 1.0, STOP)
 
 
 def _setup(engine: RolloutEngine, folder: Path, rank: int, size: int) -> RolloutEngine:
-    engine.setup(str(folder), EnginePlace(torch.float32, torch.device("cpu"), rank, size, rank))
+    engine.setup(str(folder), RankInfo(torch.float32, torch.device("cpu"), rank, size, rank))
     return engine
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow.context.generation import Calls
+from rlflow.context.generation import GenerationHistory
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
 from rlflow.rollout.sampling import sample, sampling_seed
@@ -119,7 +119,7 @@ def test_each_token_is_in_the_loss_mask_of_one_row(plain: RolloutEngine) -> None
     trunk = responses(plain, n=1, longest=3)
     branches = continued(plain, trunk, n=2, temperature=1.0, most=4)
     leaves = continued(plain, branches, n=2, temperature=1.0)
-    calls = Calls()
+    calls = GenerationHistory()
     for made in (trunk, branches, leaves):
         calls.add("actor", [], made)
     had: dict[tuple[int, ...], int] = {
@@ -150,7 +150,7 @@ def test_a_second_call_trains_the_rest_with_its_own_seeds_and_numbers(
     of_rows = torch.bincount(torch.repeat_interleave(torch.where(ends(short), 1, 2)))
     earlier = torch.stack([torch.ones_like(of_rows), of_rows], dim=1)
     second = continued(plain, long, n=2, temperature=1.0, earlier=earlier)
-    calls = Calls()
+    calls = GenerationHistory()
     for made_by_call in (first, second):
         calls.add("actor", [], made_by_call)
     mask = calls.returned(first.concat(second), depth=2).loss_mask[len(first.lengths) :]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlflow.databuffer.transport import Transport
-from rlflow.rollout import EnginePlace, RolloutEngine, Sampling, Share, TransformersEngine, VLLMEngine, WeightSyncError
+from rlflow.rollout import RankInfo, RolloutEngine, Sampling, Share, TransformersEngine, VLLMEngine, WeightSyncError
 from rlflow.rollout.assignment import EngineSettings, RankEngines, engines_of_rank
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
@@ -125,7 +125,7 @@ def _two_of_a_rank(folders: dict[str, Path]) -> list[float]:
     transport = Transport(torch.device("cpu"))
     engines = EngineSettings(VLLMEngine(kv_cache_gib=0.25)).assigned([*folders])
     here = engines_of_rank(engines, dict.fromkeys(folders, Layout((0, 1), 2)), transport, on_cpu=True, timeout_s=120.0)
-    place = EnginePlace(torch.float32, torch.device("cpu"), transport.rank, 2, transport.rank)
+    place = RankInfo(torch.float32, torch.device("cpu"), transport.rank, 2, transport.rank)
     models = policies(folders)
     for policy, engine in here.own.items():
         engine.setup(str(folders[policy]), place)

@@ -18,7 +18,7 @@ from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
 from rlflow.rollout.conversation import Conversation, Rules, play_game, to_rollout
 from rlflow.rollout.conversation_loop import ConversationLoop, EnvironmentCalls, TurnQueue
-from rlflow.rollout.sampling import Children, sampling_seed
+from rlflow.rollout.sampling import SampleIds, sampling_seed
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending
 from tests.rollout.trained import buckets, load, perturb, setup
@@ -214,7 +214,7 @@ def test_a_game_that_fails_ends_the_run_or_all_its_conversations(
 
 def test_the_seed_of_a_turn_is_of_its_row_seat_and_number() -> None:
     parents = RowPath(torch.tensor([[7], [9]]), ("batch",))
-    children = Children.of(parents, torch.tensor([4, 4]), "rollout")
+    children = SampleIds.of(parents, torch.tensor([4, 4]), "rollout")
     seeds = {
         children.seed(row, run_seed=3, draw=2, turn=turn, seat=seat)
         for row in range(8)

@@ -15,8 +15,8 @@ import rlflow.rollout.vllm.engine
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import (
     Completion,
-    EnginePlace,
     EngineSubprocess,
+    RankInfo,
     RolloutEngine,
     Sampling,
     TransformersEngine,
@@ -197,7 +197,7 @@ def _of_two_ranks(folder: Path) -> list[tuple[list[Completion], bool]]:
     found = []
     for budget in (AT_ONCE, IN_PARTS):
         engine, rank = vllm(budget, tensor_parallel_size=2), dist.get_rank()
-        engine.setup(str(folder), EnginePlace(torch.float32, torch.device("cpu"), rank, 2, rank))
+        engine.setup(str(folder), RankInfo(torch.float32, torch.device("cpu"), rank, 2, rank))
         engine.update_weights(buckets(trained(folder)), 0)
         with random_numbers() as entered:
             completions = engine.generate(prompts(), SEEDS, SAMPLING, 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout import Completion, EnginePlace, Sampling, VLLMEngine, WeightSyncError
+from rlflow.rollout import Completion, RankInfo, Sampling, VLLMEngine, WeightSyncError
 from rlflow.rollout.conversation_loop import SharedCalls
 from rlflow.rollout.vllm.process import machines
 from tests.ranks import RankPool
@@ -29,7 +29,7 @@ OWN_SEEDS = [[seed + 100 * rank for seed in range(len(PROMPTS))] for rank in ran
 def _setup(folder: Path, tensor_parallel_size: int) -> tuple[VLLMEngine, Any]:
     engine = VLLMEngine(tensor_parallel_size, kv_cache_gib=0.25)
     rank = dist.get_rank()
-    engine.setup(str(folder), EnginePlace(torch.float32, torch.device("cpu"), rank, 2, rank))
+    engine.setup(str(folder), RankInfo(torch.float32, torch.device("cpu"), rank, 2, rank))
     shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "cpushm" in line]
     assert all("rlflow-" in line and line.endswith("(deleted)") for line in shared)  # no file stops the next run
     assert shared or tensor_parallel_size == 1

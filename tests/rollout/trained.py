@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlflow.models.weights import stored_buffers
-from rlflow.rollout import Completion, EnginePlace, RolloutEngine
+from rlflow.rollout import Completion, RankInfo, RolloutEngine
 from rlflow.rollout.engine import in_dtype_held
 from rlflow.rollout.vllm.weights import write
 
@@ -41,7 +41,7 @@ def buckets(model: Any, size: int = 3, leave_out: str = "") -> Iterator[list[tup
 
 def setup(engine: RolloutEngine, folder: Path, dtype: torch.dtype = torch.float32) -> RolloutEngine:
     """Build `engine` on the CPU, in one process."""
-    engine.setup(str(folder), EnginePlace(dtype, torch.device("cpu")))
+    engine.setup(str(folder), RankInfo(dtype, torch.device("cpu")))
     return engine
 
 

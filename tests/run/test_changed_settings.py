@@ -96,7 +96,7 @@ def test_of_another_class_the_class_alone_is_reported() -> None:
 def test_of_each_setting_of_the_trainer_it_is_known_whether_it_changes_numbers() -> None:
     outside = {"placement", "seed"}  # sections of their own in a config
     with_effect = {key.removeprefix("trainer.") for key in WITH_EFFECT}
-    outputs = ["run_dir", "log_every_n_steps", "keep_inputs", "keep_inputs_of", "fast_dev_run"]
+    outputs = ["run_dir", "log_every_n_steps", "dump_steps", "dump_nodes", "fast_dev_run"]
     outputs += ["log_samples", "log_samples_every_n_steps", "profiler"]
     lengths = ["max_seconds", "grace_s", "max_skipped", "logprob_gap_limit"]
     ranks = ["devices", "num_nodes", "accelerator", "balance", "sync_bucket_bytes"]

@@ -18,7 +18,7 @@ from rlflow import Batch, CausalLM, PerToken, UserError
 from rlflow.algorithms import SFT
 from rlflow.callbacks import Callback, EarlyStopping
 from rlflow.models.tiny import write_tiny_model
-from rlflow.rollout.engine import EnginePlace
+from rlflow.rollout.engine import RankInfo
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.trainer import Trainer
 from tests.controller.runs import ZERO2, Fit, OddCharacters, answers, failing_fit, failing_fit_of, fit, grpo, sums
@@ -207,9 +207,9 @@ class Setups(TransformersEngine):
 
     set_up = 0
 
-    def setup(self, model_path: str, place: EnginePlace) -> None:
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
         self.set_up += 1
-        super().setup(model_path, place)
+        super().setup(model_path, rank_info)
 
 
 class Sleeps(TransformersEngine):

@@ -12,7 +12,7 @@ from rlflow.algorithms import DPO, GPG, GRPO, PPO, SFT, OnPolicyDistillation
 from rlflow.functional import KL
 from rlflow.models.moe import MoE
 from rlflow.run.prepare import read_graph
-from rlflow.types import MaskedTokens
+from rlflow.types import TokensWithLossMask
 from tests.controller.runs import OddCharacters
 
 
@@ -149,7 +149,7 @@ def test_a_name_is_a_handle_of_the_field_s_class() -> None:
             self.actor = actor
 
         @node(role="actor", type="train")
-        def actor_loss(self, batch: MaskedTokens) -> PerToken:
+        def actor_loss(self, batch: TokensWithLossMask) -> PerToken:
             return -self.actor.logprobs(batch)
 
     assert [*read_graph(plain := Plain("tiny")).roles()] == ["actor"]

@@ -7,7 +7,7 @@ import pytest
 from rlflow import PerSample, PerToken, Rollout, node
 from rlflow.controller.policies import scores_its_rows
 from rlflow.dag.graph import Graph
-from rlflow.types import Each, Trained
+from rlflow.types import After, Each
 from rlflow.values.batch import Batch
 from tests.dag.modules import GRPO
 
@@ -21,7 +21,7 @@ class Twice(GRPO):
     def first_loss(self, rollout: Rollout) -> PerToken: ...
 
     @node(generates="actor")
-    def again(self, batch: Batch, first_loss: Trained) -> Rollout: ...
+    def again(self, batch: Batch, first_loss: After) -> Rollout: ...
 
     @node(role="actor", type="train")
     def actor_loss(self, again: Rollout) -> PerToken: ...
@@ -49,7 +49,7 @@ class TooLate(GRPO):
     def a_loss(self, batch: Batch) -> PerToken: ...
 
     @node(role="actor", type="train")
-    def actor_loss(self, rollout: Rollout, a_loss: Trained) -> PerToken: ...
+    def actor_loss(self, rollout: Rollout, a_loss: After) -> PerToken: ...
 
 
 @pytest.mark.parametrize(("module", "said"), [(GRPO, True), (Twice, True), (OnlyRewarded, False), (TooLate, False)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlflow.controller.samples import Samples
+from rlflow.controller.logged_samples import Samples
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import defined
 from rlflow.environments.host import InProcess

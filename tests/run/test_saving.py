@@ -28,8 +28,8 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.process import status
 from rlflow.storage.draft import Draft
+from rlflow.storage.safetensors_files import write_tensors
 from rlflow.storage.stored_role import StoredRole
-from rlflow.storage.tensors import write_tensors
 from rlflow.trainer import Trainer
 from tests.checkpoint.test_checkpoint import StopAfter, content
 from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, Result, failing_fit, fit, grpo, sums

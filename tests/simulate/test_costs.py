@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.memory.role import LoadedRole
+from rlflow.memory.role_bytes import LoadedRole
 from rlflow.models.sizes import KNOWN, ModelSize, size_of
 from rlflow.simulate.costs import (
     all_to_all_seconds,

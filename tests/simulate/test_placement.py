@@ -151,7 +151,7 @@ def test_the_fastest_divisions_that_fit_are_suggested(capsys: pytest.CaptureFixt
     assert {(1, 1, 1), (1, 1, 8), (2, 1, 4)} < {*sizes}
     assert all(layers in (1, 2, 4) for layers, _, _ in sizes)  # of 4 heads of keys
     assert all(layers == 1 or experts > 1 for layers, _, experts in sizes)
-    assert all(division.within is None for division, _ in found)  # there is one node
+    assert all(division.hsdp_shard_size is None for division, _ in found)  # there is one node
     given = simulation(
         "--strategy=fsdp", *sparse, "--placement={actor: {tensor_parallel_size: 2, expert_parallel_size: 4}}"
     )
@@ -165,17 +165,17 @@ def test_the_fastest_divisions_that_fit_are_suggested(capsys: pytest.CaptureFixt
 @pytest.mark.slow
 def test_copies_of_weights_on_nodes_are_among_the_suggestions() -> None:
     found = simulation("--strategy=fsdp", "--nodes=4").divisions
-    copies = {division.within: step for division, step in found if division.place == Place()}
+    copies = {division.hsdp_shard_size: step for division, step in found if division.place == Place()}
     assert {*copies} == {None, 8, 16}
     of_three = read_simulate(["--config", SIXTEEN_NODES, "--strategy=fsdp", "--nodes=3"]).divisions
-    assert {division.within for division, _ in of_three if division.place == Place()} == {None, 8}
+    assert {division.hsdp_shard_size for division, _ in of_three if division.place == Place()} == {None, 8}
     # The same as where the config has the setting, in seconds and in bytes.
-    given = simulation("--strategy=fsdp", "--strategy.within=8", "--nodes=4").predicted
+    given = simulation("--strategy=fsdp", "--strategy.hsdp_shard_size=8", "--nodes=4").predicted
     assert copies[8].timelines["rlflow"].seconds == pytest.approx(given.timelines["rlflow"].seconds)
     assert copies[8].memory.training == pytest.approx(given.memory.training)
     assert copies[8].memory.training > copies[None].memory.training
     # Ranks that divide layers or experts hold no copies.
-    assert {division.within for division, _ in found if division.place.tensor_parallel_size > 1} == {None}
+    assert {division.hsdp_shard_size for division, _ in found if division.place.tensor_parallel_size > 1} == {None}
 
 
 def test_a_placement_that_cannot_be_made_smaller_is_refused(tmp_path: Path) -> None:

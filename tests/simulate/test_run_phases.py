@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlflow.memory.estimate import memories
-from rlflow.memory.role import LoadedRole
+from rlflow.memory.role_bytes import LoadedRole
 from rlflow.models.sizes import ModelSize
 from rlflow.simulate.hardware import PRESETS
 from rlflow.simulate.simulation import Phase, phase_lines, run_phases
@@ -24,7 +24,7 @@ NODES = replace(PRESETS["h100"], gpus_per_node=4, storage_bandwidth=1000.0, node
 
 def found(roles: dict[str, LoadedRole], hardware: Any = NODES) -> dict[str, Phase]:
     """Of eight ranks on two nodes that move 1,000 bytes a second each, without values and engines."""
-    plan = SimpleNamespace(layouts=dict, every=list, max_staleness=0, fill=None)
+    plan = SimpleNamespace(layouts=dict, every=list, max_staleness=0, dynamic_sampling=None)
     load: Any = SimpleNamespace(roles=roles, engines={}, ranks=8, graph=SimpleNamespace(order=[]), plan=plan)
     phases = run_phases(load, memories(load, 80e9), hardware, sync_bucket_bytes=0)
     return {phase.name: phase for phase in phases}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlflow.storage.disk import Disk
-from rlflow.storage.tensors import StoredTensor, write_tensors
+from rlflow.storage.safetensors_files import StoredTensor, write_tensors
 
 ENTRIES = [StoredTensor(str(number), (3,), torch.float32) for number in range(20)]
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlflow.storage.tensors import NAMES, StoredTensor, TensorFile, sha256, write_tensors
+from rlflow.storage.safetensors_files import NAMES, StoredTensor, TensorFile, sha256, write_tensors
 
 
 def written(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> str:

@@ -74,7 +74,7 @@ def parts_when_given(
 def weights_divided_twice(model: Path, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients of a state that it was given, by ZeRO-3 with weights divided once more within 2 ranks; and without."""
     found = []
-    for settings in ({"partition_within": 2}, {}):
+    for settings in ({"hpz_partition_size": 2}, {}):
         strategy = DeepSpeedStrategy(3, **settings)  # type: ignore[arg-type]
         Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
         handle = trained(model, ADAMW)

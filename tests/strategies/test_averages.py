@@ -94,7 +94,7 @@ def test_one_process_averages_bf16_weights_in_float32(model: Path) -> None:
 
 
 def test_with_copies_within_a_node_the_average_is_what_all_ranks_read(model: Path, ranks4: RankPool) -> None:
-    follows(ranks4.run(averaged_steps, model, 3, "fp32", None, {"partition_within": 2}), model, "fp32")
+    follows(ranks4.run(averaged_steps, model, 3, "fp32", None, {"hpz_partition_size": 2}), model, "fp32")
 
 
 def test_a_checkpoint_of_two_ranks_of_fsdp_goes_on_with_one_process(

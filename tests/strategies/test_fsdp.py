@@ -47,8 +47,8 @@ def test_in_bf16_float32_adapters_train_beside_frozen_weights_as_at_zero_3(tiny:
 
 
 def in_copies(folder: Path, within: int) -> Outcome:
-    """Two updates of ranks of which `within` divide the weights; one of four has no rows."""
-    return update(launch("fsdp", within=within), folder, SGD, updates=2)
+    """Two updates where each `within` ranks divide the weights; one of four has no rows."""
+    return update(launch("fsdp", hsdp_shard_size=within), folder, SGD, updates=2)
 
 
 @pytest.mark.parametrize("within", [1, 2])
@@ -64,7 +64,7 @@ def test_gradients_are_the_whole_batch_s_where_ranks_divide_and_copy_weights(
 
 
 def copied_state(folder: Path) -> list[tuple[str, torch.Size, str, int, torch.Tensor]]:
-    strategy = launch("fsdp", within=2)
+    strategy = launch("fsdp", hsdp_shard_size=2)
     update(strategy, folder, Optimizer())
     return pieces(strategy)
 
@@ -104,11 +104,11 @@ def test_a_rank_holds_its_rows_alone_after_scoring_and_between_micro_batches(tin
 def test_ranks_that_are_no_multiple_of_those_that_divide_are_refused() -> None:
     roles = {"critic": CausalLM("tiny"), "actor": CausalLM("tiny")}
     layouts = {"critic": Layout((1,), 1), "actor": Layout((0, 1, 2), 3), "rollout": Layout((3, 4, 5), 3)}
-    with pytest.raises(UserError, match=r"`within` is 2, and `actor` lives on 3 ranks"):
-        FSDPStrategy(within=2).check_roles(roles, layouts)
-    with pytest.raises(UserError, match=r"`within` is 4, and roles live on 3 ranks; give 3 or less"):
-        FSDPStrategy(within=4).check_roles(roles, layouts)
-    FSDPStrategy(within=3).check_roles(roles, layouts)
+    with pytest.raises(UserError, match=r"`hsdp_shard_size` is 2, and `actor` lives on 3 ranks"):
+        FSDPStrategy(hsdp_shard_size=2).check_roles(roles, layouts)
+    with pytest.raises(UserError, match=r"`hsdp_shard_size` is 4, and roles live on 3 ranks; give 3 or less"):
+        FSDPStrategy(hsdp_shard_size=4).check_roles(roles, layouts)
+    FSDPStrategy(hsdp_shard_size=3).check_roles(roles, layouts)
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy(), DeepSpeedStrategy(1)])
@@ -139,7 +139,7 @@ def test_an_optimizer_that_steps_each_number_alone_is_taken(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"within": 0}, "`within` is 0"),
+        ({"hsdp_shard_size": 0}, "`hsdp_shard_size` is 0"),
         ({"precision": "fp64"}, "`precision` is 'fp64'"),
         ({"token_budget": 0}, "`token_budget` is 0"),
         ({"timeout_s": 0.0}, "`timeout_s` is 0.0"),

@@ -18,8 +18,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from rlflow.errors import UserError
 from rlflow.process import status
-from rlflow.process.environment import PLACE
-from rlflow.process.status import Board
+from rlflow.process.environment_variables import PLACE
+from rlflow.process.status import StatusBoard
 from rlflow.strategies.launcher import RankLauncher, _say, _Watch, require_command
 
 HERE = socket.gethostname()
@@ -133,7 +133,7 @@ def test_the_line_of_a_rank_says_how_its_process_ended(
 ) -> None:
     process = subprocess.Popen([sys.executable, "-c", f"import os, signal, sys; {end}"])
     process.wait(60)
-    board = Board.make()
+    board = StatusBoard.make()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(status, "_board", board)
         patched.setattr(status, "_mine", board[0])

@@ -239,6 +239,6 @@ def test_strategies_that_cannot_divide_layers_say_which_can() -> None:
     roles, layouts = {"actor": CausalLM("tiny")}, {"actor": Layout((0, 1), 1, tensor_parallel_size=2)}
     with pytest.raises(UserError, match=r"DeepSpeedStrategy computes with whole layers; use `strategy: fsdp`"):
         DeepSpeedStrategy(1).check_roles(roles, layouts)
-    with pytest.raises(UserError, match=r"`within` is 2, and `placement.actor.tensor_parallel_size` is 2"):
-        FSDPStrategy(within=2).check_roles(roles, layouts)
+    with pytest.raises(UserError, match=r"`hsdp_shard_size` is 2, and `placement.actor.tensor_parallel_size` is 2"):
+        FSDPStrategy(hsdp_shard_size=2).check_roles(roles, layouts)
     FSDPStrategy().check_roles(roles, layouts)

@@ -50,7 +50,7 @@ def test_limits_change_no_result(
 def test_weights_divided_once_more_within_a_node_train_alike(
     tiny: Path, ranks4: RankPool, expected: dict[str, Tensor]
 ) -> None:
-    for weights, reference, second in ranks4.run(updates_with, tiny, 3, SGD, {"partition_within": 2}, True):
+    for weights, reference, second in ranks4.run(updates_with, tiny, 3, SGD, {"hpz_partition_size": 2}, True):
         assert second
         assert distance(weights, expected) < 1e-6
         before = dict(AutoModelForCausalLM.from_pretrained(tiny).named_parameters())
@@ -63,7 +63,9 @@ def group_sizes(stage: Stage, setting: str) -> list[int | None]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "setting", "across"), [(3, "partition_within", None), ("fsdp", "within", 2)], ids=["deepspeed", "fsdp"]
+    ("stage", "setting", "across"),
+    [(3, "hpz_partition_size", None), ("fsdp", "hsdp_shard_size", 2)],
+    ids=["deepspeed", "fsdp"],
 )
 def test_fsdp_alone_forms_groups_of_the_ranks_that_hold_the_same_parts(
     stage: Stage, setting: str, across: int | None, ranks4: RankPool
@@ -86,7 +88,7 @@ def test_as_many_weights_are_whole_at_a_time_as_the_largest_layer_has(tiny: Path
     [
         ({"stage": 2, "live_elements": 5}, "`live_elements` is 5, and `stage` is 2"),
         ({"stage": 1, "offload_parameters": True}, "`offload_parameters` is True, and `stage` is 1"),
-        ({"stage": 3, "partition_within": 1}, "`partition_within` is 1; give 2 or more"),
+        ({"stage": 3, "hpz_partition_size": 1}, "`hpz_partition_size` is 1; give 2 or more"),
         ({"stage": 3, "bucket_elements": 0}, "`bucket_elements` is 0; give 1 or more"),
         ({"stage": 3, "live_elements": -1}, "`live_elements` is -1; give 1 or more"),
     ],
@@ -97,18 +99,18 @@ def test_a_setting_that_cannot_work_is_refused(settings: dict[str, Any], refusal
 
 
 def test_ranks_that_are_no_multiple_are_refused_for_training_but_not_an_engine() -> None:
-    strategy = DeepSpeedStrategy(3, partition_within=2)
+    strategy = DeepSpeedStrategy(3, hpz_partition_size=2)
     roles = {"actor": CausalLM("tiny")}
     strategy.check_roles(roles, {"actor": Layout((0, 1, 2, 3), 4), "rollout": Layout((4, 5, 6), 3)})
-    with pytest.raises(UserError, match=r"^`partition_within` is 2, and `actor` lives on 3 ranks"):
+    with pytest.raises(UserError, match=r"^`hpz_partition_size` is 2, and `actor` lives on 3 ranks"):
         strategy.check_roles(roles, {"actor": Layout((0, 1, 2), 3)})
 
 
 def test_ranks_that_cannot_be_taken_within_nodes_are_refused() -> None:
-    strategy = DeepSpeedStrategy(3, partition_within=2)
+    strategy = DeepSpeedStrategy(3, hpz_partition_size=2)
     strategy._layouts = {"actor": Layout((2, 3, 4, 5), 4)}
     strategy.processes.parallel_devices = [torch.device("cpu")] * 8
     strategy._refuse_across_nodes("actor")  # one node
     strategy.processes.parallel_devices = [torch.device("cpu")] * 3
-    with pytest.raises(UserError, match=r"^`partition_within` is 2, and `actor` lives on 4 ranks, 3 to a node"):
+    with pytest.raises(UserError, match=r"^`hpz_partition_size` is 2, and `actor` lives on 4 ranks, 3 to a node"):
         strategy._refuse_across_nodes("actor")

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlflow import PerSample, PerToken, Rollout, node
 from rlflow.algorithms import GRPO
 from rlflow.functional import group_normalized_advantages
-from rlflow.types import Grouped, Masked, Sampled, Written
+from rlflow.types import Grouped, Sampled, WithLossMask, WithTexts
 
 
 class MeanOverMicroBatch(GRPO):
@@ -69,7 +69,7 @@ class RewardReadWhereItMoved(GRPO):
     """Rewards are kept aside, and read in the loss as if its rows were the same."""
 
     @node
-    def rewards(self, rollout: Written) -> PerSample:
+    def rewards(self, rollout: WithTexts) -> PerSample:
         self.kept = super().rewards(rollout)
         return self.kept
 
@@ -131,7 +131,7 @@ class DenominatorOfOtherSet(GRPO):
     """Advantages are divided by the tokens of this rank, and not of all."""
 
     @node
-    def advantages(self, rollout: Masked, rewards: PerSample) -> PerSample:
+    def advantages(self, rollout: WithLossMask, rewards: PerSample) -> PerSample:
         return 100 * (rewards - 0.5) / rollout.loss_mask.sum()
 
 

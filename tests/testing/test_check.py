@@ -11,9 +11,9 @@ from rlflow import CausalLM, UserError
 from rlflow.algorithms import GRPO
 from rlflow.commands.check import main
 from rlflow.commands.configuration import Configured, call_configured
-from rlflow.process.status import Answered
+from rlflow.process.status import CommandExit
 from rlflow.testing import check
-from rlflow.testing.checking import COLUMNS, CheckColumn, Report, examine
+from rlflow.testing.check import COLUMNS, CheckColumn, Report, examine
 from rlflow.testing.derivative import apart
 from tests.testing.plants import PLANTS, Broken, MeanOverMicroBatch, MeansOrder, PicturesOfTheNextRow, RowBefore
 
@@ -126,7 +126,7 @@ def test_the_command_ends_with_1_where_a_column_differs(
     )
     (tmp_path / "rows.jsonl").write_text('{"question": "2+3=", "answer": "5"}\n')
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Answered) as ended:
+    with pytest.raises(CommandExit) as ended:
         main(["--config", "my.yaml"])
     assert ended.value.code == 1
     said = capsys.readouterr().out

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import torch
 
-from rlflow.values.absent import Absent
 from rlflow.values.batch import Pairs, TokenRows
+from rlflow.values.column_kinds import ColumnKind, PerSample, PerToken, Texts
 from rlflow.values.columns import join_rows, trim
-from rlflow.values.cuts import Cut, PerSample, PerToken, Texts
+from rlflow.values.not_sent import NotSent
 from rlflow.values.ragged import Ragged
 
 PAIRS = Pairs(
@@ -61,11 +61,11 @@ def test_a_part_without_rows_decides_neither_dtype_nor_shape() -> None:
 def test_what_stayed_elsewhere_for_one_part_is_missing_from_the_whole() -> None:
     @dataclass(frozen=True)
     class ParsedTurn:
-        texts: Annotated[list[str], Cut.JSON]
+        texts: Annotated[list[str], ColumnKind.JSON]
 
     assert join_rows([["a"], ["b", "c"]], Texts) == ["a", "b", "c"]
-    joined = join_rows([ParsedTurn(["a"]), ParsedTurn(Absent("texts"))], ParsedTurn)  # type: ignore[arg-type]
-    assert isinstance(joined.texts, Absent)
+    joined = join_rows([ParsedTurn(["a"]), ParsedTurn(NotSent("texts"))], ParsedTurn)  # type: ignore[arg-type]
+    assert isinstance(joined.texts, NotSent)
 
 
 def test_trimming_cuts_columns_of_tokens_only() -> None:

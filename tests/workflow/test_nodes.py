@@ -17,7 +17,7 @@ from rlflow.errors import UserError
 from rlflow.functional import KL, Clip, Importance, group_normalized_advantages
 from rlflow.run.prepare import read_graph
 from rlflow.values.batch import Pairs
-from rlflow.values.cuts import PerSample, Scalar
+from rlflow.values.column_kinds import PerSample, Scalar
 from rlflow.workflow import Workflow, policy_loss
 from tests.workflow.configs import FUNCTIONAL, GRPO, STEPS, WORKFLOW, graph_of, module_of, refusal
 

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from rlflow.errors import UserError, require
 from rlflow.models.mixers import has_states
-from rlflow.models.pictures import PictureProcessor, reads_pictures
-from rlflow.process.environment import place_kept
+from rlflow.models.picture_processor import PictureProcessor, reads_pictures
+from rlflow.process.environment_variables import place_kept
 from rlflow.rollout.engine import (
     NO_VERSION,
     Completion,
     EngineMemory,
-    EnginePlace,
     InProcessEngine,
     Piece,
+    RankInfo,
     RolloutEngine,
     Sampling,
     SyncReport,
@@ -248,42 +248,46 @@ class VLLMEngine(InProcessEngine):
                 " `rollout: rlflow.rollout.TransformersEngine`, or take another model"
             )
 
-    def setup(self, model_path: str, place: EnginePlace) -> None:
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
         from transformers import AutoConfig, AutoTokenizer
 
-        assert place.world_size % self.tensor_parallel_size == 0, (place.world_size, self.tensor_parallel_size)
-        if place.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        assert rank_info.world_size % self.tensor_parallel_size == 0, (rank_info.world_size, self.tensor_parallel_size)
+        if rank_info.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UserError(
-                f"vLLM does not run in {place.dtype}; train in fp32, bf16 or fp16, or use TransformersEngine"
+                f"vLLM does not run in {rank_info.dtype}; train in fp32, bf16 or fp16, or use TransformersEngine"
             )
         vllm = import_vllm(self.allow_untested)
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=rank_info.trust_remote_code)
         register_model(config.model_type)
         text = config.get_text_config()
-        if text.model_type in DELTA_RULE and place.device.type == "cpu":
-            delta_rule.prepare(text, place.dtype)
+        if text.model_type in DELTA_RULE and rank_info.device.type == "cpu":
+            delta_rule.prepare(text, rank_info.dtype)
         if reads_pictures(config):
-            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=place.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=rank_info.trust_remote_code)
             self._processor = PictureProcessor.load(Path(model_path), config, tokenizer)
         # Ranks join the process group that training, or the process's first engine, has made; without, vLLM makes one.
         makes_group = not dist.is_initialized()
-        on_cpu = place.device.type == "cpu"
+        on_cpu = rank_info.device.type == "cpu"
         shares_memory = on_cpu and self.tensor_parallel_size > 1
         memory = shared_memory_named() if shares_memory else nullcontext()
-        state, classes, machines = process_state_kept(place.device), model_classes_kept(), machines_counted_at_once()
+        state, classes, machines = (
+            process_state_kept(rank_info.device),
+            model_classes_kept(),
+            machines_counted_at_once(),
+        )
         with state, classes, machines, place_kept(), memory, runner_chosen(self.model_runner):
             if not makes_group:
                 os.environ.update(
-                    RANK=str(place.rank), LOCAL_RANK=str(place.local_rank)
+                    RANK=str(rank_info.rank), LOCAL_RANK=str(rank_info.local_rank)
                 )  # what the external launcher reads
             self._llm = vllm.LLM(
                 model_path,
                 load_format="dummy",  # the first sync brings the weights, and nothing is generated before
-                trust_remote_code=place.trust_remote_code,
+                trust_remote_code=rank_info.trust_remote_code,
                 tensor_parallel_size=self.tensor_parallel_size,
                 distributed_executor_backend="uni" if makes_group else "external_launcher",
-                dtype=str(place.dtype).removeprefix("torch."),
-                seed=place.seed,
+                dtype=str(rank_info.dtype).removeprefix("torch."),
+                seed=rank_info.seed,
                 skip_tokenizer_init=self._processor is None,  # vLLM expands the placeholder of a picture with it
                 limit_mm_per_prompt={} if self._processor is None else {"image": self.max_pictures},
                 mm_processor_cache_gb=PREPARED_GIB,
@@ -311,9 +315,9 @@ class VLLMEngine(InProcessEngine):
             self._llm.collective_rpc(lambda worker: make_rewindable(worker.model_runner))
         self._model_type = self._llm.model_config.hf_text_config.model_type
         self._pieces = tuple(pieces_of(self._model, self._model_type, self._processor is not None))
-        self._dtype = place.dtype
-        self._wide_head = self._llm.model_config.head_dtype != place.dtype
-        self._device = place.device
+        self._dtype = rank_info.dtype
+        self._wide_head = self._llm.model_config.head_dtype != rank_info.dtype
+        self._device = rank_info.device
         self._context = self._llm.model_config.max_model_len
         self._vocabulary = self._llm.model_config.get_vocab_size()
         self._returned = min(self._returned, self._vocabulary)

@@ -13,11 +13,11 @@ from rlflow.data.prompts import Encoder
 from rlflow.errors import UserError
 from rlflow.loggers.jsonl import METRICS_FILE, read_metrics
 from rlflow.memory.estimate import does_not_fit, memory_lines
-from rlflow.models.pictures import PictureProcessor, reads_pictures
+from rlflow.models.picture_processor import PictureProcessor, reads_pictures
 from rlflow.models.tiny import resolve_model
 from rlflow.module import environments, handles
-from rlflow.run.checks import resolved
 from rlflow.run.placement import followed_role
+from rlflow.run.preflight import resolved
 from rlflow.run.pretrained import load_config, load_tokenizer
 from rlflow.simulate.designs import DESIGNS, MEANING, StepTimeline, node_seconds
 from rlflow.simulate.simulation import Simulation, phase_lines

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlflow.models.causal_lm import Averaged, CausalLM, WithoutAdapters
+from rlflow.models.causal_lm import EMA, CausalLM, WithoutAdapters
 from rlflow.models.handle import ModelHandle
 from rlflow.models.logprobs import CHUNK_ELEMENTS, chunk_elements_in
 from rlflow.models.optimizer import GroupedOptimizer, Optimizer
@@ -372,11 +372,11 @@ def loaded_role(
     trained = 0 if optimizer is None else _trainable(handle, size)
     stage = strategy.stage or 0
     width = torch.finfo(strategy.dtype).bits // 8
-    within = strategy.partition_within or 0
+    within = strategy.hpz_partition_size or 0
     divides = strategy.stage is not None
     # An average is a float32 copy of narrower weights. If trained weights are stored in float32, so is the average, and
     # only the bytes count that it has more than the weights.
-    averages = isinstance(handle, Averaged) and width < FLOAT32
+    averages = isinstance(handle, EMA) and width < FLOAT32
     role = LoadedRole(
         size=size,
         layout=layout,
@@ -403,7 +403,7 @@ def loaded_role(
         trains_tower=optimizer is not None and handle.lora is None and not handle.freeze_vision_tower,
         float32_head=strategy.float32_head,
         adapters=handle.lora is not None,
-        averaged=_trainable(handle.owner, size) if isinstance(handle, Averaged) else 0,
+        averaged=_trainable(handle.owner, size) if isinstance(handle, EMA) else 0,
         shares_prefixes=not size.state and not handle.drops_out,
     )
     return replace(role, moments=role.moments + role.copies) if trained else role

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlflow.databuffer.transport import Transport
 from rlflow.rewards.reward import Scores
 from rlflow.values.host_copy import on_host
-from rlflow.values.protocols import Written
+from rlflow.values.protocols import WithTexts
 from rlflow.values.rollout import Ending
 
 
@@ -51,7 +51,7 @@ class Samples:
         self._picture_names = picture_names
         self._steps: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
 
-    def keep(self, step: int, rollout: Written, scores: Scores) -> None:
+    def keep(self, step: int, rollout: WithTexts, scores: Scores) -> None:
         """Collect some samples of a rollout, those of a tree together; other ranks than `speaker` do nothing."""
         if self._transport.rank != self._speaker:
             return
@@ -110,13 +110,13 @@ class Trees:
         inherited: How many of the first tokens of each sample are of another row.
     """
 
-    rollout: Written
+    rollout: WithTexts
     paths: list[list[int]]
     branches: list[int]
     inherited: list[int]
 
     @classmethod
-    def of(cls, rollout: Written) -> Trees:
+    def of(cls, rollout: WithTexts) -> Trees:
         """The trees of these samples."""
         return cls(rollout, *(on_host(x).tolist() for x in (rollout.path.numbers, rollout.branch, rollout.inherited)))
 

@@ -20,7 +20,7 @@ from rlflow.module import RLModule, environments, handles
 from rlflow.testing.derivative import LIMIT
 from rlflow.testing.ranks import RankFailure, Ranks, said
 from rlflow.testing.recorded import PROMPTS, recorded_rows
-from rlflow.testing.step import SMALL, Outcome, Rows, Way, Wrong, run_step, small
+from rlflow.testing.recorded_step import SMALL, Outcome, Rows, Way, Wrong, run_step, small
 
 FLOAT64, FLOAT32 = 1e-8, 1e-5  # norm of a difference over the norm
 SEEN64, SEEN32 = 1e-7, 1e-3  # a node's value that differs by more, over the largest of the node, is named

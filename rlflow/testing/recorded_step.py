@@ -28,9 +28,9 @@ from rlflow.data.loader import Prefetch
 from rlflow.data.prompts import PromptData
 from rlflow.loggers.trace import Trace
 from rlflow.metrics import Metrics
-from rlflow.models.arguments import make_models
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan, ModelHandle
+from rlflow.models.model_arguments import make_models
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.scalar import RewardModel, ValueModel
 from rlflow.module import RLModule, environments, handles
@@ -43,12 +43,12 @@ from rlflow.strategies.distributed import DistributedStrategy
 from rlflow.testing import derivative
 from rlflow.testing.ranks import TIMEOUT_S
 from rlflow.testing.recorded import PICTURES, PROMPTS, Recorded, RecordedReward, parts_of, with_tool, write_model
-from rlflow.values.absent import Absent
 from rlflow.values.batch import Pairs
+from rlflow.values.column_kinds import ColumnKind, PerToken
 from rlflow.values.columns import columns, trim
-from rlflow.values.cuts import Cut, PerToken
 from rlflow.values.each import Each
 from rlflow.values.layout import Layout
+from rlflow.values.not_sent import NotSent
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Rollout
 
@@ -211,16 +211,16 @@ def rows_of(value: Any, annotation: Any, lengths: list[int]) -> list[dict[str, A
     rows: list[dict[str, Any]] = [{} for _ in lengths]
     for column in columns(annotation):
         data = column.of(value)
-        if isinstance(data, Absent) or column.cut in (Cut.PATH, Cut.JSON):
+        if isinstance(data, NotSent) or column.kind in (ColumnKind.PATH, ColumnKind.JSON):
             continue
         parts = data if isinstance(data, dict) else {column.name: data}
         for name, part in parts.items():
-            if column.cut is Cut.SCALAR:
+            if column.kind is ColumnKind.SCALAR:
                 found = [part] * len(rows)
             else:
                 found = list(part.rows() if isinstance(part, Ragged) else part)
             for row, own, length in zip(rows, found, lengths, strict=True):
-                row[name] = (own[:length] if column.cut is Cut.TOKEN else own).detach().clone()
+                row[name] = (own[:length] if column.kind is ColumnKind.TOKEN else own).detach().clone()
     return rows
 
 
@@ -519,7 +519,11 @@ class Observer:
         return self._changed(value, annotation, node, values)
 
     def _changed(self, value: Any, annotation: Any, node: Node, values: dict[str, Any]) -> Any:
-        names = [each.name for each in columns(annotation) if each.cut is Cut.TOKEN] if annotation is not Any else []
+        names = (
+            [each.name for each in columns(annotation) if each.kind is ColumnKind.TOKEN]
+            if annotation is not Any
+            else []
+        )
         own = {name: getattr(value, name) if name else value for name in names}
         given = {name: column for name, column in own.items() if isinstance(column, Tensor)}
         if isinstance(getattr(value, "lengths", None), Tensor):  # rows with tokens
@@ -559,7 +563,7 @@ class Observer:
         annotation = self._run.graph.type_of(name) if name in (BATCH, *self._run.graph.nodes) else Any
         for column in columns(annotation) if annotation is not Any else ():
             data = column.of(value.values if isinstance(value, Each) else value)
-            if column.cut is Cut.TOKEN and isinstance(data, Tensor):
+            if column.kind is ColumnKind.TOKEN and isinstance(data, Tensor):
                 return int(data.shape[1])
         return None
 

@@ -12,16 +12,21 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.process import environment
-from rlflow.process.environment import ARGUMENTS, handed_arguments, keep_kernels_here, require_started
+from rlflow.process import environment_variables
+from rlflow.process.environment_variables import ARGUMENTS, handed_arguments, keep_kernels_here, require_started
 
-TAKES = "import sys; from rlflow.process import environment; environment.take_arguments(); print(sys.argv[1:])"
+TAKES = """import sys
+from rlflow.process.environment_variables import take_arguments
+
+take_arguments()
+print(sys.argv[1:])
+"""
 
 
 def test_a_process_of_a_command_takes_the_arguments_that_are_not_on_its_command_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(environment, "_takes_arguments", True)
+    monkeypatch.setattr(environment_variables, "_takes_arguments", True)
     monkeypatch.setattr(sys, "argv", ["rlflow", "fit", "--password", "opensesame"])
     with handed_arguments():
         command = [sys.executable, "-c", TAKES, *sys.argv[1:]]

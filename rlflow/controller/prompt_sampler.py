@@ -15,7 +15,7 @@ from rlflow.checkpoint.stored_groups import SURPLUS, UNFINISHED
 from rlflow.controller.run import Run
 from rlflow.controller.step import Step, no_groups
 from rlflow.dag.node import BATCH
-from rlflow.dag.tasks import Fill, HoldBack, Load, RunNode, Task
+from rlflow.dag.tasks import DeferUnfinished, DynamicSampling, Load, RunNode, Task
 from rlflow.data.loader import Prefetch
 from rlflow.databuffer.groups import Groups, ReadGroups
 from rlflow.databuffer.transport import to_message
@@ -29,7 +29,7 @@ from rlflow.values.layout import Layout
 NOT_BOOL = 2  # in place of 0 and 1, for a filter whose value is not bool
 
 
-class Draws:
+class PromptSampler:
     """Draws prompts for steps.
 
     Args:
@@ -46,23 +46,25 @@ class Draws:
 
     def __init__(self, run: Run, loader: Prefetch) -> None:
         self.count = 0
-        self.repeats = run.plan.fill is not None
+        self.repeats = run.plan.dynamic_sampling is not None
         self.surplus: Groups | None = None
         self.unfinished: Groups | None = None
         self._run = run
         self._loader = loader
         self._transport = run.transport
         self._any_finished = True  # whether all responses of some group had ended in the last draw
-        fill = run.plan.fill
-        repeated = () if fill is None else fill.tasks
-        self._cuts = None if run.replays else next((task for task in repeated if isinstance(task, HoldBack)), None)
+        repeated_sampling = run.plan.dynamic_sampling
+        repeated = () if repeated_sampling is None else repeated_sampling.tasks
+        self._cuts = (
+            None if run.replays else next((task for task in repeated if isinstance(task, DeferUnfinished)), None)
+        )
         # Groups without rows, which name the spaces and values of groups that are carried over. For the surplus: all
         # rows that a draw makes, and the values that later tasks read. For unfinished groups: prompts and samples.
         self._of_step = self._samples = no_groups(run, [], [])
-        if fill is not None:
+        if repeated_sampling is not None:
             runs = [run.graph.nodes[task.node_id] for task in repeated if isinstance(task, RunNode)]
             of_step = [BATCH, *(node.id for node in runs if node.makes_rows)]
-            self._of_step = no_groups(run, of_step, fill.keeps)
+            self._of_step = no_groups(run, of_step, repeated_sampling.keeps)
         if self._cuts is not None:
             samples = [BATCH, self._cuts.node_id]
             self._samples = no_groups(run, samples, samples)
@@ -94,7 +96,7 @@ class Draws:
             prompts = Groups(held.rank, {BATCH: held.spaces[BATCH]}, {BATCH: held.values[BATCH]})
             step.put(Groups.joined([prompts, step.groups(prompts)]))
 
-    def hold_back(self, task: HoldBack, step: Step) -> None:
+    def defer_unfinished(self, task: DeferUnfinished, step: Step) -> None:
         """Hold back groups with unfinished responses for the next draw; the step has the other groups afterwards.
 
         Args:
@@ -112,7 +114,7 @@ class Draws:
         self._any_finished = len(ended) > 0
         step.put(drawn.only(ended))
 
-    def fill(self, task: Fill, step: Step, run: Callable[[Task, int], None]) -> None:
+    def sample_until_full(self, task: DynamicSampling, step: Step, run: Callable[[Task, int], None]) -> None:
         """Draw prompts until the step has all its groups, which it then has as if one draw had brought them.
 
         Args:
@@ -170,8 +172,8 @@ class Draws:
 
     def take_over(self, read: ReadGroups) -> None:
         """Restore the groups of `carried_over`."""
-        fill, rank = self._run.plan.fill, self._transport.rank
-        if fill is not None and rank in fill.ranks:
+        repeated_sampling, rank = self._run.plan.dynamic_sampling, self._transport.rank
+        if repeated_sampling is not None and rank in repeated_sampling.ranks:
             self.surplus = read(SURPLUS, self._of_step)
         if self._cuts is not None and rank in self._cuts.ranks:
             self.unfinished = read(UNFINISHED, self._samples)
@@ -181,13 +183,13 @@ class Draws:
         """First part of the names of metrics about draws: `filter` or `rollout`."""
         return "rollout" if self._run.graph.filter is None else "filter"
 
-    def _draw(self, task: Fill, step: Step, run: Callable[[Task, int], None]) -> bool:
-        """Run the tasks of a `Fill` on the next prompts; returns whether any group went through all of them."""
+    def _draw(self, task: DynamicSampling, step: Step, run: Callable[[Task, int], None]) -> bool:
+        """Run the repeated tasks on the next prompts; returns whether any group went through all of them."""
         step.draw = self.count
         self.count += 1
         for repeated in task.tasks:
             run(repeated, step.number)
-            if isinstance(repeated, HoldBack) and not self._any_finished:
+            if isinstance(repeated, DeferUnfinished) and not self._any_finished:
                 return False
         return True
 

@@ -7,7 +7,7 @@ from typing import Any
 from rlflow.errors import UserError
 
 
-class Absent:
+class NotSent:
     """Placeholder for a field that was not sent, since the type of the node's parameter does not name it.
 
     It can be held, copied, pickled and shown. Any other use raises a `UserError`.
@@ -36,7 +36,7 @@ class Absent:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [*args, *(kwargs or {}).values()]
         every = [each for some in given for each in (some if isinstance(some, list | tuple) else [some])]
-        next(each for each in every if isinstance(each, Absent))._refuse()
+        next(each for each in every if isinstance(each, NotSent))._refuse()
 
     __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __hash__ = __float__ = __index__ = __array__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __invert__ = _refuse

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 
-class Cut(Enum):
+class ColumnKind(Enum):
     """How one column is cut by rows, and so how it is packed, padded and masked."""
 
     SAMPLE = "per sample"  # [B, ...]: one entry a row
@@ -23,12 +23,12 @@ class Cut(Enum):
     PATH = "path"  # identity of each row: known wherever the row is, and never sent
 
 
-class Home:
+class OnDemand:
     """Mark of a large field that is seldom read: sent only to nodes whose parameter has a type that asks for it."""
 
 
-PerSample = Annotated[Tensor, Cut.SAMPLE]
-PerToken = Annotated[Tensor, Cut.TOKEN]
-Scalar = Annotated[Tensor, Cut.SCALAR]
-Rows = Annotated[list[dict[str, Any]], Cut.JSON]
-Texts = Annotated[list[str], Cut.JSON]
+PerSample = Annotated[Tensor, ColumnKind.SAMPLE]
+PerToken = Annotated[Tensor, ColumnKind.TOKEN]
+Scalar = Annotated[Tensor, ColumnKind.SCALAR]
+Rows = Annotated[list[dict[str, Any]], ColumnKind.JSON]
+Texts = Annotated[list[str], ColumnKind.JSON]

@@ -18,14 +18,14 @@ from rlflow.dag.annotations import accepts, fields, members, misfits, names_fiel
 from rlflow.dag.node import BATCH, ROLLOUT, Input, Node, Problem
 from rlflow.errors import did_you_mean
 from rlflow.values.batch import Batch, Pairs
+from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import columns
-from rlflow.values.cuts import Cut
-from rlflow.values.each import grown
+from rlflow.values.each import new_rows
 from rlflow.values.rollout import Rollout
 
 
 def missing(nodes: Mapping[str, Node], removed: Collection[str], module_class: type) -> Iterator[Problem]:
-    """Values that a node reads and no node makes, and `Trained` inputs that name no train node.
+    """Values that a node reads and no node makes, and `After` inputs that name no train node.
 
     Args:
         nodes: The graph's nodes.
@@ -50,14 +50,14 @@ def missing(nodes: Mapping[str, Node], removed: Collection[str], module_class: t
             elif source is not None and not source.makes_value:
                 what = "a train node" if source.kind == "train" else "a node that returns None"
                 why = f"{what} ({source.place}), which makes no value. Compute what is shared in another node"
-                other = f", or write `{name}: Trained` to come after it" if source.kind == "train" else ""
+                other = f", or write `{name}: After` to come after it" if source.kind == "train" else ""
                 yield node.problem(f"reads `{name}`, {why}{other}")
         for name in node.after:
             source = nodes.get(name)
             if source is None or source.kind != "train":
                 trains = [other.id for other in nodes.values() if other.kind == "train"]
                 why = did_you_mean(name, trains) or f" Those are {', '.join(trains) or 'none'}."
-                yield node.problem(f"comes after `{name}`, read as Trained, and that is no train node.{why}")
+                yield node.problem(f"comes after `{name}`, read as After, and that is no train node.{why}")
 
 
 def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
@@ -115,7 +115,7 @@ def mispaired(nodes: Mapping[str, Node]) -> Iterator[Problem]:
                 yield node.problem(f"reads `batch` as {types[0].__name__}, but {other}. Make them agree")
     paired = type_of_batch(nodes) is Pairs
     for node in nodes.values():
-        if paired and node.space == BATCH and node.kind != "rollout" and _has(node, Cut.TOKEN):
+        if paired and node.space == BATCH and node.kind != "rollout" and _has(node, ColumnKind.TOKEN):
             text = f"returns {type_name(node.returns)} of pairs, and a pair has the tokens of two responses"
             yield node.problem(f"{text}. Return one number or vector for each pair, `-> PerSample`")
 
@@ -214,7 +214,7 @@ def misfiltered(nodes: Mapping[str, Node], repeated: Collection[str]) -> Iterato
     for name in sorted(followed):
         if filters:
             text = f"trains, and the filter `{filters[0].id}` comes after it, which is asked once a draw and not a step"
-            yield nodes[name].problem(f"{text}. Let the filter and what it reads do without `{name}: Trained`")
+            yield nodes[name].problem(f"{text}. Let the filter and what it reads do without `{name}: After`")
     drawn = any(BATCH in nodes[name].reads for name in repeated)
     for node in filters:
         known = [name for name in node.reads if name == BATCH or name in nodes]
@@ -222,7 +222,7 @@ def misfiltered(nodes: Mapping[str, Node], repeated: Collection[str]) -> Iterato
             yield node.problem("is a filter and reads neither prompts nor samples. Read the rows that it chooses from")
     for node in nodes.values():
         for name in node.reads if node.id not in repeated else ():
-            if name in repeated and _has(nodes[name], Cut.SCALAR):
+            if name in repeated and _has(nodes[name], ColumnKind.SCALAR):
                 made = f"`{name}` ({nodes[name].place}), a Scalar of one draw, and the rows that pass the filter"
                 text = (
                     f"reads {made} `{filters[0].id}` are of several. Compute it in a node that comes after the filter"
@@ -231,10 +231,10 @@ def misfiltered(nodes: Mapping[str, Node], repeated: Collection[str]) -> Iterato
 
 
 def mislaid(order: Sequence[Node], nodes: Mapping[str, Node]) -> Iterator[Problem]:
-    """Train nodes that read rows of another space than their loss, and `Grown` nodes that read no rows at all."""
+    """Train nodes that read rows of another space than their loss, and `NewRows` nodes that read no rows at all."""
     for node in order:
         if node.grows and not node.reads:
-            text = f"returns {type_name(grown(node.returns))} and reads no rows that the new ones are below"
+            text = f"returns {type_name(new_rows(node.returns))} and reads no rows that the new ones are below"
             yield node.problem(f"{text}. Read those, such as `batch: Batch`")
         if node.kind != "train":
             continue
@@ -249,9 +249,9 @@ def mislaid(order: Sequence[Node], nodes: Mapping[str, Node]) -> Iterator[Proble
             yield node.problem(f"{text} them. Read it as Each in a node before, which makes one value for each row")
 
 
-def _has(node: Node, cut: Cut) -> bool:
+def _has(node: Node, kind: ColumnKind) -> bool:
     """Whether the node's value has a column that is cut by rows in this way."""
-    return node.returns is not Any and any(column.cut is cut for column in columns(node.returns))
+    return node.returns is not Any and any(column.kind is kind for column in columns(node.returns))
 
 
 def _batch_types(read: Input) -> tuple[type, ...]:

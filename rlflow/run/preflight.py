@@ -144,8 +144,8 @@ def require_end(planned: Plan, settings: Settings, chooses: str | None) -> None:
             f"`trainer.max_epochs` is {max_epochs}, and {chooses} decides how many prompts an epoch"
             " has, so nobody knows how many steps that is; set `trainer.max_steps` instead"
         )
-    if planned.fill is not None and max_epochs is not None:
-        filtered = planned.fill.filter_id
+    if planned.dynamic_sampling is not None and max_epochs is not None:
+        filtered = planned.dynamic_sampling.filter_id
         who = "`trainer.partial_rollout`" if filtered is None else f"the filter `{filtered}`"
         raise UserError(
             f"`trainer.max_epochs` is {max_epochs}, and {who} draws as many prompts as it needs, so passes over the"
