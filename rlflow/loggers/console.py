@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import sys
 import threading
@@ -63,6 +64,9 @@ def open_console(log: Path, total_steps: int, steps_done: int = 0, shows: bool =
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    watched = not faulthandler.is_enabled()
+    if watched:
+        faulthandler.enable(2)  # a crash in C leaves the stacks of all threads in the log
     limit = LogLimit(log)
     console = Console(terminal if shows else None, total_steps, steps_done)
     try:
@@ -71,6 +75,8 @@ def open_console(log: Path, total_steps: int, steps_done: int = 0, shows: bool =
         console.close()
         _flush()
         limit.close()
+        if watched:
+            faulthandler.disable()
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         os.close(stdout)

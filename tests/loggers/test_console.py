@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -65,6 +66,12 @@ def test_an_error_gives_the_terminal_back_before_it_is_told(log: Path) -> None:
     assert ran.stderr == "`lr` is -1; give a positive number\n"
     assert "lr" not in log.read_text()
     assert ran.returncode == 1
+
+
+def test_a_crash_in_c_leaves_the_stack_in_the_log(log: Path) -> None:
+    ran = run(log, then="ctypes.string_at(0)")
+    assert (ran.returncode, ran.stderr) == (-signal.SIGSEGV, "")
+    assert re.search(r'Segmentation fault\n(.*\n)*  File "<string>", line \d+ in <module>', log.read_text())
 
 
 def test_a_second_run_appends_to_the_log(log: Path) -> None:
