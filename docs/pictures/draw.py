@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from rlflow.commands.fit import read_fit
-from rlflow.commands.graph import mermaid
+from rlflow.dag.drawing import mermaid
 from rlflow.run.prepare import plan_run
 
 DOCS = Path(__file__).parent.parent

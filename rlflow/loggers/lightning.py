@@ -9,6 +9,7 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,6 +104,18 @@ class LightningLogger(Logger):
     def log_config(self, config: Mapping[str, Any]) -> None:
         if not self._resumes:  # MLflow refuses other values; what changed is in `config.yaml` and was reported
             self._logger.log_hyperparams(dict(config))
+
+    def log_graph(self, text: str) -> None:
+        from lightning.fabric.loggers.tensorboard import TensorBoardLogger
+
+        if self._resumes:
+            return
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb_run.log({"graph": wandb.Html(f"<pre>{escape(text)}</pre>", inject=False)})
+        elif isinstance(self._logger, TensorBoardLogger):
+            self._logger.experiment.add_text("graph", f"```\n{text}\n```")
 
     def finalize(self, status: str) -> None:
         self._logger.finalize(status)

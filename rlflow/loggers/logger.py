@@ -47,7 +47,13 @@ class Logger(ABC):
         """
 
     def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 (nor a config)
-        """Record the resolved config, from which the caller has removed the secrets (`without_secrets`)."""
+        """Record the resolved config, and under `code` and `versions` the commit and versions of packages.
+
+        The caller has removed the secrets (`without_secrets`).
+        """
+
+    def log_graph(self, text: str) -> None:  # noqa: B027 (nor a graph)
+        """Record the algorithm's graph, as `rlflow graph` prints it."""
 
     def finalize(self, status: str) -> None:  # noqa: B027 (nor anything to close)
         """Write out what is pending and close.

@@ -56,6 +56,16 @@ class RunFolder:
         return self.path / "hparams.json"
 
     @property
+    def code(self) -> Path:
+        """The versions of packages and the commit, a line for each start of the run, see `rlflow.run.code`."""
+        return self.path / "code.jsonl"
+
+    @property
+    def graph(self) -> Path:
+        """The algorithm's graph, drawn in Mermaid and as a table."""
+        return self.path / "graph.md"
+
+    @property
     def inputs(self) -> Path:
         """Stored inputs of nodes in some steps, see `rlflow.controller.inputs`."""
         return self.path / "inputs"

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rlflow.controller.run import Run
+from rlflow.dag.drawing import mermaid, text
 from rlflow.errors import readable_line, shortened
 from rlflow.loggers.console import Console
 from rlflow.loggers.csv import CSVLogger
@@ -15,6 +16,7 @@ from rlflow.loggers.jsonl import JSONLLogger
 from rlflow.loggers.lightning import LightningLogger, LoggerLike
 from rlflow.loggers.logger import Logger
 from rlflow.process import startup
+from rlflow.run.code import code_of, note_start
 from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.resume import Resume
 from rlflow.run.setup import plain_hparams
@@ -55,9 +57,14 @@ class Recording:
         self._first_step = 0 if resume.checkpoint is None else resume.done + 1
         self._goes_on = resume.goes_on
         self._started: list[Logger] = []
+        self._code: dict[str, Any] = {}
+        self._graph = ""
         self.before: dict[str, float] = {}
 
     def __enter__(self) -> Self:
+        if self._loggers:
+            self._code = code_of(self._run.module)
+            self._graph = text(self._run.graph, self._run.plan, rank=0)
         try:
             self._start([each for each in self._loggers if not (self._goes_on and each in self._own)])
         except BaseException:
@@ -73,6 +80,10 @@ class Recording:
     def start_rest(self) -> None:
         """Start the run's own loggers, which cut records of later steps, now that a resume is known to fit."""
         self._start([each for each in self._loggers if each not in self._started])
+        if self._loggers:
+            note_start(self._code, self._folder.code)
+            drawing = mermaid(self._run.graph, self._run.plan)
+            self._folder.graph.write_text(f"```mermaid\n{drawing}```\n\n```\n{self._graph}\n```\n", encoding="utf-8")
 
     def begin(self, validation: dict[str, float]) -> None:
         """Record the validation before the first step, if there was one; called by all ranks."""
@@ -108,8 +119,9 @@ class Recording:
             logger.start(self._folder.path, first_step=self._first_step)
             self._started.append(logger)
             module = self._run.module
-            if config := self._run.config or (plain_hparams(module) if module.logs_hparams else None):
-                logger.log_config(config)
+            config = self._run.config or (plain_hparams(module) if module.logs_hparams else {})
+            logger.log_config({**self._code, **config})
+            logger.log_graph(self._graph)
 
     def _finalize(self, status: str) -> None:
         with ExitStack() as stack:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlflow.commands.graph import mermaid, text
+from rlflow.dag.drawing import mermaid, text
 from rlflow.dag.graph import Graph
 from rlflow.dag.node import node
 from rlflow.dag.planner import Plan, plan

@@ -55,6 +55,8 @@ def test_the_run_folder_holds_what_the_documents_say(policy: Path, tmp_path: Pat
     summary = fit(Fit(grpo(policy), sums(8, 2, held_out=3), tmp_path / "run", settings={"max_steps": 2})).summary
     # No config.yaml: the run was made in Python.
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "code.jsonl",
+        "graph.md",
         "metrics.jsonl",
         "metrics.csv",
         "samples.jsonl",
