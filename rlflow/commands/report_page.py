@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +161,7 @@ def page(folders: Sequence[Path], traced: Traced, version: str = "") -> str:
     if traced.picture:
         encoded = base64.b64encode(traced.picture).decode()
         image = f'<div class="wide"><img alt="timeline of ranks and nodes" src="data:image/png;base64,{encoded}"></div>'
-    shown = {"runs": names, "samples": samples, "pictures": pictures}
-    block = json.dumps(shown, ensure_ascii=False).replace("<", "\\u003c")
+    block = _as_json({"runs": names, "samples": samples, "pictures": pictures})
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -297,8 +298,8 @@ def _matches(name: str, pattern: str) -> bool:
 def chosen_samples(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], str]:
     """Samples of evenly chosen steps of each run, with those of a few prompts that come in several steps; and a note.
 
-    There are at most `MOST_SAMPLES` of a run. Where they have more than `MOST_BYTES` as JSON, fewer are chosen, and in
-    the end their texts are cut.
+    There are at most `MOST_SAMPLES` of a run, and at most `MOST_BYTES` of all as JSON: where they have more, fewer are
+    chosen, and in the end their texts are cut.
     """
     counts = [_counted(run) for run in runs]
     total = sum(sum(steps.values()) for steps, _ in counts)
@@ -311,10 +312,12 @@ def chosen_samples(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], s
             for number, (run, (steps, repeated)) in enumerate(zip(runs, counts, strict=True))
             for sample in _chosen(run, steps, repeated, most)
         ]
-        if cut or sum(len(json.dumps(sample)) for sample in found) <= MOST_BYTES:
+        ends = [*accumulate(len(_as_json(sample).encode(errors="replace")) for sample in found)]
+        if not found or ends[-1] <= MOST_BYTES or most <= 1:
             break
         most //= 2
         cut = most < 20
+    found = found[: bisect_right(ends, MOST_BYTES)]  # all, unless those of a single step are too much
     note = f"{len(found)} of the {total} samples that were stored, evenly over steps."
     if len(found) == total:
         note = f"All {total} samples that were stored."
@@ -388,6 +391,11 @@ def with_pictures(runs: Sequence[ReportedRun], samples: Sequence[dict[str, Any]]
     else:
         note += f"there is room for {MOST_PICTURE_BYTES:,} bytes. "
     return found.encoded, note
+
+
+def _as_json(value: Any) -> str:
+    """JSON that can stand in a script of a page: no text in it ends the script."""
+    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
 
 
 def _cut(value: Any) -> Any:

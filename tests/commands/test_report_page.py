@@ -22,14 +22,14 @@ from typing import Any
 
 import pytest
 import yaml
-from PIL import Image
+from PIL import Image, ImageColor
 
 from rlflow import UserError
 from rlflow.cli import main
 from rlflow.commands import report_pictures
 from rlflow.commands.fit import read_fit
 from rlflow.commands.parser import call
-from rlflow.commands.report import report
+from rlflow.commands.report import page_text, report
 from rlflow.commands.report_charts import Curve, Z, chart, graph_drawing, in_bytes, short, thinned, ticks, wilson
 from rlflow.commands.report_health import RANGES, findings
 from rlflow.commands.report_page import (
@@ -46,9 +46,10 @@ from rlflow.commands.report_server import open_server
 from rlflow.dag.tasks import Exchange
 from rlflow.loggers.jsonl import JSONLLogger
 from rlflow.run.prepare import plan_run
-from tests.test_docs import metric_rows
+from tests.test_docs import loaded, metric_rows
 
 ROOT = Path(__file__).parents[2]
+photographs = loaded(ROOT / "docs/pictures/photograph.py", "photographs")
 ATTACK = '</script><script>document.title = "attacked"</script><img src=x onerror="document.title = 1">'
 TALK = [
     {"role": "user", "content": "9+2"},
@@ -277,6 +278,37 @@ def test_samples_with_long_texts_are_cut_and_the_page_says_so(tmp_path: Path) ->
     assert "are cut" in note
 
 
+METRICS = [  # that fill every panel, with several curves
+    *("reward/mean", "greedy_reward/mean", "best/reward", "reward/mine", "reward/theirs", "val/loss", "val/margin"),
+    *(
+        "val/accuracy",
+        "val_greedy/accuracy",
+        "val/reward",
+        "val_greedy/reward",
+        "val/pass@1",
+        "val/pass@8",
+        "val/length",
+    ),
+    *("rollout/length", "rollout/truncated", "val/truncated", "sync/logprob_gap", "sync/logprob_gap_uncertain"),
+    *("rollout/turns", "rollout/tool_calls", "rollout/tokens", "time/step", "exchange/bytes"),
+    *(f"{role}/{name}" for role in ("actor", "critic") for name in ("loss", "kl", "teacher_kl", "entropy")),
+    *(f"{role}/{name}" for role in ("actor", "critic") for name in ("clip_fraction", "grad_norm", "useful_share")),
+]
+
+
+@pytest.mark.parametrize(("letter", "letters", "least"), [("<", 2_000, 2_000_000), ("ß", 25_000, 500_000)])
+def test_the_page_of_four_long_runs_has_less_than_3_mb(letter: str, letters: int, least: int, tmp_path: Path) -> None:
+    draw, runs = random.Random(0), [written(tmp_path / f"run{number}", steps=1) for number in range(4)]
+    for run in runs:
+        with (run / "metrics.jsonl").open("a") as file:
+            for step in range(2, 1000):
+                file.write(json.dumps({"step": step} | {name: draw.random() for name in METRICS}) + "\n")
+        with (run / "samples.jsonl").open("a") as file:
+            talk = [{"role": "assistant", "content": letters * letter}] * 3  # a `<` has six letters in the page
+            file.writelines(json.dumps({"step": step, **sample(step, messages=talk)}) + "\n" for step in range(2, 20))
+    assert least < len(page_text(runs, None, 3).encode()) < 3_000_000
+
+
 def test_secrets_of_the_config_are_not_in_the_page(tmp_path: Path) -> None:
     folder = written(tmp_path / "run")
     secret = "module: {init_args: {reward: {init_args: {api_key: sk-12345}}}}"
@@ -372,12 +404,37 @@ def used(page: str, script: str, folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_a_browser_shows_the_page_without_errors_and_its_filters_work(page: str, tmp_path: Path) -> None:
-    for width in (400, 1300):
+    for width in (500, 1300):  # 500 pixels are the least of a window
         shown = opened(page, tmp_path, width)
         assert "<title>rlflow: " in shown  # the response's script did not run
         assert "of 12 samples" in shown
     # two runs of three steps, of each step one of row 7 and one conversation with two turns of the policy
     assert used(page, USES, tmp_path) == [2, 6, 12, 6, "beside", 12, 6, 12, 6, 3, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dark", "colours"), [(False, ("#ffffff", "#1b1f24")), (True, ("#15181c", "#e4e7eb"))])
+@pytest.mark.parametrize("width", [390, 1300])
+def test_a_browser_shows_the_page_light_or_dark_and_cuts_nothing_off(
+    page: str, width: int, dark: bool, colours: tuple[str, str]
+) -> None:
+    if photographs.browser() is None:
+        pytest.skip("no Chromium here: install Debian's package `chromium`")
+    picture, taken = photographs.photograph(page, width, 900, dark)
+    assert taken == width
+    ground, text = map(ImageColor.getrgb, colours)
+    assert picture.getpixel((2, 2)) == ground
+    assert text in {colour for _, colour in picture.crop((0, 0, width, 60)).getcolors(60 * width)}  # of the title
+
+
+def test_the_page_in_the_documentation_is_as_it_is_made_now(tmp_path: Path) -> None:
+    healthy = written(tmp_path / "run", **{"rollout/truncated": 0.0})  # type: ignore[arg-type]
+    now, shown = page_text([healthy], None, 3), (ROOT / "docs/quickstart_report.html").read_text()
+    parts = ("<style>.*?</style>", "<script>.*?</script>", "<h2>.*?</h2>", '<p class="good">.*?</p>', "<form .*</form>")
+    for part in parts:
+        made, stored = (re.findall(part, text, re.DOTALL) for text in (now, shown))
+        assert made == stored, "make it anew, see docs/pictures/photograph.py"
+    assert re.findall('<p class="faint">.*', now)[0] in shown  # of the curves
 
 
 FORK = {"sample": "0.0", "tokens": 2, "text": "12"}
