@@ -13,7 +13,7 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,9 @@ from rlflow.data.sources import Source, row_as_json
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError, one_line
+from rlflow.loggers.console import named_if_long
 from rlflow.models.picture_processor import PictureProcessor
+from rlflow.process import status
 from rlflow.rewards.reward import Reward, read_column
 
 if TYPE_CHECKING:
@@ -195,11 +197,18 @@ class Counted:
 
 
 def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = None) -> Counted:
-    """Encode rows, and look at what they are.
+    """Encode rows, and look at what they are. If it takes long, rank 0 names it on the terminal.
 
     Raises:
         UserError: A row cannot be read, or lacks what the reward reads.
     """
+    if not status.is_first():
+        return _count(source, encode, rows, reward)
+    with named_if_long(f"tokenizing {len(rows):,} rows of {source.name}", partial(print, flush=True)):
+        return _count(source, encode, rows, reward)
+
+
+def _count(source: Source, encode: Encoder, rows: range, reward: Reward | None) -> Counted:
     numbers, ids = array("i"), array("i")
     for start in range(rows.start, rows.stop, CHUNK):
         chunk = range(start, min(start + CHUNK, rows.stop))

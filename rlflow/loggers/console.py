@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -133,17 +133,9 @@ class Console:
         validated = (label for label in new if SHOWN.get(label, (label,))[0].startswith("val/"))
         self._validated |= {label: f"{new[label]} (step {step})" for label in validated}
 
-    @contextmanager
-    def phase(self, doing: str) -> Iterator[None]:
+    def phase(self, doing: str) -> AbstractContextManager[None]:
         """Name what is done, such as `loading models`, if it takes more than `PATIENCE_S`."""
-        timer = threading.Timer(PATIENCE_S, self.say, [f"{doing} ..."])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()
+        return named_if_long(doing, self.say)
 
     def say(self, line: str) -> None:
         """Show one line on the terminal, above the live bar."""
@@ -161,6 +153,19 @@ class Console:
         self._ended.append((step, self._clock()))
         (first_step, began), (_, ended) = self._ended[0], self._ended[-1]
         return duration((ended - began) / (step - first_step) * (self._total_steps - step))
+
+
+@contextmanager
+def named_if_long(doing: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Say what is done within it, such as `loading models`, if it takes more than `PATIENCE_S`."""
+    timer = threading.Timer(PATIENCE_S, say, [f"{doing} ..."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _fields(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,23 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = cache_folder()
     assert folder is not None
     return folder
+
+
+class Slow(Listed):
+    """Rows that take a while to read."""
+
+    def read(self, rows: Any) -> Any:
+        time.sleep(0.5)
+        return super().read(rows)
+
+
+def test_tokenizing_that_takes_long_is_named_and_what_does_not_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(ROWS)
+    monkeypatch.setattr("rlflow.loggers.console.PATIENCE_S", 0.05)
+    Loader(slow := Slow(ROWS), PromptData(slow).resolved(), tiny_tokenizer(), seed=0)
+    assert capsys.readouterr().out == f"tokenizing 11 rows of {slow.name} ...\n"
 
 
 def together(rows: list[list[dict[str, Any]]], folder: str) -> tuple[list[int], str, list[int], str]:
