@@ -45,6 +45,18 @@ TRAINER_ARGUMENTS = {
     "sync_batchnorm": "language models have no batch norms",
     "use_distributed_sampler": "rows are always divided over the ranks",
 }
+# Keys of Lightning's command line and configs, by the section that they are in.
+_OWN_KEY = "it is a key of its own: `{0}`, not `trainer.{0}`"
+CONFIG_KEYS = {
+    "": {
+        "ckpt_path": "give `trainer.ckpt_path` to resume; other commands read a model, `--module.actor RUN`",
+        "lr_scheduler": "give `schedule` of a model's optimizer, such as `module.actor.optimizer.schedule`",
+        "model": "the algorithm is `module`, and its models are arguments of it, such as `module.actor`",
+        "optimizer": "give `optimizer` of a model, such as `module.actor.optimizer`",
+        "seed_everything": "give `seed`",
+    },
+    "trainer": TRAINER_ARGUMENTS | {name: _OWN_KEY.format(name) for name in ("callbacks", "logger", "strategy")},
+}
 _TRAIN, _VALIDATION, _PROMPTS = (
     f"rows or a LightningDataModule are the second argument, `{name}`" for name in ("train", "validation", "prompts")
 )
@@ -137,7 +149,7 @@ def _answering(call: Callable[Given, Result], name: str, answers: Mapping[str, s
     return called
 
 
-def instead_of(argument: str, answers: Mapping[str, str] = TRAINER_ARGUMENTS) -> str:
-    """` Text`: what to write instead of an argument of Lightning's trainer; empty where it is none."""
+def instead_of(argument: str, answers: Mapping[str, str]) -> str:
+    """` Text`: what to write instead of an argument or key of Lightning's; empty where it is none of these."""
     text = answers.get(argument, "")
     return f" {text[:1].upper()}{text[1:]}" if text else ""

@@ -442,6 +442,25 @@ def test_every_argument_of_lightning_s_trainer_is_taken_or_answered() -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("--ckpt_path", "Give `trainer.ckpt_path` to resume"),
+        ("--seed_everything", "Give `seed`"),
+        ("--model.lr", "The algorithm is `module`, and its models are arguments of it, such as `module.actor`"),
+        ("--optimizer.lr", "Give `optimizer` of a model, such as `module.actor.optimizer`"),
+        ("--lr_scheduler", "Give `schedule` of a model's optimizer, such as `module.actor.optimizer.schedule`"),
+        ("--trainer.logger", "It is a key of its own: `logger`, not `trainer.logger`"),
+        ("--trainer.max_time", "Give `max_seconds`, or the callback Timer, which counts resumed runs too"),
+        ("--trainer.limit_train_batches", "Give `max_steps`, or fewer rows"),
+    ],
+)
+def test_an_option_of_lightning_s_command_line_is_answered(option: str, answer: str) -> None:
+    with pytest.raises(UserError, match=rf"is no known key\. {re.escape(answer)}") as error:
+        read_fit(["--module", "SFT", "--module.actor", "tiny", option, "1"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("method", "argument", "answer"),
     [
         ("fit", "datamodule", "Rows or a LightningDataModule are the second argument, `train`"),

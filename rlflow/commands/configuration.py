@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, chdir
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 import yaml
@@ -192,6 +193,11 @@ def configured(parser: OneLineParser, arguments: Sequence[str]) -> tuple[Configu
         keys = WrittenKeys(given, tree)
         parsed = _parsed(parser, tree, shape, keys)
         if asked:
+            if any("comments" in argument for argument in asked) and find_spec("ruamel") is None:
+                raise UserError(
+                    "`--print_config=comments` needs ruamel.yaml, which is not installed; `pip install ruamel.yaml`, or"
+                    " leave out `comments`"
+                )
             parser.parse_args([f"--{CONFIG}", as_yaml(tree), *asked])  # prints it and ends
         resolved = parser.dump(parsed, skip_unset=False)
         config = yaml.safe_load(resolved)

@@ -26,7 +26,7 @@ from rlflow.config.arguments import (
 from rlflow.config.command_line import Text
 from rlflow.dag.annotations import choices
 from rlflow.errors import UserError, did_you_mean, readable_line
-from rlflow.lightning_names import instead_of
+from rlflow.lightning_names import CONFIG_KEYS, instead_of
 from rlflow.loggers.secrets import HIDDEN, is_secret, without_secrets
 from rlflow.short_names import class_named, such_as
 
@@ -199,7 +199,7 @@ def _of_arguments(
             yield from mistakes_of(value, arguments[key].hint, (*keys, key))
         else:
             known = ", ".join(sorted(arguments))
-            hint = instead_of(str(key)) if keys == ("trainer",) else ""
+            hint = instead_of(str(key), CONFIG_KEYS.get(".".join(keys), {}))
             hint = hint or did_you_mean(str(key), arguments) or (f" Known here: {known}" if known else " It takes none")
             yield Mistake((*keys, str(key)), f"({{value}}) is no known key.{hint}", value)
     for key, argument in arguments.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -87,15 +88,27 @@ def test_the_path_of_a_dataset_does_not_run_a_script_of_its_name(name: str, fold
     assert not (folder / "ran").exists()
 
 
-def test_a_printed_config_reads_back_as_the_same_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("form", ["", "=skip_default"])
+def test_a_printed_config_reads_back_as_the_same_config(
+    form: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logger = "{class_path: lightning.pytorch.loggers.TensorBoardLogger, init_args: {save_dir: tb, name: '1e-5'}}"
     (folder / "more.yaml").write_text(f"logger: {logger}\n")
     arguments = ["--config", "my.yaml", "--config", "more.yaml", "--trainer.max_steps", "9"]
     with pytest.raises(SystemExit) as ended:
-        main(["fit", *arguments, "--print_config"])
+        main(["fit", *arguments, f"--print_config{form}"])
     assert not ended.value.code
-    (folder / "printed.yaml").write_text(capsys.readouterr().out)
+    (folder / "printed.yaml").write_text(printed := capsys.readouterr().out)
     assert read_fit(["--config", "printed.yaml"]).config == read_fit(arguments).config
+    assert ("max_staleness" in printed) == ("skip_default" not in form)
+
+
+@pytest.mark.skipif(find_spec("ruamel") is not None, reason="ruamel.yaml is installed")
+def test_comments_in_a_printed_config_need_a_library_that_is_named(folder: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"needs ruamel.yaml, which is not installed; `pip install ruamel.yaml`, or leave"
+    ):
+        read_fit(["--config", "my.yaml", "--print_config=comments,skip_default"])
 
 
 def test_the_config_of_a_run_reads_back_as_the_same_config_without_its_secrets(folder: Path) -> None:
