@@ -287,6 +287,74 @@ def test_a_number_for_fast_dev_run_is_its_steps() -> None:
     assert [Trainer(fast_dev_run=each).max_steps for each in (True, 3)] == [2, 3]
 
 
+class Uncalled(Logger):
+    """A logger of a run that is not to be logged."""
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        raise AssertionError("a dev run has no loggers")
+
+
+class Done(Callback):
+    """Keeps what was done."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def on_weight_sync(self, trainer: Any, module: Any, policy: str, version: int) -> None:
+        self.done.append("sync")
+
+    def on_node_end(self, trainer: Any, module: Any, node_id: str) -> None:
+        self.done.append(node_id)
+
+    def on_step_end(self, trainer: Any, module: Any, step: int, metrics: Any) -> None:
+        assert metrics["actor/grad_norm"] > 0
+        self.done.append("update")
+
+    def on_validation_end(self, trainer: Any, module: Any, step: int, metrics: Any) -> None:
+        self.done.append("validation")
+
+
+def short(policy: Path) -> RaggedGRPO:
+    return RaggedGRPO(CausalLM(str(policy)), reward=length, group_size=2, max_response_length=5)
+
+
+def test_a_dev_run_does_all_of_a_step_and_leaves_no_checkpoint(policy: Path, tmp_path: Path) -> None:
+    done = Done()
+    given = {"fast_dev_run": 3, "save_every_n_steps": 1, "logger": Uncalled(), "callbacks": done, "accelerator": "cpu"}
+    summary = Trainer(str(tmp_path / "run"), max_steps=50, **given).fit(short(policy), sums(8, 2, held_out=2))  # type: ignore[arg-type]
+    assert (summary["steps"], summary["problems"]) == (3, 2)
+    nodes = ["rollout", "rewards", "advantages", "update"]
+    # Of the first weights the validation before training syncs.
+    assert done.done == ["sync", "validation", *nodes, "sync", *nodes, "sync", *nodes, "sync", "validation"]
+    assert [each.name for each in tmp_path.iterdir()] == ["run-dev"]
+    assert not (tmp_path / "run-dev/checkpoint").exists()
+
+
+def test_epochs_end_a_run_whose_steps_and_updates_are_shown(
+    policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = short(policy)
+    module.actor.samples_per_update = 2
+    summary = Trainer(str(tmp_path), max_epochs=2, accelerator="cpu").fit(module, sums(7, 2))
+    assert summary["steps"] == 2 * (7 // 2)  # of full batches
+    shown = capfd.readouterr().out
+    assert "ranks 1, steps 6, training rows 7" in shown
+    assert "actor: 2 update(s) per step of 2 samples" in shown  # of two prompts with two samples
+
+
+def test_the_seed_of_a_run_decides_what_the_engine_samples(policy: Path, tmp_path: Path) -> None:
+    def sampled(name: str, seed: int) -> list[str]:
+        given = {"max_steps": 1, "seed": seed, "accelerator": "cpu", "log_samples": 8}
+        module = RaggedGRPO(CausalLM(str(policy)), reward=length, group_size=8, max_response_length=5)
+        Trainer(str(tmp_path / name), **given).fit(module, sums(1, 1))  # type: ignore[arg-type]  # a row: of one order
+        return [json.loads(line)["response"] for line in (tmp_path / name / "samples.jsonl").read_text().splitlines()]
+
+    first = sampled("first", 1)
+    assert len(first) == 8
+    assert sampled("again", 1) == first
+    assert sampled("other", 2) != first
+
+
 def test_checkpoints_by_model_checkpoint_are_settings_of_the_trainer() -> None:
     trainer = Trainer(
         callbacks=[

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from docstring_parser import parse
 
 from rlflow.algorithms import GRPO
 from rlflow.callbacks import ModelCheckpoint
 from rlflow.cli import COMMANDS, main
-from rlflow.commands.configuration import TOP_LEVEL, Configured, call_configured
+from rlflow.commands.configuration import TOP_LEVEL, Configured, call_configured, config_parser
 from rlflow.commands.fit import read_fit
 from rlflow.config.arguments import arguments_of
 from rlflow.config.checking import hidden_secrets
@@ -22,6 +23,7 @@ from rlflow.data import JSONL
 from rlflow.errors import UserError
 from rlflow.rewards import ExactMatch
 from rlflow.rollout import VLLMEngine
+from rlflow.short_names import class_named, names_of
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from tests.own_folder import forgotten, make, write
@@ -345,6 +347,21 @@ def test_help_has_the_keys_that_most_runs_need_and_help_all_has_every_key(
     assert {"--trainer.max_steps", "--predict"} <= set(shown["--help"].split())  # a key of OFTEN, and fit's own
     keys = {f"--trainer.{name}" for name in arguments_of(Trainer)} - {f"--trainer.{name}" for name in TOP_LEVEL}
     assert keys <= {word.rstrip(",") for word in shown["--help-all"].split()}  # Python 3.13 has commas between names
+
+
+def test_help_of_every_key_is_a_sentence() -> None:
+    keys = {each.dest: each.help for each in config_parser("fit", "")._actions}
+    assert len(keys) > 60
+    assert [key for key, said in keys.items() if not said] == []
+    classes = {name: class_named(name, (object,)) for name in names_of([object])}
+    assert len(classes) > 60
+    lacking = {
+        (name, key)
+        for name, cls in classes.items()
+        for key in arguments_of(cls)
+        if key not in {each.arg_name for base in cls.__mro__ for each in parse(base.__doc__ or "").params}
+    }
+    assert lacking == set()
 
 
 @pytest.mark.parametrize(
