@@ -1,4 +1,4 @@
-"""A newcomer's first hour: an algorithm, a reward and data of their own, a tool, a report, a score, an export."""
+"""A newcomer's first hour, by README alone: an algorithm, rewards, two datasets, a tool, a report, an export."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ import pytest
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 RLFLOW = [sys.executable, "-m", "rlflow.cli"]
-REWARD = '''
+REWARDS = '''
 def graded(response, answer):
     """1 for the answer, else half of the share of digits."""
     said = response.strip()
     return 1.0 if said == answer else 0.5 * sum(letter.isdigit() for letter in said) / max(1, len(said))
 
-
-def constant(response):
-    """A little for every response; an environment adds its own."""
-    return 0.1
+def exact(response, answer):
+    return float(response.strip() == answer)
 '''
 MINE = """
 module:
   init_args:
-    reward: my_rewards.graded
+    reward: my_functions.graded
 data:
-  train: {class_path: mixture, init_args: {datasets: {plus: plus.jsonl, minus: {data: minus.jsonl, weight: 2}}}}
+  train: {class_path: mixture, init_args: {datasets: {sums: sums.jsonl, others: {data: others.jsonl, weight: 2}}}}
   validation: held_out.jsonl
 trainer: {run_dir: runs/mine}
 """
@@ -54,15 +52,16 @@ json.dump([list(each) for each in made], open(sys.argv[4], "w"))
 """
 
 
-def blocks(document: str, section: str) -> list[str]:
-    """The code of a document's section, in order."""
-    text = (ROOT / document).read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
+def blocks(folder: Path, section: str) -> list[str]:
+    """The code of a section of the clone's README, in order."""
+    text = (folder / "clone/README.md").read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
     return re.findall(r"```\w+\n(.*?)```", text, re.DOTALL)
 
 
 def ran(*command: str, folder: Path) -> str:
-    """What a command prints, which ends well."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": ""}
+    """What a command prints, which ends well; it runs the code of the clone."""
+    installed = str(folder / "installed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": installed}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -70,11 +69,18 @@ def ran(*command: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder, in which the newcomer has written files and trained."""
+    """A folder in which the newcomer has cloned the repository, installed it, written files and trained."""
     folder = tmp_path_factory.mktemp("newcomer")
-    algorithm, config, _ = blocks("README.md", "Write your own algorithm")
-    files = {"my_algorithm.py": algorithm, "my.yaml": config, "my_rewards.py": REWARD, "mine.yaml": MINE}
-    for name, sign in ("plus", 1), ("minus", -1):
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no clone of the repository")
+    ran("git", "clone", "--quiet", str(ROOT), "clone", folder=folder)
+    pip = sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"
+    ran(*pip, "--target", "installed", "./clone", folder=folder)  # what it needs is here already
+    algorithm, config, _ = blocks(folder, "Write your own algorithm")
+    with_a_tool, tool = blocks(folder, "Your own data, reward and tool")
+    files = {"my_algorithm.py": algorithm, "my.yaml": config, "my_functions.py": REWARDS + "\n\n" + tool}
+    files |= {"mine.yaml": with_a_tool, "learns.yaml": MINE}
+    for name, sign in ("sums", 1), ("others", -1):
         rows = [
             {"prompt": f"{a}{'+' if sign > 0 else '-'}{b}=", "answer": str(a + sign * b)}
             for a in range(9) for b in range(a)
@@ -83,7 +89,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         files["held_out.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows[:12])
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    ran(*RLFLOW, "fit", "--config", "my.yaml", "--config", "mine.yaml", folder=folder)
+    where = ran(sys.executable, "-c", "import rlflow; print(rlflow.__file__)", folder=folder)
+    assert Path(where.strip()).is_relative_to(folder / "installed")
+    ran(*RLFLOW, "fit", "--config", "my.yaml", "--config", "learns.yaml", folder=folder)
     return folder
 
 
@@ -91,7 +99,7 @@ def test_the_reward_of_two_datasets_rises(folder: Path) -> None:
     steps = [json.loads(line) for line in (folder / "runs/mine/metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "reward/mean" in step]
     assert len(steps) == 40
-    for name in "reward/mean", "reward/plus/mean", "reward/minus/mean":
+    for name in "reward/mean", "reward/sums/mean", "reward/others/mean":
         first, last = ([step[name] for step in part if name in step] for part in (steps[:10], steps[-10:]))
         error = (statistics.variance(first) / len(first) + statistics.variance(last) / len(last)) ** 0.5
         assert statistics.mean(last) - statistics.mean(first) > 2 * error, name
@@ -99,13 +107,12 @@ def test_the_reward_of_two_datasets_rises(folder: Path) -> None:
 
 
 def test_a_tool_takes_part_in_a_step(folder: Path) -> None:
-    world, rows, config, *_ = blocks("docs/first_environment.md", "A folder that works")
-    for name, text in {"my_env.py": world, "words.jsonl": rows, "agent.yaml": config}.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    ours = "--module", "my_algorithm.ShortGRPO", "--module.reward", "my_rewards.constant", "--trainer.max_steps", "1"
-    ran(*RLFLOW, "fit", "--config", "agent.yaml", *ours, folder=folder)
-    (step, *_) = (folder / "runs/agent/metrics.jsonl").read_text().splitlines()
-    assert "rollout/tool_calls" in json.loads(step)
+    one_step = "--trainer.max_steps", "1", "--trainer.run_dir", "runs/tool"
+    ran(*RLFLOW, "fit", "--config", "my.yaml", "--config", "mine.yaml", *one_step, folder=folder)
+    (step, *_) = (folder / "runs/tool/metrics.jsonl").read_text().splitlines()
+    assert {"rollout/tool_calls", "reward/sums/mean", "reward/others/mean"} <= json.loads(step).keys()
+    (sample, *_) = (folder / "runs/tool/samples.jsonl").read_text().splitlines()
+    assert "Tools: add(numbers)" in json.loads(sample)["prompt"]
 
 
 def test_a_browser_opens_the_report(folder: Path) -> None:
@@ -119,11 +126,20 @@ def test_a_browser_opens_the_report(folder: Path) -> None:
         [browser, *options, f"--user-data-dir={folder / 'profile'}", page], capture_output=True, text=True, timeout=120
     )
     assert "CONSOLE" not in shown.stderr, shown.stderr
-    assert "reward/minus/mean" in shown.stdout
+    assert "reward/others/mean" in shown.stdout
 
 
 def test_the_model_is_scored_exported_and_the_same_in_transformers_and_vllm(folder: Path) -> None:
-    asked = "--config", "my.yaml", "--config", "mine.yaml", "--module.actor", "runs/mine", "--trainer.val_samples", "2"
+    asked = (
+        "--config",
+        "my.yaml",
+        "--config",
+        "learns.yaml",
+        "--module.actor",
+        "runs/mine",
+        "--trainer.val_samples",
+        "2",
+    )
     assert "pass@2" in ran(*RLFLOW, "test", *asked, folder=folder)
     ran(*RLFLOW, "export", "--model", "runs/mine", "--to", "exported", folder=folder)
     assert (folder / "exported" / "README.md").is_file()
