@@ -18,7 +18,7 @@ class CISPO(GroupRelative):
     `actor/clip_fraction` is the share of tokens whose ratio is above the cap.
 
     Args:
-        clip_high: How far above 1 the weight of a token may be.
+        clip_high: Highest weight of a token, as a distance above 1.
     """
 
     clip_high: float = 4.0

@@ -34,7 +34,7 @@ class Labelled:
     Of `B` prompts on this rank these are `N = B + B * group_size` rows, padded to the longest response of both kinds.
 
     Attributes:
-        path: Which prompt each row is below.
+        path: Paths of the prompts that the rows belong to.
         prompt_ids: Token ids of the prompts as the policy read them.
         response_ids: `[N, T]` token ids.
         loss_mask: `[N, T]`, True on tokens that count.

@@ -26,7 +26,7 @@ class Judged(RLModule):
 
     Args:
         judge: The language model that grades; it is not trained.
-        rubric: What the judge is asked, and how grades are read from its answer.
+        rubric: Question that the judge answers, and how a grade is read from its answer.
         judge_length: The most tokens of a verdict; no more than `max_response_length`.
         judge_coef: Weight of the grade, which is from 0 to 1.
         on_too_long: What happens to a response if the judge's question is longer than `data.max_prompt_length`: `raise`

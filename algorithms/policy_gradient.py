@@ -184,7 +184,7 @@ class Scored(OnPolicy):
         Args:
             rollout: The samples, with texts and dataset rows.
             model_scores: `[B]` from the reward model, not yet weighted; None without one.
-            name: What metrics begin with: `reward/mean`, `reward/model`.
+            name: First part of the names of its metrics: `reward/mean`, `reward/model`.
         """
         scores = rollout.lengths.new_zeros(len(rollout.lengths), dtype=torch.float32)
         if self.environment is not None:

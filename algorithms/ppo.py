@@ -59,8 +59,8 @@ class PPO(Clipped, Scored):
             and samples per update, which count rows here even if the actor's count episodes.
         gamma: Discount of a token.
         lam: Decay of the sum over temporal differences in the actor's advantages.
-        critic_lam: The same decay in the critic's targets.
-        value_clip: How far a value may move from its old value before it is clipped; None is off.
+        critic_lam: Decay of the critic's targets, as `lam` for advantages.
+        value_clip: Largest change of a value from its old value before it is clipped; None is off.
         on_truncation: How to treat a response that was cut: as one that has ended (`terminal`); with the critic's value
             after its last token (`bootstrap`); or leave it out of both losses (`mask`).
     """

@@ -18,8 +18,8 @@ class SAPO(GroupRelative):
     p = sigmoid(tau (r_t - 1)), which is A_i at a ratio of 1.
 
     Args:
-        tau_pos: How sharply the weight of tokens with a positive advantage falls.
-        tau_neg: The same for the other tokens; above `tau_pos`, since their gradients spread to all other tokens.
+        tau_pos: Temperature of tokens with a positive advantage: how sharply their weight falls.
+        tau_neg: Temperature of the other tokens; above `tau_pos`, since their gradients spread to all other tokens.
     """
 
     loss_aggregation: Aggregation = "sequence-mean-token-mean"

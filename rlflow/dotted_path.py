@@ -20,7 +20,7 @@ def object_at(path: str, said: str, known: Iterable[str] = ()) -> Any:
 
     Args:
         path: Dotted path, such as `my_env.WordGame`.
-        said: How an error begins, the path in it: "`function` is 'my_rewards.brevity'".
+        said: Beginning of the error, with the path: "`function` is 'my_rewards.brevity'".
         known: Modules that may be meant where there is none of that name; those in the working directory are known.
 
     Raises:
@@ -45,7 +45,7 @@ def function_at(path: str, said: str) -> Callable[..., Any]:
 
     Args:
         path: Dotted path, such as `my_rewards.brevity`.
-        said: How an error begins, the path in it.
+        said: Beginning of the error, with the path.
 
     Raises:
         UserError: As `object_at`; or it is no function, or one such as `os.system` or `builtins.exec`.

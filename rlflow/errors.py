@@ -49,7 +49,7 @@ class Preempted(BaseException):
 
     Args:
         number: Number of the signal.
-        what: What was saved, and how to continue the run.
+        what: Message: what was saved, and how to continue the run.
         agreed: Whether all ranks end, each for itself.
     """
 
@@ -131,7 +131,7 @@ def setting(of: object, name: str, otherwise: str) -> str:
     Args:
         of: The object.
         name: Name of the argument.
-        otherwise: What it is called where no config did.
+        otherwise: Name of the argument in the error if no config made the object.
     """
     found: ConfigPlace | None = getattr(of, _PLACE, None)
     return f"`{otherwise if found is None else found.keys.get(name, otherwise)}`"
@@ -181,7 +181,7 @@ def require(module: str, what: str, *extras: str) -> None:
 
     Args:
         module: Module of the library.
-        what: What needs it.
+        what: Name of the thing that needs it, for the error.
         extras: Extras of rlflow's installation; each of them installs it.
 
     Raises:
@@ -247,7 +247,7 @@ def no_file(path: str, wanted: str, *endings: str) -> str:
 
     Args:
         path: Path as the user wrote it.
-        wanted: What to give.
+        wanted: What to give, for the error.
         endings: Endings of such a file's name. If the path is a folder that has such a file, the error mentions it.
     """
     if not path:

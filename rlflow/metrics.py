@@ -22,7 +22,7 @@ class How(NamedTuple):
     """How a metric is logged; each name has one way.
 
     Attributes:
-        kind: How the values of calls and ranks become one number.
+        kind: Way in which the values of calls and ranks become one number.
         by_module: Whether a module logs it, by `self.log`.
         prog_bar: Whether the terminal shows it.
         logger: Whether loggers, `metrics.jsonl` among them, record it.
@@ -259,7 +259,7 @@ class Metrics:
         """Totals of values and counts over all ranks, `[names, 2]` float64, and seconds that each worked, `[ranks]`.
 
         Args:
-            mine: What this rank logged.
+            mine: Entries that this rank logged.
             largest: `[names, 2]`, over all ranks.
             transport: Transport to the other ranks.
             worked: See `reduce`.

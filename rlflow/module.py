@@ -507,7 +507,7 @@ class RLModule:
             on_epoch: True changes nothing in `validation_step`, and is refused in nodes.
             reduce_fx: `mean`, `sum`, `max` or `min` of the entries, or torch's function of that name.
             sync_dist: True changes nothing: metrics are always over all ranks.
-            batch_size: For the mean of a 0-dim `value`, the number of rows for which it counts.
+            batch_size: Number of rows for which a 0-dim `value` counts in the mean.
             rank_zero_only: Refused: a metric is over all ranks.
             enable_graph: Refused: logged values have no gradient.
             sync_dist_group: Refused, as `rank_zero_only`; use `mask` to leave rows out.

@@ -34,7 +34,7 @@ class Workflow(RLModule):
     """No node and no model of its own: `nodes` and `models` of the config are the algorithm.
 
     Args:
-        reward: What scores a response, for nodes that call `reward_function`.
+        reward: Reward that scores a response, for nodes that call `reward_function`.
         group_size: Responses to each prompt, which `generate` samples unless a node says otherwise.
         max_response_length: Tokens after which a response is cut.
         stop_token_ids: Tokens that end a response, in addition to those of the model and its tokenizer.

@@ -72,7 +72,7 @@ class Configured:
         module: The algorithm.
         data: Rows to train and validate on.
         trainer: Trainer with all settings of the run.
-        config: As `config.yaml` of the run has it: all defaults, classes written as `class_path` and `init_args`.
+        config: The config that the run stores in `config.yaml`: all defaults, classes as `class_path` and `init_args`.
         keys: Keys as the user wrote them, for errors.
         simulation: Simulation that predicts the run, if that was asked for.
     """

@@ -54,7 +54,7 @@ def conform(
         micro: How a trainer joins the values of micro-batches: it adds them up, or takes their mean.
         ranks: How a trainer joins the values of ranks.
         settings: Numbers of the algorithm, or arguments of the function, by name: --settings.kl_coef 0.04.
-        names: What parameters stand for whose names do not say it: --names.lp logprobs.
+        names: Quantities of parameters whose names do not tell: --names.lp logprobs.
         dtype: Dtype of the tensors that it is called with.
         museum: Run it on the bugs and the right functions of docs/museum.md, in place of a function.
 

@@ -169,7 +169,7 @@ class Player(RolloutEngine):
         replies: Texts of the turns, one each.
         tokenizer: Tokenizer of the model.
         end: The token that ends a turn.
-        on_tokens: Called with each part of the conversation, when it is there to be read.
+        on_tokens: Callback for each part of the conversation, as soon as it can be read.
     """
 
     def __init__(

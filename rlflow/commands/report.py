@@ -46,7 +46,7 @@ def report(
         run_dir: The folder of a run, whether it ended or not.
         others: Folders of other runs that the page compares with the first one.
         step: The last step shown, from 1; else the run's last.
-        steps: How many, up to that one.
+        steps: Number of steps shown, up to `step`.
         draw: PATH.png, .svg or .pdf; else RUN_DIR/timeline.png.
         html: Write one HTML file that needs no network: health, curves, samples, timeline, graph, config.
         to: The HTML file; else RUN_DIR/report.html.

@@ -151,7 +151,7 @@ def graph_drawing(graph: Graph, plan: Plan, sent: Mapping[str, int]) -> str:
 
     Args:
         graph: Graph of the run.
-        plan: Its plan.
+        plan: Plan of the graph.
         sent: Bytes that were sent in each exchange, by its line in the plan.
     """
     layouts = plan.layouts()

@@ -16,9 +16,9 @@ class Range:
     """A metric's healthy range.
 
     Attributes:
-        metric: Its name; `actor/` stands for any model, unless the model has a range of its own.
+        metric: Name of the metric; `actor/` stands for any model, unless the model has a range of its own.
         healthy: The range in words, as in the documentation.
-        otherwise: What to do outside it, as in the documentation.
+        otherwise: Advice where the metric is outside, as in the documentation.
         low: Smallest healthy value.
         high: Largest healthy value; 0 is for counts of failures, of which one in any step is unhealthy.
         share_of: The range is of the metric divided by this one.
@@ -168,7 +168,7 @@ class Unhealthy:
 
     Attributes:
         metric: Name of the metric.
-        found: What was found.
+        found: The finding, with the value.
         healthy: The healthy range in words.
         advice: What to do.
     """

@@ -139,8 +139,8 @@ def page(folders: Sequence[Path], traced: Traced, version: str = "") -> str:
 
     Args:
         folders: Folders of the runs; the first one is shown with its timeline and graph.
-        traced: What the traces of the first run say.
-        version: What the server of the page answers until there is a newer one; empty for a file.
+        traced: Summary of the first run's traces.
+        version: Version of the page that the server gives until there is a newer one; empty for a file.
 
     Raises:
         UserError: A folder has no metrics, or a damaged file.

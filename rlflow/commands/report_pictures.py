@@ -36,7 +36,7 @@ class PagePictures:
 
         Args:
             row: Place of the prompt in the dataset.
-            names: What the sample says that its pictures are.
+            names: Names of the pictures in the sample.
             data: The run's data, with resolved columns.
         """
         try:

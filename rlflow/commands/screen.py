@@ -35,7 +35,7 @@ class Screen:
         Args:
             speaker: Name of the speaker; its first word chooses the colour.
             more: Text next to the name.
-            text: What is said, any number of lines.
+            text: Text to write, any number of lines.
         """
         colour = COLOURS.get(speaker.partition(" ")[0], "")
         head = Text(INDENT + readable(speaker), f"bold {colour}".strip())

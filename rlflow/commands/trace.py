@@ -28,9 +28,9 @@ def trace(
     Args:
         run_dir: The folder of a run, whether it ended or not.
         to: The file; else RUN_DIR/traces/trace.json.
-        ranks: Such as [0,8]; else all.
+        ranks: Ranks to join, such as [0,8]; else all.
         step: The last step in it, from 1; else the run's last.
-        steps: How many, up to that one; else all.
+        steps: Number of steps, up to `step`; else all.
 
     Raises:
         UserError: The folder holds no traces, or not those of a rank or step.

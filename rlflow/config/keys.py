@@ -23,7 +23,7 @@ class WrittenKeys:
 
     Args:
         layers: The trees of the configs and options; the last one wins.
-        tree: All of them as one, in which some classes are written by `class_path` and `init_args`.
+        tree: All layers merged, in which some classes are written by `class_path` and `init_args`.
     """
 
     def __init__(self, layers: Sequence[Mapping[str, Any]], tree: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ class Function:
 
     Attributes:
         call: The function.
-        name: What it is called in messages.
+        name: Name of the function in messages.
         takes: The quantity of each parameter that is given one.
         constants: Arguments that do not change, by parameter.
         settings: Numbers of the algorithm: those of `SETTINGS`, and those that the user set.
@@ -131,7 +131,7 @@ class Function:
 
         Args:
             call: The function.
-            name: What it is called in messages.
+            name: Name of the function in messages.
             known: Quantities that its interface has.
             settings: Settings that the user gave, by their name or by that of a parameter.
             names: Quantities of parameters whose names ask for none.

@@ -27,9 +27,9 @@ class Algorithm:
     """What an algorithm's own options are.
 
     Attributes:
-        source: Its paper.
+        source: Paper of the algorithm.
         baseline: Baseline of a group; or of tokens, `gae` or `return`.
-        normalization: What advantages are divided by.
+        normalization: Divisor of advantages.
         ratio: Level of the ratio.
         clip: The surrogate.
         denominator: The mean over tokens and rows; for all but losses of whole sequences a convention.
@@ -71,7 +71,7 @@ class Observed:
     Attributes:
         view: The view.
         entries: The entries that are compared, in float64.
-        gradient: Whether they are of the gradient.
+        gradient: Whether the entries are of the gradient.
     """
 
     view: View
@@ -89,8 +89,8 @@ class Diagnosis:
         others: Sets of changes that the cases cannot tell from `changes`.
         unexplained: Cases that no change explains: the case, its term, and what was found and expected.
         lost: Properties of right functions that it does not have, by their terms, if something is unexplained.
-        notes: What is no difference and worth knowing.
-        form: How it was called and what it returned.
+        notes: Remarks that are no differences.
+        form: Way in which it was called, and form of its result.
     """
 
     verdict: Verdict
@@ -140,14 +140,14 @@ def conform(
     """Call a function on constructed cases, and compare what it returns with an algorithm's own.
 
     Args:
-        kind: What the function computes.
+        kind: Quantity that the function computes.
         call: The function.
         algorithm: Name of the algorithm.
-        name: What the function is called in messages.
-        micro: How its values of micro-batches become one, `sum` or `mean`; None where the caller does not say.
-        ranks: How its values of ranks become one, `sum` or `mean`.
+        name: Name of the function in messages.
+        micro: Way in which its values of micro-batches become one, `sum` or `mean`; None if the caller does not say.
+        ranks: Way in which its values of ranks become one, `sum` or `mean`.
         settings: Numbers, by the name of a setting or of a parameter.
-        names: What parameters stand for whose names do not say it.
+        names: Quantities of parameters whose names do not tell.
         dtype: Dtype of the cases.
 
     Raises:
@@ -254,15 +254,15 @@ class _Watched:
     """What a function returned in all cases, and what explains it.
 
     Args:
-        interface: What is right for it.
+        interface: Interface of the function's kind, with the reference.
         own: The algorithm's own options.
         function: The function.
-        views: What it is called with.
+        views: Views with which the function is called.
 
     Attributes:
-        observed: What the cases showed.
+        observed: Results of the cases.
         raised: Cases in which it raised: the case, its term, and the error.
-        notes: What is worth knowing.
+        notes: Remarks that are no differences.
     """
 
     def __init__(self, interface: Interface, own: Choice, function: Function, views: Iterable[View]) -> None:

@@ -24,12 +24,12 @@ class Exhibit:
     Attributes:
         name: Name of the bug; `right` or another word after it.
         call: The function.
-        kind: What it computes.
-        verdict: What is to be found.
+        kind: Quantity that the function computes.
+        verdict: The verdict that `conform` must give.
         term: The term that is to be named; empty for a right function.
         source: The thread, with its date.
         algorithm: The algorithm that it is compared with.
-        options: Of `conform`.
+        options: Options that `conform` is called with.
     """
 
     name: str

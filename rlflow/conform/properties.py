@@ -19,7 +19,7 @@ def broken(
     """The properties that a function does not have and that a right one does.
 
     Args:
-        properties: All of its kind.
+        properties: All properties of the function's kind.
         given: A case.
         found: The function.
         right: A right function.

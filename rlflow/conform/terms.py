@@ -26,7 +26,7 @@ class Option:
     """One way to compute a term.
 
     Attributes:
-        text: What it does, as a difference from other ways.
+        text: Description of what it does, as a difference from other ways.
         compute: The computation, a function of its term's arguments; None where the reference knows it by its name.
         instead_of: Options of the term beside which it is a convention, a choice that the field makes both ways.
     """
@@ -49,7 +49,7 @@ class Property:
 
     Attributes:
         term: The term that is wrong where it does.
-        text: What is seen then.
+        text: Description of what is seen then.
         change: The change, of a copy of the quantities.
     """
 
@@ -63,12 +63,12 @@ class Case:
     """A batch that a function is called with.
 
     Attributes:
-        name: What is particular about it.
+        name: Description of what is particular about it.
         term: The term that makes a difference in it, while those of earlier cases make none or are right.
         given: Quantities by name; those of rows have the rows first.
         parts: Rows of each part into which the batch is cut; empty for a case that is called whole alone.
         is_even: Groups are of one size and stand in order, so that a function that knows the size alone is right.
-        tolerance: How far an output may be off, relative to the largest or to 1.
+        tolerance: Largest difference allowed in an output, relative to the largest or to 1.
         edge: Why not every right function has an answer: one that raises or returns NaN is noted; empty for most cases.
         needs: A quantity that a function must take to be called with it.
     """
@@ -94,7 +94,7 @@ class Interface:
         reference: Function from a view and a choice to what a right function with these options returns.
         compared: Function from a view and an output to the entries that are compared.
         typical: Name of the case in which its properties are tried.
-        properties: What holds of every right function, for those that no options explain.
+        properties: Properties of every right function, tried where no options explain the output.
         needs: Quantities that a function must take for a term to be examined; the other terms always are.
         differentiates: The quantity by which outputs are differentiated; None for constants.
     """
@@ -117,8 +117,8 @@ class View:
     Attributes:
         case: The case.
         cut: `whole`, `micro-batches` or `ranks`.
-        combine: How the outputs of parts become one: their `sum`, their `mean`, or put together by `rows`.
-        form: What is returned: one number, `scalar`, or `tokens`.
+        combine: Way in which the outputs of parts become one: their `sum`, their `mean`, or put together by `rows`.
+        form: Form of the output: one number, `scalar`, or `tokens`.
         given: Quantities of the case, with the settings.
     """
 
@@ -155,8 +155,8 @@ class Change:
     Attributes:
         term: The term.
         option: Name of the other way.
-        text: What it does.
-        is_convention: Whether the field does both.
+        text: Description of the other way.
+        is_convention: Whether the field uses both ways.
     """
 
     term: str
@@ -186,9 +186,9 @@ def explanations(
     Args:
         own: The algorithm's own options.
         terms: Terms that are examined.
-        matched: How many observations the reference with these options gives; if only all of them are of interest, it
+        matched: Number of observations that the reference with given options matches; if only all are of interest, it
             may stop at the first that it does not give.
-        number: How many observations there are.
+        number: Number of observations.
         deep: Try two errors at one time, too, with the likeliest conventions.
     """
     every = changes_from(own, terms)

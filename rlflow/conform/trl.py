@@ -44,7 +44,7 @@ def trainer_loss(trainer: type, settings: Mapping[str, Any], scratch: Path) -> C
 
     Args:
         trainer: `GRPOTrainer` or a subclass.
-        settings: Of `GRPOConfig`.
+        settings: Settings of `GRPOConfig`.
         scratch: Folder for a small model and the trainer's output.
     """
     with_reference = settings.get("beta", 0.0) != 0.0
@@ -97,7 +97,7 @@ def trainer_advantages(trainer: type, settings: Mapping[str, Any], scratch: Path
 
     Args:
         trainer: `GRPOTrainer` or a subclass.
-        settings: Of `GRPOConfig`.
+        settings: Settings of `GRPOConfig`.
         scratch: Folder for a small model and the trainer's output.
     """
     made = _made(trainer, settings, scratch)

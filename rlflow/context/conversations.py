@@ -94,7 +94,7 @@ class ConversationTimes:
         calls: Seconds in calls of environments, summed over the calls; waiting for their turn does not count.
         idle: Seconds in which this rank waited for environments, and no turn was in progress.
         whole: Seconds from the first turn to the last group reward.
-        episodes: What was counted in episodes of a harness; None in conversations with an environment.
+        episodes: Counts from episodes of a harness; None in conversations with an environment.
     """
 
     waits: Sequence[tuple[str, int, float, float]]
@@ -388,7 +388,7 @@ class ConversationRunner:
             environment: Environment that answers the policy.
             of_dataset: The row's place in the dataset, and the row.
             seed_of: `(seat, turn, draw)` to the seed of that turn, for a conversation that began at that draw.
-            rules: How long the conversation may get.
+            rules: Limits of the conversation.
             call: The node, and the versions of its policies.
             begun: The conversation as far as it got; None for a new one.
             numbers: Numbers of the pictures of its prompt.
@@ -597,8 +597,8 @@ def measure_conversations(
 
     Args:
         node_id: Name of the node.
-        conversations: This rank's conversations; with `cut_off` those count that ended in this call.
-        times: How long they took.
+        conversations: This rank's conversations; with `cut_off`, only those that ended in this call are counted.
+        times: Times of the conversations.
         metrics: Metrics of the step.
         cut_off: Whether conversations may be cut off and continued.
     """

@@ -178,7 +178,7 @@ class GenerationHistory:
 
     Attributes:
         tokens: Tokens that were sampled in these calls.
-        temperatures: By policy, the temperatures of the rows that its calls made, as in `Rollout.temperature`.
+        temperatures: Temperatures of the rows that its calls made, by policy, as in `Rollout.temperature`.
     """
 
     tokens: int = 0
@@ -198,7 +198,7 @@ class GenerationHistory:
         Args:
             policy: The policy that generated.
             parents: Paths of the rows that were answered or continued.
-            made: Their children, on the CPU.
+            made: Rows that the call made from the parents, on the CPU.
         """
         self._count.update(parents)
         self.tokens += _sampled(made)

@@ -62,7 +62,7 @@ class Running:
     Attributes:
         node: The node that runs.
         space: The rows that the node sees, on all ranks.
-        layout: How these rows are dealt to the ranks that run the node.
+        layout: Layout: how these rows are distributed to the ranks that run the node.
         draw: Number of the draw of prompts that the node runs on, from 0; sampling seeds depend on it.
         versions: Version of the weights that each policy's engine must hold; empty in train nodes and validation.
         metrics: This rank's metrics of the step, to which `log` adds.

@@ -107,7 +107,7 @@ class Trees:
         rollout: The samples.
         paths: Path of each sample, from its prompt.
         branches: Number of each sample among the rows of its episode.
-        inherited: How many of the first tokens of each sample are of another row.
+        inherited: Number of the first tokens of each sample that are of another row.
     """
 
     rollout: WithTexts

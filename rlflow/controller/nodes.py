@@ -265,7 +265,7 @@ def new_rows(
         value: Value that the node returned.
         above: The rows that the node saw.
         layout: Layout of the node.
-        rank: This rank.
+        rank: Rank of this process.
         calls: The calls of `generate` that the node has made.
 
     Returns:

@@ -100,7 +100,7 @@ class Policies(dict[str, Policy]):
 
         Args:
             step: Number of the step, from 0.
-            changed: By policy, how often this step changes its weights before it generates.
+            changed: Number of times that this step changes its weights before it generates, by policy.
         """
         return {name: self._version(name, step, changed.get(name, 0)) for name in self}
 

@@ -69,7 +69,7 @@ class Run(RunPlan):
         paths: Model folder or hub name of each role that a node uses.
         policies: Model folder or hub name of each policy that generates, in the graph or to validate.
         configs: The transformers configuration of each role and policy.
-        support_bounds: How many tokens are stored at most for a token of a response, by policy that needs them.
+        support_bounds: Most tokens that are stored for one token of a response, for each policy that needs them.
         tokenizer: Tokenizer of the lead.
         stop_token_ids: Tokens that end a response of each policy: the end tokens of its tokenizer, of its generation
             config and of the module.

@@ -64,7 +64,7 @@ class Training:
 
     Args:
         run: The run on this rank.
-        before_update: Called with the name of a role whose weights are about to change.
+        before_update: Callback with the name of a role, just before its weights change.
 
     Attributes:
         tried: Number of updates in the last step by role, with those that were skipped or had no token to learn from.
@@ -91,7 +91,7 @@ class Training:
         """Begin a step; called by `Controller.step`.
 
         Args:
-            at_first_update: Called before the step's first update on this rank, unless the step is given up.
+            at_first_update: Callback before the step's first update on this rank; not called if the step is given up.
         """
         self.tried.clear()
         self._at_first_update = at_first_update

@@ -125,9 +125,9 @@ class Node:
         id: The method's name, which is the name of the value it makes.
         inputs: The values it is called with, by keyword; optional ones that no node makes are left out.
         role: The model handle that it scores with or trains; None for a node without a model, or one that generates.
-        kind: What the node does, which follows from the mark.
+        kind: Kind of node, which follows from the mark.
         returns: Return type; `Any` where that could not be read.
-        file: Where the method is written, or the config's entry.
+        file: File in which the method is written, or the config's entry.
         line: The line of its first decorator, or of `def`; for a config's entry, the first line.
         generates: The policies that it generates with.
         uses: The frozen model handles that it calls in addition to that of its role.

@@ -60,7 +60,7 @@ class SyncWeights(_InStep):
         source: The ranks that train the policy, or update it as an average; empty for a frozen policy, whose weights
             every engine reads from files.
         target: The engines' ranks; ranks that are not in `source` get the weights from the first rank of `source`.
-        changed: How many train nodes of the step have changed the weights before this task.
+        changed: Number of the step's train nodes that have changed the weights before this task.
     """
 
     policy: str

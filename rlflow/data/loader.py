@@ -62,7 +62,7 @@ class Loader:
 
     Args:
         source: The rows.
-        data: How they are read, its columns resolved.
+        data: Settings of the data, with columns resolved.
         tokenizer: Tokenizer of the model.
         seed: Seed of the order.
         limit: Number of rows to draw from: the first so many that are not dropped, of each dataset of a mixture alike.

@@ -60,7 +60,7 @@ def read_picture(said: Any, folder: Path | None, allow_remote: bool, place: str)
     """The picture that a row names; only its header is decoded.
 
     Args:
-        said: What the row has: a path or a URL.
+        said: Value of the row's column: a path or a URL.
         folder: Folder of the dataset's file, from which paths start; None for the working directory.
         allow_remote: Whether files may be downloaded.
         place: Place of the row, for errors.
@@ -136,7 +136,7 @@ def said_pictures(prompt: Any, images: Any, place: str) -> list[Any]:
 
     Args:
         prompt: A text, or messages.
-        images: What the column of images has, a picture or a list of them; None without.
+        images: Value of the column of images, a picture or a list of them; None without.
         place: Place of the row, for errors.
 
     Raises:
@@ -214,7 +214,7 @@ class Album:
 
     Args:
         train: Function from a row of the training data to its pictures.
-        validation: The same for the validation data.
+        validation: Function from a row of the validation data to its pictures.
     """
 
     def __init__(

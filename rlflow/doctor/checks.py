@@ -85,9 +85,9 @@ class Finding:
         broken   MASTER_ADDR=node7: [Errno -2] Name or service not known; give the first machine's name or address
 
     Attributes:
-        what: What was checked, and what was found: `5.2 GB of memory free, 2 cores`.
+        what: What was checked and found: `5.2 GB of memory free, 2 cores`.
         state: `missing` if it is not there, `broken` if it is there and does not work.
-        mend: How to mend it, in a few words; empty if it is ok.
+        mend: What mends it, in a few words; empty if it is ok.
         needed: Whether runs on this machine need it.
     """
 

@@ -51,7 +51,7 @@ def traced(
         bridge: Writes turns.
         ids_of: Function from a turn's text to its token ids.
         place: Name of the messages in errors.
-        given: How many of the first are the prompt, turns of `assistant` among them too.
+        given: Number of the first messages that are the prompt, turns of `assistant` among them too.
 
     Raises:
         UserError: They are no turns of a policy with answers between them.

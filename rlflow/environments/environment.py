@@ -222,7 +222,7 @@ class Definition:
         answers_messages: Whether it has `initial_observation` and `step`, and no tools.
         resets: Whether it has `reset`.
         columns: Names of the row's columns that `reset` takes; None for all of them.
-        required: Those of them that `reset` has no default for.
+        required: Names among `columns` that `reset` has no default for.
         rewards: Whether it has `get_reward`.
         rewards_groups: Whether it has `get_group_rewards`.
         keeps_state: Whether it can be continued in another process, by `state_dict` and `load_state_dict`; tools alone

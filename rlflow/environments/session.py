@@ -96,7 +96,7 @@ class Session:
 
         Args:
             prompt: Messages of the dataset's row, as `messages_of_prompt` gives them.
-            row: All of its columns.
+            row: The dataset's row, with all columns.
 
         Raises:
             WorkerError: The environment failed, or gave what is no message.

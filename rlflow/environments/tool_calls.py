@@ -140,7 +140,7 @@ def _decoded(text: str, what: str, more: bool = False) -> tuple[Any, str]:
 
     Args:
         text: The text.
-        what: How the words begin, such as `this tool call is`.
+        what: Beginning of the error, such as `this tool call is`.
         more: Whether more text may follow.
     """
     try:

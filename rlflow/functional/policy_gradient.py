@@ -130,8 +130,8 @@ class Bounds:
     """Range to which a ratio is clipped, around its middle: 1 for a ratio, 0 for a log ratio.
 
     Attributes:
-        low: How far below its middle (1 for a ratio, 0 for a log ratio) the range begins.
-        high: How far above its middle the range ends.
+        low: Distance of the range's lower end from its middle (1 for a ratio, 0 for a log ratio).
+        high: Distance of the range's upper end from its middle.
     """
 
     low: float = 0.2

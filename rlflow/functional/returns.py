@@ -195,7 +195,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
         values: `[B, T]` of the critic in training.
         old_values: `[B, T]` of the critic at the start of the step.
         returns: `[B, T]`, the targets.
-        clip_range: How far a value may move from its old value before it is clipped; None is off.
+        clip_range: Largest change of a value from its old value before it is clipped; None is off.
 
     Returns:
         `[B, T]`.

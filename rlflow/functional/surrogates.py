@@ -25,7 +25,7 @@ def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
-        clip_high: How far above 1 a weight may be.
+        clip_high: Highest weight, as a distance above 1.
 
     Returns:
         `[B, T]`.
@@ -149,8 +149,8 @@ def sapo_loss(
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
-        tau_pos: How sharply tokens with a positive advantage fade as their ratio leaves 1.
-        tau_neg: The same for all other tokens.
+        tau_pos: Temperature of tokens with a positive advantage: how sharply they fade as their ratio leaves 1.
+        tau_neg: Temperature of all other tokens.
 
     Returns:
         `[B, T]`.

@@ -27,7 +27,7 @@ class Refused(Exception):
     """A request that is not served.
 
     Args:
-        text: What was found, and what to do.
+        text: Message: what was found, and what to do.
         param: Field of the request; None where it is none.
         status: HTTP status.
         code: The API's word for the kind of error.
@@ -50,7 +50,7 @@ class Asked:
         messages: Messages that the policy reads, in the form that chat templates take.
         tools: JSON schemas of functions, as chat templates take them.
         longest: Tokens that it may write, at most; None for as many as there is room for.
-        n: How many answers are wanted.
+        n: Number of answers that are wanted.
         seed: The client's seed; it goes into the seed of the answers. None without.
         stop: Texts before which an answer ends.
         logprobs: Whether log-probabilities are wanted.
@@ -85,7 +85,7 @@ class Said:
     """What the policy wrote in one answer.
 
     Attributes:
-        text: Its text, without calls.
+        text: Text of the answer, without calls.
         calls: Calls of tools.
         cut: Whether it was cut at its longest length.
         read: Number of tokens that it read.
@@ -148,7 +148,7 @@ class API(ABC):
         """Read a request.
 
         Args:
-            body: Its JSON.
+            body: JSON of the request.
             temperatures: Temperature of each policy in this run, by the name by which it is called.
             ignored: Fields that the run leaves out of account.
 

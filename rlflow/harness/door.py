@@ -50,10 +50,10 @@ class OpenEpisode:
     """An episode whose agent may call.
 
     Attributes:
-        number: Its number in the loop.
+        number: Number of the episode in the loop.
         name: Names it and its row in the log.
         models: The names that its agent may call.
-        arrive: Called with each request, JSON-able, in the server's thread.
+        arrive: Callback for each request, JSON-able, in the server's thread.
         delivered: Ids of the requests that were answered while somebody waited for it.
     """
 

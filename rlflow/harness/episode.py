@@ -68,9 +68,9 @@ class Choice:
     Attributes:
         request: The request.
         number: Number among the answers of this episode to requests with the same tokens and settings.
-        completion: What was sampled; None until then.
+        completion: The sampled tokens; None until then.
         stop: The text before which it ended, of those that the request gives.
-        said: The same as a message; None until answers of lower numbers are known.
+        said: The answer as a message; None until answers of lower numbers are known.
     """
 
     request: Request
@@ -93,7 +93,7 @@ class Request:
 
     Attributes:
         path: Path of its API.
-        asked: What it asks for.
+        asked: The request as its API gave it.
         policy: The policy that answers.
         bridge: The bridge that writes its turns.
         read: Tokens that the policy reads.
@@ -101,9 +101,9 @@ class Request:
         so_far: Digest of its policy, tools and messages.
         first: Tokens of them that the first call of its row read.
         rewritten: Whether its messages repeat the policy's turns, and the chat template writes these in other words.
-        ids: Its id at the door; those of retries follow.
+        ids: Ids of the request at the door; those of retries follow.
         choices: The answers that it wants.
-        sent: What answered it; None until then.
+        sent: Answer that was sent; None until then.
     """
 
     path: str
@@ -130,9 +130,9 @@ class EpisodeEnd:
     """What is left of an episode.
 
     Attributes:
-        rows: Its rows, one or more.
-        inherited: Of each row, how many of the first tokens after its prompt are those of an earlier one.
-        calls: Of each row, the number in the episode of the call that made each turn; rows share some of them.
+        rows: Rows of the episode, one or more.
+        inherited: Number of the first tokens after the prompt that are those of an earlier row, by row.
+        calls: Numbers in the episode of the calls that made the turns, by row; rows share some of them.
         refused: Number of requests that were refused.
         undelivered: Number of answers for which nobody waited any more; they are in no row.
         rewritten: Number of requests in which the chat template wrote the policy's earlier turns anew.
@@ -154,8 +154,8 @@ class Episode:
     requests.
 
     Args:
-        terms: What episodes have in common.
-        number: Its number among the episodes from its row.
+        terms: Settings that all episodes have in common.
+        number: Number of the episode among those from its row.
         session: Names the row in errors.
         prompt: Messages of the row's prompt, which stand in the row of an episode without calls.
         seed: Seed of the episode.

@@ -156,8 +156,8 @@ def play(
         seed: Seed of what it draws from `random` and NumPy.
         number: Number of the episode in its loop.
         name: Names the episode and its row in the log.
-        door: Where it calls the policy; the rank that runs agents has one.
-        arrive: Called with each of its requests, in another thread.
+        door: Server through which it calls the policy; the rank that runs agents has one.
+        arrive: Callback for each of its requests, in another thread.
 
     Returns:
         `reward` and `branches`, or why it `failed`; and `delivered`, the ids of the requests that were answered.

@@ -53,8 +53,8 @@ class EpisodeRow:
 
     Attributes:
         turns: Numbers of the calls along the row, from its first; indices into the calls that `rows_of` was given.
-        trained: Of each of these, whether its tokens are trained in this row.
-        inherited: How many of the first tokens after the prompt are those of an earlier row.
+        trained: Whether the tokens of each turn are trained in this row.
+        inherited: Number of the first tokens after the prompt that are those of an earlier row.
     """
 
     turns: tuple[int, ...]

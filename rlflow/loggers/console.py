@@ -88,7 +88,7 @@ class Console:
     """The steps of a run as they end: a bar that moves in place on a terminal, one plain line per step elsewhere.
 
     Args:
-        terminal: Where to; None on ranks that show nothing.
+        terminal: File to write to; None on ranks that show nothing.
         total_steps: Steps of the run.
         steps_done: Steps done before, if the run is resumed from a checkpoint.
         clock: Seconds of a clock that only goes forward.
@@ -254,7 +254,7 @@ class LogLimit:
 
     Args:
         log: The file; it is open for appending in whatever writes it.
-        most_bytes: It may have, but for what a second brings.
+        most_bytes: Largest size of the file, not counting what is written within a second.
     """
 
     def __init__(self, log: Path, most_bytes: int = MOST_BYTES) -> None:

@@ -58,8 +58,8 @@ class Trace:
         """Record what took from `start` to `end`.
 
         Args:
-            name: What was done.
-            category: Its kind; Perfetto filters by it.
+            name: Name of the work, shown on the span.
+            category: Kind of work; Perfetto filters by it.
             start: Start, in seconds of `time.perf_counter`.
             end: End, in seconds of `time.perf_counter`.
             arguments: JSON-able values shown with the span.

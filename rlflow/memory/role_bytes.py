@@ -35,7 +35,7 @@ class LoadedRole:
     Attributes:
         size: Size of the model.
         layout: Layout of its ranks; ranks with the same rows divide each sequence.
-        stage: What ranks divide: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
+        stage: Stage of sharding: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
         divided_over: Number of ranks that divide it.
         width: Bytes of a weight in forward passes.
         trained: Number of parameters that are trained; 0 for a frozen role.

@@ -107,8 +107,8 @@ class Workload:
         lengths: Tokens of a row.
         moves_rows: Whether rows are balanced over ranks.
         share_prefixes: Whether a prompt is computed once for all of its samples on a rank.
-        support: How many tokens are stored at most for a token of a response, its `support`; 0 for none.
-        shared: For each policy without an engine of its own, the policy whose engine it uses.
+        support: Most tokens that are stored for one token of a response, its `support`; 0 for none.
+        shared: Policy whose engine another policy uses, by the policy without an engine of its own.
     """
 
     graph: Graph
@@ -247,7 +247,7 @@ def workload_of(
         prompt_tokens: Tokens of a prompt on average; None for half of the longest.
         response_tokens: Tokens of a response on average; None for half of the longest.
         moves_rows: Whether rows are balanced over ranks.
-        shared: For each policy without an engine of its own, the policy whose engine it uses.
+        shared: Policy whose engine another policy uses, by the policy without an engine of its own.
         longest_response: Tokens of the longest response of the data, if that is known.
 
     Raises:

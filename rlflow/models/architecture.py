@@ -43,7 +43,7 @@ def check_architecture(
 
     Args:
         config: The model's transformers configuration.
-        said_by: What the error calls the setting that named it.
+        said_by: Setting that named the model, as the error calls it.
         scores_tokens: Whether it is read as a causal language model, with an output layer that scores tokens.
         trust_remote_code: Whether code in the model's folder may run and define how the model computes.
 
@@ -189,8 +189,8 @@ def check_positions(config: Any, tokens: int, role: str, of: str, prompt: int | 
     Args:
         config: The model's transformers configuration.
         tokens: Length of the longest sequence.
-        role: For the message.
-        of: What the sequence is, for the message.
+        role: Role of the model, for the message.
+        of: Description of the sequence, for the message.
         prompt: Tokens of it that are the prompt's, where the rest is a response that is generated.
 
     Raises:

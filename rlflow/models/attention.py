@@ -112,7 +112,7 @@ def packed_attention(
         cu_seq_lens_q: `[sequences + 1]` int32, where the sequences start if there is one line; None if each line is a
             sequence.
         max_length_q: Length of the longest sequence of the line.
-        sliding_window: How many tokens back a token sees, itself included; None for all.
+        sliding_window: Number of the last tokens that a token sees, itself included; None for all.
         softcap: Bound of the scores: a score s becomes `softcap * tanh(s / softcap)`; None for no bound.
         s_aux: `[all heads]`, attention sinks: the score of a token that every token sees and that has no value.
         divided: Where ranks divide the line among them, the function that gathers the line, calls this function and
@@ -156,7 +156,7 @@ class AttentionScores:
 
     Attributes:
         scale: Factor on the products.
-        window: How many tokens back a token sees, itself included; None for all.
+        window: Number of the last tokens that a token sees, itself included; None for all.
         cap: Bound of the scores, `softcap` of `packed_attention`.
         sinks: `[heads]`, attention sinks, `s_aux` of `packed_attention`.
     """
@@ -276,7 +276,7 @@ def flexible(
         query: `[1, heads, N, head_dim]`, the line.
         key: `[1, kv_heads, K, head_dim]`, the keys that the sequences see, one sequence after another.
         value: Shaped as `key`.
-        scores: How the layer turns products into scores.
+        scores: Cap that the layer puts on scores, if it does.
         starts: `[sequences + 1]` int32 each, where the sequences start among the queries, and among the keys.
         flex_attention: Torch's function, compiled; uncompiled, it computes the same on any device, without a kernel.
     """
@@ -316,7 +316,7 @@ def seen_blocks(cu_queries: Tensor, cu_keys: Tensor, queries: int, keys: int, wi
         cu_keys: `[sequences + 1]`, where they start among the keys; the queries belong to the last keys of a sequence.
         queries: Number of queries.
         keys: Number of keys.
-        window: How many tokens back a token sees, itself included; None for all.
+        window: Number of the last tokens that a token sees, itself included; None for all.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

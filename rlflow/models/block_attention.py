@@ -80,7 +80,7 @@ class _Block:
     """Queries that follow one another in a line, and the keys from the first to the last that one of them sees.
 
     Attributes:
-        queries: Their places.
+        queries: Places of the queries.
         keys: Places of the keys.
         unseen: `[queries, keys]`, whether a query does not see a key.
     """

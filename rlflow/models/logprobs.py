@@ -162,7 +162,7 @@ def logprobs_of_tokens(
         weight: `[V, H]`.
         ids: `[N, K]` int64.
         softmax: How the model turns products into a distribution.
-        top: How many of the likeliest tokens are added, likeliest first.
+        top: Number of the likeliest tokens that are added, likeliest first.
         chunk_elements: Most logits in memory at one time, see `chunk_elements_on`; those of one token always are.
         support: See `token_logprobs`.
 

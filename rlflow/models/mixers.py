@@ -32,7 +32,7 @@ class Kernel:
     """A function of a CUDA package, which transformers calls instead of its own function if the package is installed.
 
     Attributes:
-        package: What `pip install` calls the package.
+        package: Name of the package for `pip install`.
         module: Module of the package.
         name: Name of the function.
         argument: Argument that tells the function where rows begin.

@@ -33,8 +33,8 @@ class Optimizer:
         eps: Number that AdamW adds to its divisor.
         weight_decay: Weight decay: decoupled from the gradient in AdamW, added to the gradient in SGD.
         warmup_steps: Updates over which the learning rate rises from 0.
-        schedule: How the learning rate changes after the warm-up, until the last update.
-        by: What `warmup_steps` and `schedule` count: updates, or steps of the run. If the number of rows is not known
+        schedule: Course of the learning rate after the warm-up, until the last update.
+        by: Unit of `warmup_steps` and `schedule`: updates, or steps of the run. If the number of rows is not known
             in advance, neither is the number of updates; the number of steps is.
         gradient_clipping: Largest norm of the gradient over all parameters; 0 for no limit.
         arguments: More arguments of the class, as in `{momentum: 0.9}`. A class given by its path gets these and `lr`.
@@ -97,7 +97,7 @@ class Optimizer:
 
         Args:
             groups: Parameters in groups, as torch's optimizers take them.
-            trained: The same parameters by name.
+            trained: Trained parameters by name.
         """
         return self.kind([{**group} for group in groups], **self.keywords)
 

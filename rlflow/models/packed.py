@@ -304,7 +304,7 @@ class PackedModel(nn.Module):
         """Write the adapters in peft's form.
 
         Args:
-            folder: Where to write.
+            folder: Folder to write to.
             state_dict: Full tensors of `saved` by name.
         """
         assert self.lora is not None

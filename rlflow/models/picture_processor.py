@@ -313,7 +313,7 @@ class PictureProcessor:
 
         Args:
             ids: `N` expanded ids of a prompt.
-            pictures: Its pictures.
+            pictures: Pictures of the prompt.
             more: Number of tokens of text that follow, such as a response's.
         """
         assert self.has_grid_positions

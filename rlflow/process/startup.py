@@ -18,7 +18,7 @@ def begin(of_process: bool = False) -> None:
     """Start counting time, unless it is counted already.
 
     Args:
-        of_process: From when this process was started: all that it does is a run. No garbage is collected until
+        of_process: Count from the start of this process, which does nothing but a run. No garbage is collected until
             `collect_again`, for imports make millions of objects and no garbage; looking for it takes a third of their
             time.
     """

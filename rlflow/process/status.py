@@ -44,13 +44,13 @@ class Status(ctypes.Structure):
     Attributes:
         rank: Global rank.
         process: Process id; 0 before `start_heartbeat` was called in the process.
-        heartbeat: When its interpreter last ran, renewed by a thread every `HEARTBEAT_S`.
+        beat: Time when its interpreter last ran, renewed by a thread every `HEARTBEAT_S`.
         limit_s: Seconds that another rank waits for it, its strategy's `timeout_s`; 0 where none waits.
-        failed: When a collective of it failed; 0 if none has.
+        failed: Time when one of its collectives failed; 0 if none has.
         code: The exit code that it was to end with, set by `end`.
-        waits: How many collectives it waits in.
+        waits: Number of collectives it waits in.
         saved: Number of steps after which the newest checkpoint was saved; 0 for none.
-        text: What the rank does, in UTF-8, cut after `TEXT` bytes; read it by `doing`.
+        text: Description of what the rank does, in UTF-8, cut after `TEXT` bytes; read it by `doing`.
     """
 
     text: bytes
@@ -102,7 +102,7 @@ class Status(ctypes.Structure):
         """How the process ended, and where: `exited with code 0 (step 1, run rewards), before the run came to its end`.
 
         Args:
-            code: Its exit code, or the negative number of the signal that ended it.
+            code: Exit code of the process, or the negative number of the signal that ended it.
         """
         where = "" if self.ended else f" ({self.doing})"
         if code < 0:

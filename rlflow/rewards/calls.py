@@ -22,8 +22,8 @@ class RewardCalls:
 
     Attributes:
         count: Calls that were given.
-        began: When the first call was given, in seconds of `time.perf_counter`; None before.
-        ended: When the last call ended; None before the first has.
+        began: Time when the first call was given, in seconds of `time.perf_counter`; None before.
+        ended: Time when the last call ended; None before the first has.
     """
 
     def __init__(self, at_once: int) -> None:

@@ -354,7 +354,7 @@ class SampleReward(Reward):
 
         Args:
             calls: The call of each sample.
-            responses: What is scored.
+            responses: Responses that are scored.
             begun: Calls that have begun, and take the place of these.
         """
         if begun is None and self.at_once == 1:

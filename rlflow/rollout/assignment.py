@@ -71,7 +71,7 @@ class EngineSettings:
         """Give each policy its engine. The first that uses `rollout` gets it as it is, others copies.
 
         Args:
-            policies: All that generate, the first one first.
+            policies: Policies that generate, the first one first.
 
         Raises:
             UserError: An exception is of no policy, or shares with one that has no engine of its own.
@@ -96,7 +96,7 @@ class Engines:
 
     Attributes:
         own: Engines by the policy that each belongs to, in the order of the policies; no two are one object.
-        shared: For each policy without an engine of its own, the policy whose engine it uses in turns.
+        shared: Policy whose engine another policy uses in turns, by the policy without an engine of its own.
     """
 
     own: Mapping[str, RolloutEngine]
@@ -135,7 +135,7 @@ class Engines:
 
         Args:
             configs: The transformers configuration of each policy's model.
-            layouts: Where each policy generates.
+            layouts: Layout of each policy: the ranks that generate with it.
 
         Raises:
             UserError: Two that share are of different architectures, or placed on different ranks.
@@ -217,7 +217,7 @@ def engines_of_rank(
 
     Args:
         engines: Engines of all policies, as configured.
-        layouts: Where each policy generates.
+        layouts: Layout of each policy: the ranks that generate with it.
         transport: Transport to the other ranks; has formed the groups of the ranks that share an engine.
         on_cpu: Whether they run on the CPU.
         timeout_s: Seconds that a wait for an engine's own process may take.
@@ -244,7 +244,7 @@ def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: 
 
     Args:
         engines: Engines of all policies, as configured.
-        layouts: Where each policy generates.
+        layouts: Layout of each policy: the ranks that generate with it.
         world_size: Ranks of the run.
         on_cpu: Whether they run on the CPU.
     """
@@ -279,8 +279,8 @@ class TimeSharedEngine(RolloutEngine):
 
     Args:
         policy: Name of the policy, for messages.
-        engine: The shared one.
-        turns: What each policy that shares it sees of it, filled here: by name.
+        engine: The shared engine.
+        turns: Views of the engine by the name of their policy; this view is added.
     """
 
     def __init__(self, policy: str, engine: RolloutEngine, turns: dict[str, TimeSharedEngine]) -> None:

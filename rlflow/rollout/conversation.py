@@ -44,16 +44,16 @@ class Conversation:
         written: Whether the policy wrote each token.
         segments: Number of tokens of each turn of the policy and of each answer to it, one after another.
         rewards: Rewards of each turn of the policy.
-        ended: Why it is over; None as long as it is not.
-        why: The same in words, for people.
+        ended: Reason why it is over; None as long as it is not.
+        why: The reason in words.
         cut: Whether the last turn of the policy was cut at its longest length.
         seat: Number of the seat that has this view, among the environment's seats.
         calls: Number of calls of tools.
-        failed: How many of these gave no value.
+        failed: Number of calls of tools that gave no value.
         turn_open: Whether the last turn was cut off and is to be continued.
         sampled: Tokens that the policy wrote in this call of `converse`.
         versions: Versions of the policy, of each token that was there before this call.
-        draw: How often prompts were drawn before it began.
+        draw: Number of draws of prompts before it began.
         state: State of its environment where it was cut off, see `Session.state`; None where that stays as it is.
         was_over: Whether it was over before this call.
         begun_anew: Whether it was cut off and its environment is gone, so that it began once more.
@@ -162,7 +162,7 @@ def converse(
         prompt: Prompt of the dataset's row.
         row: Row of the dataset, with all columns.
         seed_of: The seed of each turn.
-        rules: How it goes.
+        rules: Limits of the conversation.
         begun: The conversation as far as it got; None where it begins.
 
     Raises:
@@ -334,7 +334,7 @@ def play_game(
         prompt: Prompt of the dataset's row.
         row: Row of the dataset, with all columns.
         seed_of: The seed of each turn, given the seat and its number among those of this seat.
-        rules: How the conversation of each seat goes, and who speaks in it.
+        rules: Limits of each seat's conversation, and who speaks in it.
 
     Raises:
         UserError: For the reasons of `converse`.
@@ -445,7 +445,7 @@ def add_group_rewards(
         session: Session of the group's environment, on a host that no conversation uses.
         group: Conversations from one row; none of them failed.
         row: Row of the dataset.
-        rules: How they went.
+        rules: Limits of the conversations.
 
     Raises:
         UserError: The environment failed, where that ends the run; or gave something other than numbers.
@@ -515,7 +515,7 @@ def from_rollout(rollout: Rollout, row: int, session: Session, bridge: Bridge) -
     """The conversation of a row that may be cut off, to be continued or as it ended.
 
     Args:
-        rollout: What `to_rollout` gave, on the CPU.
+        rollout: Result of `to_rollout`, on the CPU.
         row: Row of the rollout.
         session: Session of the conversation's environment.
         bridge: Bridge that writes its turns.

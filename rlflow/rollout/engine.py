@@ -138,7 +138,7 @@ class EngineMemory:
         at_once: Most responses that are generated at the same time; None for as many as the GPU's kind decides.
         share: Share of the device's memory, for weights and cache together; 0 where `cache` is given.
         cache: Bytes of keys and values on a rank; None for what the weights leave of the share.
-        asleep: What stays in memory while roles are trained.
+        asleep: Memory that stays allocated while roles are trained.
     """
 
     at_once: int | None
@@ -554,7 +554,7 @@ class Manifest:
     """Fingerprints of one sync's tensors, taken while they pass by.
 
     Args:
-        pieces: All that the engine holds.
+        pieces: All pieces that the engine holds.
         dtype: Dtype of the engine.
     """
 

@@ -70,7 +70,7 @@ def sample(
         n: Responses to each prompt, or continuations of each response.
         sampling: Length, temperature and stop tokens.
         seed: Seed of the run. The seed of each response is a function of (seed, draw, node, path, call).
-        draw: How often prompts were drawn before.
+        draw: Number of draws of prompts before this one.
         node: Id of the node that samples.
         version: The policy version that must generate.
         decode: Converts token ids to text.
@@ -366,7 +366,7 @@ def sampling_seed(
 
     Args:
         run_seed: Seed of the run.
-        draw: How often prompts were drawn before.
+        draw: Number of draws of prompts before this one.
         node: Id of the node that samples.
         parent: Path of the row that is answered or continued; `(id,)` of a prompt.
         child: Number of the response among those to this parent in this call.

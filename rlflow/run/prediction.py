@@ -87,8 +87,8 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
 
     Args:
         run: The run, prepared with `Settings.beside`.
-        callbacks: Not called.
-        state: Not set.
+        callbacks: Not used; no callback is called.
+        state: Not used.
         resolved_config: Config as YAML; None for a run without a config.
 
     Returns:

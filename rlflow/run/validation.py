@@ -63,10 +63,10 @@ def test(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_config:
     `test.json` has the results, and `responses.jsonl` every response with its score.
 
     Args:
-        run: As for `validate`.
+        run: The run, as for `validate`.
         callbacks: None is called; these are not all metrics of a validation.
-        state: As for `validate`.
-        resolved_config: As for `validate`.
+        state: The trainer's state, as for `validate`.
+        resolved_config: Config as YAML, as for `validate`.
 
     Returns:
         `problems`; and by name, under `<dataset>/` too where there are several, a mapping of `mean`, and `low` and

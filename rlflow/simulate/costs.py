@@ -175,7 +175,7 @@ def straggling(rows: float, shards: int, variation: float) -> float:
 
     Args:
         rows: Independent rows of a shard.
-        shards: How many.
+        shards: Number of shards.
         variation: Standard deviation of a row's tokens over their mean.
     """
     return 1 + variation * math.sqrt(2 * math.log(shards) / max(rows, 1.0))

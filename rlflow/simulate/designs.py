@@ -245,11 +245,11 @@ class WorkItem:
     Attributes:
         name: Unique in the step, such as `rewards` or `rollout -> actor_loss`.
         kind: `rollout`, `score`, `train`, `host`, `sync`, `exchange` or `control`.
-        lanes: What it occupies, for one work at a time: `ranks 0-3`, `link of ranks 0-3`, `controller`.
-        seconds: How long it takes.
+        lanes: Lanes that it occupies, one piece of work at a time: `ranks 0-3`, `link of ranks 0-3`, `controller`.
+        seconds: Duration.
         needs: Names of the works that must have ended before; an empty name is none.
         nbytes: Bytes that it moves, on all ranks together.
-        start: When it begins, set by `scheduled`, in seconds after the step's start.
+        start: Time when it begins, set by `scheduled`, in seconds after the step's start.
         after: Name of the work that it waited for last; None if it waited for none.
     """
 

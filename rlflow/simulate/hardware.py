@@ -33,8 +33,8 @@ class Hardware:
         peak_flops: bf16 without sparsity.
         memory: Memory of one GPU.
         memory_bandwidth: Memory bandwidth of one GPU.
-        node_bandwidth: Between GPUs of a node.
-        network_bandwidth: Between nodes.
+        node_bandwidth: Bandwidth between GPUs of a node.
+        network_bandwidth: Bandwidth between nodes.
         gpus_per_node: GPUs of a node.
         max_num_seqs: Responses that vLLM generates at the same time, where the engine's `max_num_seqs` is not set.
         storage_bandwidth: Storage bandwidth of a node, from and to the storage of models and checkpoints.

@@ -42,7 +42,7 @@ class PredictedStep:
     """One step at one size.
 
     Attributes:
-        workload: What is done.
+        workload: Work of the step.
         hardware: Hardware of a node.
     """
 
@@ -321,7 +321,7 @@ class Phase:
 
     Attributes:
         name: `loading`, `saving` or `resuming`.
-        seconds: For which all ranks are at it.
+        seconds: Seconds that all ranks spend in it.
         nbytes: Bytes that the busiest node moves from or to storage.
         memory: Memory of the fullest rank, at its fullest moment.
     """

@@ -189,7 +189,7 @@ class RoleGroups:
     Attributes:
         all: The role's ranks.
         peers: The ranks that divide the sequences of this rank's rows among them; includes this rank.
-        alone: This rank only.
+        alone: This rank alone.
         within: The ranks that gather weights from one another; None if these are all ranks of the role. Consecutive
             ranks, unless ranks divide layers: then those that hold parts of the same part of each layer.
         across: The ranks that hold the same parts of the weights as this rank; None if `within` is None, and for a

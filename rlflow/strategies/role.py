@@ -249,7 +249,7 @@ def move(average: TensorRange, weights: TensorRange, decay: float) -> None:
 
     Args:
         average: This rank's part of the average; changed in place.
-        weights: The same range of the weights w that it follows.
+        weights: Same range of the weights w that the average follows.
         decay: Factor on the average, from 0 to 1; with 0.9 a tenth of the difference is added.
     """
     assert (average.start, len(average.values)) == (weights.start, len(weights.values))

@@ -31,9 +31,9 @@ class CheckColumn:
     """Something that should not change a gradient.
 
     Attributes:
-        name: Its name in the table and in `depends_on`.
-        what: What is done.
-        way: How the step is run then.
+        name: Name of the column in the table and in `depends_on`.
+        what: Description of what is changed.
+        way: Way in which the step is run then.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Line:
         name: Name of the column.
         apart: Norm of the difference of the gradients, over the norm of the gradient; None where it could not run.
         node: The first node whose value differs; None where the gradient does not differ.
-        what: What differs there.
+        what: Description of what differs there.
         meant: Whether the algorithm is said to depend on it.
         left_out: Why it was not run; empty where it was.
     """
@@ -103,8 +103,8 @@ class Report:
     """What `check` found; `str` of it is a table.
 
     Attributes:
-        head: What was run.
-        lines: One line for each column.
+        head: Line that says what was run.
+        lines: Lines of the table, one for each column.
     """
 
     head: str

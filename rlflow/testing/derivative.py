@@ -25,7 +25,7 @@ class Held(TorchFunctionMode):
     `exp(logprobs - logprobs.detach())` moves with the weights, though its value at any weights is 1.
 
     Attributes:
-        values: What was detached, in the order of the calls.
+        values: Detached values, in the order of the calls.
         paused: Whether nothing is recorded or held: within a model's forward pass, or an autograd function.
     """
 

@@ -27,7 +27,7 @@ class RankFailure(Exception):
     """A rank raised, died, or did not answer in time; the message is one line.
 
     Args:
-        message: What happened.
+        message: Message: what happened.
         node: Name of the node that raised; None where none did.
     """
 
@@ -47,7 +47,7 @@ class Ranks:
 
     Args:
         count: Number of ranks.
-        do: Does a job on a rank; what it returns can be pickled.
+        do: Function that does a job on a rank; what it returns can be pickled.
         jobs: The jobs, in order.
         folder: Folder for the results.
     """

@@ -71,8 +71,8 @@ class Way:
         token_budget: Tokens of a micro-batch.
         packing: Whether forward passes go without padding.
         share_prefixes: Whether rows share the tokens with which they begin.
-        backwards: What is in the opposite order: the responses of a prompt, or the prompts.
-        spoilt: Where other numbers stand: in padding, which is wider too, or at tokens that an environment wrote.
+        backwards: The rows that are in the opposite order: the responses of a prompt, or the prompts.
+        spoilt: Places that hold other numbers: padding, which is wider too, or tokens that an environment wrote.
         disturbed: Whether the random generators have another state when the step begins.
         derives: Whether the gradient is compared with the derivative of the loss.
     """
@@ -93,7 +93,7 @@ class Wrong(Exception):
 
     Args:
         node: Name of the node.
-        what: What it did.
+        what: Description of what it did.
     """
 
     def __init__(self, node: str, what: str) -> None:
@@ -111,7 +111,7 @@ class Outcome:
         losses: Losses that a train node returned, for each update.
         gradients: The gradient of a role in each update, by name.
         trained_by: The train node of each role.
-        derivatives: How far a train node's gradients are from the derivative of the loss.
+        derivatives: Distance of a train node's gradients from the derivative of the loss.
         tokens: Keys of the rows that nodes made, by row space and path.
     """
 
@@ -169,7 +169,7 @@ class NodeValues(NodeInputs):
     """Notes what nodes make, row by row.
 
     Attributes:
-        found: Where it is noted.
+        found: Outcome to which the values are added.
         reversed_prompts: Whether the dataset is in the opposite order.
     """
 
@@ -265,7 +265,7 @@ def run_step(module: RLModule, rows: list[dict[str, Any]], way: Way, scratch: Pa
     Args:
         module: A module from `small`; it is copied.
         rows: Rows from `recorded_rows`.
-        way: How the step is run.
+        way: Way to run the step.
         scratch: An empty folder of this rank's own.
     """
     from lightning.fabric import Fabric
@@ -354,7 +354,7 @@ class LossCall:
 
     Attributes:
         again: Calls the node once more on the same rows; returns its loss.
-        held: What it detached.
+        held: Values that the node detached.
         loss: The loss, until it is backpropagated.
         weights: The loss's factors in the loss of the update.
     """
@@ -370,8 +370,8 @@ class Observer:
 
     Args:
         run: The run on this rank, with models loaded.
-        way: How the step is run.
-        found: What it notes.
+        way: Way to run the step.
+        found: Outcome to which the losses are added.
     """
 
     def __init__(self, run: Run, way: Way, found: Outcome) -> None:

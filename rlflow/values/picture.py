@@ -21,7 +21,7 @@ class Picture:
         data: The file's bytes: PNG, JPEG, WebP or another format that Pillow reads.
         width: Width in pixels, as the file's header says.
         height: Height in pixels, as the file's header says.
-        name: What errors call it, such as its path.
+        name: Name of the picture in errors, such as its path.
     """
 
     data: bytes = field(repr=False)
@@ -35,7 +35,7 @@ class Picture:
 
         Args:
             data: The file's bytes.
-            name: What errors call it.
+            name: Name of the picture in errors.
 
         Raises:
             UserError: It is no image, or has more than `MOST_PIXELS` pixels.

@@ -38,9 +38,9 @@ class Truncation:
     the probabilities 0.625 and 0.375. If tokens have equal probabilities, the engine decides which of them stay.
 
     Args:
-        top_p: From above 0 to 1.
-        top_k: 1 or more; None for no limit.
-        min_p: From 0 to below 1.
+        top_p: Sum of probabilities, from above 0 to 1.
+        top_k: Number of tokens, 1 or more; None for no limit.
+        min_p: Share of the likeliest token's probability, from 0 to below 1.
     """
 
     top_p: float = 1.0

@@ -98,7 +98,7 @@ class Worker:
 
     Attributes:
         printed: The end of what the code printed, at most `limits.output_kb`.
-        starts: How often the process was started.
+        starts: Number of times the process was started.
     """
 
     def __init__(self, limits: Limits) -> None:

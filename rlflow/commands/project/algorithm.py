@@ -10,7 +10,7 @@ class MyGRPO(RLModule):
 
     Args:
         actor: The model to train.
-        reward: What scores a response.
+        reward: Reward that scores a response.
         group_size: Responses to each prompt.
         max_response_length: Tokens after which a response is cut.
     """

@@ -74,7 +74,7 @@ def _compute(layer: Any, rows: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, out
 
     Args:
         layer: vLLM's layer.
-        rows: Its metadata of the `S` rows in this step: rows that grow by a token first, then prompts.
+        rows: Metadata of the `S` rows in this step: rows that grow by a token first, then prompts.
         mixed_qkv: `[N, C]`, queries, keys and values before their convolution.
         b: `[N, heads]`, writing strengths before the sigmoid.
         a: `[N, heads]`, decays before the softplus.

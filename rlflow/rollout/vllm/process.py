@@ -180,7 +180,7 @@ class RewindableGenerator(torch.Generator):
     the entry is the one before every draw that is undone. A request enters again when its tokens are computed again.
 
     Attributes:
-        rewinds: How often it returned.
+        rewinds: Number of times it returned to that state.
     """
 
     rewinds: int = 0

@@ -27,7 +27,7 @@ class Own(NamedTuple):
     """A class of vLLM for a type of models.
 
     Attributes:
-        architecture: What config.json calls the class.
+        architecture: Name of the class in config.json.
         file: vLLM's file.
         processor: Transformers' processor, where the model reads pictures and videos.
         name: vLLM's name of the class where that is another.

@@ -41,7 +41,7 @@ def write(
 
     Args:
         weights: The trainer's tensors in the engine's dtype; each is read before the next is taken.
-        pieces: All that the engine holds.
+        pieces: All pieces that the engine holds.
         parameter_of: Returns the parameter at a piece's place, or a view of it in the trainer's layout.
     """
     by_name: dict[str, list[Piece]] = {}
