@@ -15,7 +15,7 @@ from .policy_gradient import Clipped, GroupBaseline
 
 
 class Real(WithLossMask, Protocol):
-    """The fields of the dataset's rows that the judge reads, without the prompts: they are those of the samples."""
+    """The fields of the dataset's rows that the judge reads; their prompts are those of the samples."""
 
     response_ids: PerToken  # [B, T]
     path: RowPath | None
@@ -29,7 +29,7 @@ class SampledRows(TokensWithLossMask, Protocol):
 
 @dataclass(frozen=True)
 class Labelled:
-    """What the judge is trained on: the dataset's response to each prompt, then the samples of all these prompts.
+    """Rows that the judge is trained on: the dataset's response to each prompt, then the samples of all these prompts.
 
     Of `B` prompts on this rank these are `N = B + B * group_size` rows, padded to the longest response of both kinds.
 
@@ -56,7 +56,7 @@ class Labelled:
 
 @dataclass(eq=False)
 class GAIL(GroupBaseline, Clipped):
-    """The judge learns to distinguish the dataset's responses from samples, the policy to be taken for the dataset.
+    """Trains a judge to distinguish the dataset's responses from samples, and the policy to pass for the dataset.
 
         D(x, y) = sigmoid(s(x, y))                                  s: the judge's score of the response y to x
         judge:  ascends E_data[log D] + E_pi[log(1 - D)]            (the paper's D is 1 minus this one)
@@ -113,6 +113,6 @@ class GAIL(GroupBaseline, Clipped):
 
 
 def below(upper: Tensor, lower: Tensor) -> Tensor:
-    """The rows of both `[B, T]`, as wide as the wider."""
+    """The rows of `upper`, then those of `lower`, padded to the wider: `[2B, T]`."""
     width = max(upper.shape[1], lower.shape[1])
     return torch.cat([pad(x, (0, width - x.shape[1])) for x in (upper, lower)])

@@ -15,7 +15,7 @@ OnTooLong = Literal["raise", "zero"]
 
 @dataclass(eq=False)
 class Judged(RLModule):
-    """Adds judge_coef times a frozen language model's grade of a response to its reward; mix it into an algorithm:
+    """A mixin that adds judge_coef times a frozen language model's grade of a response to its reward:
 
         @dataclass(eq=False)
         class JudgedGRPO(Judged, GRPO): ...
@@ -52,7 +52,7 @@ class Judged(RLModule):
         vars(self).pop("model_scores", None)  # which nobody else gives
 
     def _check_judged(self) -> None:
-        """Refuse what the judge's grades would not reach, or not in full."""
+        """Refuse an algorithm whose loss the judge's grades would not reach, or not in full."""
         name, longest = type(self).__name__, self.max_response_length
         if hasattr(self, "greedy_model_scores"):
             raise UserError(

@@ -91,7 +91,7 @@ class KTO(RLModule):
             self.log("val/margin", self.beta * (self.mean(ratios, good) - self.mean(ratios, ~good)), batch_size=1)
 
     def swapped(self, batch: Batch) -> Batch:
-        """Each row's prompt with the response of the next row of the step, of the last with that of the first."""
+        """Each row's prompt with the response of the step's next row; the last row gets the first response."""
         index = self.all_rows(batch.index)  # [N], ascending
         if len(index) < 2:
             raise UserError("a step has 1 row, and KTO takes z from other rows' responses; raise `prompts_per_step`")
@@ -105,5 +105,5 @@ class KTO(RLModule):
 
 
 def whole(logprobs: PerToken, batch: Batch) -> PerSample:
-    """The logprob of each response; of a conversation, of what the assistant says."""
+    """The logprob of each response, or of the assistant's turns in a conversation."""
     return (logprobs * batch.loss_mask).sum(dim=1)

@@ -36,7 +36,7 @@ class OnPolicyDistillation(Clipped):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """The advantages are made of them, or of the engine's."""
+        """Whether the advantages are computed from old logprobs, and not from the engine's."""
         return self.anchor == "old"
 
     def configure_models(self) -> None:

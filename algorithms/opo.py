@@ -15,7 +15,7 @@ class GroupedTurns(Grouped, Protocol):
 
     @property
     def turn(self) -> PerToken:
-        """`[B, T]`, -1 on tokens that the policy did not write."""
+        """`[B, T]`, number of the turn that wrote each token; -1 if the policy did not write it."""
 
     @property
     def inherited_mask(self) -> PerToken:

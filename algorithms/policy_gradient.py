@@ -348,14 +348,14 @@ class PolicyGradient(OnPolicy):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the node `old_logprobs` scores the samples before the first update: else old is pi itself."""
+        """Whether the node `old_logprobs` scores the samples before the first update; if not, old is pi itself."""
         lora = self.actor.lora
         draws_dropout = lora is not None and lora.dropout > 0  # so training scores are not the policy's own
         return self.actor.several_updates or self.kl.restrains_reward or draws_dropout
 
     @property
     def ignores_sampler(self) -> bool:
-        """Whether nothing in the loss corrects for an engine that sampled with other weights: without `importance`."""
+        """Whether the loss ignores that the engine sampled with other weights: without `importance` it does."""
         return self.importance is None
 
     def configure_models(self) -> None:
@@ -451,7 +451,7 @@ class Ratio(PolicyGradient):
 
     @property
     def ignores_sampler(self) -> bool:
-        """With `anchor: old` as in `PolicyGradient`; with `rollout` the ratio corrects, so only if `unclipped`."""
+        """Whether the loss ignores the engine's other weights: with `anchor: rollout` only if it is `unclipped`."""
         return super().ignores_sampler if self.anchor == "old" else self.unclipped
 
     def anchored(self, rollout: Sampled, logprobs: PerToken, old_logprobs: PerToken | None) -> PerToken:

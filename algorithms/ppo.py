@@ -22,7 +22,7 @@ class Ended(WithLossMask, Protocol):
 
 @dataclass(frozen=True)
 class Estimates:
-    """What GAE makes of rewards and values.
+    """Results of GAE for rewards and values.
 
     Attributes:
         advantages: `[B, T]`, with `lam`, for the actor; not yet whitened.

@@ -128,7 +128,7 @@ def _notes(error: BaseException) -> str:
 
 
 def _tell(text: str) -> None:
-    """A line for the terminal, on which what came from data or a config can do nothing but be read."""
+    """Print a text on the terminal; control characters and forged lines from data or a config have no effect."""
     first, *more = readable(shown(text)).split("\n")
     print("\n".join([first, *(_FORGED.sub("  ", line) for line in more)]), file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Finds what a dotted path that a user wrote names: a class, a function, a function of a class, a value in a row."""
+"""Finds the object of a dotted path that a user wrote: a class, a function, a method, a value in a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_FOR_MODELS = ("numpy", "torch")  # libraries that read and write files by th
 
 
 def object_at(path: str, said: str, known: Iterable[str] = ()) -> Any:
-    """What a path names: the longest part of it that is a module, then attributes of that module.
+    """The object that a path names: the longest part of it that is a module, then attributes of that module.
 
     Args:
         path: Dotted path, such as `my_env.WordGame`.
@@ -99,7 +99,7 @@ def column_of(row: Mapping[str, Any], path: str, place: str, why: str = "") -> A
 
 
 def _longest_module(names: list[str], said: str, known: Iterable[str]) -> tuple[ModuleType, list[str]]:
-    """The module that the first names are, and the names after it."""
+    """The module that the longest beginning of the names is, and the names after it."""
     for length in range(len(names) - 1, 0, -1):
         name = ".".join(names[:length])
         try:

@@ -1,4 +1,4 @@
-"""The one kind of error that a user can mend; and the end of a run that is no error."""
+"""`UserError`, the only error that a user can mend; and `Preempted`, the end of a run that is no error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ConfigPlace:
 
 
 class Preempted(BaseException):
-    """A run ends because its process was asked to, by a signal. As `KeyboardInterrupt`, it is no `Exception`.
+    """The run ends because a signal asked its process to end. As `KeyboardInterrupt`, it is no `Exception`.
 
     Args:
         number: Number of the signal.
@@ -61,7 +61,7 @@ class Preempted(BaseException):
 
     @staticmethod
     def opening(number: int) -> str:
-        """How the line begins that says why the run ended."""
+        """First words of the line that says why the run ended."""
         return f"ended by {signal.Signals(number).name}:"
 
 
@@ -69,7 +69,7 @@ ENDING = (Preempted, SystemExit, KeyboardInterrupt)  # end the process, and are 
 
 
 class UserError(ValueError):
-    """What a user did and can mend, in one line: what was found, why it cannot work, what to do.
+    """A mistake of a user, in one line: what was found, why it cannot work, what to do.
 
     The command line prints the message without a traceback and exits with 2.
 
@@ -99,7 +99,7 @@ class UserError(ValueError):
             self._name(found)
 
     def at(self, place: ConfigPlace) -> UserError:
-        """The same error, raised in the constructor of what is there; the innermost such place counts."""
+        """The same error, as raised in the constructor of the object there; the innermost place counts."""
         if not self.settings:
             self._name(place)
         return self
@@ -145,7 +145,7 @@ def place(of: object, where: ConfigPlace) -> None:
 
 @contextmanager
 def about(of: object) -> Iterator[None]:
-    """Around checks of an object's settings: errors raised within name them as if `of` were given to each.
+    """A context for checks of an object's settings: errors name the settings by their keys in the config.
 
     Args:
         of: Object whose settings the errors name, by the names of its constructor's arguments.
@@ -161,7 +161,7 @@ def about(of: object) -> Iterator[None]:
 
 @contextmanager
 def within_node(node_id: str, place: str, rank: int) -> Iterator[None]:
-    """Around a node's body: errors raised within say in which node, where it is written, and on which rank.
+    """A context for a node's body: errors get the node's name, its place in the code, and the rank.
 
     Args:
         node_id: Name of the node; an error that names it already is not changed.
@@ -199,7 +199,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def shortened(text: str, most: int = READ) -> str:
-    """A text that is too long without its middle, and how much of it there is more."""
+    """A text that is too long, without its middle and with the number of letters left out."""
     if len(text) <= most:
         return text
     last = most // 4
@@ -207,12 +207,12 @@ def shortened(text: str, most: int = READ) -> str:
 
 
 def shown(text: str) -> str:
-    """A text as a log or a terminal shows it: of a line or a whole that is too long without its middle."""
+    """A text for a log or a terminal: a line, or a whole text, that is too long is shown without its middle."""
     return "\n".join(shortened(line, SHOWN) for line in shortened(text, WHOLE).split("\n"))
 
 
 def readable(text: str) -> str:
-    """A text in which nothing but line ends acts on a terminal: a control character is shown as Python writes it."""
+    """A text in which control characters other than line ends are shown as Python writes them."""
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
 
 
@@ -222,7 +222,7 @@ def readable_line(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What another library's error says, in one line; its type where it says nothing, or fails to."""
+    """The message of another library's error in one line; its type if the message is empty or cannot be made."""
     try:
         text = str(error)
     except Exception as failure:
@@ -231,7 +231,7 @@ def one_line(error: BaseException) -> str:
 
 
 def line_log(name: str) -> logging.Logger:
-    """A module's log, for what a model, a dataset or a reward wrote: each message is one readable line."""
+    """A module's log for texts from a model, a dataset or a reward: each message is one readable line."""
     log = logging.getLogger(name)
     log.addFilter(_in_one_line)
     return log
@@ -243,7 +243,7 @@ def _in_one_line(record: logging.LogRecord) -> bool:
 
 
 def no_file(path: str, wanted: str, *endings: str) -> str:
-    """How an error continues after a path at which there is no file: what does, and what to give.
+    """The end of an error about a path with no file: what is at the path, and what to give.
 
     Args:
         path: Path as the user wrote it.

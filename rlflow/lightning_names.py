@@ -1,4 +1,4 @@
-"""What Lightning's trainer, modules and callbacks have and rlflow's do not, and what to write instead."""
+"""Names of Lightning's trainer, modules and callbacks that rlflow's do not have, and what to write instead."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ CALLBACK_HOOKS = {
 
 
 def with_known_arguments(cls: Class) -> Class:
-    """The trainer's class, whose constructor and methods say of an argument of Lightning's what to give instead.
+    """The trainer's class, whose constructor and methods refuse arguments of Lightning's and name what to give instead.
 
     Raises:
         UserError: By the constructor, `fit`, `validate`, `test` or `predict`; it was given another argument.
@@ -150,6 +150,6 @@ def _answering(call: Callable[Given, Result], name: str, answers: Mapping[str, s
 
 
 def instead_of(argument: str, answers: Mapping[str, str]) -> str:
-    """` Text`: what to write instead of an argument or key of Lightning's; empty where it is none of these."""
+    """What to write in place of an argument or key of Lightning's, after a space; empty for others."""
     text = answers.get(argument, "")
     return f" {text[:1].upper()}{text[1:]}" if text else ""

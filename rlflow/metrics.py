@@ -1,4 +1,4 @@
-"""Metrics of one step: sums and counts of this rank, made one number each of all ranks."""
+"""Metrics of one step: sums and counts of this rank, which ranks reduce to one number for each metric."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPARED = ("largest", "smallest", "seconds")  # of ranks; the others are added
 
 
 class How(NamedTuple):
-    """How a metric is logged; each name has one way.
+    """How a metric is logged and reduced; each name has one way.
 
     Attributes:
         kind: Way in which the values of calls and ranks become one number.
@@ -46,7 +46,7 @@ _Entries = Mapping[tuple[How, str], tuple[float, float]]  # value and count of e
 
 @dataclass
 class _Entry:
-    """A value and a count in float64: what came from the CPU, and what stays on its device until the host needs it."""
+    """A value and a count in float64: numbers from the CPU, and tensors that stay on a device until they are needed."""
 
     how: How
     here: list[float]
@@ -68,20 +68,20 @@ class _Entry:
             self.there[0] = value if before is None else torch.maximum(value, before)
 
     def bring_over(self, i: int, number: float) -> None:
-        """Take the number that was in `there[i]` to the host."""
+        """Merge the number that was in `there[i]` into `here[i]`."""
         raises = i == 0 and self.how.kind in ("largest", "smallest")
         self.here[i] = _largest(number, self.here[i]) if raises else self.here[i] + number
         self.there[i] = None
 
 
 def _largest(a: float, b: float) -> float:
-    """The larger number; NaN if one is NaN, which Python's `max` does not say."""
+    """The larger number; NaN if one is NaN, unlike Python's `max`."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 @dataclass
 class StepMetrics:
-    """What this rank logged of one step: means as sum and count, totals, and largest values.
+    """Entries that this rank logged in one step: means as sum and count, totals, and largest values.
 
     Numbers on a device stay there: the host waits for it once, where they are reduced.
 
@@ -121,7 +121,7 @@ class StepMetrics:
         self.add(name, How("seconds"), value, 1.0)
 
     def add(self, name: str, how: How, value: Tensor | float, count: Tensor | float) -> None:
-        """Add a value, 0-dim, of `count` entries to a metric, as `how` says; for `smallest` give its negative.
+        """Add a value, 0-dim, of `count` entries to a metric, in the way `how`; for `smallest` give its negative.
 
         Raises:
             UserError: The step has logged the name in another way.
@@ -135,7 +135,7 @@ class StepMetrics:
         entry.add(0.0 if raises else value, count)
 
     def bring_over(self) -> None:
-        """Bring what was left on a device to the host, all in one transfer."""
+        """Bring numbers that are on a device to the host, all in one transfer."""
         places = [(entry, i, value) for entry in self.logged.values() for i, value in enumerate(entry.there)]
         waiting = [(entry, i, value) for entry, i, value in places if value is not None]
         numbers = torch.stack([value for *_, value in waiting]).tolist() if waiting else []
@@ -143,7 +143,7 @@ class StepMetrics:
             entry.bring_over(i, number)
 
     def entries(self, worked: float | None) -> dict[tuple[How, str], tuple[float, float]]:
-        """Value and count of each metric as ranks reduce them, in which a count of 0 says that there is none."""
+        """Value and count of each metric as ranks reduce them; a count of 0 means that there is no value."""
         entries = {(entry.how, name): (entry.here[0], entry.here[1]) for name, entry in self.logged.items()}
         return entries if worked is None else entries | {(How("worked"), ""): (worked, 1.0)}
 
@@ -161,7 +161,7 @@ def in_two_ways(name: str, one: How, other: How) -> UserError:
 
 
 class Metrics:
-    """What this rank logged in the steps in progress; there are several where steps overlap.
+    """Entries that this rank logged in the steps in progress; there are several if steps overlap.
 
     Attributes:
         asked: The largest `asks` that any rank gave to the last `reduce`.
@@ -174,7 +174,7 @@ class Metrics:
         self._known: list[tuple[How, str]] = []  # names of all ranks so far, in the same order on each
 
     def of(self, step: int) -> StepMetrics:
-        """Those of a step, counted from 0, until they are reduced."""
+        """The metrics of a step, counted from 0, until they are reduced."""
         return self._steps.setdefault(step, StepMetrics(step))
 
     def on_bar(self) -> set[str]:
@@ -186,7 +186,7 @@ class Metrics:
         return {name for how, name in self._known if not how.logger}
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank logged of steps that are not reduced yet, JSON-able."""
+        """The entries that this rank logged in steps that are not reduced yet, JSON-able."""
         steps = []
         for step, logged in self._steps.items():
             logged.bring_over()
@@ -195,14 +195,14 @@ class Metrics:
         return {"steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Log what `state_dict` gave; one after another of several ranks."""
+        """Log the entries that `state_dict` returned; called for each rank's state if this rank gets several."""
         for stored in state["steps"]:
             logged = self.of(stored["step"])
             for name, (how, value, count) in stored["entries"].items():
                 logged.add(name, How(*how), value, count)
 
     def reduce(self, step: int, transport: Transport, worked: float | None = None, asks: int = 0) -> dict[str, float]:
-        """The step's metrics over all ranks, the same on each, sorted by name; starts afresh.
+        """The step's metrics over all ranks, the same on each, sorted by name; the step's entries are then removed.
 
         Two reductions of tensors are made. Their size does not depend on the number of ranks, except for one number of
         each rank. The first finds the largest value of every metric, which for a total sets the unit it is counted in.
@@ -277,7 +277,7 @@ class Metrics:
         return torch.where(finite, counted.view(-1, 2) * unit, math.nan), nanoseconds / 1e9
 
     def _learn_names(self, mine: _Entries, transport: Transport) -> None:
-        """Know what every rank logged; a collective of all ranks.
+        """Add the names that any rank logged to the known names; a collective of all ranks.
 
         Raises:
             UserError: Ranks, or steps, have logged a name in different ways; on all ranks.
@@ -292,7 +292,7 @@ class Metrics:
 
 
 def straggler(worked: Sequence[float]) -> dict[str, float]:
-    """Who held the others up in a step.
+    """The rank that the others waited for in a step.
 
     Args:
         worked: Seconds that each rank worked, by rank, without those in which it waited for others.

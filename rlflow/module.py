@@ -112,7 +112,7 @@ class RLModule:
         return self.unclipped
 
     def __post_init__(self) -> None:
-        """Make handles of models' names, and refuse arguments that cannot be; a dataclass's constructor calls it."""
+        """Make handles of models' names, and refuse invalid arguments; a dataclass's constructor calls it."""
         self.reward = self.scorer
         check_fields(self)
         make_models(self)
@@ -239,7 +239,7 @@ class RLModule:
         return module
 
     def validation_step(self, batch: Any) -> None:
-        """Log metrics of held-out rows that generating and scoring do not give: `self.log("val/margin", margin)`.
+        """Log metrics of held-out rows that no generated response gives: `self.log("val/margin", margin)`.
 
         If it is overridden, it runs in each validation, without gradients, over this rank's share of `data.validation`.
         All ranks must make the same calls of models, even ranks that have no rows.
@@ -359,7 +359,7 @@ class RLModule:
         max_new_tokens: int | None,
         stop: tuple[int, ...],
     ) -> Rollout:
-        """With this policy, or with the only one of the node."""
+        """Generate with this policy, or with the only one of the node."""
         longest = self.max_response_length if max_new_tokens is None else max_new_tokens
         check_asked(n, longest, self.max_response_length)
         if self.mask_truncated and isinstance(rows, Rollout):
@@ -387,14 +387,14 @@ class RLModule:
         return without_truncated(rollout, self.max_response_length) if self.mask_truncated else rollout
 
     def _policy(self, name: str | None) -> tuple[str, float, Truncation]:
-        """The policy of this name, or the only one of the node, and how it is sampled."""
+        """The policy of this name, or the only one of the node, with its temperature and truncation."""
         name = self._running().policy(name)
         model = handles(self)[name]
         assert isinstance(model, CausalLM), name
         return name, model.temperature, model.truncation
 
     def _player(self, seat: str, model: CausalLM) -> tuple[str, float, Truncation]:
-        """Who speaks for a seat: the policy's name, and how it is sampled."""
+        """The policy that speaks for a seat: its name, temperature and truncation."""
         name = next((name for name, handle in handles(self).items() if handle is model), None)
         if name is None:
             raise UserError(
@@ -598,11 +598,11 @@ class RLModule:
         return self._running().dataset_rows(group)
 
     def _moments(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Count, mean and sum of squared deviations `[3]` of the entries of all ranks that count."""
+        """Count, mean and sum of squared deviations `[3]` of the counted entries of all ranks."""
         return merge_moments(self._running().all_rows(row_moments(x, counts)))
 
     def _all_of(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The entries that count: those of the mask, of rows that were not dropped."""
+        """The entries that count: entries of the mask, in rows that were not dropped."""
         counts = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
         kept = self._running().kept(x)
         return counts if kept is None else counts.bool() & kept.view(-1, *[1] * (x.dim() - 1))
@@ -615,7 +615,7 @@ class RLModule:
         return rewards, parts
 
     def _measure(self, rollout: WithTexts, rewards: Tensor, name: str) -> None:
-        """Tell the curriculum which samples `[B]` of the step passed."""
+        """Let the curriculum know which samples `[B]` of the step passed."""
         if self.data_curriculum is None or name != "reward" or self._running().validates:
             return
         passed = (rewards >= self.data_curriculum.pass_reward).double()
@@ -631,14 +631,14 @@ class RLModule:
 
 
 def chooses_prompts(module: RLModule) -> str | None:
-    """What chooses which prompts an epoch draws, for errors; None where nothing does."""
+    """The setting that chooses the prompts of an epoch, for errors; None if none does."""
     if type(module).choose_prompts is not RLModule.choose_prompts:
         return "the module's `choose_prompts`"
     return None if module.data_curriculum is None else "`data.curriculum`"
 
 
 def aggregation_of(module: RLModule, handle: ModelHandle) -> Aggregation:
-    """How the losses per token of a handle of the module become one number."""
+    """The way in which the losses per token of a handle of the module become one number."""
     return handle.loss_aggregation or module.loss_aggregation
 
 
@@ -648,10 +648,10 @@ def handles(module: RLModule) -> dict[str, ModelHandle]:
 
 
 def environments(module: RLModule) -> dict[str, Environment]:
-    """What answers the module's policies, by the names of the attributes."""
+    """The environments of the module's policies, by the names of the attributes."""
     return {name: value for name, value in vars(module).items() if isinstance(value, Environment)}
 
 
 def has_validation_step(module: RLModule) -> bool:
-    """Whether the module measures something itself."""
+    """Whether the module has a `validation_step` of its own."""
     return type(module).validation_step is not RLModule.validation_step

@@ -254,11 +254,11 @@ class Settings:
 
     @property
     def cuts_off(self) -> bool:
-        """Whether long responses are cut off, and continued with the next draw of prompts."""
+        """Whether long responses are cut off and continued with the next draw of prompts."""
         return self.partial_rollout is not None
 
     def beside(self, name: str) -> Settings:
-        """Settings of `Trainer.validate` and the like: in a folder next to the run's, which may have the model.
+        """Settings of `Trainer.validate` and the like: in a folder next to the run's folder, which may have the model.
 
         Args:
             name: Name of the command, `validate`: the folder is then `<run_dir>-validate`.

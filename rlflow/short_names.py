@@ -105,7 +105,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
 
 
 def made(value: Any, setting: str, *bases: type) -> Any:
-    """The object that a name stands for, with the defaults of its class; what is no name stays as it is.
+    """The object of a short name, with the defaults of its class; other values are unchanged.
 
     Args:
         value: A short name, a dotted path of a class, or an object.
@@ -138,7 +138,7 @@ def made(value: Any, setting: str, *bases: type) -> Any:
 
 
 def lacks_library(setting: str, cls: type, error: ImportError) -> UserError:
-    """What to say of a setting whose class cannot be made without a library."""
+    """The text for a setting whose class cannot be made because a library is missing."""
     return UserError(f"`{setting}` names {cls.__name__}, whose library is missing: {one_line(error)}")
 
 
@@ -166,19 +166,19 @@ def class_named(name: str, bases: Sequence[type]) -> type:
 
 
 def path_of(name: str, bases: Sequence[type]) -> str:
-    """The dotted path of a short name or class name, of a class of these; other names as they are."""
+    """The dotted path of a short name or class name among subclasses of these classes; other names are unchanged."""
     paths = (path for short, path in _paths() if name in (short, path.rpartition(".")[2]))
     return next((path for path in paths if issubclass(object_at(path, name), tuple(bases))), name)
 
 
 def names_of(bases: Sequence[type]) -> list[str]:
-    """The short names and the class names of rlflow's classes of these."""
+    """The short names and the class names of rlflow's subclasses of these classes."""
     found = [(short, path) for short, path in _paths() if issubclass(object_at(path, short), tuple(bases))]
     return [each for short, path in found for each in (short, path.rpartition(".")[2])]
 
 
 def such_as(name: str, bases: Sequence[type]) -> str:
-    """`, such as NAME`: the nearest short name of a class of these; empty where there is none."""
+    """`, such as NAME` with the nearest short name of a subclass of these; empty if none is near."""
     nearest = get_close_matches(name.rpartition(".")[2].lower(), names_of(bases), 1, 0.0)
     return f", such as {nearest[0]}" if nearest else ""
 

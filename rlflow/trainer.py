@@ -1,4 +1,4 @@
-"""Trainer: what a user configures of a run."""
+"""Trainer: the settings and methods of a run."""
 
 from __future__ import annotations
 
@@ -339,6 +339,6 @@ def _data(train: DataLike | PromptData, validation: DataLike | None = None) -> P
 
 
 def _validated(validation: DataLike, stage: str = "validation") -> PromptData:
-    """Rows to validate on, without any to train on; those of a data module are of the loader of `stage`."""
+    """Rows to validate on, without rows to train on; a data module gives those of the loader of `stage`."""
     rows = as_source(validation, "data.validation", stage if is_data_module(validation) else "validation")
     return PromptData(rows, rows, prompts_per_step=max(1, min(32, len(rows))))

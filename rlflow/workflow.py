@@ -1,4 +1,4 @@
-"""Workflows in YAML: the module without a node of its own, a loss that a config can name, and how nodes are bound."""
+"""Workflows in YAML: a module without nodes of its own, a loss that a config can name, and the binding of nodes."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from rlflow.values.rollout import Rollout
 
 @dataclass(eq=False)
 class Workflow(RLModule):
-    """No node and no model of its own: `nodes` and `models` of the config are the algorithm.
+    """A module without nodes and models of its own: `nodes` and `models` of the config are the algorithm.
 
     Args:
         reward: Reward that scores a response, for nodes that call `reward_function`.
@@ -155,7 +155,7 @@ def _function(path: str, module: RLModule, said: str) -> Callable[..., Any]:
 
 
 def _settings(function: Callable[..., Any], written: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Settings as the types of the function's parameters."""
+    """Settings converted to the types of the function's parameters."""
     parser = ArgumentParser(exit_on_error=False)
     try:
         hints = get_type_hints(function, include_extras=True)

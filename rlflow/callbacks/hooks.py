@@ -37,12 +37,12 @@ class Callbacks:
         *arguments: P.args,
         **named: P.kwargs,
     ) -> None:
-        """Call a hook, such as `Callback.on_step_end`, with what it takes behind trainer and module."""
+        """Call a hook, such as `Callback.on_step_end`, with trainer, module and further arguments."""
         for callback in self._given:
             getattr(callback, hook.__name__)(self._trainer, self._module, *arguments, **named)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Copies of the states of those that have one, by `Callback.state_key`.
+        """Copies of the states of callbacks that have one, by `Callback.state_key`.
 
         Raises:
             UserError: One is not JSON-able.
@@ -60,7 +60,7 @@ class Callbacks:
         return states
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Give each the state that was saved under its key; callbacks may have come and gone.
+        """Give each callback the state saved under its key; callbacks may have been added or removed since.
 
         Returns:
             A line for each state without a callback, which is dropped, and each callback that begins anew.

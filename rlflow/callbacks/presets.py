@@ -38,7 +38,7 @@ class Preset(Callback):
 
 
 class ModelCheckpoint(Preset):
-    """When checkpoints are written and which are kept: the trainer's `save_...`, `monitor` and `mode` as in Lightning.
+    """Sets when checkpoints are written and which stay: the trainer's `save_...`, `monitor`, `mode`, as in Lightning.
 
     Checkpoints are in `checkpoint/` of the run's folder. The last two are always kept, since one may be damaged.
 
@@ -159,7 +159,7 @@ class ModelCheckpoint(Preset):
 
 
 class SampleTable(Preset):
-    """How many samples loggers get, and how often: `log_samples` and `log_samples_every_n_steps` of the trainer.
+    """Sets how many samples loggers get, and how often: the trainer's `log_samples` and `log_samples_every_n_steps`.
 
     W&B shows samples as a table. `rlflow samples` reads them from `samples.jsonl` of the run's folder.
 

@@ -196,7 +196,7 @@ def changed_files(folder: Path, rank: int, world_size: int) -> list[str]:
 
 
 def damage(folder: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """What is wrong with a checkpoint, in words after "has", as far as this rank reads its files; None for nothing.
+    """The damage that this rank finds when it reads its share of the files, in words after "has"; None for none.
 
     Args:
         folder: Folder of the checkpoint.

@@ -14,7 +14,7 @@ ALL = -1  # `save_top_k` for all checkpoints
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay; names and meanings are those of Lightning's `ModelCheckpoint`, but `last` is a number.
+    """Decides which checkpoints stay; names and meanings are of Lightning's `ModelCheckpoint`, but `last` is a number.
 
         Retention(last=1, top_k=2, monitor="val/loss").staying({step_10: 0.5, step_20: 0.3, step_30: 0.4, step_40: 0.6})
         -> [step_20, step_30, step_40]

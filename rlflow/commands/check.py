@@ -1,4 +1,4 @@
-"""`rlflow check`: what changes the gradient of a config's algorithm, and should not."""
+"""`rlflow check`: finds what changes the gradient of a config's algorithm though it should not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WRONG_CODE = 1
 
 
 def check(configured: Configured, /, depends_on: list[str] | None = None, parts: list[str] | None = None) -> Report:
-    """Say what changes the gradient of a config's algorithm, and should not: micro-batches, ranks, padding, order.
+    """Find what changes an algorithm's gradient though it should not: micro-batches, ranks, padding, order.
 
     Args:
         configured: The algorithm. Small seeded models, recorded rows and recorded rewards take the place of its own.

@@ -95,7 +95,7 @@ class Configured:
             self.trainer.fit(self.module, self.data)
 
     def require_secrets(self, *unused: str) -> None:
-        """Refuse secrets that the config of a run hides; not where it is only looked at, or in `unused` sections."""
+        """Refuse secrets that the config of a run hides; those in `unused` sections may be hidden."""
         for mistake in hidden_secrets({key: value for key, value in self.config.items() if key not in unused}):
             raise mistake.error(self.keys.of(mistake.keys))
 
@@ -235,7 +235,7 @@ def _replace_nodes(given: Sequence[dict[str, Any]]) -> None:
 
 
 def _parsed(parser: OneLineParser, tree: Mapping[str, Any], shape: Group, keys: WrittenKeys) -> Namespace:
-    """The config with all defaults, checked; of what is wrong the first is reported."""
+    """The config with all defaults, checked; of several mistakes the first is reported."""
     found = list(mistakes_of(tree, shape))
     for mistake in found:  # before jsonargparse, which takes a text for YAML or for a file
         if mistake.of_type:

@@ -1,4 +1,4 @@
-"""`rlflow conform`: whether somebody's loss, advantages or logprobs are an algorithm's, and what differs if not."""
+"""`rlflow conform`: tests whether a user's loss, advantages or logprobs are those of an algorithm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def conform(
     dtype: Literal["float64", "float32"] = "float64",
     museum: bool = False,
 ) -> None:
-    """Say whether a function computes what an algorithm does, and which term differs if not.
+    """Test whether a function computes what an algorithm does, and name the terms that differ.
 
     It is called on constructed cases: on a batch, and on its parts if it says how they are joined. Exit code 0: it
     conforms, or differs by conventions alone; 1: a term differs; 2: it cannot be called.
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _function(kind: Kind, path: str, options: dict[str, Any], scratch: Path) -> Callable[..., Any]:
-    """What the path names, as a function; of a trainer of TRL's with the options that it needs."""
+    """The function that the path names; for a trainer of TRL's, with the options that it needs."""
     found = object_at(path.replace(":", "."), f"`--{kind}` is {path!r}")
     if is_trainer(found):
         if kind not in ("loss", "advantages"):
@@ -110,7 +110,7 @@ def _function(kind: Kind, path: str, options: dict[str, Any], scratch: Path) -> 
 
 
 def lines(found: Diagnosis) -> list[str]:
-    """What was found, as a table of terms and notes."""
+    """The findings, as a table of terms and notes."""
     rows = [("convention" if each.is_convention else "differs", each.term, each.text) for each in found.changes]
     rows.sort(key=lambda row: row[0], reverse=True)
     rows += [("differs", term, text) for term, text in found.lost]

@@ -53,14 +53,14 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Python's own: the parser of other commands may be what is missing."""
+    """Python's own parser, as the parser of other commands may be among what is missing."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see `rlflow doctor --help`")
 
 
 def _shown(title: str, findings: Iterable[Finding]) -> list[Finding]:
-    """The findings of a section, each printed when it is there."""
+    """Print the findings of a section as they come, and return them."""
     print(title)
     found = []
     for finding in findings:

@@ -1,4 +1,4 @@
-"""`rlflow export`: a run's model, or that of one of its checkpoints, as others load it."""
+"""`rlflow export`: writes the model of a run or checkpoint in the form that other libraries load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlflow init`: a folder with an algorithm, a reward, data, a config, a test and a README, which work at once."""
+"""`rlflow init`: writes a folder with an algorithm, a reward, data, a config, a test and a README, ready to run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROJECT = Path(__file__).parent / "project"
 
 
 def init(folder: Path, /) -> None:
-    """Write a project that trains at once: an algorithm of one page, a reward, data, a config, a test and a README.
+    """Write a project that trains right away: an algorithm of one page, a reward, data, a config, a test and a README.
 
     Example:
         rlflow init my_project

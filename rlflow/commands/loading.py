@@ -82,14 +82,14 @@ def _known(cls: type[RLModule], arguments: Mapping[str, Any]) -> Mapping[str, An
 
 
 def _taken(cls: type[RLModule], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that a constructor takes by their names."""
+    """The values that a constructor takes, by the names of its parameters."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {name: value for name, value in values.items() if takes_any or name in parameters}
 
 
 def _arguments_of(module: RLModule, given: Collection[str]) -> dict[str, Any]:
-    """What a module's constructor was called with: its `hparams`, and else its attributes of the same names.
+    """The arguments of a module's constructor: from `hparams`, and else from attributes of the same names.
 
     Raises:
         UserError: Neither has one of the arguments that are not `given`.

@@ -20,7 +20,7 @@ from rlflow.process.status import CommandExit
 
 
 class OneLineParser(ArgumentParser):
-    """Says of a wrong command one line, and does not print its usage."""
+    """A parser that reports a wrong command in one line, without its usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise what is wrong."""
@@ -81,7 +81,7 @@ def _usage(parser: OneLineParser) -> str:
 
 
 def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int = 0) -> None:
-    """Add a function's parameters to a parser, with what its docstring says of them.
+    """Add a function's parameters to a parser, described as in the function's docstring.
 
     Args:
         parser: Parser of the command.
@@ -111,7 +111,7 @@ def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int
 
 @contextmanager
 def writing(option: str) -> Iterator[None]:
-    """Within it a command writes its output, at a place that an option can change.
+    """A context in which a command writes its output, to a path that an option can change.
 
     Raises:
         UserError: It cannot be written there.

@@ -152,7 +152,7 @@ def _show_end(screen: Screen, view: Conversation, whose: str) -> None:
 
 
 def _piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token as text; of a part of a character, what the tokenizer calls it."""
+    """A token as text; for a part of a character, the tokenizer's name of it."""
     piece = str(tokenizer.decode([token], skip_special_tokens=False))
     return repr(str(tokenizer.convert_ids_to_tokens(token)) if "\ufffd" in piece else piece)
 
@@ -161,7 +161,7 @@ OnTokens = Callable[[str, Sequence[int]], None]  # who wrote tokens, and which
 
 
 class Player(RolloutEngine):
-    """Takes turns as an engine does, one after another: what is said becomes tokens as those of a policy.
+    """A rollout engine whose turns a person or a script writes; it takes one turn after another.
 
     In a game it takes the turns of all seats.
 
@@ -189,7 +189,7 @@ class Player(RolloutEngine):
         version: int,
         pictures: Sequence[Sequence[Picture]] = (),
     ) -> list[Completion]:
-        """A turn after each prompt. A reply that is longer than the turn may be is cut, as a model's is.
+        """A turn after each prompt. A reply that is longer than a turn may be is cut, as a model's is.
 
         Raises:
             KeyboardInterrupt: A person ended the input.

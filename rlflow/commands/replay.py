@@ -1,4 +1,4 @@
-"""`rlflow replay`: nodes of a run's step once more, in one process, where a debugger can stop them."""
+"""`rlflow replay`: runs nodes of a past step again, in one process, where a debugger can stop them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEND = "bring the file back as the run wrote it"
 
 
 def replay(run_dir: Path, /, *, step: int, node: str | None = None, pdb: bool = False) -> None:
-    """Run nodes of a run's step once more, in one process.
+    """Run nodes of a step of a past run again, in one process.
 
     Example:
         rlflow replay runs/mine --step 200 --node advantages --pdb
@@ -93,7 +93,7 @@ def config_of(file: Path) -> dict[str, Any]:
 
 
 def alone(config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The config of a run in one process, which computes what that run does.
+    """A run's config, changed so that one process computes what the run does.
 
     Args:
         config: Config as the run resolved it.

@@ -1,4 +1,4 @@
-"""`rlflow report`: where the time of a run's steps went, as a table and a picture; and whole runs as a page."""
+"""`rlflow report`: shows where the time of a run's steps went, or writes a page about whole runs."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class Timeline:
 
 
 def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """The spans in a trace's events. A wait is of the step of the task that it is in, a save of the one before."""
+    """The spans in a trace's events. A wait belongs to the step of its task, and a save to the step before it."""
     found: list[Span] = []
     begun: dict[str, float] = {}
     step, waits_until, rank = 1, 0.0, -1
@@ -296,12 +296,12 @@ def sent_bytes(events: Iterable[dict[str, Any]], step: int) -> dict[str, int]:
 
 
 def is_task(span: Span) -> bool:
-    """Whether it is a task of the plan, not a wait within one and not what only repeats others."""
+    """Whether a span is a task of the plan: neither a wait within a task nor a repetition of other spans."""
     return span.category not in (WAIT, FLIGHT, "DynamicSampling")
 
 
 def is_wait(span: Span) -> bool:
-    """Whether it is a wait for other ranks within a task."""
+    """Whether a span is a wait for other ranks within a task."""
     return span.category == WAIT
 
 
@@ -316,7 +316,7 @@ MOST_RANKS = 48  # that are drawn; of more, as many evenly spread
 
 
 def draw_timeline(timeline: Timeline, steps: Sequence[int], path: Path) -> None:
-    """Draw a row for each rank: tasks, the waits in them in white, as a line below exchanges and early scores."""
+    """Draw a row for each rank: tasks, with their waits in white, and a line of exchanges and early scores below."""
     # The object form with its own canvas: no window system, and no state shared with a user's own figures.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

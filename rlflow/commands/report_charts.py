@@ -191,7 +191,7 @@ def graph_drawing(graph: Graph, plan: Plan, sent: Mapping[str, int]) -> str:
 def _edges(
     graph: Graph, plan: Plan, places: Mapping[str, tuple[float, float]], sent: Mapping[str, int]
 ) -> Iterator[str]:
-    """The edges, and on each what it carried, where no box and no other label is."""
+    """The edges, each with a label of what it carried, where no box and no other label is."""
     first: dict[Exchange, str] = {}
     taken = [(x, y + BOX_HEIGHT / 2, (BOX_WIDTH + LABEL_WIDTH) / 2, BOX_HEIGHT / 2) for x, y in places.values()]
     labels = []
@@ -230,10 +230,10 @@ def _at(ends: Sequence[tuple[float, float]], part: float) -> tuple[float, float]
 
 
 def _is_free(place: tuple[float, float], taken: Sequence[tuple[float, float, float, float]]) -> bool:
-    """Whether a label has room at a place: `taken` are middles, and how far off a label's middle must be."""
+    """Whether a label has room at a place: `taken` has the middles of labels and boxes, and the room around them."""
     return not any(abs(place[0] - x) < across and abs(place[1] - y) < down for x, y, across, down in taken)
 
 
 def _reach(height: float) -> float:
-    """How far from the middle of a box an edge past others is bent."""
+    """How far an edge past other boxes is bent away from the middle of a box."""
     return BOX_WIDTH / 2 + 40 + height / 4

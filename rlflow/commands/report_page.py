@@ -63,7 +63,7 @@ NOT_PARTS = ("reward/mean", "reward/errors", "reward/outcome")
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What a run's folder holds."""
+    """The contents of a run's folder."""
 
     folder: Path
 
@@ -117,7 +117,7 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Traced:
-    """What the traces of a run say.
+    """A summary of a run's traces.
 
     Attributes:
         timeline: Text of the timeline, or why there is none.
@@ -256,7 +256,7 @@ def _health(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str]:
 
 
 def _charts(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str]:
-    """A panel for each title of `PANELS` of which a run logged something: with several runs a colour is a run."""
+    """A panel for each title of `PANELS` for which a run logged metrics; with several runs, each has its colour."""
     for title, patterns in PANELS.items():
         curves = []
         for number, (run, name) in enumerate(zip(runs, names, strict=True)):

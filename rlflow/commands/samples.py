@@ -118,6 +118,6 @@ def show(sample: Mapping[str, Any], screen: Screen) -> None:
 
 
 def said_after(messages: Sequence[Mapping[str, Any]], turns: int) -> Sequence[Mapping[str, Any]]:
-    """What was said from the policy's first turn on: those of a prompt, examples among them, came before."""
+    """The messages from the policy's first turn on, without those of the prompt, which may be examples."""
     spoken = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
     return messages[spoken[-turns] :] if 0 < turns <= len(spoken) else messages

@@ -1,4 +1,4 @@
-"""What commands write for people: with colours on a terminal that has them, wrapped to its width."""
+"""Output of commands for people: with colours on a terminal that has them, wrapped to its width."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Screen:
         self._write(Text(readable(text), style), "")
 
     def block(self, speaker: str, more: str, text: str) -> None:
-        """Write what somebody says, indented below a line that names them.
+        """Write a text, indented below a line that names its speaker.
 
         Args:
             speaker: Name of the speaker; its first word chooses the colour.
@@ -52,7 +52,7 @@ class Screen:
 
 
 class _Console(Console):
-    """A console whose reader may have read enough, as `head` has."""
+    """A console whose reader may close the pipe early, as `head` does."""
 
     def on_broken_pipe(self) -> NoReturn:
         """End the command well; what Python still holds back goes nowhere."""

@@ -28,7 +28,7 @@ def simulate(
     draw: Path | None = None,
     suggest: bool = False,
 ) -> Simulation:
-    """Predict a config's time, bytes and memory on machines that are not here.
+    """Predict a config's time, bytes and memory on machines other than this one.
 
     Args:
         configured: The run.
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def simulation_of_run(found: Configured, hardware: str | None) -> Simulation:
-    """A run on its own ranks, on this machine (None) or on machines of a kind."""
+    """The simulation of a run on its own ranks, on this machine (None) or on machines of a kind."""
     trainer, settings = found.trainer, found.trainer.settings
     on_gpu = settings.accelerator != "cpu" and torch.cuda.is_available()
     if hardware is None:

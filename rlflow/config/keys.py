@@ -37,12 +37,12 @@ class WrittenKeys:
         return max(found, key=lambda each: each[0], default=(0, tuple(keys)))[1]
 
     def key(self, keys: Sequence[str]) -> str:
-        """The same as one dotted text: `module.group_size`."""
+        """The same keys as one dotted text: `module.group_size`."""
         return ".".join(self.of(keys))
 
     @contextmanager
     def in_errors(self, config: Mapping[str, Any]) -> Iterator[None]:
-        """Within it the message of a `UserError` gets the keys that the user wrote.
+        """A context in which the message of a `UserError` gets the keys that the user wrote.
 
         "`module.group_size` is 1" becomes "`module.init_args.group_size` is 1" if a config has it so. Names of graph
         nodes, and names that are no keys of the config, stay.
@@ -65,7 +65,7 @@ class WrittenKeys:
 
 
 def _along(tree: Any, keys: Sequence[str]) -> tuple[int, tuple[str, ...]]:
-    """How many of the keys a tree has, and the keys without each `class_path` and `init_args` that it leaves out."""
+    """How many of the keys a tree has, and the keys without the `class_path` and `init_args` that it leaves out."""
     found: list[str] = []
     for count, key in enumerate(keys):
         if isinstance(tree, Mapping) and key in tree:

@@ -1,4 +1,4 @@
-"""Whether a loss, advantages, a mean, whitening or logprobs of somebody are an algorithm's, and what differs if not.
+"""Tests whether a user's loss, advantages, mean, whitening or logprobs are those of an algorithm, term by term.
 
 `diagnosis.conform` calls a function (`calling`, and `trl` for trainers) on batches, and looks for the formula that
 gives what it returned (`terms`). What is right, and the ways to compute each term, are in `losses`, `advantages` and

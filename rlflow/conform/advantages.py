@@ -1,4 +1,4 @@
-"""What is right for advantages, and for whitening: baselines of groups, returns along tokens, term by term."""
+"""References for advantages and whitening: baselines of groups and returns along tokens, term by term."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ GROUP_TERMS: Mapping[str, Mapping[str, Option]] = {
 
 
 def group_advantages(given: Given, choice: Choice) -> Tensor:
-    """`[B]` float64."""
+    """The right advantages of rows that are compared in groups, `[B]` float64."""
     q = SimpleNamespace(**given)
     q.r = q.rewards.double()
     counts = ROWS[choice["rows of a rollout"]](q) * REJECTED[choice["baseline of rejected rows"]](q)
@@ -217,7 +217,7 @@ def _white(x: Tensor, mask: Tensor, less: int, along: int | None = None) -> Tens
 
 
 def token_advantages(given: Given, choice: Choice) -> Tensor:
-    """`[B, T]` float64, by generalized advantage estimation; returns where the values are not read."""
+    """The right advantages of tokens, `[B, T]` float64: by GAE, or returns if values are not read."""
     q = SimpleNamespace(**{key: x.double() if isinstance(x, Tensor) else x for key, x in given.items()})
     own, width, time = q.mask != 0, q.mask.shape[1], choice["bootstrap"]
     q.after = ((torch.arange(width) * own).amax(1) + 1).clamp(max=width - 1)  # the end, or the last position

@@ -1,4 +1,4 @@
-"""How a function is called: quantities by the names of its parameters, on a batch, in micro-batches, on ranks."""
+"""Calls a user's function: quantities by the names of its parameters, on a batch, in micro-batches, on ranks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ SETTINGS: Mapping[str, Any] = {
 
 
 def quantity_of(parameter: str, known: Collection[str]) -> str | None:
-    """What the name of a parameter asks for, of the quantities known; None for nothing."""
+    """The known quantity that the name of a parameter asks for; None if there is none."""
     return next((quantity for quantity, names in NAMES.items() if parameter in names and quantity in known), None)
 
 
@@ -127,7 +127,7 @@ class Function:
         names: Mapping[str, str],
         clip: tuple[float, float],
     ) -> Function:
-        """The function with its parameters by what their names ask for.
+        """A function whose parameters are matched to quantities by their names.
 
         Args:
             call: The function.
@@ -189,11 +189,11 @@ class Function:
         )
 
     def has(self, *quantities: str) -> bool:
-        """Whether it takes one of these."""
+        """Whether the function takes one of these quantities."""
         return not set(quantities).isdisjoint(self.takes.values())
 
     def output(self, view: View) -> Any:
-        """What it returns for a view, from its parts where the view has parts."""
+        """The function's output for a view, joined from its parts where the view has parts."""
         if view.cut == "whole" or (view.cut == "micro-batches" and self.has("parts")):
             return self._called(view.given, {"parts": _parts(view)})
         number = len(view.case.parts) if view.cut == "ranks" else 1
@@ -237,7 +237,7 @@ class Function:
 
 
 def _ranges(taken: set[str], clip: tuple[float, float], chosen: Mapping[str, Any]) -> dict[str, float]:
-    """The clip's range as it is given; two ends that differ if a function takes both, lest it mixes them up."""
+    """The clip's range as it is given; two different ends if a function takes both, in case it confuses them."""
     low, high = clip
     if "clip_range" in chosen:
         low = high = chosen["clip_range"]
@@ -268,7 +268,7 @@ def first_tensor(output: Any, name: str) -> Tensor:
 
 
 def on_ranks(calls: Sequence[Callable[[Callable[[Tensor], Tensor]], Any]]) -> list[Any]:
-    """What calls return that run at the same time and meet in `reduce`, which adds up their tensors.
+    """The results of calls, one for each rank, that run at the same time; `reduce` adds up their tensors.
 
     Raises:
         UserError: They do not meet: one has ended where another waits.
@@ -315,7 +315,7 @@ def on_ranks(calls: Sequence[Callable[[Callable[[Tensor], Tensor]], Any]]) -> li
 
 @contextmanager
 def said_by(name: str, view: View) -> Iterator[None]:
-    """Around a call: what it raises becomes one line."""
+    """A context for calls of the user's function: an exception becomes an error of one line."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Which terms of a function differ from an algorithm's, and how."""
+"""Finds which terms of a function differ from an algorithm's, and how."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Verdict = Literal["conforms", "convention", "differs"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What an algorithm's own options are.
+    """An algorithm's own choice of options.
 
     Attributes:
         source: Paper of the algorithm.
@@ -66,7 +66,7 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Observed:
-    """What a function returned for a view, or the gradient of that.
+    """The output of a function for a view, or the gradient of that output.
 
     Attributes:
         view: The view.
@@ -81,7 +81,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found of a function.
+    """The findings about a function.
 
     Attributes:
         verdict: The worst that was found.
@@ -103,14 +103,14 @@ class Diagnosis:
 
     @property
     def terms(self) -> set[str]:
-        """The terms that differ, conventions apart; where nothing names one, that of the first case that differs."""
+        """The terms that differ, without conventions; if nothing names one, the term of the first case that differs."""
         changed = {each.term for each in self.changes if not each.is_convention}
         changed |= {term for term, _ in self.lost}
         return changed or {term for _, term, _ in self.unexplained[:1]}
 
 
 def algorithm_named(name: str) -> tuple[str, Algorithm]:
-    """The algorithm of a name, however it is written: `GRPO`, `DrGRPO`, `dr_grpo`.
+    """The algorithm of this name, in any spelling: `GRPO`, `DrGRPO`, `dr_grpo`.
 
     Raises:
         UserError: It is not known here.
@@ -203,7 +203,7 @@ _BY_WHAT_IS_TAKEN = (
 
 
 def _interface(kind: Kind, algorithm: Algorithm) -> tuple[Interface, dict[str, str]]:
-    """What is right for functions of a kind, and the algorithm's own options."""
+    """The interface for functions of a kind, and the algorithm's own options."""
     of_tokens = algorithm.baseline in ("gae", "return")
     if kind == "loss":
         first = loss_interface(0.75 * algorithm.low)
@@ -219,7 +219,7 @@ def _interface(kind: Kind, algorithm: Algorithm) -> tuple[Interface, dict[str, s
 
 
 def _forms(kind: Kind, function: Function) -> list[tuple[str, str]]:
-    """How advantages are given, and how the output is read, where that is not known before."""
+    """The ways to give advantages and to read the output that are to be tried, where that is not known beforehand."""
     if kind == "logprobs":
         first = "model" if function.has("model") else "aligned" if function.has("targets") else "shifted"
         return [("tokens", first)] if first == "aligned" else [("tokens", first), ("tokens", f"{first} before")]
@@ -251,7 +251,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 class _Watched:
-    """What a function returned in all cases, and what explains it.
+    """The results of a function in all cases, and the search for changes that explain them.
 
     Args:
         interface: Interface of the function's kind, with the reference.
@@ -305,7 +305,7 @@ class _Watched:
             return first_tensor(self._function.output(fresh), self._function.name), fresh
 
     def _seen(self, view: View) -> list[Observed]:
-        """What a view shows: the output, and its gradient if the function is one to descend."""
+        """The entries of a view: the output, and its gradient if the function is one to descend."""
         name, by, is_first = self._function.name, self._interface.differentiates, not self.observed
         try:
             output, fresh = self._called(view)
@@ -355,7 +355,7 @@ class _Watched:
             )
 
     def expected(self, observed: Observed, choice: Choice) -> Tensor:
-        """What a right function with some options shows in the place of `observed.entries`."""
+        """The entries that a right function with some options has in place of `observed.entries`."""
         key = (id(observed), *choice.values())
         if key not in self._expected:
             view, by = _in_float64(observed.view), self._interface.differentiates
@@ -392,16 +392,16 @@ class _Watched:
 
     @property
     def likeness(self) -> int:
-        """How many of the first observations one change at most explains."""
+        """The number of first observations that are explained by at most one change."""
         choices = [self._own, *(chosen(self._own, [each]) for each in changes_from(self._own, self._terms))]
         return max(sum(self._is_near(each, choice) for each in self.observed[:4]) for choice in choices)
 
     def explained(self, deep: bool) -> list[tuple[Change, ...]]:
-        """The sets of changes that explain it, by `explanations`."""
+        """The sets of changes that explain all observations, by `explanations`."""
         return explanations(self._own, self._terms, self._matched, len(self.observed), deep)
 
     def finding(self, sets: list[tuple[Change, ...]]) -> Diagnosis:
-        """What was found, with the sets of changes that explain it, if there are any."""
+        """The diagnosis, with the sets of changes that explain the observations, if there are any."""
         function = self._function
         changes = sets[0] if sets else self._scaled()
         lost, unexplained = ((), ()) if changes or sets else self._unexplained()
@@ -416,7 +416,7 @@ class _Watched:
         return Diagnosis(verdict, changes, tuple(sets[1:]), unexplained, lost, tuple(notes), told)
 
     def _scaled(self) -> tuple[Change, ...]:
-        """That everything is a multiple of what it should be, if it is."""
+        """The change that multiplies every output by a factor, if that explains all; else nothing."""
         for conventions in ((), *((each,) for each in changes_from(self._own, self._terms) if each.is_convention)):
             scales = self._scales(chosen(self._own, conventions))
             if scales:
@@ -430,7 +430,7 @@ class _Watched:
         return ()
 
     def _scales(self, choice: Choice) -> list[float]:
-        """How many times what is expected each case is; empty where a case is no multiple."""
+        """The factor between each case's entries and the expected ones; empty if a case is no multiple."""
         scales = []
         for each in self.observed:
             right = self.expected(each, choice)
@@ -453,7 +453,7 @@ class _Watched:
         return best
 
     def _unexplained(self) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str, str], ...]]:
-        """What a right function would not do, with terms; and the cases that differ, with the numbers."""
+        """Properties of right functions that this one lacks, by terms; and the cases that differ, with the numbers."""
         right = chosen(self._own, self._nearest())
         missed = [each for each in self.observed if not self._is_near(each, right)]
         told = {each.view.case.name: _told(each, self.expected(each, right)) for each in reversed(missed)}
@@ -481,7 +481,7 @@ class _Watched:
             yield each.term, each.text
 
     def _looked_at(self, missed: Sequence[Observed], choice: Choice) -> Iterator[tuple[str, str]]:
-        """What the first case says in which few terms matter, or the groups of the first that differs."""
+        """Findings from the first case that differs: from its groups, or from gradients if few terms matter in it."""
         first, view = missed[0], missed[0].view
         found, right, given = first.entries, self.expected(first, choice), _in_float64(view).given
         if view.cut != "whole":

@@ -1,4 +1,4 @@
-"""What is right for the logprobs of tokens, from logits or from a model, term by term."""
+"""References for the logprobs of tokens, from logits or from a model, term by term."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ VOCABULARY = 7
 
 
 class ToyModel:
-    """A causal model with learned positions, called as those of transformers are: what it says depends on padding.
+    """A causal model with learned positions, called as transformers' models are; its output depends on padding.
 
     Without `position_ids` it counts all places, as GPT-2 of transformers does.
     """
@@ -87,7 +87,7 @@ class ToyModel:
         return SimpleNamespace(logits=(weights @ read) / weights.sum(2, keepdim=True) + self.tokens[input_ids])
 
     def eval(self) -> ToyModel:
-        """Itself; it has no dropout."""
+        """Return the model itself; it has no dropout."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""What is right for a loss, and for the mean of a loss per token: PPO's surrogate and its kin, term by term."""
+"""References for a loss and for the mean of a loss per token: PPO's surrogate and its kin, term by term."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _shifted(mask: Tensor, by: int) -> Tensor:
 
 
 def _last(mask: Tensor) -> Tensor:
-    """How many tokens count from each on, itself too."""
+    """Number of tokens that count from each token on, itself included."""
     return mask.flip(1).cumsum(1).flip(1)
 
 
@@ -314,7 +314,7 @@ def loss_per_token(given: Given, choice: Choice) -> Any:
 
 
 def batch_loss(given: Given, choice: Choice, only: Sequence[str] = BOTH) -> Tensor:
-    """The loss of a batch, 0-dim; or that of its surrogate or its KL alone."""
+    """The loss of a batch, 0-dim; or only the part of the surrogate or of the KL."""
     q = loss_per_token(given, choice)
     divided = (DENOMINATORS | OF_ROLLOUTS)[choice["denominator"]]
     of_kl = choice.get("denominator of KL", "same")
@@ -343,7 +343,7 @@ def _reference(view: View, choice: Choice) -> Tensor:
 
 
 def combined(outputs: Sequence[Tensor], combine: str) -> Tensor:
-    """One output from those of parts."""
+    """Join the outputs of parts into one."""
     stacked = torch.stack(list(outputs))
     return stacked.mean(0) if combine == "mean" else stacked.sum(0)
 
@@ -386,13 +386,13 @@ def _batch(rows: int, width: int, seed: int, spread: float) -> dict[str, Any]:
 
 
 def _moved(given: dict[str, Any], share: float = 1.0) -> dict[str, Any]:
-    """The same, after the policy has moved away from the one that sampled."""
+    """A batch of `_batch` after the policy has moved away from the policy that sampled."""
     old = given["logprobs"] - share * given["_moved"]
     return {**given, "old_logprobs": old, "rollout_logprobs": old.clone()}
 
 
 def _uneven(given: dict[str, Any], lengths: Sequence[int], junk: float = 0.0) -> dict[str, Any]:
-    """The same with rows of these lengths; what stands behind their ends differs from 0 by `junk`."""
+    """A batch with rows of these lengths; what stands behind their ends differs from 0 by `junk`."""
     places = torch.arange(given["mask"].shape[1])
     mask = (places < torch.tensor(lengths)[:, None]).double()
     names = [name for name in given if name.endswith("logprobs")]
@@ -484,7 +484,7 @@ def _aggregation_cases() -> list[Case]:
 
 
 def loss_interface(spread: float) -> Interface:
-    """Losses of a batch."""
+    """The interface of losses of a batch."""
     return Interface(
         "loss",
         loss_cases(spread),

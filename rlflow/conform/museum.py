@@ -1,4 +1,4 @@
-"""Bugs that public threads report, as functions: a wrong one and a right one each, a few lines of our own.
+"""Functions with bugs that public threads report: for each bug a wrong function and a right one, of a few lines.
 
 Of each thread an excerpt was read, usually its description. The formulas are what the excerpts describe, not code of
 the projects named. `docs/museum.md` tells what each bug does to a run.
@@ -19,7 +19,7 @@ EVERY: list[Exhibit] = []
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A function, and what `conform` has to find of it.
+    """A function, and the verdict that `conform` must give on it.
 
     Attributes:
         name: Name of the bug; `right` or another word after it.
@@ -42,11 +42,11 @@ class Exhibit:
     options: dict[str, Any] = field(default_factory=dict)
 
     def found(self) -> Diagnosis:
-        """What `conform` finds."""
+        """The diagnosis that `conform` makes."""
         return conform(self.kind, self.call, self.algorithm, name=self.call.__name__, **self.options)
 
     def is_named(self, found: Diagnosis) -> bool:
-        """Whether that is what is to be found."""
+        """Whether this diagnosis is the right one."""
         if self.verdict == "differs":
             return found.verdict == "differs" and self.term in found.terms
         named = not self.term or any(change.term == self.term for change in found.changes)

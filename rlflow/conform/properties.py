@@ -1,4 +1,4 @@
-"""What a function is like whose numbers no options give: which property of right functions it lacks."""
+"""Properties of right functions: for a function that no options explain, those that it lacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _holds(what: Property, given: Given, function: Callable[[Given], Tensor]) ->
 
 
 def of_weights(found: Tensor, right: Tensor, advantages: Tensor, has_kl: bool) -> tuple[str, str]:
-    """The term that differs where the right loss has the same gradient in each token but for its advantage.
+    """The term that differs, found from the gradients of tokens: the right loss's differ by their advantages alone.
 
     Args:
         found: `[B, T]`, the gradient of an on-policy loss of rows of one length.
@@ -64,7 +64,7 @@ def of_weights(found: Tensor, right: Tensor, advantages: Tensor, has_kl: bool) -
 
 
 def of_groups(found: Tensor, right: Tensor, rewards: Tensor, group: Tensor) -> tuple[str, str]:
-    """The term that differs, from advantages of rows, which are to be linear in the rewards of a group.
+    """The term that differs, found from advantages of rows: the right ones are linear in the rewards of a group.
 
     Args:
         found: `[B]`, the advantages found.

@@ -36,7 +36,7 @@ class Option:
     instead_of: tuple[str, ...] = ()
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the computation gives."""
+        """Compute the term."""
         return self.compute(*arguments)
 
 
@@ -85,7 +85,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Interface:
-    """A kind of function, and what is right for it.
+    """A kind of function, with the reference that it is compared with.
 
     Attributes:
         name: Name of the option of the command line.
@@ -213,7 +213,7 @@ def explanations(
 
 
 def chosen(own: Choice, changes: Iterable[Change]) -> Choice:
-    """The algorithm's own options but for the changes."""
+    """The algorithm's own options with some changes."""
     return {**own, **{each.term: each.option for each in changes}}
 
 

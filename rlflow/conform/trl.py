@@ -25,7 +25,7 @@ def is_trainer(found: Any) -> bool:
 
 
 def loss_settings(settings: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of the reference from settings of `GRPOConfig`, with TRL's defaults but for two different clip ranges."""
+    """The reference's numbers by settings of `GRPOConfig`, with TRL's defaults, but two different clip ranges."""
     of = {"epsilon": 0.2, "epsilon_high": EPSILON_HIGH, "beta": 0.0, "max_completion_length": LONGEST, **settings}
     names = {
         "epsilon": "clip_low",
@@ -163,7 +163,7 @@ def _no_reward(completions: Any, **_: Any) -> list[float]:
 
 
 class _Processes:
-    """An accelerator that counts so many processes; what it is asked for else is that of one."""
+    """An accelerator that reports this number of processes; all else is that of one process."""
 
     def __init__(self, accelerator: Any, number: int) -> None:
         self._one: Any = accelerator._one if isinstance(accelerator, _Processes) else accelerator

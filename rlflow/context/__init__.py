@@ -1,1 +1,1 @@
-"""What a node may ask for while it runs: samples, conversations, scores, metrics, and numbers over all rows."""
+"""The services of a running node: samples, conversations, scores, metrics, and numbers over all rows."""

@@ -69,7 +69,7 @@ def _with_tools(schemas: str) -> Definition:
 
 @dataclass(frozen=True)
 class EpisodeCounts:
-    """What was counted in episodes of a harness on this rank.
+    """Counts of this rank's episodes of a harness.
 
     Attributes:
         count: Number of episodes.
@@ -86,7 +86,7 @@ class EpisodeCounts:
 
 @dataclass(frozen=True)
 class ConversationTimes:
-    """How long the conversations of one `converse` call took on this rank, and for what they waited.
+    """Times of the conversations of one `converse` call on this rank, and their waits.
 
     Attributes:
         waits: Waits of the first conversations, see `ConversationLoop`.
@@ -107,7 +107,7 @@ class ConversationTimes:
 
 @dataclass(frozen=True)
 class ConverseCall:
-    """What a call of `converse` says of its node and policies.
+    """The arguments of a `converse` call that describe its node and policies.
 
     Attributes:
         draw: Number of the draw of prompts, from 0; it goes into the seeds.

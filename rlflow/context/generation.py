@@ -100,7 +100,7 @@ def pictures_of(rows: Any, album: Callable[[Sequence[int]], Sequence[Picture]]) 
 
 
 def require_beginning(rows: Any, node: Node, environment: Environment, cut_off: bool) -> None:
-    """Refuse rows from which no conversation begins, or games that would be cut off.
+    """Refuse rows that no conversation can begin from, and games that would be cut off.
 
     Args:
         rows: The first argument of `converse`.
@@ -118,7 +118,7 @@ def require_beginning(rows: Any, node: Node, environment: Environment, cut_off: 
 
 
 def require_no_seats(what: str, environment: Environment) -> None:
-    """Refuse games of several seats, where `trainer.partial_rollout` is set.
+    """Refuse games of several seats if `trainer.partial_rollout` is set.
 
     Args:
         what: Beginning of the error's sentence, such as "node `games` converses".
@@ -136,7 +136,7 @@ def require_no_seats(what: str, environment: Environment) -> None:
 def require_own_rows(
     rows: Rollout, node: Node, policy: str, writers: Mapping[str, tuple[str, ...]], cut_off: bool
 ) -> None:
-    """Refuse to continue what another policy wrote, conversations, or what partial rollout continues itself.
+    """Refuse to continue another policy's rows, conversations, or rows that partial rollout continues itself.
 
     Args:
         rows: The first argument of `generate`.
@@ -169,7 +169,7 @@ Path = tuple[int, ...]  # of a row
 
 @dataclass
 class GenerationHistory:
-    """The calls of `generate` and `converse` that a node has made in one run of it.
+    """The calls of `generate` and `converse` that a node has made so far while it runs once.
 
     They give a second call on the same row other seeds and paths than the first:
 
@@ -257,7 +257,7 @@ def _take(mask: Tensor, taken: dict[Path, Tensor], made_by: Path, tokens: slice)
 
 
 def _sampled(made: Rollout) -> int:
-    """The tokens that a policy was asked for: not those that were inherited, nor what environments wrote."""
+    """The tokens that a policy was asked for, without inherited ones and without those that environments wrote."""
     if not len(made.segments.values):
         return int((made.lengths - made.inherited).sum())
     return int(((made.turn >= 0) & ~made.inherited_mask).sum())

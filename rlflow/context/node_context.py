@@ -93,7 +93,7 @@ class Running:
 
 @dataclass(eq=False, kw_only=True)
 class NodeContext:
-    """What a node can call while it runs on this rank; one for each rank and run, made by `rlflow.run.setup.join`.
+    """The services that a node can call while it runs; one object per rank and run, made by `rlflow.run.setup.join`.
 
     `score`, `all_rows` and `of_each_shard` are collectives: all ranks of the node call them in the same order, ranks
     without rows too. Ranks that share an engine call `generate` and `converse` together. `log`, `returned` and
@@ -341,7 +341,7 @@ class NodeContext:
         return prompts
 
     def _score_early(self, now: Running) -> EarlyScores | None:
-        """What scores the responses of this call as they end; None where the reward scores them later.
+        """The early scores to which this call adds responses as they end; None where the reward scores them later.
 
         One rollout at a time is scored early, so that no more calls run together than a reward allows.
         """
@@ -359,7 +359,7 @@ class NodeContext:
         return self._early[place]
 
     def _give_up(self, node: str, early: EarlyScores) -> None:
-        """Close early scores that were not used, and score responses of this node no more before all have ended."""
+        """Close early scores that were not used, and score no more responses of this node before all have ended."""
         early.close()
         self.scored_as_made -= {node}
 
@@ -528,7 +528,7 @@ class NodeContext:
             now.metrics.add(name, how, counted * times, count * times)
 
     def learn_names(self, metrics: Metrics) -> None:
-        """Take over what modules asked for metrics that were reduced; on all ranks alike."""
+        """Note which metrics modules want on the bar and off the loggers; called on all ranks with the same metrics."""
         self.on_bar |= metrics.on_bar()
         self.off_loggers |= metrics.off_loggers()
 
@@ -538,7 +538,7 @@ class NodeContext:
 
     @property
     def validates(self) -> bool:
-        """Whether `validation_step` runs, and no node of the graph."""
+        """Whether `validation_step` runs, in place of a node of the graph."""
         return self._now().validates
 
     def kept(self, x: Tensor) -> Tensor | None:
@@ -664,7 +664,7 @@ COLUMNS = KEYS + 2  # then the prompt's place in the dataset, and the number its
 
 
 class MemoryUpdates:
-    """What this rank's nodes gave to `PromptMemory` objects, by step, until ranks exchange it at the end of the step.
+    """Numbers for `PromptMemory` objects from this rank's nodes, by step, until ranks exchange them at the step's end.
 
     Args:
         transport: Transport to the other ranks.
@@ -676,7 +676,7 @@ class MemoryUpdates:
         self._given: dict[int, dict[tuple[str, int, int], list[Tensor]]] = {}
 
     def add(self, memory: str, step: int, draw: int, node: int, rows: Tensor) -> None:
-        """Note what one call of `PromptMemory.update` gave; no other rank takes part.
+        """Note the numbers of one call of `PromptMemory.update`; no other rank takes part.
 
         Args:
             memory: Name of the memory.
@@ -691,7 +691,7 @@ class MemoryUpdates:
         calls.append(torch.cat([key.expand(-1, rows.shape[1]), rows]))
 
     def learn(self, memories: Mapping[str, PromptMemory], step: int) -> None:
-        """Let memories learn what the nodes of all ranks gave in a step; a collective of all ranks of the run.
+        """Let memories learn the numbers from the nodes of all ranks in a step; a collective of all ranks of the run.
 
         Numbers are learned by draw, then node, then call of the node, then row: the same on any number of ranks.
         """
@@ -706,7 +706,7 @@ class MemoryUpdates:
             memory.learn(rows[KEYS].long(), rows[KEYS + 1])
 
     def state_dict(self) -> dict[str, Any]:
-        """What nodes gave in steps in progress, JSON-able."""
+        """The numbers of steps in progress, JSON-able."""
         given = [
             {"step": step, "key": key, "calls": [rows.tolist() for rows in calls]}
             for step, of_step in self._given.items()
@@ -715,7 +715,7 @@ class MemoryUpdates:
         return {"given": given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Add what `state_dict` gave; one after another of several ranks."""
+        """Add the numbers that `state_dict` returned; called for each rank's state if this rank gets several."""
         for stored in state["given"]:
             calls = [torch.tensor(rows, dtype=torch.float64).view(COLUMNS, -1) for rows in stored["calls"]]
             memory, draw, node = stored["key"]

@@ -101,7 +101,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Trees:
-    """Which samples of a rank continue which: leaves of a trunk, or rows of the episode of an agent.
+    """Relations between the samples of a rank: leaves of one trunk, or rows of one agent's episode.
 
     Attributes:
         rollout: The samples.

@@ -94,7 +94,7 @@ class Policies(dict[str, Policy]):
         super().__init__({task.policy: _policy(run, task) for task in tasks})
 
     def versions_of(self, step: int, changed: Mapping[str, int]) -> dict[str, int]:
-        """The version of each policy with which rows of `step` are generated: that after the last step trained by then.
+        """The version of each policy that generates the rows of `step`: the one after the last step trained by then.
 
         For one train node and `max_staleness` 2 these are 0 0 0 1 2 3 in the steps 0 to 5.
 

@@ -127,7 +127,7 @@ class Run(RunPlan):
 
     @property
     def scored_as_made(self) -> frozenset[str]:
-        """The nodes that generate, and whose responses get to a node that may score them as they were made.
+        """The nodes whose responses reach, unchanged, a node that may score them before all have ended.
 
         No exchange is between the two, and no task that chooses or joins responses of several draws.
         """
@@ -147,7 +147,7 @@ class Run(RunPlan):
         return frozenset(made for made in direct if made in nodes and nodes[made].generates)
 
     def in_step(self, space: RowSpace, step: int) -> RowSpace:
-        """The rows as rows of `step` (from 0), with the seed and the balancing of the run."""
+        """The rows as those of `step` (from 0), with the seed and the balancing of the run."""
         return space.at(seed=self.settings.seed, step=step, balance=self.settings.balancing)
 
     @property

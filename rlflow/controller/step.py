@@ -130,7 +130,7 @@ class Step:
         return out if out.any() else None
 
     def groups(self, like: Groups) -> Groups:
-        """All groups of this step whose rows this rank knows, with the rows and values whose names are in `like`."""
+        """All groups of this step whose rows this rank knows, with rows and values of the names in `like`."""
         spaces = {name: self.spaces[name] for name in like.spaces if name in self.spaces}
         values = {
             name: replace(value, rows=self.buffer.get(name, value.layout) if like.rank in value.layout.ranks else None)

@@ -164,7 +164,7 @@ def score_responses(
 
 
 def held_out_sampling(run: Run) -> Sampling:
-    """How held-out responses are sampled: as `trainer.val_sampling` says, and else as the policy's in steps."""
+    """The sampling of held-out responses: by `trainer.val_sampling`, or else as the policy samples in steps."""
     name, own = run.follows or "", run.settings.val_sampling
     policy = handles(run.module)[name]
     assert isinstance(policy, CausalLM)
@@ -173,7 +173,7 @@ def held_out_sampling(run: Run) -> Sampling:
 
 
 def log_scores(prefix: str, scores: Tensor, n: int, metrics: StepMetrics) -> None:
-    """Log the mean of scores `[B * n]`, `n` of each prompt after one another, which are right, and pass@k."""
+    """Log mean scores `[B * n]` of `n` consecutive responses to each prompt, the share that is right, and pass@k."""
     rows, right = float(len(scores)), scores >= BEST_REWARD
     metrics.mean(f"{prefix}/reward", scores.sum(), rows)
     metrics.mean(f"{prefix}/accuracy", right.sum(), rows)

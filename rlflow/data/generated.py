@@ -37,7 +37,7 @@ class ReasoningGym(Source):
         task: Name of the task, such as `chain_sum`.
         size: Number of problems drawn from the generator; a question that repeats is used once.
         seed: Seed of the draws, and of the choice of validation problems.
-        split: The split of the two.
+        split: Split that the rows are of: `train` or `validation`.
         validation_size: Number of problems reserved for validation, chosen at random from all problems.
         config: Settings of the task, such as `{max_terms: 2}`.
     """

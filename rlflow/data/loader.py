@@ -51,7 +51,7 @@ REMEMBERED = 1000  # draws whose rows are known: responses that are cut off, and
 
 
 class Loader:
-    """Global batches as a function of (seed, epoch) and what a module chooses, dealt in shards of consecutive rows.
+    """Loads global batches, a function of seed, epoch and the module's choice, in shards of consecutive rows.
 
     Draw `k` takes `prompts_per_step` rows; which ones does not depend on the number of shards, nor on the draws before
     unless the module chooses, see `choose_by`. So a run continues anywhere. A step is one draw, or as many as it takes
@@ -122,12 +122,12 @@ class Loader:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether it is known what the rows are."""
+        """Whether the rows have been scanned."""
         return self._scan is not None
 
     @property
     def scan(self) -> Scan:
-        """What the scan found; printed, it says what was dropped."""
+        """The result of the scan; printed, it says what was dropped."""
         assert self._scan is not None, "the ranks have not scanned yet"
         return self._scan
 
@@ -197,7 +197,7 @@ class Loader:
         return self._read(rows), torch.arange(mine.start, mine.stop) + draw * drawn
 
     def choose_by(self, choose: Choose) -> None:
-        """Draw of each epoch what `choose(epoch, rows)` gives of its rows in the order of the seed."""
+        """Let `choose(epoch, rows)` choose the rows of each epoch; it gets them in the order of the seed."""
         self.chosen = ChosenRows(choose, self._shuffled, self._data.prompts_per_step)
 
     def rows_of(self, ids: Tensor) -> Tensor:
@@ -213,11 +213,11 @@ class Loader:
         return self._read(self._order(0)[:1])
 
     def masks(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """For each dataset of a mixture by name, which of these rows are of it: `[N]` bool; empty for one dataset."""
+        """For each dataset of a mixture by name, which rows belong to it: `[N]` bool; empty for one dataset."""
         return self._source.masks(rows) if isinstance(self._source, Mixture) else {}
 
     def own_settings(self, rows: Sequence[Mapping[str, Any]]) -> list[ResponseSettings]:
-        """What the dataset of each of these rows sets for its responses, in a mixture; else an empty list."""
+        """The response settings from the dataset of each of these rows, in a mixture; else an empty list."""
         return self._source.own_settings(rows) if isinstance(self._source, Mixture) else []
 
     def check_gold(self) -> None:
@@ -230,7 +230,7 @@ class Loader:
             check_gold(self._reward, read, places, self._data.prompt, self.encode.tokens)
 
     def _rows(self, draw: int) -> Tensor:
-        """`[prompts_per_step]`: what a draw takes, over all ranks."""
+        """`[prompts_per_step]`: the rows of a draw, over all ranks."""
         if self.chosen is not None:
             return self.chosen.rows(draw)
         epoch, draw_of_epoch = divmod(draw, self.steps_per_epoch)
@@ -310,7 +310,7 @@ class Epoch:
 
 
 class ChosenRows:
-    """Which rows each draw takes, where the module chooses those of an epoch when its first draw begins.
+    """The rows of each draw, where the module chooses those of an epoch when its first draw begins.
 
     Args:
         choose: The module's `choose_prompts`.
@@ -350,11 +350,11 @@ class ChosenRows:
         return self._epochs[-1]
 
     def knows(self, draw: int) -> bool:
-        """Whether it is decided which rows the draw takes."""
+        """Whether the rows of the draw have been chosen."""
         return any(epoch.first_draw <= draw < self._end(epoch) for epoch in self._epochs)
 
     def rows(self, draw: int) -> Tensor:
-        """`[per_draw]`: the rows of a draw that is known."""
+        """`[per_draw]`: the rows of a draw whose rows have been chosen."""
         for epoch in self._epochs:
             if epoch.first_draw <= draw < self._end(epoch):
                 start = (draw - epoch.first_draw) * self._per_draw
@@ -365,12 +365,12 @@ class ChosenRows:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The epochs that are known, JSON-able, and the rows of one draw, by which theirs are divided."""
+        """The rows of the epochs that are known, JSON-able, and the number of rows in a draw."""
         epochs = [{**vars(epoch), "rows": epoch.rows.tolist()} for epoch in self._epochs]
         return {"per_draw": self._per_draw, "epochs": epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._epochs = [
             Epoch(**{**each, "rows": torch.tensor(each["rows"], dtype=torch.int64)}) for each in state["epochs"]
         ]
@@ -384,7 +384,7 @@ _Draw = tuple[int, int, int]  # draw, shard, shards
 
 
 class Prefetch:
-    """A loader, one draw ahead of its reader. What it gives is the loader's own, whatever the timing.
+    """A loader that reads one draw ahead. Its batches are those of the loader, whatever the timing.
 
     One thread does all reading, so a source never has to read two rows at the same time. It starts at the first draw:
     a rank that loads nothing has none. No draw of an epoch is read before a module has chosen its rows.
@@ -405,7 +405,7 @@ class Prefetch:
         self._next: tuple[_Draw, Future[tuple[Batch | Pairs, Tensor]]] | None = None
 
     def batch(self, draw: int, shard: int, shards: int) -> tuple[Batch | Pairs, Tensor]:
-        """What `Loader.batch` gives; then the next draw is begun.
+        """The batch that `Loader.batch` returns; afterwards the next draw is begun.
 
         Raises:
             UserError: The same as from `Loader.batch`, for this draw; faults of the next one are raised with that draw.
@@ -429,7 +429,7 @@ class Prefetch:
 
 
 def scan_together(loaders: Sequence[Loader | None], transport: Transport, keeps: bool) -> None:
-    """Scan what some rank has not scanned; a collective of all ranks.
+    """Scan the datasets that some rank has not scanned; a collective of all ranks.
 
     Each counts a share of the rows, where all see the same data, tokenizer and template; else each counts its own, and
     what differs is reported afterwards.
@@ -461,7 +461,7 @@ def share(count: int, shard: int, shards: int) -> range:
 
 
 def spread(count: int, most: int) -> Tensor:
-    """At most so many places among `count`, the first, the last and between them at even distances: int64."""
+    """At most this many places among `count`: the first, the last, and places between at even distances; int64."""
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).long()  # float32 ends at 2**24
 
 

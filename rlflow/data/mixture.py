@@ -150,7 +150,7 @@ class Mixture(Source):
         return self._sources[which].folder(place)
 
     def digest(self) -> str | None:
-        """A digest of those of all datasets; None where one has none."""
+        """A digest of the digests of all datasets; None if one has none."""
         digests = [source.digest() for source in self._sources]
         if None in digests:
             return None
@@ -158,18 +158,18 @@ class Mixture(Source):
         return hashlib.sha256(json.dumps([self.column, written, digests]).encode()).hexdigest()
 
     def masks(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """For each dataset by name, which of these rows are of it: `[N]` bool."""
+        """For each dataset by name, which of these rows belong to it: `[N]` bool."""
         return {
             name: torch.tensor([row.get(self.column) == name for row in rows], dtype=torch.bool) for name in self.names
         }
 
     @property
     def settings(self) -> dict[str, ResponseSettings]:
-        """What each dataset sets for the responses to its prompts, by name."""
+        """The response settings of each dataset, by name."""
         return {name: ResponseSettings(each.max_response_length, each.sampling) for name, each in self.datasets.items()}
 
     def own_settings(self, rows: Sequence[Mapping[str, Any]]) -> list[ResponseSettings]:
-        """What the dataset of each of these rows sets for its responses."""
+        """The response settings from the dataset of each of these rows."""
         settings = self.settings
         return [settings.get(str(row.get(self.column)), ResponseSettings()) for row in rows]
 
@@ -223,7 +223,7 @@ class Mixture(Source):
         return any(len(each.points) > 1 for each in self.datasets.values())
 
     def _taken(self, steps: int, per_step: int) -> list[list[int]]:
-        """For each step up to `steps` how many prompts of each dataset were drawn before it.
+        """The number of prompts drawn from each dataset before each step, up to `steps`.
 
         A step is divided by what each dataset lacks of the sum of its shares, so roundings do not add up.
         """
@@ -276,7 +276,7 @@ class Mixture(Source):
 
 
 def settings_of(source: Any) -> dict[str, ResponseSettings]:
-    """What each dataset of a mixture sets for the responses to its prompts, by name; empty for another source."""
+    """The response settings of each dataset of a mixture, by name; empty for another source."""
     return source.settings if isinstance(source, Mixture) else {}
 
 

@@ -1,4 +1,4 @@
-"""Pictures in rows of a dataset: where a row has them, how they are read, and the numbers by which ranks name them.
+"""Pictures in rows of a dataset: where a row has them, how they are read, and the numbers that name them on all ranks.
 
 A row holds a picture as a text, since rows are JSON: a path, which is relative to the dataset's file; a `file:`,
 `data:` or `https:` URL. Bytes, images of Pillow and images of `datasets` become `data:` URLs as the row is read. Rows
@@ -32,11 +32,11 @@ MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")  #
 
 
 class UnreadablePicture(UserError):
-    """A picture of a row that is not there, is broken or is too large."""
+    """A picture of a row is missing, broken or too large."""
 
 
 def portable(value: Any) -> Any:
-    """A value of a row with images as `data:` URLs: bytes of an image file, an image of Pillow, one of `datasets`."""
+    """A value of a row with its images (bytes of a file, or images of Pillow or `datasets`) as `data:` URLs."""
     if isinstance(value, dict):
         if value.keys() == {"bytes", "path"} and isinstance(value["bytes"] or value["path"], bytes | str):
             return portable(value["bytes"] or value["path"])
@@ -125,14 +125,14 @@ def _parts(messages: Sequence[Any]) -> list[Any]:
 
 
 def _said_in(part: dict[str, Any]) -> Any:
-    """What a part of a message says the picture is; None if it only marks its place."""
+    """The value by which a part of a message names its picture; None if the part only marks the place."""
     if isinstance(of_url := part.get(IMAGE_URL), dict):  # as OpenAI's interface writes it
         return of_url.get("url")
     return next((part[name] for name in (IMAGE, IMAGE_URL, "url", "path") if part.get(name) is not None), None)
 
 
 def said_pictures(prompt: Any, images: Any, place: str) -> list[Any]:
-    """What a row says its pictures are, in the order of their places in the prompt.
+    """The values by which a row names its pictures, in the order of their places in the prompt.
 
     Args:
         prompt: A text, or messages.

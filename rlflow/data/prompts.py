@@ -136,7 +136,7 @@ class PromptData:
         self.allow_remote = allow_remote
 
     def resolved(self, learned: Learned | None = None) -> Self:
-        """The same with the columns that are not set, as the first row of `train` and the algorithm decide them.
+        """A copy in which columns that were not set follow from the first row of `train` and the algorithm.
 
         Args:
             learned: What the algorithm learns from in the dataset; None where responses are sampled.
@@ -342,7 +342,7 @@ class Encoder:
         return len(self._said(row, place))
 
     def picture_names(self, row: dict[str, Any]) -> list[str]:
-        """What a row of a step calls its pictures: paths and URLs, of a `data:` URL the beginning."""
+        """Names of a row's pictures: paths and URLs, and the beginning of a `data:` URL."""
         return [] if self.processor is None else [str(said) for said in self._said(row, "a row")]
 
     def _said(self, row: dict[str, Any], place: str) -> list[Any]:
@@ -374,7 +374,7 @@ class Encoder:
         return self._messages(with_places(prompt, pictures) if pictures else prompt, "a row")
 
     def begins(self, row: dict[str, Any]) -> int:
-        """Tokens with which a conversation begins that has this row's prompt, the tools among them; 0 if none does.
+        """Tokens with which a conversation from this row's prompt begins, tools included; 0 without conversations.
 
         What the environment adds in `reset` is not known before it is asked.
 
@@ -550,7 +550,7 @@ def _first(row: dict[str, Any], columns: Sequence[str], what: str, place: str, a
 
 
 def _is_whole(response: Any) -> bool:
-    """Whether a response is a whole conversation, the prompt in it: messages whose first is not the policy's."""
+    """Whether a response is a whole conversation, which contains the prompt: its first message is not the policy's."""
     return isinstance(response, list) and not (
         bool(response) and is_message(response[0]) and response[0]["role"] == "assistant"
     )
@@ -576,14 +576,14 @@ def is_message(message: Any) -> bool:
 
 
 def says_nothing(prompt: Any) -> bool:
-    """Whether a prompt, which is a text or messages, has blanks alone; an empty list says what is wrong by itself."""
+    """Whether a prompt, a text or messages, is only blanks; an empty list is reported elsewhere."""
     if isinstance(prompt, list):
         return bool(prompt) and all(is_message(each) and says_nothing(each["content"]) for each in prompt)
     return isinstance(prompt, str) and not prompt.strip()
 
 
 def _at(place: str, read: Callable[..., list[Item]], *arguments: Any) -> list[Item]:
-    """What `read` returns; its errors name the row."""
+    """The result of `read`; errors name the row."""
     try:
         return read(*arguments)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""One look at all rows before the first step: their tokens, which stay for the steps; what is too long; a digest.
+"""The scan of all rows before the first step: their tokens, which the steps reuse; rows that are too long; a digest.
 
 Each rank looks at a share of the rows. Numbers and token ids are stored on disk for the other ranks and later runs.
 """
@@ -46,7 +46,7 @@ SHOWN = 3  # dropped rows named as examples
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """What a scan found. As a string: one line for the user.
+    """The result of a scan. As a string: one line for the user.
 
     Attributes:
         source: The dataset's name.
@@ -87,7 +87,7 @@ class Scan:
 
 
 def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
-    """Which rows to draw from.
+    """Decide which rows to draw from.
 
     Args:
         source: The rows.
@@ -141,7 +141,7 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """Rows as they were encoded.
+    """Rows in tokens, with the numbers of tokens in their parts.
 
     A row with the prompt `[7, 8]` and the response `[9, 2]`, whose first token alone the policy wrote, has the `ids`
     `7, 8, 9, ~2`; its `numbers` begin with `2, 2, 0`.
@@ -197,7 +197,7 @@ class Counted:
 
 
 def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = None) -> Counted:
-    """Encode rows, and look at what they are. If it takes long, rank 0 names it on the terminal.
+    """Encode rows, and count and check them. If it takes long, rank 0 names it on the terminal.
 
     Raises:
         UserError: A row cannot be read, or lacks what the reward reads.
@@ -236,7 +236,7 @@ def count_together(
     keeps: bool,
     reward: Reward | None = None,
 ) -> Counted:
-    """Count all rows, this rank some of them; a collective of all ranks.
+    """Count all rows, a share of them on this rank; a collective of all ranks.
 
     Args:
         source: The rows.
@@ -299,7 +299,7 @@ def key_of(
     reward: Reward | None = None,
     processor: PictureProcessor | None = None,
 ) -> str | None:
-    """A digest of all that numbers depend on: data, tokenizer, template, tools, reward; None where one has none.
+    """A digest of all that the counts depend on: data, tokenizer, template, tools, reward; None if one has none.
 
     The reward is left out where its `check` is a user's own; then its rows are counted in every run.
     The files of pictures are not read for it. A picture of another size than when it was counted is refused later.
@@ -322,7 +322,7 @@ def key_of(
 
 
 def read_counted(key: str, rows: int) -> Counted | None:
-    """What is stored under `key`; None if nothing is, if it is damaged, or if it is of another number of rows.
+    """The rows stored under `key`; None if there are none, they are damaged, or their number is another.
 
     The token ids are in memory only where they are read.
     """
@@ -345,7 +345,7 @@ def read_counted(key: str, rows: int) -> Counted | None:
 
 
 def keep_counted(key: str, numbers: Tensor, pieces: Iterable[tuple[int, Tensor]]) -> None:
-    """Store rows for later runs; where that cannot be, a line on the terminal says so.
+    """Store rows for later runs; if that fails, a line on the terminal says so.
 
     The file has a SHA-256, the numbers and the token ids. Whoever reads it sees all of it or nothing, however many
     write at the same time.
@@ -394,7 +394,7 @@ def _digest(example: Example, columns: bytes) -> bytes:
 
 
 def checked(row: dict[str, Any], encode: Encoder, reward: Reward | None, place: str) -> int:
-    """Refuse a row that the reward could not score or the environment not begin with.
+    """Refuse a row that the reward could not score, or from which no conversation could begin.
 
     Args:
         row: Row of the dataset.

@@ -1,4 +1,4 @@
-"""Conversations that a script has with an environment, to teach a model what turns and calls of tools look like."""
+"""Conversations of a script with an environment, to teach a model turns and calls of tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDLESS = 2**62  # tokens: a script has room for what it says
 
 
 class Played(Source):
-    """A conversation with an environment for each row of a dataset, in which a function says what the policy says.
+    """A dataset of conversations with an environment, one for each row of another dataset; a function writes the turns.
 
     Its rows have an additional column `messages`, the whole conversation: for `response: messages`. They are played
     when they are first read, and end as conversations of a policy do.
@@ -68,7 +68,7 @@ class Played(Source):
         return self._played(row)
 
     def require_form(self, form: ToolForm | None) -> None:
-        """Refuse a script whose calls a model that calls tools in this form would not learn.
+        """Refuse a script whose calls of tools could not teach a model that calls tools in this form.
 
         Raises:
             UserError: It calls them in another.

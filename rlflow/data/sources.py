@@ -37,7 +37,7 @@ HUB = re.compile(r"([\w-][\w.-]*/[\w-]+(?:\.[\d.]+)?)(?:/([\w.-]+))?(?:\[(.+)\])
 
 
 class Source(ABC):
-    """The rows of a dataset, numbered from 0 and read in any order. Subclass it for a source of your own:
+    """A dataset's rows, numbered from 0 and read in any order. Subclass it for a source of your own:
 
         class Squares(Source):
             name = "squares"

@@ -1,4 +1,4 @@
-"""Prompts as a template writes them: the dataset's own, and columns of its rows."""
+"""Writes prompts by a template from the dataset's prompt and the columns of its rows."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def deal(costs: Costs, shards: int) -> Tensor:
 
 
 def _about(rows: list[int], own: list[int], most: float) -> list[int]:
-    """The costliest rows that cost at most `most` together; if there are none, the cheapest row that costs anything."""
+    """The costliest rows that together cost at most `most`; if there are none, the cheapest row that costs anything."""
     found = []
     for row in sorted(rows, key=lambda row: -own[row]):
         if 0 < own[row] <= most:

@@ -1,4 +1,4 @@
-"""Row spaces: what belongs to rows and not to values, which is their paths, lengths and partitions."""
+"""Row spaces: the paths, lengths and partitions of rows, which do not depend on values."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class RowSpace:
         self.dropped.logical_or_(ancestors(marked, self.path) >= 0)
 
     def dropped_with(self, scored: RowSpace) -> Tensor:
-        """`[N]` bool, which of these rows are left out because rows of another space were dropped.
+        """`[N]` bool, the rows that are left out because rows of another space were dropped.
 
         A row below a dropped row is left out. A row above is left out if all rows below it were dropped. A row of
         another branch is left out if it and a dropped row descend from one row of the last level that both spaces have.
@@ -175,7 +175,7 @@ class RowSpace:
         return ancestors(scored.path[scored.dropped][:, :common].unique(dim=0), self.path) >= 0
 
     def levels_shared_with(self, other: RowSpace) -> int:
-        """How many levels rows of both spaces have in common, from the prompts on."""
+        """Number of levels that rows of both spaces have in common, from the prompts on."""
         pairs = zip(self.levels, other.levels, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -305,7 +305,7 @@ class RowSpace:
         return list(grouped(update[self.held(layout, rank)], count))
 
     def _updates(self, samples_per_update: int | None, whole_episodes: bool) -> tuple[Tensor, int]:
-        """For each row `[N]` the number of its mini-batch, and how many there are."""
+        """For each row `[N]` the number of its mini-batch, and the number of mini-batches."""
         update = torch.zeros_like(self.lengths)
         if samples_per_update is None:
             return update, 1
@@ -324,7 +324,7 @@ class RowSpace:
         return positions
 
     def _in_groups(self, layout: Layout) -> Partition:
-        """The partition with all rows of a prompt on one rank: on that which made them, if possible."""
+        """The partition with all rows of a prompt on one rank: the rank that made them, if possible."""
         made_in, at_origin = self.origin
         if layout.shards == made_in.shards and made_in.shard_by == "groups":
             return at_origin

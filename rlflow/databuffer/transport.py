@@ -1,4 +1,4 @@
-"""This process's place among the ranks, and the few collectives that the data plane is made of."""
+"""This process's place among the ranks, and the few collectives on which the data plane is built."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Watch(Protocol):
 
 
 def _waits(collective: Callable[P, T]) -> Callable[P, T]:
-    """Reports to the transport's watch how long a collective took, most of it waiting for other ranks."""
+    """Reports to the transport's watch how long a collective took, which is mostly a wait for other ranks."""
 
     @functools.wraps(collective)
     def watched(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -282,7 +282,7 @@ def connect_when_used() -> None:
 
 
 def of_a_collective(error: BaseException | None) -> bool:
-    """Whether the error says that another rank is gone, or did not join a collective in time."""
+    """Whether the error means that another rank is gone, or did not join a collective in time."""
     while error is not None:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             return True

@@ -28,7 +28,7 @@ _NARROW = 64  # bytes: rows up to here are gathered by index, where pieces would
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a column: what is needed to read its bytes.
+    """The form of a column: all that is needed to read its bytes.
 
     Attributes:
         dtype: Dtype of its tensor.

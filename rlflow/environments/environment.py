@@ -1,4 +1,4 @@
-"""`Environment`, what a user says of what answers a policy."""
+"""`Environment`, a user's description of what answers a policy."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _arguments(classes: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """An environment's class and what it has.
+    """An environment's class, and which methods and tools it has.
 
     Attributes:
         tools: Tools that the policy may call, by name.
@@ -270,7 +270,7 @@ def defined(
     tools: Sequence[str | Callable[..., Any]] = (),
     arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Definition:
-    """Read an environment.
+    """Read the definition of an environment.
 
     Args:
         environment: The class or its dotted path; None for an environment of tools alone.
@@ -331,7 +331,7 @@ def _awaits(cls: type | None, tools: Mapping[str, Tool]) -> bool:
 
 
 def _parameters(method: Callable[..., Any]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """The names that a method takes, None for any, and those that it needs."""
+    """The parameters of a method by name, None for any, and those that it needs."""
     parameters = [p for p in inspect.signature(method).parameters.values() if p.name != "self"]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     anything = any(p.kind == p.VAR_KEYWORD for p in parameters)
@@ -443,7 +443,7 @@ def tools_of(environment: type | None, functions: Sequence[str | Callable[..., A
 
 
 def _check_system(tool: Any) -> None:
-    """Call what a function or a class has under this name.
+    """Call the `check_system` of a function or a class, if it has one.
 
     Raises:
         UserError: It cannot work here.

@@ -75,7 +75,7 @@ class InProcess:
         self._kept = self._value(path, lambda: named(path)(**copied(given)))
 
     def call(self, method: str, /, **given: Any) -> Any:
-        """What a method of the environment returns; a coroutine is awaited."""
+        """The value that a method of the environment returns; a coroutine is awaited."""
         return self._value(method, lambda: getattr(self._kept, method)(**copied(given)))
 
     def read(self, name: str, /) -> Any:
@@ -83,7 +83,7 @@ class InProcess:
         return self._value(name, lambda: getattr(self._kept, name, None))
 
     def text(self, name: str, method: bool, given: Mapping[str, Any]) -> str:
-        """What a tool returns, converted by `str`: a method of the environment, or the function at a dotted path."""
+        """The text that a tool returns, by `str`: a method of the environment, or the function at a dotted path."""
         said = self._value(name, lambda: (getattr(self._kept, name) if method else named(name))(**given))
         text: str = self._value(name, lambda: str(said))  # its own `__str__` is code of the environment too
         return text
@@ -129,7 +129,7 @@ class Coroutines:
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event, threading.Thread] | None = None
 
     def result(self, call: Callable[[], Any], draws: OwnDraws | None) -> Any:
-        """Run a function on the event loop, plain or `async`, and return its value; what it raises is raised here.
+        """Run a function on the event loop, plain or `async`, and return its value or raise its error.
 
         Args:
             call: Function without arguments.

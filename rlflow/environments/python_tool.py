@@ -1,4 +1,4 @@
-"""A tool that runs Python programs of the policy where they can do no harm."""
+"""A tool that runs Python programs of the policy in a sandbox."""
 
 from __future__ import annotations
 

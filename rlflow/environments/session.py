@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 def naming_row(
     method: Callable[Concatenate[Session, Given], Result],
 ) -> Callable[Concatenate[Session, Given], Result]:
-    """Name the row of the dataset in what a method of a session refuses."""
+    """Add the row of the dataset to the errors of a session's method."""
 
     @wraps(method)
     def named(self: Session, /, *given: Given.args, **by_name: Given.kwargs) -> Result:
@@ -76,7 +76,7 @@ class Session:
 
     @contextmanager
     def of_row(self, turn: int | None = None) -> Iterator[None]:
-        """Name the row of the dataset in what is refused; and the environment, where it is an answer to a turn."""
+        """A context that adds the row of the dataset to errors; and the environment, if the error is in its answer."""
         answering = "" if turn is None else f"answering turn {turn}, the environment is {self}, and "
         try:
             yield
@@ -85,7 +85,7 @@ class Session:
 
     @property
     def row(self) -> str:
-        """The row of the dataset that it began with: its number, and so many characters as a line has room for."""
+        """The row of the dataset that it began with: its number, and as many characters as a line has room for."""
         shown = repr(dict(self._row))
         shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
         return shown if self._place is None else f"{self._place}, {shown}"
@@ -192,7 +192,7 @@ class Session:
 
     @naming_row
     def state(self) -> dict[str, Any]:
-        """What it takes to continue by `restore`, as JSON: what `state_dict` gives, and where random numbers are.
+        """The state from which `restore` continues, as JSON: the result of `state_dict`, and the random states.
 
         Raises:
             WorkerError: The environment failed.
@@ -210,7 +210,7 @@ class Session:
 
     @naming_row
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Make the environment as it was when `state` gave this; `load_state_dict` takes the place of `reset`.
+        """Make the environment as it was when `state` returned this; `load_state_dict` takes the place of `reset`.
 
         Raises:
             WorkerError: The environment failed.
@@ -222,7 +222,7 @@ class Session:
             self._host.set_draws(state["draws"])
 
     def _make(self) -> None:
-        """Import the environment's code, seed what it draws, and make the object."""
+        """Import the environment's code, seed its random numbers, and make the object."""
         made = self.definition
         functions = [tool.path for tool in made.tools.values() if not tool.method]
         self._host.begin(self._seed, [made.path, *functions] if made.path else functions)
@@ -235,7 +235,7 @@ class Session:
         return float(value)
 
     def _messages(self, given: Any, where: str) -> list[Message]:
-        """The messages in what the environment gave."""
+        """The messages in an answer of the environment."""
         try:
             return checked(given, where)
         except UserError as error:
@@ -262,7 +262,7 @@ class Session:
         return Reply(messages, done=left == 0, calls=len(calls), failed=failed, over="limit")
 
     def _result(self, call: ToolCall) -> tuple[str, bool]:
-        """What a tool says, and whether it gave a value. The policy reads what went wrong, and may try again."""
+        """The answer of a tool, and whether it is a value. The policy reads errors, and may try again."""
         if call.problem:
             return call.problem, False
         tool = self.definition.tools.get(call.name)
@@ -348,7 +348,7 @@ def _tool_message(call: ToolCall, content: str) -> Message:
 
 
 def _fields(given: Any, names: Sequence[str], where: str, expected: str) -> Mapping[str, Any]:
-    """What a step gave, by name: a mapping, or an object with some of these attributes.
+    """The parts of a step's result by name: from a mapping, or from the attributes of an object.
 
     Raises:
         HostError: It is neither.

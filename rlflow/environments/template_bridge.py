@@ -134,7 +134,7 @@ class TemplateBridge(Bridge):
         return ParsedTurn(self._before_calls(marked_text) if calls else text, calls, text)
 
     def _before_calls(self, text: str) -> str:
-        """What a turn says before its first call; nothing where calls have no mark, since they are then all of it."""
+        """The text of a turn before its first call; empty where calls have no mark, since they are then all of it."""
         assert self.form is not None
         said, mark, _ = text.partition(self.form.mark)
         return BEGINS_CALL.sub("", said).rstrip() if mark else ""
@@ -214,7 +214,7 @@ class TemplateBridge(Bridge):
             whole = [*whole, answer, turn]
 
     def _repeats_what_it_reads(self) -> bool:
-        """Whether a turn that the template writes, and that is read, is written in the same way again."""
+        """Whether a turn that the template writes, when read and written again, is the same text."""
         asked = [message("user", "?")]
         written = self._written([*asked, message("assistant", SPOKEN)])
         turn = written.removeprefix(self._written(asked, generate=True)).partition(self._text([self.end], special=True))

@@ -1,4 +1,4 @@
-"""Calls of tools in what a policy says, in the forms of several families of models.
+"""Calls of tools in the policy's turns, in the forms of several families of models.
 
     hermes       <tool_call>{"name": "guess", "arguments": {"word": "a"}}</tool_call>
     qwen3_coder  <tool_call><function=guess><parameter=word>a</parameter></function></tool_call>
@@ -71,7 +71,7 @@ def _qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def _llama3(text: str, schemas: Schemas) -> list[ToolCall]:
-    """A call is all that the turn says; several are divided by `;`. An object without a name is an answer."""
+    """A call is the whole turn; several are divided by `;`. An object without a name is an answer."""
     marked, text = "<|python_tag|>" in text, _LLAMA_END.sub("", text.rpartition("<|python_tag|>")[2]).strip()
     if not marked and not re.match(r'\{\s*"name"', text):
         return []
@@ -136,7 +136,7 @@ def _from_json(text: str, arguments: str) -> ToolCall:
 
 
 def _decoded(text: str, what: str, more: bool = False) -> tuple[Any, str]:
-    """The value of a JSON text, and what is wrong with it, in words for the policy; empty where nothing is.
+    """The value of a JSON text, and its fault in words for the policy; empty if there is none.
 
     Args:
         text: The text.

@@ -161,7 +161,7 @@ class _GroupedSamples:
         self.others: Tensor = (self.in_group - 1).clamp(min=1)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the episodes of each sample's group that count, of the shape of `x`; of an episode its mean."""
+        """The sum over the counted episodes of each sample's group, of the shape of `x`; an episode gives its mean."""
         if self._share is not None:
             x = x * self._share.view(-1, *[1] * (x.dim() - 1))
         none = x.new_zeros(self._groups, *x.shape[1:])
@@ -169,12 +169,12 @@ class _GroupedSamples:
         return of_group
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over the episodes of each sample's group that count, of the shape of `x`."""
+        """The mean over the counted episodes of each sample's group, of the shape of `x`."""
         mean: Tensor = self.sum(x) / self.in_group
         return mean
 
     def returned(self, advantages: Tensor) -> Tensor:
-        """`advantages` in the rewards' dtype, 0 of what was dropped."""
+        """`advantages` in the rewards' dtype, 0 for dropped samples."""
         return self._of_counted(advantages).to(self._dtype)
 
     def _of_counted(self, x: Tensor) -> Tensor:

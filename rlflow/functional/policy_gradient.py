@@ -1,4 +1,4 @@
-"""The loss of a policy gradient: PPO's loss, of which GRPO's is a special case.
+"""The loss of a policy gradient: PPO's loss, which contains GRPO's as a special case.
 
 `pi` is the policy in training, `old` the policy at the start of the step, and `rollout` the policy of the engine when
 it sampled. The loss is
@@ -315,7 +315,7 @@ def importance_dropped(
 
 
 def expected_logprobs(logprobs: Tensor, sampler_logprobs: Tensor, importance: Importance | None) -> Tensor:
-    """`sum_v sg(q_v w_v) log p_v` over the tokens v that could be sampled at a place: the mean that a sampler expects.
+    """`sum_v sg(q_v w_v) log p_v` over the tokens v that could be sampled at a place: the mean under the sampler.
 
     Its gradient is the expectation of that of `w log p` where q samples, which is not 0 where q is not p: score
     centering (arXiv 2609.20807, equations 3 and 7) takes it off. With the weights w = p / q, uncut, it is 0.

@@ -53,7 +53,7 @@ def quantiles(entries: Tensor, q: float | Sequence[float], total: Callable[[Tens
 
 
 def _at(entries: Tensor, places: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """The entries `[K]` with so many of all parts' entries before them in ascending order, `places` `[K]` from 0."""
+    """The entries `[K]` at the places `[K]`, from 0, in the ascending order of all parts' entries."""
     left = [_ordered(entries)] * len(places)  # of each place, those that begin with the bytes found
     rank = places.long()  # among those of all parts
     found = torch.zeros_like(rank)
@@ -75,5 +75,5 @@ def _ordered(numbers: Tensor) -> Tensor:
 
 
 def _numbers(ordered: Tensor) -> Tensor:
-    """What `_ordered` was given."""
+    """The inverse of `_ordered`."""
     return torch.where(ordered < 0, ordered ^ _SIGN, ~ordered).view(torch.float64)

@@ -1,4 +1,4 @@
-"""Surrogate losses in place of PPO's clipped loss, per token `[B, T]`, or per sample `[B]` if the method is so.
+"""Surrogate losses that replace PPO's clipped loss: per token `[B, T]`, or per sample `[B]`.
 
 In all of them `r_t = exp(log_ratio(logprobs_t, old_logprobs_t))`. Gradients flow only through `logprobs`: old logprobs,
 advantages and masks have none. Losses per token are not masked here, since `aggregate` ignores values on padding.

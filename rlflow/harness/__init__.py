@@ -1,1 +1,1 @@
-"""Agents that own their loop: they call a model by HTTP, and what the policy answers them becomes rows."""
+"""Agents that own their loop: they call a model by HTTP, and the policy's answers become rows."""

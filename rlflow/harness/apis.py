@@ -24,7 +24,7 @@ Body = dict[str, Any]
 
 
 class Refused(Exception):
-    """A request that is not served.
+    """The error of a request that is not served.
 
     Args:
         text: Message: what was found, and what to do.
@@ -44,7 +44,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request.
+    """A request in the form that all APIs share.
 
     Attributes:
         messages: Messages that the policy reads, in the form that chat templates take.
@@ -76,13 +76,13 @@ class Asked:
 
     @property
     def reads(self) -> str:
-        """The field that has what the policy reads."""
+        """The field of the request with the input of the policy."""
         return "messages" if self.prompt is None else "prompt"
 
 
 @dataclass(frozen=True)
 class Said:
-    """What the policy wrote in one answer.
+    """The policy's turn in one answer.
 
     Attributes:
         text: Text of the answer, without calls.
@@ -104,13 +104,13 @@ class Said:
 
     @property
     def message(self) -> Message:
-        """The turn, in the form in which a later request repeats it."""
+        """The turn as a message, as a later request repeats it."""
         return _assistant(self.text, self.calls)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request: its id, what it is called by, and what the policy said, `n` times."""
+    """The answer to a request: its id, the name of the model, and the policy's turn, `n` times."""
 
     id: str
     model: str
@@ -130,7 +130,7 @@ class Answer:
 
 
 class API(ABC):
-    """One API.
+    """An HTTP API by which agents call the policy.
 
     Attributes:
         path: Path of its requests.
@@ -193,7 +193,7 @@ class API(ABC):
         raise AssertionError(f"{self.path} has no streams")
 
     def problem(self, refused: Refused) -> Body:
-        """Write what is refused."""
+        """The error in the form of the API."""
         error = {"message": str(refused), "type": "invalid_request_error", "param": refused.param, "code": refused.code}
         return {"error": error}
 
@@ -281,7 +281,7 @@ class Chat(API):
 
 
 class Completions(API):
-    """OpenAI's completions: a text or token ids go on, without a chat template."""
+    """OpenAI's completions: a text or token ids are continued, without a chat template."""
 
     path = "/v1/completions"
     served = frozenset(
@@ -349,7 +349,7 @@ class Completions(API):
 
 
 class Responses(API):
-    """OpenAI's responses, without what a server would have to remember."""
+    """OpenAI's responses, without state on the server."""
 
     path = "/v1/responses"
     served = frozenset(["model", "input", "instructions", "max_output_tokens", "temperature", "tools", "stream"])
@@ -577,7 +577,7 @@ def _chat_message(given: Any, where: str) -> Message:
 
 
 def _says_something(value: Any) -> bool:
-    """Whether a field of a message is more than a place that a client leaves empty."""
+    """Whether a field of a message has a value, and is not just a place that a client leaves empty."""
     if isinstance(value, dict):
         return any(map(_says_something, value.values()))
     return value not in (None, [], "")
@@ -677,7 +677,7 @@ def _tool(function: Any, tool: Body, where: str) -> Mapping[str, Any]:
 
 
 def _is_schema(given: Any) -> bool:
-    """Whether this may be a JSON schema: what is read of one, to know the types of arguments, has the right form."""
+    """Whether this may be a JSON schema: the parts that give the types of arguments have the right form."""
     if isinstance(given, bool):
         return True
     kinds = given.get("type", "") if isinstance(given, dict) else None

@@ -34,7 +34,7 @@ MODELS = "/v1/models"
 
 @dataclass(frozen=True)
 class Sent:
-    """What answers a request.
+    """The answer to a request.
 
     Attributes:
         status: HTTP status.
@@ -241,7 +241,7 @@ class Door:
 
 
 def ignored(request: int, sent: Sent) -> None:
-    """Answers nobody, on a rank that shares the engine of another one with a door."""
+    """An `answer` that does nothing, on a rank that shares the engine of another rank with a server."""
 
 
 def _reached_without_a_proxy() -> None:

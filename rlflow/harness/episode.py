@@ -1,4 +1,4 @@
-"""`Episode`: the calls of one agent, and what the policy answered; at its end the rows that they make.
+"""`Episode`: the calls of one agent and the policy's answers; at its end, the rows that they make.
 
 A request is read, its messages become tokens, and each answer that it wants is a turn of the policy in the rank's
 `ConversationLoop`. A token that was sampled is never tokenised again: where a request repeats what the policy said,
@@ -89,7 +89,7 @@ class Choice:
 
 @dataclass(eq=False)
 class Request:
-    """A request, and what answers it.
+    """A request, and its answers.
 
     Attributes:
         path: Path of its API.
@@ -127,7 +127,7 @@ class Request:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """What is left of an episode.
+    """The result of an episode.
 
     Attributes:
         rows: Rows of the episode, one or more.
@@ -284,12 +284,12 @@ class Episode:
         return read, self._first(read, policy), rewritten
 
     def _of(self, policy: str) -> list[Choice]:
-        """What a policy has answered so far."""
+        """The answers of a policy so far."""
         choices = (choice for request in self._requests if request.policy == policy for choice in request.choices)
         return [choice for choice in choices if choice.said is not None]
 
     def _plain(self, prompt: str | Tokens, choices: Sequence[Choice], bridge: Bridge) -> Tokens:
-        """The tokens of a prompt without turns; a text goes on from the longest prompt and its answer that begin it.
+        """The tokens of a prompt without turns; a text continues the longest prompt and answer with which it begins.
 
         Of several with the same text that is the first of `choices`.
         """
@@ -338,7 +338,7 @@ class Episode:
         self._speak(self._alike[request.place])
 
     def _stopped(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
-        """What was sampled up to the first of these texts, with the token that completes it; and this text.
+        """The sampled tokens up to the one that completes the first of these texts; and this text.
 
         The rest is as if it had not been sampled.
         """
@@ -375,7 +375,7 @@ class Episode:
                     self._answer(id, request.sent)
 
     def _heard(self, choice: Choice) -> Said:
-        """What the policy said, as text and calls of tools."""
+        """The policy's turn as text and calls of tools."""
         completion, request, tools = choice.completion, choice.request, choice.request.asked.tools
         assert completion is not None
         parsed = request.bridge.read(completion.token_ids, request.read)
@@ -425,7 +425,7 @@ class Episode:
         return end
 
     def _end(self, delivered: Sequence[int], reward: float, branches: Mapping[str, float]) -> EpisodeEnd:
-        """The rows of the answers that were delivered; the last turn has the reward of its branch, or the episode's."""
+        """The rows of delivered answers; the last turn gets the reward of its branch, or of the whole episode."""
         there = set(delivered)
         of_policy = [request for request in self._requests if request.policy == self._terms.policy]
         asked = [choice for request in of_policy for choice in request.choices]
@@ -482,7 +482,7 @@ class Episode:
 
 
 def _with_names(messages: Sequence[Message]) -> list[Message]:
-    """The messages; a tool's answer has the name of the tool, which APIs tell by the id of the call alone."""
+    """The messages, with the name of the tool in each tool's answer; APIs give only the id of the call."""
     names: dict[str, str] = {}
     named = []
     for each in messages:

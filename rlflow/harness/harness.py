@@ -1,4 +1,4 @@
-"""`Harness`, what a user says of an agent that owns its loop and calls the policy by HTTP."""
+"""`Harness`, a user's description of an agent that owns its loop and calls the policy by HTTP."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Harness(Environment):
         return {"": Definition({}, str(self), answers_messages=True, repeats=True)}
 
     def seats_of(self, policy: str, players: Mapping[str, str]) -> tuple[str, ...]:
-        """One without a name: a row is of what `policy` answered, by whichever name it was called.
+        """One seat without a name: a row has the answers of `policy`, by whichever name it was called.
 
         Raises:
             UserError: The agent calls no such name, or none is left.
@@ -116,7 +116,7 @@ class Harness(Environment):
     def rewards_of(
         self, worker: Worker, row: Mapping[str, Any], base_url: str, key: str, seed: int
     ) -> tuple[float, dict[str, float]]:
-        """Run the agent on a row; returns the reward, and those of branches by name. Nothing that it started is left.
+        """Run the agent on a row, and return its reward and the rewards of branches by name; all its processes end.
 
         Raises:
             WorkerError: It failed, or gave no finite number.

@@ -1,4 +1,4 @@
-"""`rows_of`: what a policy wrote in the calls of an episode, as rows in which each of its tokens is trained once.
+"""`rows_of`: the policy's turns in the calls of an episode, as rows in which each of its tokens is trained once.
 
 A call reads some tokens, and the policy writes others after them. Where the tokens that a call reads begin with all of
 an earlier call, it continues that call. So calls form trees, and each leaf is a row:
@@ -38,7 +38,7 @@ class CallTokens:
 
     @property
     def order(self) -> tuple[Tokens, int, str, str, int]:
-        """Orders calls: what begins a call comes before it."""
+        """Sort key of a call: a call comes after the call that it continues."""
         return self.whole, len(self.read), self.branch, self.settings, self.number
 
     @property
@@ -63,7 +63,7 @@ class EpisodeRow:
 
 
 def rows_of(calls: Sequence[CallTokens]) -> list[EpisodeRow]:
-    """A row for each call that no other continues: longest first, then in the order of their tokens.
+    """Rows of an episode: one for each call that no other call continues; longest first, then in the order of tokens.
 
     Args:
         calls: The calls of an episode, in any order.
@@ -117,7 +117,7 @@ def _parents(calls: Sequence[CallTokens], wholes: Sequence[Tokens]) -> dict[int,
 
 
 def _common(one: Tokens, other: Tokens, most: int) -> int:
-    """With how many tokens both begin, up to `most`."""
+    """The number of tokens with which both begin, up to `most`."""
     low, high = 0, min(len(one), len(other), most)
     while low < high:
         middle = (low + high + 1) // 2

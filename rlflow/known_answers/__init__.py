@@ -27,6 +27,6 @@ def known_answers() -> dict[str, dict[str, Any]]:
 
 
 def numbers_of(name: str) -> dict[str, Any]:
-    """What is given and what comes out of a case, by name."""
+    """The given numbers and the answers of a case, by name."""
     case = known_answers()[name]
     return {**case["given"], **case["answers"]}

@@ -1,4 +1,4 @@
-"""What a run records, and what it shows while it runs."""
+"""Loggers of a run, and its output on the terminal while it runs."""
 
 from rlflow.loggers.csv import CSVLogger
 from rlflow.loggers.jsonl import JSONLLogger

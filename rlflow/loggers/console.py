@@ -1,4 +1,4 @@
-"""What a run shows: its own progress on the terminal, and what its libraries print in a log."""
+"""The output of a run: its own progress on the terminal, and the output of its libraries in a log."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Console:
             print(readable(line), file=self._terminal, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as text can follow."""
+        """End the display, so that text can follow on the terminal."""
         if self._live is not None:
             self._live.stop()
 
@@ -169,7 +169,7 @@ def named_if_long(doing: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _fields(metrics: Mapping[str, float]) -> dict[str, str]:
-    """What a step logged, by label, such as `reward 0.512` and `step 2 s (rollout 1.1)`."""
+    """The metrics of a step by label, such as `reward 0.512` and `step 2 s (rollout 1.1)`."""
     found = {} if any(metric in metrics for metric in SAMPLED) else _of_roles("loss", "*/loss", "{:.3f}", metrics)
     for label, (metric, form) in SHOWN.items():
         if metric.startswith("*"):
@@ -216,7 +216,7 @@ def _bar_width(console: RichConsole) -> int:
 
 
 def _live_bar(terminal: TextIO | None, total_steps: int, steps_done: int) -> Progress | None:
-    """A bar on a terminal, which has begun; None elsewhere."""
+    """A bar on a terminal, started; None where the output is no terminal."""
     if terminal is None or not terminal.isatty():
         return None
     console = RichConsole(file=terminal)
@@ -266,7 +266,7 @@ class LogLimit:
         self._thread.start()
 
     def close(self) -> None:
-        """Look once more, and no further."""
+        """Check the size once more, then stop."""
         self._over.set()
         self._thread.join()
         self._look()
@@ -293,7 +293,7 @@ class LogLimit:
 
 
 def _flush() -> None:
-    """Write out what Python and C hold back, so that it goes where it went when it was printed."""
+    """Write out the buffers of Python and C, so that the text goes where it was printed."""
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.CDLL(None).fflush(None)

@@ -240,7 +240,7 @@ def _resume(logger: FabricLogger, run: Any, first_step: int) -> None:
 
 @contextmanager
 def _command_line_hidden() -> Iterator[None]:
-    """W&B records the command line, which may hold a secret; the config says all that it says."""
+    """A context in which W&B does not record the command line, which may hold a secret; the config has all of it."""
     given = sys.argv
     sys.argv = given[:1]
     try:

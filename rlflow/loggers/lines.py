@@ -1,4 +1,4 @@
-"""Reading a file that a process which was killed may have been writing, or that a disk has damaged."""
+"""Reads a file of lines that a killed process may have left unfinished, or that a disk has damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlflow.errors import UserError
 
 
 def whole_lines(file: Path) -> Iterator[bytes]:
-    """Its lines, without one at the end that was left unfinished.
+    """The lines of a file, without an unfinished one at the end.
 
     Raises:
         UserError: It cannot be read.
@@ -56,7 +56,7 @@ def json_lines(file: Path, is_right: Callable[[Any], bool]) -> Iterator[dict[str
 
 
 def continued(file: Path, first_step: int, step_of: Callable[[bytes], int | None]) -> list[str]:
-    """Leave in a file, or make it with, the lines of steps before the first of a run that is resumed.
+    """Reduce a file to the lines of steps before the first step of a resumed run; make the file if there is none.
 
     The file is replaced in one move, so that a run killed in it leaves the old one or the new one. If the file was
     damaged, the damaged one is stored under another name, with `.damaged` at the end.
@@ -93,7 +93,7 @@ def continued(file: Path, first_step: int, step_of: Callable[[bytes], int | None
 
 
 def _aside(file: Path) -> Path:
-    """A name in the file's folder that is not taken."""
+    """A new name in the file's folder."""
     aside, number = file.with_name(f"{file.name}.damaged"), 0
     while aside.exists():
         number += 1

@@ -1,4 +1,4 @@
-"""What a logger is."""
+"""The interface of loggers."""
 
 from __future__ import annotations
 

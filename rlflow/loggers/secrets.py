@@ -1,4 +1,4 @@
-"""A config as it is shown to others: without the values under keys of secrets."""
+"""A config without the values of secret keys, to be shown to others."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _hidden(value: Any) -> Any:
-    """The shape of a section stays: its keys say what was set."""
+    """A section of secrets with its keys, which say what was set, and `***` for each value."""
     if isinstance(value, Mapping):
         return {key: None if entry is None else _hidden(entry) for key, entry in value.items()}
     return HIDDEN

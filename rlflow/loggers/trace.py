@@ -1,4 +1,4 @@
-"""What each rank did when: a trace in Chrome's format, which ui.perfetto.dev opens."""
+"""The trace of each rank's work over time, in Chrome's format, which ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Trace:
         self._begin()
 
     def span(self, name: str, category: str, start: float, end: float, **arguments: Any) -> None:
-        """Record what took from `start` to `end`.
+        """Record a piece of work from `start` to `end`.
 
         Args:
             name: Name of the work, shown on the span.
@@ -178,7 +178,7 @@ def window_of(windows: Mapping[int, Window], steps: Sequence[int]) -> Window:
 
 
 def missing_ranks(folder: Path) -> list[int]:
-    """Those of the run that have no file in `folder`: theirs are elsewhere where machines share no storage."""
+    """The run's ranks that have no file in `folder`, because their machine has other storage."""
     here = {_rank(file) for file in _files(folder)}
     first = (next(json_lines(file, _is_event), None) for file in _files(folder))
     ranks = max((event["args"].get("ranks", 0) for event in first if event), default=0)
@@ -193,7 +193,7 @@ def _written(folder: Path, ranks: Collection[int] | None = None) -> Iterator[dic
 
 
 def _is_event(found: Any) -> bool:
-    """Whether it has what is read of an event of its kind."""
+    """Whether an event has all the entries that are read from its kind."""
     if not isinstance(found, dict) or not {"name", "ph", "pid"} <= found.keys():
         return False
     times = [found[name] for name in ("ts", "dur") if name in found]

@@ -7,14 +7,14 @@ from typing import Any
 
 
 def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What was said, a paragraph for each message, and why it is over; empty for a response that is one turn."""
+    """The conversation, a paragraph for each message, and why it is over; empty for a response that is one turn."""
     paragraphs = [f"{speaker(each)}: {text(each)}" for each in messages]
     ended = [f"({each['ended']})" for each in messages[-1:] if each.get("ended")]
     return "\n\n".join([*paragraphs, *ended])
 
 
 def speaker(message: Mapping[str, Any]) -> str:
-    """Who speaks: the role, with the name of a tool, and the reward of a policy's turn."""
+    """The speaker of a message: the role, with the name of a tool, and the reward of a policy's turn."""
     name = f" {message['name']}" if message.get("name") else ""
     reward = f", reward {message['reward']:g}" if "reward" in message else ""
     unread = ", which no turn reads" if "unread" in message else ""
@@ -22,6 +22,6 @@ def speaker(message: Mapping[str, Any]) -> str:
 
 
 def text(message: Mapping[str, Any]) -> str:
-    """What a message says; a content in parts is shown as it is."""
+    """The text of a message; a content in parts is shown as it is."""
     content = message["content"]
     return content if isinstance(content, str) else str(content)

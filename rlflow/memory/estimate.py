@@ -229,7 +229,7 @@ def memory_lines(memory: Memory, every: bool) -> Iterator[str]:
 
 
 def does_not_fit(memory: Memory) -> str:
-    """One line for a run that does not fit: the rank, the bytes it lacks, what takes most, and what to do.
+    """One line for a run that does not fit: the rank, the bytes it lacks, the largest parts, and what to do.
 
     Args:
         memory: Memory of a rank on which the run does not fit.

@@ -104,7 +104,7 @@ class LoadedRole:
         return self.layout.expert_parallel_size
 
     def shares(self, ranks: int) -> list[tuple[float, int]]:
-        """What a rank computes with, as shares of all weights: of layers, and of experts where ranks divide these.
+        """The parts that a rank computes with, as shares of all weights: of layers, and of experts if they are divided.
 
         Args:
             ranks: Number of ranks that divide the weights.

@@ -140,7 +140,7 @@ class Workload:
 
     @cached_property
     def _trained_rows(self) -> frozenset[str]:
-        """The row spaces of train nodes, the row spaces above them, and those from which their rows are made."""
+        """The row spaces of train nodes, the row spaces above them, and the spaces from which their rows are made."""
         todo = [node.inside for node in self.graph.order if node.kind == "train"]
         found: set[str] = set()
         while todo:

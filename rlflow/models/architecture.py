@@ -1,4 +1,4 @@
-"""Which architectures and lengths of sequences work, as a model's configuration says: before a weight is loaded."""
+"""Checks of architectures and sequence lengths by a model's configuration, before a weight is loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOT_ARCHITECTURE = {
 def check_architecture(
     config: PretrainedConfig, said_by: str, scores_tokens: bool, trust_remote_code: bool = False
 ) -> None:
-    """Refuse a model that packed sequences would be scored wrongly with.
+    """Refuse a model that would score packed sequences wrongly.
 
     Args:
         config: The model's transformers configuration.
@@ -132,7 +132,7 @@ def _layers(kinds: list[str]) -> str:
 
 
 def architecture_difference(left: PretrainedConfig, right: PretrainedConfig) -> str | None:
-    """The first setting that differs between two models and decides their tensors or what is computed with them.
+    """The first setting that differs between two models and that changes their tensors or their results.
 
     Args:
         left: A transformers configuration.

@@ -152,7 +152,7 @@ def packed_attention(
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """How a layer turns the products of queries and keys into scores.
+    """The way in which a layer turns the products of queries and keys into scores.
 
     Attributes:
         scale: Factor on the products.
@@ -276,7 +276,7 @@ def flexible(
         query: `[1, heads, N, head_dim]`, the line.
         key: `[1, kv_heads, K, head_dim]`, the keys that the sequences see, one sequence after another.
         value: Shaped as `key`.
-        scores: Cap that the layer puts on scores, if it does.
+        scores: Rule by which the layer turns products into scores.
         starts: `[sequences + 1]` int32 each, where the sequences start among the queries, and among the keys.
         flex_attention: Torch's function, compiled; uncompiled, it computes the same on any device, without a kernel.
     """

@@ -21,7 +21,7 @@ BLOCK = 128  # queries; of 64 to 512, no other was faster for sequences of 100 t
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, starts: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """`[S, heads, L, head_dim]`: each token attends to itself and to those before. The L queries are of the last keys.
+    """`[S, heads, L, head_dim]`: each token attends to itself and earlier tokens. The L queries are of the last keys.
 
     Scores are rounded to bfloat16, as transformers' eager attention rounds them; their softmax is taken in float32.
 
@@ -77,7 +77,7 @@ class _BlockAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries that follow one another in a line, and the keys from the first to the last that one of them sees.
+    """Consecutive queries of a line, and the keys from the first to the last that one of them sees.
 
     Attributes:
         queries: Places of the queries.
@@ -91,7 +91,7 @@ class _Block:
 
 
 def _blocks(cu_queries: Tensor, cu_keys: Tensor) -> Iterator[_Block]:
-    """The blocks of a line, of which the queries of a row are the last of its keys."""
+    """The blocks of a line in which the queries of a row belong to the last of its keys."""
     counts = cu_queries.diff()
     own = torch.arange(int(cu_queries[-1])) + (cu_keys[1:] - cu_queries[1:]).repeat_interleave(counts)
     first = cu_keys[:-1].repeat_interleave(counts)  # what each query sees first

@@ -172,16 +172,16 @@ class CausalLM(ModelHandle):
 
     @property
     def truncation(self) -> Truncation:
-        """Which tokens the model samples from."""
+        """The tokens that the model samples from."""
         return Truncation(self.top_p, self.top_k, self.min_p)
 
     @property
     def trains_on_support(self) -> bool:
-        """Whether the rows that it samples need the column `support`: a loss scores them over some tokens only."""
+        """Whether its rows need the column `support`, because a loss scores them over some of the vocabulary."""
         return bool(self.truncation) and self.trainable
 
     def notes_own_support(self, beside_datasets: bool) -> bool:
-        """Whether the tokens that its own settings leave are stored: also of a frozen model where datasets' are."""
+        """Whether its own settings' support is stored: if it is trained on it, or if datasets need the column."""
         return self.trains_on_support or (beside_datasets and self.top_k is not None)
 
     def score(self, rows: Tokens) -> tuple[PerToken, PerToken]:
@@ -346,7 +346,7 @@ class CausalLM(ModelHandle):
         return kl
 
     def _temperature_of(self, rows: Tokens) -> float | Tensor:
-        """The temperature that a row's dataset sets for it, and else the model's.
+        """The temperature of each row: the one that its dataset sets, or else the model's.
 
         Returns:
             `[R]` float64, for each response token; a number if no dataset of the run sets one.

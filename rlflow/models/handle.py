@@ -1,4 +1,4 @@
-"""`ModelHandle`, a model of an algorithm: what to load, how to train it, and how it scores rows in forward passes."""
+"""`ModelHandle`, a model of an algorithm: which model to load, how to train it, and how it scores rows."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ class ModelHandle(ABC):
         self.plan = replace(plan, share_prefixes=shares, side_by_side=reads_side_by_side(forward), reader=reader)
 
     def freeze(self) -> None:
-        """Make the model frozen; called before the weights are loaded."""
+        """Freeze the model; called before the weights are loaded."""
         self.trainable, self.optimizer = False, None
 
     def only_scores(self) -> None:
@@ -312,7 +312,7 @@ class ModelHandle(ABC):
         return ("pictures",) if self.reads_pictures else ()
 
     def take_routed(self) -> tuple[Tensor | None, Tensor | int, int]:
-        """What the forward passes within the last `training` recorded about experts; called once.
+        """The record of experts from the forward passes within the last `training`; called once.
 
         Returns:
             The load-balancing loss, 0-dim, summed over the sequences and times its weight; None where there is none.
@@ -355,7 +355,7 @@ class ModelHandle(ABC):
             yield parameter
 
     def parameter_groups(self, model: PackedModel) -> list[dict[str, Any]]:
-        """What an optimizer trains, in groups of one learning rate: all; or the decoder, then the tower.
+        """The trained weights in groups of one learning rate: all; or the decoder, then the tower.
 
         Args:
             model: The loaded model.

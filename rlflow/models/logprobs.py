@@ -97,7 +97,7 @@ class Softmax:
         return logits.log_softmax(1)
 
     def at(self, chunk: slice) -> Softmax:
-        """The softmax of these of the tokens."""
+        """The softmax of some of the tokens."""
         return replace(self, temperature=self.temperature[chunk]) if isinstance(self.temperature, Tensor) else self
 
     def over_temperature(self, values: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def chunk_elements_on(device: torch.device) -> int:
 
 
 def chunk_elements_in(nbytes: int) -> int:
-    """As `chunk_elements_on`, for a GPU of so many bytes; a power of two."""
+    """As `chunk_elements_on`, for a GPU with this number of bytes; a power of two."""
     fit = nbytes // (COPIES_OF_MEMORY * 3 * 4)
     return min(LARGEST_CHUNK, max(CHUNK_ELEMENTS, 1 << max(0, fit.bit_length() - 1)))
 

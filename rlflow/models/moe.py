@@ -1,4 +1,4 @@
-"""How mixtures of experts are trained: settings, the experts that a forward pass uses, and how even their load is."""
+"""Training of mixtures of experts: settings, the experts that a forward pass uses, and how even their load is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUTER_BIAS = "e_score_correction_bias"  # transformers' name of a buffer that i
 
 @dataclass(frozen=True)
 class MoE:
-    """How the experts and routers of a mixture of experts are trained.
+    """Settings for training the experts and routers of a mixture of experts.
 
     Attributes:
         freeze_router: Do not train the weights of routers.
@@ -48,7 +48,7 @@ class MoE:
 
 
 class Routing:
-    """The experts that one forward pass uses, and what its routers gave. `N` tokens, `k` of `E` experts for each.
+    """The experts that one forward pass uses, and its routers' logits. `N` tokens, `k` of `E` experts for each.
 
     Args:
         chosen: `[N, layers, k]` integers, the experts to use; None for those that the routers choose.

@@ -1,4 +1,4 @@
-"""How a model is trained: the optimizer's settings, and an optimizer that a module made."""
+"""Settings of a model's optimizer, and optimizers that a module makes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST_EPS = 1e-30  # float32 still distinguishes it from 0
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How a model is trained.
+    """Settings of a model's optimizer.
 
     Attributes:
         name: `adamw`, `sgd`, or the path of a class, such as `torch.optim.Adam`. If ranks shard the optimizer's states,
@@ -152,7 +152,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class GroupedOptimizer(Optimizer):
-    """An optimizer that a module's `configure_optimizers` made, with groups of weights that it trains otherwise.
+    """An optimizer from a module's `configure_optimizers`, with groups of weights that have their own settings.
 
     Of the settings, `warmup_steps`, `schedule`, `by` and `gradient_clipping` hold for all groups; each group has a
     highest learning rate of its own.
@@ -184,7 +184,7 @@ class GroupedOptimizer(Optimizer):
         return optimizer
 
     def advance(self, updates: int) -> None:
-        """Let the scheduler set the learning rates that hold after so many more updates."""
+        """Let the scheduler set the learning rates after this number of further updates."""
         assert self.scheduler is not None
         with warnings.catch_warnings():  # it expects an update before each call; a run that resumes made them before
             warnings.simplefilter("ignore", UserWarning)

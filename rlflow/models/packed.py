@@ -1,4 +1,4 @@
-"""A Hugging Face model that reads packed rows: what a strategy trains, and what a handle calls."""
+"""A Hugging Face model that reads packed rows: a strategy trains it, and a handle calls it."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ class PackedModel(nn.Module):
         return model
 
     def use_float32_head(self) -> None:
-        """Compute what the output layer gives in float32 at least; layers of one label always do."""
+        """Compute the output layer in float32 or wider; layers of one label always do."""
 
     def add_adapters(self, lora: LoRA, base: str) -> None:
-        """Freeze the model but for new adapters, and for an output layer of its own kind.
+        """Freeze the model except for new adapters, and for an output layer of its own kind.
 
         Args:
             lora: Settings of the adapters.
@@ -152,7 +152,7 @@ class PackedModel(nn.Module):
     def check(
         self, forward: nn.Module, device: torch.device, share_prefixes: bool = False, peers: Peers = ALONE
     ) -> None:
-        """Refuse a model that is scored otherwise than by its own forward; called by all ranks that hold it.
+        """Refuse a model that is scored differently from its own forward; called by all ranks that hold it.
 
         A state that passes from row to row is a small difference, which rounding to bfloat16 would hide: where layers
         carry one, the same is compared in float32 too. Kernels are left to the model's own dtype.
@@ -198,7 +198,7 @@ class PackedModel(nn.Module):
     def _refuse_unlike(
         self, found: Tensor, expected: Tensor, ways: str, mend: str = "", dtype: torch.dtype | None = None
     ) -> None:
-        """Scaled or capped outputs, attention of its own or a state that runs on show as other scores `[R]`."""
+        """Refuse a model with other scores `[R]`: it scales or caps outputs, or has its own attention or a state."""
         largest = max(1.0, float(expected.abs().mean()))
         allowed = largest * (1e-3 if (dtype or self.dtype) in (torch.float32, torch.float64) else 0.25)
         difference = float((found - expected).abs().mean())
@@ -210,7 +210,7 @@ class PackedModel(nn.Module):
 
     @contextmanager
     def _as_transformers_has_it(self) -> Iterator[None]:
-        """Within it, this module, wrapped or not, takes `input_ids` to the logits of the model's own forward.
+        """A context in which this module, wrapped or not, takes `input_ids` to the logits of the model's own forward.
 
         What wraps it has its hooks at the modules that hold weights, so these are called, and do something else.
         """
@@ -232,7 +232,7 @@ class PackedModel(nn.Module):
     @property
     @abstractmethod
     def output_layer(self) -> Any:
-        """What takes hidden states to scores; its `logits` are those of the layer that it replaced."""
+        """The layer from hidden states to scores; its `logits` are those of the layer that it replaced."""
 
     @staticmethod
     def hf_name(name: str) -> str:
@@ -240,7 +240,7 @@ class PackedModel(nn.Module):
         return plain_name(name.removeprefix("model."))
 
     def weights(self) -> list[Weight]:
-        """What the forward computes with, each adapter merged into its weight; tied weights come once.
+        """The weights that the forward computes with, each adapter merged into its weight; tied weights come once.
 
         Buffers that files hold are among them, such as the bias that corrects a router's choice of experts.
         """
@@ -253,7 +253,7 @@ class PackedModel(nn.Module):
         return found + [Weight(plain_name(name), buffer) for name, buffer in stored_buffers(self.model)]
 
     def trained(self) -> list[Weight]:
-        """What an optimizer changes."""
+        """The weights that an optimizer changes."""
         return [
             Weight(self.hf_name(name), parameter)
             for name, parameter in self.named_parameters()
@@ -261,7 +261,7 @@ class PackedModel(nn.Module):
         ]
 
     def untrained_record(self) -> dict[str, Any]:
-        """What belongs to `trained`, and is not in it: JSON-able, to be compared when training is resumed."""
+        """What `trained` depends on and does not contain: JSON-able, to be compared when training is resumed."""
         if self.lora is None:
             return {}
         targets = self.lora.targets if isinstance(self.lora.targets, str) else sorted(self.lora.targets)
@@ -273,11 +273,11 @@ class PackedModel(nn.Module):
         }
 
     def saved(self) -> list[Weight]:
-        """What is written of the model: the adapters where there are any, else all."""
+        """The weights that are written: the adapters if there are any, else all."""
         return self.weights() if self.lora is None else self.trained()
 
     def in_files(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights by name as transformers' files have them: a layer's fused experts one by one, for instance."""
+        """Weights by their names in transformers' files, which may have a layer's fused experts one by one."""
         from transformers.core_model_loading import revert_weight_conversion
 
         ignored = self.model._keys_to_ignore_on_save or ()
@@ -286,7 +286,7 @@ class PackedModel(nn.Module):
         return files
 
     def save_config(self, folder: Path) -> None:
-        """Write all but the weights in Hugging Face form; the folder is there."""
+        """Write all files but the weights in Hugging Face form into an existing folder."""
         config = deepcopy(self.model.config)  # that of the model is read meanwhile
         config.dtype = str(self.dtype).removeprefix("torch.")
         config.architectures = [type(self.model).__name__]
@@ -327,7 +327,7 @@ class PackedModel(nn.Module):
         """The layers below the output layer."""
 
     def tower_parameters(self) -> list[nn.Parameter]:
-        """The weights by which pictures are read: of the tower, and of what connects it with the decoder."""
+        """The weights that read pictures: of the tower, and of the layers between it and the decoder."""
         others = {*self.decoder.parameters(), *self.output_layer.parameters()}
         return [parameter for parameter in self.parameters() if parameter not in others]
 
@@ -344,7 +344,7 @@ class PackedModel(nn.Module):
         prefixes: Prefixes | None = None,
         pictures: PicturesRead | None = None,
     ) -> tuple[Tensor, ...]:
-        """What the output layer computes for each scored token of a `ModelInput`, `[R, ...]` each.
+        """The values that the output layer computes for each scored token of a `ModelInput`, `[R, ...]` each.
 
         Args:
             input_ids: See `ModelInput`, also for the next five.
@@ -375,7 +375,7 @@ class PackedModel(nn.Module):
         return values
 
     def _with_pictures(self, input_ids: Tensor, pictures: PicturesRead) -> dict[str, Any]:
-        """What the decoder reads in place of ids: embeddings, with the features of pictures in their places.
+        """The decoder's input in place of ids: embeddings, with the features of pictures in their places.
 
         Transformers finds these places by the placeholder's id, which a policy may also sample. So they are given.
         """
@@ -393,7 +393,7 @@ class PackedModel(nn.Module):
 
 
 def _chosen(features: Any, pictures: PicturesRead) -> Tensor:
-    """`[P, H]`, the features that the line reads, of a tensor or of tensors of each picture."""
+    """`[P, H]`, the features that the line reads, from a tensor or from tensors of each picture."""
     every = features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(list(features))
     return gather(every, 0, pictures.features)
 
@@ -407,7 +407,7 @@ def _attend(model: Any, how: str) -> None:
 def _from_pretrained(
     auto_class: str, path: Path, trust_remote_code: bool, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """A transformers model with eager attention, transformers' own reference, and what it says of the weights."""
+    """A transformers model with eager attention, transformers' own reference, and the report on its weights."""
     import transformers
     from safetensors import SafetensorError
 
@@ -471,7 +471,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 class Float32Arithmetic(TorchFunctionMode):
-    """Within it, a model of narrower weights computes in float32.
+    """A context in which a model of narrower weights computes in float32.
 
     What is looked up in an embedding is widened, and is not cast back. A weight is widened for each product that it is
     in, so no copy of the model is held.
@@ -507,7 +507,7 @@ def use_onednn(model: nn.Module) -> None:
 
 
 class OneDNNLinear(nn.Linear):
-    """As `nn.Linear`, computed by oneDNN in float32 on the CPU, and the same to float32's precision.
+    """`nn.Linear` computed by oneDNN in float32 on the CPU; the result is the same to float32's precision.
 
     Torch multiplies float32 matrices by MKL, which leaves AVX-512 unused on processors that are not Intel's: on a Zen 5
     core 110 GFLOP/s, where oneDNN, which torch ships for other dtypes, reaches 250."""
@@ -517,7 +517,7 @@ class OneDNNLinear(nn.Linear):
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As torch's `linear`, by oneDNN where `OneDNNLinear` is."""
+    """Torch's `linear`, computed by oneDNN under the conditions of `OneDNNLinear`."""
     onednn = input.is_cpu and input.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     if not onednn:
         return nn.functional.linear(input, weight, bias)

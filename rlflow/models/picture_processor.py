@@ -1,4 +1,4 @@
-"""`PictureProcessor`: the tokens that stand for a picture in a prompt, their positions, and what a tower reads of it.
+"""`PictureProcessor`: the tokens of a picture in a prompt, their positions, and the input of a tower.
 
 In the text of a prompt a picture is one placeholder token. A row keeps the expanded ids: as many placeholders as the
 tower makes features of the picture, with the tokens that the family puts around them.
@@ -83,7 +83,7 @@ class PicturesRead:
     features: Tensor
 
     def moved(self, places: Tensor) -> PicturesRead:
-        """The same in a line in which the token at `i` is at `places[i]`; several tokens may become one."""
+        """The same pictures in a line in which the token at `i` is at `places[i]`; several tokens may become one."""
         at, first = torch.unique(places[self.places], return_inverse=True)
         features = torch.empty_like(at).scatter_(0, first, self.features)  # tokens that become one read one feature
         return PicturesRead(self.tensors, at, features)
@@ -91,7 +91,7 @@ class PicturesRead:
 
 @dataclass(frozen=True)
 class PictureReader:
-    """Finds the pictures of rows, and what a model reads of them.
+    """Finds the pictures of rows, and makes a model's input from them.
 
     Attributes:
         processor: Processor of the model.
@@ -106,7 +106,7 @@ class PictureReader:
         return sum(self.processor.patches(picture) for picture in self.album(numbers))
 
     def read(self, rows: Sequence[Tensor], numbers: Sequence[Sequence[int]]) -> tuple[PicturesRead, Tensor]:
-        """What a pass reads of the pictures of its rows; of a blank picture, which no row has, where there are none.
+        """The pictures that a pass reads for its rows; if these have none, a blank picture that no row reads.
 
         So the tower runs once in each pass. Ranks that gather its weights together would wait for one another forever
         if some ran it and others did not.
@@ -156,7 +156,7 @@ class PictureReader:
 
 
 class PictureProcessor:
-    """Makes what a model of one of `FAMILIES` reads of pictures.
+    """Makes the input from pictures for a model of one of `FAMILIES`.
 
     Args:
         config: The model's transformers configuration.
@@ -214,11 +214,11 @@ class PictureProcessor:
         return cls(config, found, tokenizer)
 
     def facts(self) -> list[Any]:
-        """What the tokens of a picture follow from, apart from the tokenizer; JSON-able."""
+        """All facts that determine the tokens of a picture, apart from the tokenizer; JSON-able."""
         return [self.placeholder_id, self.has_grid_positions, self._side, self._images.to_json_string()]
 
     def features(self, picture: Picture) -> int:
-        """How many placeholders of a row are read as features of the picture, by its size alone."""
+        """Number of placeholders of a row that are read as features of the picture, by its size alone."""
         if self.has_grid_positions:
             height, width = self._grid(picture)
             return height * width

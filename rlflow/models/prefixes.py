@@ -1,4 +1,4 @@
-"""Rows that begin alike: their common tokens are computed once, and each row still sees all of its own.
+"""Rows with common prefixes: the shared tokens are computed once, and each row still sees all of its own.
 
 Rows are sorted by their tokens, so that rows with a common prefix are neighbours, and each row is compared with the one
 before it. The line has only those tokens of a row that are not in its common prefix with the row before. This is a
@@ -32,7 +32,7 @@ SHARED_COST = 16
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Which tokens of a line each of its rows sees, if rows share tokens. `K` is the number of tokens of all rows.
+    """The tokens of a line that each of its rows sees, if rows share tokens. `K` is the number of tokens of all rows.
 
     A prompt 5 6 with the responses 7 8 and 9 8 (were prefixes of 2 tokens shared) makes the line 5 6 7 | 9, and
 

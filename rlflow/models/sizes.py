@@ -311,14 +311,14 @@ def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
 
 
 def _tied_by_itself(kind: str | None) -> bool:
-    """What a type's class says of `tie_word_embeddings`; older transformers left it out of config.json if this held."""
+    """The default of `tie_word_embeddings` in a type's class; older transformers left it out of config.json."""
     from transformers import CONFIG_MAPPING
 
     return kind is not None and kind in CONFIG_MAPPING and bool(CONFIG_MAPPING[kind]().tie_word_embeddings)
 
 
 def _with_tower(model: str) -> ModelSize:
-    """The size of a model that reads pictures: of its decoder, with what transformers' model has beyond it."""
+    """The size of a model that reads pictures: its decoder, with the parameters of transformers' model beyond it."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -345,7 +345,7 @@ def _with_tower(model: str) -> ModelSize:
 
 
 def _of_pass(config: Any) -> tuple[int, int, int]:
-    """Of a tower's forward pass: patches on a side that become one token, `tower_width`, and `tower_kept`.
+    """Numbers of a tower's forward pass: patches on a side that become one token, `tower_width`, and `tower_kept`.
 
     A layer keeps the inputs of its norms and linear layers, and queries, keys and values: 9 times its width. Rotary
     embeddings keep 4 times the width more. Its feed-forward layer keeps what goes into the activation function and what
@@ -359,7 +359,7 @@ def _of_pass(config: Any) -> tuple[int, int, int]:
 
 
 def _with_states(size: ModelSize, model: str) -> ModelSize:
-    """The size with what transformers' model has beyond it, and without what it lacks."""
+    """The size with the parameters that transformers' model has beyond it, and without those that it lacks."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -240,7 +240,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """What all ranks have alike; the gradients of their parts of the work with it are summed."""
+    """A value that all ranks have; the gradients from their parts of the work with it are summed."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:

@@ -71,7 +71,7 @@ class WeightFiles:
         return values
 
     def read(self, name: str, part: TensorRange) -> None:
-        """Read what `part` holds of a tensor into it, in its dtype, at most a chunk at a time."""
+        """Read into `part` the elements of a tensor that it holds, in its dtype, at most a chunk at a time."""
         file = self._in[name]
         for start, values in _chunks(part):
             starts = range(start, start + len(values) * max(1, part.width), max(1, part.width))

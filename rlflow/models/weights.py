@@ -63,7 +63,7 @@ def stored_buffers(model: Any) -> list[tuple[str, Any]]:
 
 
 def in_buckets(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Weights or other items in their order, in buckets of at most `limit`, or of one larger item.
+    """Weights or other items in their order, in buckets of at most `limit`; a larger item is a bucket by itself.
 
     Args:
         items: Items, such as the weights of a model.

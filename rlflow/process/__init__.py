@@ -1,1 +1,1 @@
-"""What concerns the process and the machine: devices, environment, start, status, supervision."""
+"""The process and the machine: devices, environment, start, status, supervision."""

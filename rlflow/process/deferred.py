@@ -1,4 +1,4 @@
-"""Packages that are imported for one of their parts, and executed whole only when more of them is used.
+"""Packages that are imported for one of their submodules, and executed only when more of them is used.
 
 `import lightning.fabric` first executes `lightning`, which is its trainer, and asks for the version of torchmetrics,
 which brings transformers: seconds of every process, for nothing that rlflow uses.
@@ -17,7 +17,7 @@ SAID_BY_THE_WHOLE = ("__all__",)  # among names that tools look for in every mod
 
 
 class DeferredPackage(ModuleType):
-    """Its submodules are found; it is executed when an attribute is asked for that it has not."""
+    """A package whose submodules can be imported; it is executed when another attribute is asked for."""
 
     def __getattr__(self, name: str) -> Any:
         """Attribute of the package, which is executed now, unless it is a submodule that is being imported."""
@@ -33,7 +33,7 @@ class DeferredPackage(ModuleType):
 
 
 def defer(package: str) -> None:
-    """Let what is imported from the package next not execute it, unless it is imported already or not installed."""
+    """Let imports of the package's submodules not execute it; does nothing if it is imported or not installed."""
     if package in sys.modules or (spec := find_spec(package)) is None:
         return
     module = module_from_spec(spec)

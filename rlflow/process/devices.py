@@ -1,4 +1,4 @@
-"""What the GPUs of this machine must have, said before anything is loaded onto them."""
+"""Requirements of this machine's GPUs, checked before anything is loaded onto them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLASH_ATTENTION = (8, 0)  # the lowest compute capability that torch's kernel of
 
 
 def require_accelerator(accelerator: str) -> None:
-    """Refuse what torch cannot run on: a driver that is older than its CUDA, with which `auto` would mean the CPU.
+    """Refuse a driver that is older than torch's CUDA: `auto` would then mean the CPU.
 
     Args:
         accelerator: `cpu`, `cuda` or `auto`.
@@ -63,7 +63,7 @@ def cuda_of_driver() -> tuple[int, int] | None:
 
 
 def require_known_gpu(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a GPU for which torch's build, and vLLM's, which is for the same GPUs, has no kernels.
+    """Refuse a GPU for which torch's build has no kernels; vLLM's build is for the same GPUs.
 
     Args:
         device: Device of this rank.

@@ -22,7 +22,7 @@ _takes_arguments = False
 
 
 def require_started(world_size: int) -> None:
-    """Refuse a run of fewer or more ranks than torchrun has started processes: each would train alone, or wait.
+    """Refuse a run of fewer or more ranks than torchrun has started: each would train alone, or wait.
 
     Args:
         world_size: Ranks of the run.
@@ -39,7 +39,7 @@ def require_started(world_size: int) -> None:
 
 
 def require_no_rank(devices: int) -> None:
-    """Refuse a run of one rank in a rank that a later run of the same script has started from the script's start.
+    """Refuse a run of one rank in a rank of another run: that run started the script again from its start.
 
     Raises:
         UserError: This process is such a rank.
@@ -54,7 +54,7 @@ def require_no_rank(devices: int) -> None:
 
 @contextmanager
 def place_kept() -> Iterator[None]:
-    """Restore a job's variables: the next run in this process would take itself for a rank of that job, and wait."""
+    """A context that restores a job's variables; else the next run in this process would wait as a rank of that job."""
     before = {name: os.environ[name] for name in PLACE if name in os.environ}
     try:
         yield
@@ -78,7 +78,7 @@ def keep_kernels_here() -> None:
 
 
 def take_arguments() -> None:
-    """Make `sys.argv` what rank 0 was given, in a rank that it started; called by a command before it is read."""
+    """Set `sys.argv` to rank 0's arguments, in a rank that it started; called by a command before it reads them."""
     global _takes_arguments
     _takes_arguments = True
     handed_on = os.environ.pop(ARGUMENTS, None)
@@ -88,7 +88,7 @@ def take_arguments() -> None:
 
 @contextmanager
 def handed_arguments() -> Iterator[None]:
-    """Within, ranks of a command that calls `take_arguments` are started without arguments on their command lines."""
+    """A context in which ranks are started without arguments on their command lines, if `take_arguments` was called."""
     given = sys.argv
     if not _takes_arguments:
         yield

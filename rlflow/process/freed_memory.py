@@ -1,4 +1,4 @@
-"""What the C allocator does with memory that a step frees."""
+"""Settings of the C allocator for memory that a step frees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> bool:
-    """Let this process hand back what is large as soon as it frees it: the weights of a layer that were gathered, say.
+    """Let this process return large blocks to the system as soon as it frees them: gathered weights of a layer, say.
 
     Otherwise the allocator comes to hold as much as a whole model, although there was only one layer at a time.
 

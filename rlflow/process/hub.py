@@ -1,4 +1,4 @@
-"""The Hugging Face hub, where a run may be without it."""
+"""Access to the Hugging Face hub, and runs without it."""
 
 from __future__ import annotations
 

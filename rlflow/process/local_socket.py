@@ -1,4 +1,4 @@
-"""A socket that is reached on one interface alone, for a store of torch, which would listen on all."""
+"""A socket on one network interface, for a store of torch, which would listen on all of them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class _Preemption:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="preemption")
 
     def begin(self) -> dict[int, Any]:
-        """Handle `SIGNALS`, but no SIGHUP that `nohup` ignores; the handlers before, and at 0 the wakeup descriptor."""
+        """Handle `SIGNALS`, except SIGHUP under `nohup`; returns previous handlers, and at 0 the wakeup descriptor."""
         taken = [number for number in SIGNALS if not _is_ignored_hangup(number)]
         before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in taken}
         for number in taken:
@@ -137,7 +137,7 @@ _mine: _Preemption | None = None
 
 @contextmanager
 def handled(until_exit: bool) -> Iterator[None]:
-    """Within it signals end the run in order, after a checkpoint; around the whole of `rlflow fit`, on every rank.
+    """A context in which signals end the run in order, after a checkpoint; around all of `rlflow fit`, on every rank.
 
     Nested, or in another thread than the main one, it does nothing.
 

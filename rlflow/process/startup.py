@@ -1,4 +1,4 @@
-"""Where the time before the first step goes: phases of this process, one after another."""
+"""Measures the time before the first step: phases of this process, one after another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin(of_process: bool = False) -> None:
 
 
 def passed(name: str) -> None:
-    """What was done since the previous phase was `name`; a name that comes again is counted once."""
+    """End a phase called `name`, which began when the previous one ended; phases of one name are added up."""
     global _previous
     if _seconds is not None:
         began, _previous = _previous, time.perf_counter()
@@ -40,13 +40,13 @@ def passed(name: str) -> None:
 
 
 def collect_again() -> None:
-    """Models and engine are there: garbage is collected from now on."""
+    """Collect garbage again, after models and engine are loaded."""
     if _pauses_gc:
         gc.enable()
 
 
 def end() -> dict[str, float]:
-    """The first step begins: the seconds of each phase. The next run of this process counts anew."""
+    """End the count when the first step begins; returns the seconds of each phase."""
     global _seconds, _pauses_gc
     collect_again()
     counted, _seconds, _pauses_gc = _seconds or {}, None, False
@@ -54,6 +54,6 @@ def end() -> dict[str, float]:
 
 
 def line(seconds: dict[str, float]) -> str:
-    """Such as `before step 1: 12.3 s (imports 3.1, config 0.4, ...)`."""
+    """The phases as a line: `before step 1: 12.3 s (imports 3.1, config 0.4, ...)`."""
     parts = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= SHORTEST_S)
     return f"before step 1: {sum(seconds.values()):.1f} s ({parts})"

@@ -35,7 +35,7 @@ SUPERVISED_VARIABLE = "RLFLOW_SUPERVISED"  # set where another process says how 
 
 
 class CommandExit(SystemExit):
-    """Ends a command that has nothing left to say: `--help` was printed, or a dead rank was already reported."""
+    """The exit of a command that has printed all it had to: `--help`, or the report of a dead rank."""
 
 
 class Status(ctypes.Structure):
@@ -82,7 +82,7 @@ class Status(ctypes.Structure):
 
     @property
     def ended(self) -> bool:
-        """Whether the process has come to its end: its run is done, or it has said on the terminal why it is not."""
+        """Whether the process has ended properly: its run is done, or it has printed why it is not."""
         return self.doing == ENDED
 
     @property
@@ -92,7 +92,7 @@ class Status(ctypes.Structure):
 
     @property
     def silence(self) -> str:
-        """The line that a user reads about a rank with an interpreter that does not run."""
+        """The line for users about a rank whose interpreter does not run."""
         return (
             f"{self.named} has not answered for {self.silent_s:.0f} s ({self.doing}): it is stopped, or code in C"
             " holds its interpreter"
@@ -256,7 +256,7 @@ def end(code: int = 0) -> None:
 
 
 def saved(steps: int) -> None:
-    """Note that a checkpoint after so many steps is complete, from which a dead run can resume; 0 for none."""
+    """Note the step of a complete checkpoint, from which a dead run can resume; 0 for none."""
     mine().saved = steps
 
 
@@ -267,7 +267,7 @@ def failed() -> None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Within it this process counts as waiting for other ranks; around each collective."""
+    """A context in which this process counts as waiting for other ranks; around each collective."""
     status = mine()
     status.waits += 1
     try:
@@ -278,7 +278,7 @@ def waiting() -> Iterator[None]:
 
 @contextmanager
 def refusing_exits() -> Iterator[None]:
-    """Within it a call of `sys.exit` by the user's code is an error, since a run must not end before its end.
+    """A context in which a call of `sys.exit` by the user's code is an error, since a run must not end before its end.
 
     Raises:
         UserError: `sys.exit` was called; the error names the rank and what it was doing. `CommandExit` passes through.

@@ -218,7 +218,7 @@ def _say(line: str) -> None:
 
 
 def _die_of(what: signal.Signals) -> None:
-    """Die of the signal that killed the child, so that a shell or torchrun sees it."""
+    """End by the signal that killed the child, so that a shell or torchrun sees it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it has left its own
     if what != signal.SIGKILL:
         signal.signal(what, signal.SIG_DFL)
@@ -258,7 +258,7 @@ def _end_after(code: int) -> None:
 
 
 def _left() -> str:
-    """What Python still waits for: `process ForkProcess-1, thread uploader`."""
+    """The threads and processes that Python still waits for: `process ForkProcess-1, thread uploader`."""
     import multiprocessing  # few processes need it
 
     processes = [process.name for process in multiprocessing.active_children() if not process.daemon]

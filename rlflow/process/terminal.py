@@ -1,4 +1,4 @@
-"""Standard output and error that outlast what reads them, such as a terminal that is closed or `| head`."""
+"""Standard output and error that survive the end of their reader, such as a terminal that is closed or `| head`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards: what scores responses."""
+"""Rewards score responses."""
 
 from rlflow.rewards.answers import ExactMatch as ExactMatch
 from rlflow.rewards.answers import MathVerify as MathVerify

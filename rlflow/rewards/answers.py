@@ -76,7 +76,7 @@ class MathVerify(SampleReward):
 
 @lru_cache(maxsize=1024)  # a group's responses have one answer
 def _boxed(answer: str) -> Any:
-    """What math-verify reads in an answer, in a box, or LaTeX without dollar signs would not be read."""
+    """An answer as math-verify parses it: put in a box, since LaTeX without dollar signs would not be read."""
     from math_verify import parse
 
     return parse(f"\\boxed{{{answer}}}")

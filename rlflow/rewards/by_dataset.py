@@ -84,7 +84,7 @@ class ByDataset(Reward):
         return replace(scores, failed=failed, absent=frozenset())
 
     def _places(self, responses: RewardInput) -> Iterator[tuple[Reward, list[int]]]:
-        """Each reward, which may be that of several datasets, with the places of the samples that it scores."""
+        """Each reward, which several datasets may share, with the places of the samples that it scores."""
         for reward in dict.fromkeys(self.rewards.values()):
             yield reward, [i for i, row in enumerate(responses.rows) if self.of(row) is reward]
 

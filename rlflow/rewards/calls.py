@@ -11,7 +11,7 @@ from typing import Any
 
 
 class RewardCalls:
-    """Calls in threads, each known by its place; the `with` block ends when none runs.
+    """Calls in threads, each known by its place; at the end of the `with` block no call runs.
 
         with RewardCalls(at_once=4) as calls:
             scores = [calls.begin(place, partial(ask, text)) for place, text in enumerate(texts)]
@@ -42,7 +42,7 @@ class RewardCalls:
         self.close()
 
     def begin(self, place: int, call: Callable[[], Any]) -> Future[Any]:
-        """What becomes of the call of this place: `call`, or the one that was given for it before."""
+        """The future of the call for this place: of `call`, or of a call that was given for it before."""
         if place not in self._futures:
             if self.began is None:
                 self.began = time.perf_counter()
@@ -56,7 +56,7 @@ class RewardCalls:
         return self._futures[place]
 
     def close(self, seconds: float | None = None) -> None:
-        """Cancel the calls that have not begun, and wait for those that run: so many seconds, or to their end."""
+        """Cancel the calls that have not begun, and wait for those that run: for `seconds`, or until they end."""
         for future in self._futures.values():
             future.cancel()
         for _ in self._threads:

@@ -1,4 +1,4 @@
-"""Whether the program in a response passes its tests, run where it can do no harm."""
+"""A reward by tests: it runs the program in a response in a sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`EarlyScores`: responses are scored as they end, while others are still generated."""
+"""`EarlyScores`: scores responses as they end, while others are still generated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OnEnd = Callable[[int, str, dict[str, Any], Messages], None]
 
 
 class EarlyScores:
-    """The calls by which a reward scores the responses of one rollout on this rank, each when its responses have ended.
+    """The calls by which rewards score the responses of one rollout on this rank, as soon as these have ended.
 
     `add` is called with each response that has ended. `RewardInput.begun` of the whole rollout is `taken`, by which the
     reward finds the calls that have begun; it makes the others itself. So a failure is reported where the reward is
@@ -42,7 +42,7 @@ class EarlyScores:
         return any(calls.count for _, calls in self._untaken.values())
 
     def add(self, place: int, text: str, row: dict[str, Any], messages: Messages) -> None:
-        """Score a response that has ended; of a reward with larger batches as soon as its batch is complete."""
+        """Score a response that has ended; a reward with larger batches begins when a batch is complete."""
         self._ended[place] = text, row, messages
         for how, calls in self._rewards:
             first = place // how.batch * how.batch
@@ -50,7 +50,7 @@ class EarlyScores:
                 self._begin(how, calls, first)
 
     def taken(self, reward: Reward, responses: RewardInput) -> RewardCalls | None:
-        """The calls of this reward, once; None where it has none, or they scored anything but these responses."""
+        """The calls of this reward, once; None if it has none, or if they did not score just these responses."""
         found = next((at for at, (how, _) in self._untaken.items() if how.reward is reward), None)
         if found is None:
             return None
@@ -60,7 +60,7 @@ class EarlyScores:
         return self._untaken.pop(found)[1]
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """What was called early, and from when to when, in seconds of `time.perf_counter`."""
+        """The early calls, with their start and end in seconds of `time.perf_counter`."""
         return [
             (f"{how.reward}, {calls.count} calls", calls.began, calls.ended)
             for how, calls in self._rewards
@@ -68,7 +68,7 @@ class EarlyScores:
         ]
 
     def close(self) -> None:
-        """Give up the calls that were not taken: those that run are waited for no longer than `LAST_SECONDS`."""
+        """Give up the calls that were not taken; those that run are waited for at most `LAST_SECONDS`."""
         for _, calls in self._untaken.values():
             calls.close(LAST_SECONDS)
 

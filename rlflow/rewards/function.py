@@ -238,7 +238,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _for_each(found: Any, count: int) -> list[Any]:
-    """What a function of TRL's form returned, as a list of `count` numbers or Nones; else a `ValueError`."""
+    """The result of a function in TRL's form, as a list of `count` numbers or Nones; else a `ValueError`."""
     found = found.tolist() if isinstance(found, torch.Tensor | np.ndarray) else found
     if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != count:
         what = f"{len(found)} scores" if isinstance(found, list | tuple) else f"{found!r:.60}"
@@ -253,7 +253,7 @@ def _run(together: Coroutine[Any, Any, list[Any]]) -> list[Any]:
 
 
 async def _outcomes(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each coroutine returned or raised, in order; they run concurrently."""
+    """The value or the error of each coroutine, in order; they run concurrently."""
 
     async def outcome(call: Callable[[], Any]) -> Any:
         return await call()

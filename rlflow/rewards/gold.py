@@ -1,4 +1,4 @@
-"""Before the first step, gold answers are scored: what a row itself says is right must get the best reward."""
+"""Gold answers are scored before the first step: the answer that a row gives as right must get the best reward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_gold(
     prompt_column: str | None,
     tokens: Callable[[str], list[int]],
 ) -> int:
-    """Score the gold answers of rows; returns how many there are of rows that their reward applies to.
+    """Score the gold answers of rows; returns the number of gold answers in rows that their reward applies to.
 
     Each part of a sum that knows gold answers is asked by itself. A policy that answers like the dataset could not be
     rewarded where such an answer is not: the answer's column, its form, or the reward is wrong.
@@ -62,7 +62,7 @@ def check_gold(
 
 
 def _parts(reward: Reward, row: dict[str, Any]) -> Iterator[Reward]:
-    """The rewards that score a row's responses by themselves: those of which a sum is made, of its dataset."""
+    """The rewards that score a row's responses by themselves: the parts of a sum, for the row's dataset."""
     if isinstance(reward, ByDataset):
         yield from _parts(reward.of(row), row)
     elif isinstance(reward, WeightedSum):

@@ -1,4 +1,4 @@
-"""Scores that a server gives."""
+"""Scores from a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_WAIT_S = 60.0
 
 @dataclass(eq=False)
 class Endpoint:
-    """A server that answers JSON, asked again where it fails for the moment.
+    """A server that answers JSON; a request is repeated when it fails for the moment.
 
     Between tries it waits 1, 2, 4, ... seconds, by chance up to a half longer or shorter, so that ranks do not all
     retry at the same time; or what the server says in `Retry-After`; a minute at most.
@@ -77,7 +77,7 @@ class Endpoint:
         raise AssertionError("unreachable")
 
     def _answer(self, body: Any) -> bytes:
-        """The answer of one try, which ends in time though the server sends a letter now and then."""
+        """The answer of one try, which ends in time even if the server sends only a letter now and then."""
         import httpx
 
         ends, parts = time.monotonic() + self.seconds, list[bytes]()
@@ -179,7 +179,7 @@ class HTTPReward(Reward):
 
 
 def with_environment(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """The headers, those of a value `$NAME` from the environment.
+    """The headers, with a value `$NAME` read from the environment.
 
     Raises:
         UserError: There is no such variable.
@@ -194,7 +194,7 @@ def with_environment(headers: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _asked_for(response: httpx.Response, otherwise: float) -> float:
-    """The seconds of `Retry-After`, where they are given as a number."""
+    """The seconds of `Retry-After`, if they are given as a number."""
     try:
         return min(LONGEST_WAIT_S, max(0.0, float(response.headers["Retry-After"])))
     except (KeyError, ValueError):

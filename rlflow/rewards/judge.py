@@ -1,4 +1,4 @@
-"""Scores by a language model: what it is asked about a response, how grades are read, and one behind an endpoint."""
+"""Scores by a language model: the question about a response, how grades are read, and a judge behind an endpoint."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Rubric:
         return _FIELD.sub(value, self.prompt)
 
     def shares(self, said: str) -> dict[str, float]:
-        """The grades in what a judge said, by name, from 0 to 1; none where one is missing or out of the scale."""
+        """The grades in a judge's answer, by name, from 0 to 1; none where one is missing or out of the scale."""
         return {name: grade / self.scale for name, grade in grades_in(said, self.names, self.scale).items()}
 
     def score(self, shares: Mapping[str, float]) -> float:
@@ -198,7 +198,7 @@ def grades_in(said: str, names: list[str], scale: int) -> dict[str, float]:
 
 
 def _number(value: Any) -> float:
-    """NaN, which is in no scale, for what is none."""
+    """The grade as a number; NaN, which is in no scale, if it is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

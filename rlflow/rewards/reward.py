@@ -1,4 +1,4 @@
-"""What scores responses: the interface, and the policy for scorers that fail."""
+"""The interface of rewards, and the policy for scorers that fail."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Scores:
         return [i for i, how in self.failed.items() if how == "drop"]
 
     def plus(self, name: str, part: list[float]) -> Scores:
-        """These scores and a further part, which is added to the total."""
+        """These scores with one more part, which is added to the total."""
         total = [ours + more for ours, more in zip(self.total, part, strict=True)]
         return replace(self, total=total, parts={**self.parts, name: part})
 
@@ -272,7 +272,7 @@ class Reward(ABC):
         return {} if how == "raise" else dict.fromkeys(places, how)
 
     def _names(self, scores: Sequence[_Score | None], responses: RewardInput) -> tuple[str, ...]:
-        """The names of the parts, which all samples have that were scored."""
+        """The names of the parts; all samples that were scored have the same."""
         parts_of = [(i, score[1]) for i, score in enumerate(scores) if score is not None]
         first = tuple(parts_of[0][1]) if parts_of else ()
         for i, parts in parts_of:
@@ -303,7 +303,7 @@ class EarlyReward:
 
 
 class SampleReward(Reward):
-    """A reward that looks at one sample at a time. It has no time limit on a sample, but where a subclass gives one.
+    """A reward that looks at one sample at a time. A sample has no time limit unless a subclass sets one.
 
         class Exact(SampleReward):
             def score_sample(self, text: str, row: dict[str, Any]) -> float:
@@ -365,7 +365,7 @@ class SampleReward(Reward):
 
 
 def scored(reward: Reward, responses: RewardInput) -> Scores:
-    """What `reward` gives, checked: a finite number in float32 for each sample, and for each of its parts.
+    """The result of `reward`, checked: a finite number in float32 for each sample, and for each of its parts.
 
     Those of samples that training leaves out are 0.
 
@@ -426,7 +426,7 @@ def _owner(reward: Reward, name: str) -> type:
 
 
 def read_column(row: Mapping[str, Any], name: str, may_be_null: bool = False, place: str | None = None) -> Any:
-    """A column that a reward reads of a row; dots step into it, as in `metadata.expression`.
+    """The value of a column that a reward reads; dots step into it, as in `metadata.expression`.
 
     Args:
         row: Row of the dataset.
@@ -451,7 +451,7 @@ def read_column(row: Mapping[str, Any], name: str, may_be_null: bool = False, pl
 
 
 def _score(given: Any) -> _Score:
-    """What a scorer returned for a sample, as numbers of float32."""
+    """A scorer's result for a sample, as numbers of float32."""
     if not isinstance(given, Mapping):
         return _number(given), {}
     if not given:
@@ -466,7 +466,7 @@ def _score(given: Any) -> _Score:
 
 
 def _number(score: Any) -> float:
-    """As training reads it: a float32."""
+    """The number in float32, as training reads it."""
     if not isinstance(score, numbers.Real):
         raise TypeError(f"it returned {score!r:.60}, not a number")
     value = float(score)

@@ -1,4 +1,4 @@
-"""Several rewards as one, and what may be given in the place of a reward."""
+"""Several rewards as one, and the forms in which a reward may be given."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def checked_by_parts(rewards: Mapping[str, Reward]) -> str | None:
 
 
 def strictest(rewards: Iterable[Reward]) -> OnError:
-    """The policy of several rewards together: `raise` where one says so, else `drop` where one does."""
+    """The policy for failures of several rewards together: `raise` if one has it, else `drop` if one has it."""
     policies = {each.on_error for each in rewards}
     order: tuple[OnError, ...] = ("raise", "drop", "zero")
     return next(how for how in order if how in policies)

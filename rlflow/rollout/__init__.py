@@ -1,4 +1,4 @@
-"""Engines that generate responses, and the sync that gives them the trained weights."""
+"""Engines that generate responses, and the sync of trained weights to them."""
 
 from rlflow.rollout.assignment import Share
 from rlflow.rollout.engine import Completion, RankInfo, RolloutEngine, Sampling, SyncReport, WeightSyncError

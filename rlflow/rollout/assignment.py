@@ -1,4 +1,4 @@
-"""Which engine generates with which policy: as configured, and on a rank, where policies may share one in turns."""
+"""The engine of each policy: as configured, and on a rank, where policies may share an engine in turns."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Share:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """A config's settings of engines, before it is known which policies generate.
+    """The settings of engines in a config, before it is known which policies generate.
 
     Attributes:
         rollout: Each policy's engine.
@@ -58,7 +58,7 @@ class EngineSettings:
     exceptions: Mapping[str, RolloutEngine | Share] = field(default_factory=dict)
 
     def check_installed(self) -> None:
-        """Refuse to begin without a library that generates.
+        """Refuse to begin if an engine's library is not installed.
 
         Raises:
             UserError: One is not installed.
@@ -103,19 +103,19 @@ class Engines:
     shared: Mapping[str, str]
 
     def __getitem__(self, policy: str) -> RolloutEngine:
-        """What generates with `policy`, as configured."""
+        """The engine of `policy`, as configured."""
         return self.own[self.owner(policy)]
 
     def owner(self, policy: str) -> str:
-        """The policy to which the engine of `policy` belongs: itself, or the one that it shares with."""
+        """The policy that the engine of `policy` belongs to: itself, or the policy whose engine it shares."""
         return self.shared.get(policy, policy)
 
     def users(self, owner: str) -> tuple[str, ...]:
-        """Who generates with the engine of `owner`: it first."""
+        """The policies that generate with the engine of `owner`, `owner` first."""
         return (owner, *(policy for policy, other in self.shared.items() if other == owner))
 
     def refuse_together(self, node: str, policies: Collection[str]) -> None:
-        """Refuse a node that generates with policies that share an engine, where only one of them is at a time.
+        """Refuse a node that generates with policies that share an engine, since only one can use it at a time.
 
         Raises:
             UserError: Two of them share an engine in turns.
@@ -180,7 +180,7 @@ def _check_share(
 
 @dataclass(frozen=True)
 class RankEngines:
-    """What generates on one rank.
+    """The engines on one rank.
 
     Attributes:
         own: The engines themselves, by the policy that each belongs to; none where no engine is placed.
@@ -191,7 +191,7 @@ class RankEngines:
     by_policy: Mapping[str, RolloutEngine]
 
     def check_context(self, prompt: int, response: int) -> None:
-        """Refuse lengths beyond what an engine that was set up holds.
+        """Refuse lengths that an engine has no room for after its set-up.
 
         Args:
             prompt: Tokens of the longest prompt.
@@ -213,7 +213,7 @@ class RankEngines:
 def engines_of_rank(
     engines: Engines, layouts: Mapping[str, Layout], transport: Transport, on_cpu: bool, timeout_s: float
 ) -> RankEngines:
-    """What generates on this rank.
+    """The engines on this rank.
 
     Args:
         engines: Engines of all policies, as configured.
@@ -259,7 +259,7 @@ def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: 
 
 
 def _beside_rank(engine: RolloutEngine, layout: Layout, transport: Transport, timeout_s: float) -> RolloutEngine:
-    """The engine in a process of its own, which its peers' meet."""
+    """The engine in a process of its own; it joins the processes of the ranks that share the engine."""
     peers = layout.peers(layout.shard(transport.rank))
     address = to_message(free_address().encode()) if transport.rank == peers[0] else None
     received = transport.broadcast_bytes(address, peers[0], peers)
@@ -273,7 +273,7 @@ def _beside_rank(engine: RolloutEngine, layout: Layout, transport: Transport, ti
 
 
 class TimeSharedEngine(RolloutEngine):
-    """What one policy sees of an engine that it shares: nothing of the others but that they take its turn.
+    """A policy's view of an engine that it shares with others: it notices only that they take turns.
 
     A sync of one policy ends the version of the others. `engine` is set up and closed once for all, and not by this.
 
@@ -336,7 +336,7 @@ class TimeSharedEngine(RolloutEngine):
         return report
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Give the engine's memory back, unless another policy has its turn: then that one's `sleep` does."""
+        """Give the engine's memory back, unless it is another policy's turn: then that policy's `sleep` does so."""
         if any(other.policy_version != NO_VERSION for other in self._turns.values() if other is not self):
             return
         super().sleep(keep_weights)

@@ -29,7 +29,7 @@ PROGRESS = ("draw", "rewards", "calls", "failed", "why", "cut", "state")  # stor
 
 @dataclass
 class Conversation:
-    """One conversation, as far as it got.
+    """One conversation in its present state.
 
     The policy writes 3 tokens, the environment answers with 5, and the policy writes 2 more: `segments` is `[3, 5, 2]`,
     `tokens`, `logprobs` and `written` have 10 entries, `written` is False at places 3 to 7, and `rewards` has 2.
@@ -89,13 +89,13 @@ class Conversation:
 
     @property
     def last_turn(self) -> tuple[list[int], list[int]]:
-        """Tokens of the policy's last turn, and all tokens before it, those of the prompt among them."""
+        """Tokens of the policy's last turn, and all tokens before it, including the prompt."""
         last = max(0, len(self.segments) - 1) // 2 * 2  # segments are turns and answers, one after another
         start = sum(self.segments[:last])
         return self.tokens[start : start + sum(self.segments[last : last + 1])], self.prompt + self.tokens[:start]
 
     def add_turn(self, completion: Completion, ends: bool = True) -> None:
-        """Add a turn of the policy, or what follows of one that is open; it is open as long as it does not end."""
+        """Add a turn of the policy, or the continuation of an open turn; it stays open unless it `ends`."""
         length = len(completion.token_ids)
         self.tokens += completion.token_ids
         self.logprobs += completion.logprobs
@@ -118,7 +118,7 @@ class Conversation:
         self.messages += messages
 
     def end(self, ended: Ending, why: str) -> None:
-        """Say that it is over."""
+        """Note that and why it is over."""
         self.ended, self.why = ended, why
 
 
@@ -205,7 +205,7 @@ def _new_conversation(session: Session, bridge: Bridge, messages: Sequence[Messa
 
 
 def _take_turn(conversation: Conversation, seed_of: Callable[[int], int], rules: Rules) -> ConversationSteps[bool]:
-    """Let the policy take its turn, or the rest of one that is open; whether the turn has ended."""
+    """Let the policy take its turn, or continue an open turn; returns whether the turn has ended."""
     number, said = conversation.turns, 0
     if conversation.turn_open:
         number, said = number - 1, conversation.segments[-1]
@@ -224,7 +224,7 @@ def _take_turn(conversation: Conversation, seed_of: Callable[[int], int], rules:
 
 
 def _parse_turn(conversation: Conversation) -> ParsedTurn:
-    """What the policy said in its last turn; it is added to the messages."""
+    """The policy's last turn, parsed; it is added to the messages."""
     parsed = conversation.bridge.read(*conversation.last_turn)
     calls = {"tool_calls": [asdict(call) for call in parsed.calls]} if parsed.calls else {}
     conversation.messages.append(message("assistant", parsed.whole, **calls))
@@ -232,7 +232,7 @@ def _parse_turn(conversation: Conversation) -> ParsedTurn:
 
 
 def _add_answer(conversation: Conversation, messages: Sequence[Message], rules: Rules) -> None:
-    """Let the policy read these messages before its next turn; or end, where it has no such turn."""
+    """Give the policy messages to read before its next turn; or end, if it has no such turn."""
     with conversation.session.of_row(turn=conversation.turns - 1):
         ids = conversation.bridge.after(messages, *conversation.last_turn)
     if len(conversation.tokens) + len(ids) >= rules.longest:
@@ -252,12 +252,12 @@ def _no_room(conversation: Conversation, rules: Rules) -> str:
 
 
 def _unread(messages: Sequence[Message]) -> list[Message]:
-    """Messages that come after the last turn: no policy reads them, people do."""
+    """Messages after the last turn, marked as such: no policy reads them, but people do."""
     return [{**each, "unread": True} for each in messages]
 
 
 def _answer(conversation: Conversation, rules: Rules) -> ConversationSteps[None]:
-    """Let the environment answer the turn that was taken; where that ends the conversation, ask for its reward."""
+    """Let the environment answer the last turn; if that ends the conversation, ask for its reward."""
     given = yield partial(_reply, conversation, _parse_turn(conversation))
     reply = Reply(**given)
     conversation.rewards[-1] += reply.reward
@@ -285,7 +285,7 @@ def _reply(conversation: Conversation, parsed: ParsedTurn) -> dict[str, Any]:
 
 
 def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
-    """Why a conversation is over; a turn that was cut before it called a tool might still have called one."""
+    """Why a conversation is over. A turn that was cut might have gone on to call a tool."""
     if reply.over == "limit":
         return Ending.TURNS, "as many tools were called as `max_tool_calls` allows"
     if reply.over == "environment":
@@ -381,7 +381,7 @@ class _Table:
         self._rewards = dict.fromkeys(rules, 0.0)  # not yet given to a turn
 
     def reads(self, move: Move) -> Conversation:
-        """The conversation of the seat that speaks next, with what it reads; over where there is no room for that."""
+        """The conversation of the seat that speaks next, with its new messages; over if there is no room for these."""
         if move.seat in self._seats:
             conversation = self._seats[move.seat]
             _add_answer(conversation, move.messages, self._rules[move.seat])
@@ -394,7 +394,7 @@ class _Table:
         return self._seated(move.seat, move.messages)
 
     def _too_late(self, move: Move) -> bool:
-        """Whether what others sampled before this seat's first turn made its prompt too long."""
+        """Whether the other seats' turns made this seat's prompt too long before its first turn."""
         if not any(each.turns for each in self._seats.values()):
             return False
         with self._game.of_row():
@@ -402,7 +402,7 @@ class _Table:
         return len(prompt) > self._rules[move.seat].longest_prompt
 
     def reward(self, rewards: Mapping[str, float]) -> None:
-        """Add these to the last turns of their seats."""
+        """Add these rewards to the last turns of their seats."""
         for seat, reward in rewards.items():
             self._rewards[seat] += reward
         for seat, conversation in self._seats.items():
@@ -411,7 +411,7 @@ class _Table:
                 self._rewards[seat] = 0.0
 
     def over(self) -> dict[str, Conversation]:
-        """All conversations, each with its end: that of the seat that could not continue, if there is one."""
+        """All conversations, each with its end: the end of the seat that could not continue, if there is one."""
         views = self._seats.values()
         cut = ((each.ended, f"another seat ended it: {each.why}") for each in views if each.ended is not None)
         end = next(cut, (Ending.DONE, "the environment ended it"))
@@ -424,7 +424,7 @@ class _Table:
         return {seat: self._seats[seat] for seat in self._rules}
 
     def failed(self, error: HostError) -> dict[str, Conversation]:
-        """All, each ended by a failure of the environment."""
+        """All conversations, each ended by a failure of the environment."""
         for seat, rules in self._rules.items():
             _fail(self._seats.get(seat) or self._seated(seat, ()), error, rules)
         return {seat: self._seats[seat] for seat in self._rules}
@@ -474,7 +474,7 @@ def to_rollout(
     cut_off: bool = False,
     pictures: Ragged | None = None,
 ) -> Rollout:
-    """Conversations as far as they got, on the CPU.
+    """Conversations in their present state as a rollout, on the CPU.
 
     Args:
         conversations: `B` of them.
@@ -544,7 +544,7 @@ def from_rollout(rollout: Rollout, row: int, session: Session, bridge: Bridge) -
 
 
 def _progress(conversation: Conversation) -> dict[str, Any]:
-    """What the other columns do not hold of a conversation that may be continued.
+    """The part of a conversation's state that other columns do not hold, to continue it.
 
     `draw` is how often prompts were drawn before it began, `rewards` are of its turns, and `state` is of its
     environment, null where it has none to give.
@@ -553,7 +553,7 @@ def _progress(conversation: Conversation) -> dict[str, Any]:
 
 
 def messages_of(conversation: Conversation) -> list[dict[str, Any]]:
-    """What was said, with the rewards of the policy's turns, and why it is over.
+    """The messages, with the rewards of the policy's turns, and why the conversation is over.
 
     A seat that never spoke has a reward, and no message of its own for it.
     """

@@ -1,4 +1,4 @@
-"""`ConversationLoop`: turns of many conversations go to engines and calls to environments, in any order; timed."""
+"""`ConversationLoop`: sends turns of many conversations to engines and calls to environments, in any order, timed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONVERSATIONS, SPANS = 8, 64  # with spans in the trace, and how many spans of e
 
 
 class ConversationLoop(Generic[T]):
-    """Runs conversations.
+    """Runs many conversations at the same time.
 
     The result of a conversation may not depend on the others; then it depends neither on which environment answers
     first nor on `lockstep`. Ranks that share an engine run the same conversations, and get the same answers at the same
@@ -76,7 +76,7 @@ class ConversationLoop(Generic[T]):
         self._spans = [SPANS] * CONVERSATIONS  # that may still be noted of each of these
 
     def run(self, conversations: Iterable[ConversationSteps[T]], at_once: int) -> list[T]:
-        """The result of each conversation, in their order.
+        """Run the conversations, and return their results in order.
 
         Args:
             conversations: Conversations; each is begun when there is room for it.
@@ -111,7 +111,7 @@ class ConversationLoop(Generic[T]):
             self._resume(number, None)
 
     def _take_answers(self) -> None:
-        """Take what environments answered: in lockstep all; else what is there, waiting only where no turn runs."""
+        """Take answers of environments: in lockstep all; else those that are there, waiting only if no turn runs."""
         if not self._calls.open:
             return
         busy = any(queue.busy for queue in self._queues.values())
@@ -123,7 +123,7 @@ class ConversationLoop(Generic[T]):
                 self._resume(number, value)
 
     def _step_engines(self) -> None:
-        """Let engines take a step; in lockstep as many as there are."""
+        """Let each engine take a step; in lockstep, as many steps as there are."""
         ended: dict[int, Completion] = {}
         for queue in self._queues.values():
             while queue.busy:
@@ -155,7 +155,7 @@ class ConversationLoop(Generic[T]):
             self._calls.submit(number, waits)
 
     def _note(self, number: int) -> None:
-        """A wait of a conversation is over."""
+        """Record the end of a conversation's wait."""
         if number in self._since and self._spans[number]:
             of, start = self._since.pop(number)
             self._spans[number] -= 1
@@ -163,7 +163,7 @@ class ConversationLoop(Generic[T]):
 
 
 def run_alone(conversation: ConversationSteps[T], take_turn: Callable[[Turn], Completion]) -> T:
-    """The result of one conversation that waits for nobody else: its calls are made here.
+    """Run one conversation by itself and return its result; its calls are made in this process.
 
     Args:
         conversation: A conversation that has not begun.
@@ -183,7 +183,7 @@ def run_alone(conversation: ConversationSteps[T], take_turn: Callable[[Turn], Co
 
 
 def advanced(conversation: ConversationSteps[T], value: Any) -> Wait:
-    """What a conversation waits for next, given what it waited for: None at its beginning.
+    """Resume a conversation with the value it waited for (None at its beginning); returns what it waits for next.
 
     Raises:
         StopIteration: It is over; with its result.
@@ -213,11 +213,11 @@ class TurnQueue:
         return bool(self._new or self._running)
 
     def add(self, number: int, turn: Turn) -> None:
-        """A turn of the conversation of this number begins with the next step."""
+        """Begin a turn of the conversation of this number with the next step."""
         self._new[number] = turn
 
     def step(self) -> dict[int, Completion]:
-        """The turns that have ended, by number."""
+        """Let the engine take a step; returns the turns that have ended, by number."""
         new, self._new = self._new, {}
         self._running += len(new)
         ended = self.engine.step(new, self.sampling, self.version)
@@ -225,7 +225,7 @@ class TurnQueue:
         return ended
 
     def abort(self) -> None:
-        """Give up what is in progress."""
+        """Give up turns in progress."""
         self._new = {}
         if self._running:
             self.engine.abort()
@@ -238,7 +238,7 @@ Outcome = tuple[int, dict[str, Any]]  # of the call of this number: its value, o
 
 @dataclass(frozen=True)
 class SharedCalls:
-    """How ranks that share an engine get the same answers of environments.
+    """Gives the ranks that share an engine the same answers of environments.
 
     Attributes:
         calls: Whether this rank makes the calls; one of them does.
@@ -252,7 +252,7 @@ class SharedCalls:
 
 
 class EnvironmentCalls:
-    """Calls environments, several of them in threads; answers come as they are there.
+    """Calls environments, several of them in threads; answers are taken as they come.
 
     Args:
         at_once: Most calls that run at the same time.
@@ -277,7 +277,7 @@ class EnvironmentCalls:
         self._sharing = sharing
 
     def submit(self, number: int, call: Callable[[], Any]) -> None:
-        """Make a call, if it is this rank that does.
+        """Make a call, if this is the rank that makes calls.
 
         Args:
             number: Number of its conversation, which no other open call has.
@@ -292,14 +292,14 @@ class EnvironmentCalls:
                 self._threads[-1].start()
 
     def arrive(self, what: Any) -> None:
-        """Let `answers` give something that no call returned, JSON-able, by the number `ARRIVED`; in any thread.
+        """Let `answers` return a JSON-able value that no call returned, under the number `ARRIVED`; from any thread.
 
         Of ranks that share an engine, the one that makes the calls takes it.
         """
         self._done.put((ARRIVED, {"value": what}))
 
     def answers(self, least: int) -> list[tuple[int, Any]]:
-        """What calls returned, by number; a `HostError` in place of what failed. Alike on ranks that share an engine.
+        """Values of calls, by number, or a `HostError` for a failure; the same on ranks that share an engine.
 
         Args:
             least: Number of answers that are waited for.
@@ -322,7 +322,7 @@ class EnvironmentCalls:
         return [(number, HostError(x["failed"]) if "failed" in x else x["value"]) for number, x in outcomes]
 
     def close(self) -> bool:
-        """End the threads, when the calls that run have ended; whether they have.
+        """End the threads after their calls have ended; returns whether they have.
 
         Each has its limit, or else is waited for no longer than `LAST_SECONDS`.
         """
@@ -346,7 +346,7 @@ class EnvironmentCalls:
             self._done.put((number, outcome))
 
     def _taken(self, least: int, seconds: float | None) -> list[Outcome]:
-        """All answers that have come; at least `least`, unless that takes longer than `seconds`."""
+        """All answers that have come; at least `least` of them, unless that takes longer than `seconds`."""
         taken: list[Outcome] = []
         until = None if seconds is None else time.monotonic() + seconds
         while len(taken) < least or not self._done.empty():
@@ -370,7 +370,7 @@ class EnvironmentCalls:
 
 
 def _outcome(call: Callable[[], Any]) -> dict[str, Any]:
-    """What a call came to. Nothing is raised here: other ranks may wait for the answer."""
+    """The result of a call. Nothing is raised here: other ranks may wait for the answer."""
     try:
         value = call()
     except WorkerError as error:

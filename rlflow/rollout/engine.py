@@ -1,4 +1,4 @@
-"""What a rollout engine is: it holds the weights of one policy version, checked after each sync, and uses no other."""
+"""The interface of rollout engines: an engine holds one version of a policy's weights, checked after each sync."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALL = Truncation()
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled.
+    """The settings by which responses are sampled.
 
     `Sampling(256, 0.7, (151645,))` samples up to 256 tokens with logits divided by 0.7, and ends at token 151645.
 
@@ -61,11 +61,11 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether a token is sampled from some of the vocabulary alone."""
+        """Whether tokens are sampled from only some of the vocabulary."""
         return bool(self.truncation) and self.temperature > 0
 
     def notes_support(self, most: int) -> bool:
-        """Whether responses note the tokens that theirs were sampled from, where training samples from at most `most`.
+        """Whether responses record the tokens that each token was sampled from; training samples from at most `most`.
 
         Validation may sample from more tokens, and nothing scores what it sampled.
         """
@@ -73,11 +73,11 @@ class Sampling:
         return self.truncates and kept is not None and kept <= most
 
     def limits_of(self, prompts: int) -> tuple[int, ...]:
-        """The longest response to each of so many prompts."""
+        """The longest response to each of `prompts` prompts."""
         return (self.max_tokens,) * prompts if self.limits is None else self.limits
 
     def each(self, prompts: int) -> tuple[Sampling, ...]:
-        """How each of so many prompts is sampled, but for its longest response; equal objects are the same."""
+        """The sampling of each of `prompts` prompts, without its longest response; equal objects are the same."""
         common = replace(self, limits=None, of_prompts=None)
         own = self.of_prompts or (None,) * prompts
         known = {
@@ -115,7 +115,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one weight sync did.
+    """The report of one weight sync.
 
     Attributes:
         version: The policy version that the engine now holds.
@@ -132,7 +132,7 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """How much of a rank's memory an engine takes in addition to its weights.
+    """The memory of a rank that an engine takes in addition to its weights.
 
     Attributes:
         at_once: Most responses that are generated at the same time; None for as many as the GPU's kind decides.
@@ -149,7 +149,7 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where an engine is set up, in which dtype it computes, and whether it may run a model's own code.
+    """The device, dtype and rank of an engine, and whether it may run a model's own code.
 
     Attributes:
         dtype: Dtype of weights and computation.
@@ -472,7 +472,7 @@ def picture_argument(pictures: Sequence[Sequence[Picture]]) -> dict[str, Any]:
 
 
 def check_asked(n: int, longest: int, most: int) -> None:
-    """Refuse what a node asks an engine for.
+    """Refuse invalid requests of a node to an engine.
 
     Args:
         n: Responses to each row.
@@ -531,7 +531,7 @@ class Piece:
         return tensor.narrow(self.dim, self.start, self.length)
 
     def sent(self, tensor: Tensor) -> Tensor:
-        """What the engine shall hold of the trainer's `tensor`."""
+        """The value of the trainer's `tensor` that the engine must hold."""
         return -self.cut(tensor).float().exp() if self.decays else self.cut(tensor)
 
     def held(self, parameter: Tensor) -> Tensor:
@@ -540,7 +540,7 @@ class Piece:
 
 
 def in_dtype_held(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the trainer as engines of a dtype hold it: in this dtype, and routers' biases always in float32.
+    """A tensor of the trainer in the dtype in which engines hold it; routers' biases are always float32.
 
     Experts are chosen by biases that differ by thousandths, which bfloat16 would round off. Whole numbers stay.
     """
@@ -551,7 +551,7 @@ def in_dtype_held(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Manifest:
-    """Fingerprints of one sync's tensors, taken while they pass by.
+    """Fingerprints of the tensors of one sync, taken while they pass by.
 
     Args:
         pieces: All pieces that the engine holds.
@@ -585,7 +585,7 @@ class Manifest:
                 yield name, cast
 
     def check(self, held: Iterable[tuple[Piece, Tensor]]) -> None:
-        """Compare what the engine holds with what was sent, all of it in one transfer to the host.
+        """Compare the engine's weights with those that were sent, all of them in one transfer to the host.
 
         Raises:
             WeightSyncError: Names every tensor that was not sent or is held with other values.
@@ -602,7 +602,7 @@ class Manifest:
 
 
 def _differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:
-    """Which fingerprints are other ones."""
+    """Whether each fingerprint differs."""
     if not left:
         return []
     one, other = (torch.stack([each.to(left[0].device) for each in side]) for side in (left, right))
@@ -670,7 +670,7 @@ class InProcessEngine(RolloutEngine):
         limits: Sequence[int],
         pictures: Sequence[Sequence[Picture]],
     ) -> None:
-        """Refuse weights of another version, responses that do not fit, and pictures that are not read."""
+        """Refuse weights of another version, responses that do not fit, and pictures that the engine does not read."""
         if version != self.policy_version:
             held = f"version {self.policy_version}" if self.policy_version != NO_VERSION else "no version"
             raise WeightSyncError(
@@ -709,7 +709,7 @@ class InProcessEngine(RolloutEngine):
 
     @abstractmethod
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Load full tensors of the engine's dtype, and forget all that was computed with older ones."""
+        """Load full tensors of the engine's dtype, and drop all results of older weights."""
 
     @abstractmethod
     def _held(self) -> Iterator[tuple[Piece, Tensor]]:

@@ -422,7 +422,7 @@ class EngineConnection:
         return f" The end of its errors:\n{words}" if words else " It left no error."
 
     def _listen(self, errors: int) -> None:
-        """Pass on what the process prints to its errors, and keep the end of it."""
+        """Copy the output of the process to its errors, and store the end of it."""
         assert self._popen.stderr is not None
         with self._popen.stderr as stream, os.fdopen(errors, "wb", buffering=0) as out:
             while chunk := os.read(stream.fileno(), TAIL):

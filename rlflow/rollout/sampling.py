@@ -1,4 +1,4 @@
-"""From prompts to a `Rollout`: calls an engine and turns its completions into rows. Does not communicate with ranks.
+"""Makes a `Rollout` from prompts: calls an engine and turns its completions into rows. Without communication.
 
 `sample` is the entry. `SampleIds` gives each response its path and its seed, `_extended` appends what was generated.
 """
@@ -179,7 +179,7 @@ def _together(limits: Tensor, at_once: bool) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Part:
-    """How far responses grow with one draw of prompts, where long ones are cut off and continued with the next draw.
+    """Limits of responses in one draw of prompts, where long ones are cut off and continued with the next draw.
 
     `Part(512)` lets each response grow by up to 512 tokens. The next draw gets `Part(512, begun)`, and the prompts of
     `begun` before its new ones.
@@ -195,7 +195,7 @@ class Part:
 
 
 def _without_tokens(prompt_ids: Ragged, path: RowPath, rows: list[dict[str, Any]], dtype: torch.dtype) -> Rollout:
-    """Responses to these prompts that have no token yet, with logprobs of this dtype."""
+    """Responses to these prompts without tokens, with logprobs of this dtype."""
     none = torch.zeros(len(path), 0, dtype=torch.int64)
     zeros = torch.zeros(len(path), dtype=torch.int64)
     return Rollout(
@@ -215,13 +215,13 @@ def _without_tokens(prompt_ids: Ragged, path: RowPath, rows: list[dict[str, Any]
 
 
 def _inherited(rollout: Rollout, parent: Tensor, path: RowPath, dtype: torch.dtype) -> Rollout:
-    """The responses at `parent` `[K]` of `rollout`, as children of these paths inherit them."""
+    """The responses at `parent` `[K]` of `rollout`, copied as the beginnings of their children with these paths."""
     had: Rollout = to_device(rollout, torch.device("cpu")).take(parent)
     return replace(had, path=path, logprobs=had.logprobs.to(dtype), inherited=had.lengths)
 
 
 def _begun_before(begun: Rollout, new: Rollout) -> Rollout:
-    """The responses of `begun`, which were cut off, in place of the first of `new`; all their tokens count in the loss.
+    """The responses of `begun`, which were cut off, replace the first of `new`; all their tokens count in the loss.
 
     Raises:
         UserError: `begun` has another number of responses to a prompt than `new`.
@@ -283,7 +283,7 @@ def _extended(begun: Rollout, completions: Mapping[int, Completion], version: in
 
 
 def require_continued(begun: RowPath, path: RowPath) -> None:
-    """Refuse to continue responses with another number of responses to each prompt than they were begun with.
+    """Refuse to continue responses with a different number of responses to each prompt.
 
     Args:
         begun: Paths of the responses that were cut off.
@@ -301,7 +301,7 @@ def require_continued(begun: RowPath, path: RowPath) -> None:
 
 
 def under_way(rollout: Rollout, longest: int | None) -> Tensor:
-    """`[B]` bool, which responses have not ended and may grow to `longest` tokens; to any number where that is None."""
+    """`[B]` bool, the responses that have not ended and may grow to `longest` tokens; None for no limit."""
     left: Tensor = ~rollout.finished
     return left if longest is None else left & (rollout.lengths < longest)
 
@@ -380,7 +380,7 @@ def sampling_seed(
 
 
 def without_truncated(rollout: Rollout, longest: int) -> Rollout:
-    """The same responses, with truncated ones taken out of the loss.
+    """The same responses, with truncated ones removed from the loss.
 
     A response that no stop token ended has False in the loss mask. If it has fewer than `longest` tokens, those that it
     inherits from the response it continues keep their mask. Otherwise they are trained in a sibling, if that has ended.
@@ -391,7 +391,7 @@ def without_truncated(rollout: Rollout, longest: int) -> Rollout:
 
 
 def to_be_continued(rollout: Rollout, longest: int) -> Rollout:
-    """The same responses, with the tokens that `without_truncated` took out back in the loss, where they continue.
+    """The same responses, with tokens that `without_truncated` removed back in the loss, if they are continued.
 
     These are the own tokens of responses that have not ended and have fewer than `longest` tokens: they were cut in
     order to be continued. Called before a node continues them, where the module sets `mask_truncated`.

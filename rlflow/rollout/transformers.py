@@ -279,7 +279,7 @@ class TransformersEngine(InProcessEngine):
         return [Routing() for _ in parts] if self._tells_experts else []
 
     def _most(self, ids: Tensor) -> int:
-        """How many new tokens of each row one forward pass computes.
+        """The number of new tokens of each row that one forward pass computes.
 
         At least 2 where layers carry a state: transformers takes a token that comes alone for one that was generated,
         and would let padding into the state.
@@ -322,7 +322,7 @@ class TransformersEngine(InProcessEngine):
         return logits, cache
 
     def _features(self, ids: Tensor, mask: Tensor, pictures: Sequence[Sequence[Picture]]) -> Features:
-        """What the tower makes of the pictures of `b` prompts `[b, P]`, of a picture that several share once."""
+        """The tower's features of the pictures of `b` prompts `[b, P]`; a shared picture is computed once."""
         assert self._processor is not None
         distinct = list(dict.fromkeys(chain.from_iterable(pictures)))
         values, deep, starts = list[Tensor](), list[list[Tensor]](), dict[Picture, int]()
@@ -358,7 +358,7 @@ class TransformersEngine(InProcessEngine):
 
 @dataclass(frozen=True)
 class Features:
-    """What a tower makes of the pictures of a batch of prompts.
+    """A tower's features of the pictures of a batch of prompts.
 
     Attributes:
         values: `[F, H]`, read in place of embeddings.
@@ -371,7 +371,7 @@ class Features:
     places: Tensor
 
     def embedded(self, embeddings: Tensor, part: slice) -> dict[str, Any]:
-        """What the decoder reads of a part of the tokens, given their own embeddings `[b, n, H]`."""
+        """The decoder's input for a part of the tokens, given their own embeddings `[b, n, H]`."""
         places = self.places[:, part]
         there = places >= 0
         read = places[there]
@@ -384,12 +384,12 @@ class Features:
 
 
 def _joined(features: Any) -> Tensor:
-    """Features of some pictures, `[F, H]`, which transformers gives picture by picture, or by squares of one size."""
+    """Features of some pictures, `[F, H]`; transformers gives them picture by picture, or by squares of one size."""
     return torch.cat(features) if isinstance(features, tuple) else features.flatten(0, 1)
 
 
 def _next(positions: Tensor) -> Tensor:
-    """Positions `[b, 1]` or `[3, b, 1]` of the token behind: one more than the largest of the row."""
+    """Positions `[b, 1]` or `[3, b, 1]` of the next token: one more than the largest of the row."""
     largest = positions.amax(-1, keepdim=True)
     return (largest if largest.dim() == 2 else largest.amax(0, keepdim=True).expand_as(largest)) + 1
 
@@ -404,7 +404,7 @@ PROJECTION_BIASES = {
 
 
 def padding_in_states(config: Any) -> str | None:
-    """The setting by which padding on the left would not be zero where a model's convolutions read it; None if it is.
+    """The setting that makes padding on the left nonzero where a model's convolutions read it; None if there is none.
 
     Args:
         config: A transformers configuration.
@@ -429,7 +429,7 @@ def _experts_of(routings: Sequence[Routing], mask: Tensor) -> list[Tensor]:
 
 
 def _sample_each(logits: Tensor, settings: Sequence[Sampling], kind: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_sample`, where `kind` `[B]` says which of the settings each row has."""
+    """As `_sample`, with the settings of each row chosen by `kind` `[B]`."""
     if len(settings) == 1:
         return _sample(logits, settings[0], draws)
     chosen, logprobs = torch.empty_like(kind), torch.empty_like(logits, dtype=torch.float32)

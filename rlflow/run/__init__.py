@@ -1,1 +1,1 @@
-"""One run: what it prepares, its loops over steps and validations, and what it leaves behind."""
+"""One run: its preparation, its loops over steps and validations, and its results."""

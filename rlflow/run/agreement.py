@@ -1,4 +1,4 @@
-"""Agreement of ranks: that code, config, data and model files are the same before step 0, and that actions succeed."""
+"""Agreement of ranks: code, config, data and model files are the same before step 0, and actions succeed on all."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _fit(
 
 @dataclass(eq=False)
 class Fit:
-    """The training loop, which all ranks run together; `train` says what happens in a step.
+    """The training loop, which all ranks run together; `train` shows the order of a step.
 
     Attributes:
         run: The run on this rank, with models and engines loaded.
@@ -342,5 +342,5 @@ def _leave_behind(folder: RunFolder, summary: dict[str, Any]) -> None:
 
 
 def _too_long(metrics: dict[str, float], max_seconds: float | None) -> bool:
-    """Whether `trainer.max_seconds` are over; `time/elapsed` is the largest of all ranks, so all decide alike."""
+    """Whether `trainer.max_seconds` are over; `time/elapsed` is the largest over all ranks, so all decide alike."""
     return max_seconds is not None and metrics["time/elapsed"] >= max_seconds

@@ -1,4 +1,4 @@
-"""Layouts of roles from `placement`: the ranks that hold a role's rows, the shards, and how rows are dealt."""
+"""Layouts of roles from `placement`: the ranks that hold a role's rows, the shards, and how rows are distributed."""
 
 from __future__ import annotations
 

@@ -44,23 +44,23 @@ class PredictionFiles:
 
     @property
     def facts(self) -> Path:
-        """What responses depend on; with other facts nothing is continued."""
+        """The facts that responses depend on; if they differ, no file is continued."""
         return self.folder / "facts.json"
 
     @property
     def responses(self) -> Path:
-        """All responses, once the last is made."""
+        """The file of all responses, written after the last one is made."""
         return self.folder / "responses.jsonl"
 
     def new_part(self, rank: int) -> Path:
-        """A part that no process has written to: the last line of a killed one may be torn."""
+        """A new part for responses: the last line of a killed process's part may be torn."""
         number = 0
         while (path := self.folder / f"part-{rank}-{number}.jsonl").exists():
             number += 1
         return path
 
     def lines(self) -> Iterator[tuple[int, int, str]]:
-        """Row, sample and text of each whole line that is there."""
+        """Row, sample and text of each whole line in the parts."""
         for path in [self.responses] if self.responses.exists() else sorted(self.folder.glob("part-*.jsonl")):
             with path.open(encoding="utf-8", errors="replace") as file:
                 for line in file:

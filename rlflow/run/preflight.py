@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def resolved(data: PromptData, module: RLModule, graph: Graph, trains: bool = True) -> PromptData:
-    """The data with resolved columns, as far as this algorithm reads them: pairs, responses, or prompts alone.
+    """The data with resolved columns, according to what the algorithm reads: pairs, responses, or prompts alone.
 
     DPO reads `batch` as `Pairs`; SFT trains on `batch` itself, so it needs responses; GRPO samples its responses; GAIL
     samples responses and trains on those of `batch` too.
@@ -65,7 +65,7 @@ def resolved(data: PromptData, module: RLModule, graph: Graph, trains: bool = Tr
 
 
 def held_out(data: PromptData, source: Source, module: RLModule, loss_node: Node | None) -> PromptData:
-    """How rows of validation are read: without responses if they have none, and nothing but sampling reads the rows."""
+    """The settings for rows of validation: without responses if they have none and only sampling reads the rows."""
     column, is_read = data.response, loss_node is not None or has_validation_step(module) or data.rejected is not None
     if column is None or is_read or _has_column(source, column):
         return data
@@ -80,7 +80,7 @@ def _has_column(source: Source, *columns: str) -> bool:
 
 
 def learns_from_batch(graph: Graph) -> list[Node]:
-    """The train nodes with `batch`, responses of the dataset, as their only input."""
+    """The train nodes whose only input is `batch` with responses of the dataset."""
     trained = [node for node in graph.order if node.kind == "train" and [each.name for each in node.inputs] == [BATCH]]
     return [] if graph.type_of(BATCH) is Pairs else trained
 
@@ -92,7 +92,7 @@ def names_responses(graph: Graph) -> bool:
 
 
 def check_aggregations(module: RLModule, graph: Graph) -> None:
-    """Refuse `episode-mean` of a loss of pairs.
+    """Refuse `episode-mean` for a loss of pairs.
 
     Raises:
         UserError: A train node that has it reads `Pairs`.
@@ -160,7 +160,7 @@ def check_response_settings(
     settings: Settings,
     **of_datasets: tuple[Mapping[str, ResponseSettings], bool],
 ) -> None:
-    """Refuse a dataset's `max_response_length` or `sampling` that cannot work, or that something else would not know.
+    """Refuse a dataset's `max_response_length` or `sampling` that cannot work, or that another part does not support.
 
     Args:
         module: The algorithm.
@@ -202,7 +202,7 @@ def check_response_settings(
 
 
 def check_choice(module: RLModule, data: PromptData, graph: Graph) -> None:
-    """Check what chooses the prompts of an epoch, if anything does, before it is given to the module.
+    """Check the module's or the data's choice of prompts, if there is one, before the module gets it.
 
     Raises:
         UserError: Two things choose, a mixture's weights change from step to step, or nothing measures a pass rate.
@@ -233,7 +233,7 @@ def check_choice(module: RLModule, data: PromptData, graph: Graph) -> None:
 
 
 def require_one_place(module: RLModule, roles: Collection[str], placed: Mapping[str, Layout], lead: str) -> None:
-    """Refuse `roles` on other ranks than the lead's: a `validation_step` runs there and may call any of the roles."""
+    """Refuse `roles` on other ranks than the lead's, since a `validation_step` runs there and may call any of them."""
     for role in roles:
         if placed[role].ranks != placed[lead].ranks:
             raise UserError(
@@ -272,7 +272,7 @@ def check_experts(
 
 
 def support_bounds(module: RLModule, graph: Graph, of_datasets: Mapping[str, ResponseSettings]) -> dict[str, int]:
-    """How many tokens are stored at most for a token of a response, by policy: the largest `top_k` of its rows.
+    """Most tokens that are stored for one token of a response, by policy: the largest `top_k` of its rows.
 
     Stored are the tokens that `top_p`, `top_k` or `min_p` leave, of a trained policy or of a dataset; policies whose
     rows need none are left out.
@@ -410,7 +410,7 @@ def check_apart(models: Mapping[str, Path], folder: Path) -> None:
 
 
 def check_hooks(module: RLModule, graph: Graph) -> None:
-    """Refuse methods that Lightning calls of a module, and rlflow does not.
+    """Refuse methods of a module that Lightning calls and rlflow does not.
 
     Raises:
         UserError: The module has one.

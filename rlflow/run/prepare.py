@@ -132,7 +132,7 @@ def configure(module: RLModule) -> None:
 
 
 def _settings(handle: ModelHandle) -> dict[str, Any]:
-    """The settings of a model that only a user changes; the run itself may freeze it, which removes its optimizer."""
+    """The settings of a model that only a user changes; the run may freeze it, which removes its optimizer."""
     names = set(signature(type(handle)).parameters) - {"trainable", "owner"}
     if handle.optimizer is None:
         names.discard("optimizer")
@@ -237,7 +237,7 @@ def _generating_policies(
 
 
 def scores_held_out(module: RLModule, data: PromptData) -> bool:
-    """Whether validation has held-out prompts, and something that scores responses to them."""
+    """Whether validation has held-out prompts, and a reward that scores responses to them."""
     return data.validation is not None and (module.reward is not None or bool(environments(module)))
 
 

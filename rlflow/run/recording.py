@@ -78,7 +78,7 @@ class Recording:
         self._finalize("success" if error is None else "failed")
 
     def start_rest(self) -> None:
-        """Start the run's own loggers, which cut records of later steps, now that a resume is known to fit."""
+        """Start the run's own loggers, which drop records of later steps, after a resume has been checked."""
         self._start([each for each in self._loggers if each not in self._started])
         if self._loggers:
             note_start(self._code, self._folder.code)
@@ -149,7 +149,7 @@ class Recording:
 
 
 def scored_sample(sample: Mapping[str, Any]) -> str:
-    """One line: a sample of a step with what it got, so that a wrong reward is seen at the beginning."""
+    """One line with a sample of a step and its scores, so that a wrong reward is noticed at the beginning."""
     prompt, response = (shortened(readable_line(sample[name]), LETTERS) for name in ("prompt", "response"))
     parts = "".join(f", {name} {part:g}" for name, part in sample["parts"].items() if part is not None)
     return f"a sample: '{response}' to '{prompt}' has the reward {sample['reward']:g}{parts}"
@@ -167,7 +167,7 @@ def compared(before: dict[str, float], after: dict[str, float]) -> dict[str, flo
 
 
 def on_terminal(summarized: dict[str, float]) -> dict[str, float]:
-    """The metrics of a validation that the terminal shows; those that come with every scoring are left out."""
+    """The metrics of a validation that the terminal shows, without those that come with every scoring."""
     of_scoring = ("reward", "length", "truncated", "errors")
     scored = {f"{greedy}{name}" for greedy in ("", "greedy_") for name in of_scoring}
     found = {}

@@ -1,4 +1,4 @@
-"""`rlflow replay`: nodes of one step of an earlier run, run again in one process on their stored inputs."""
+"""`rlflow replay`: runs nodes of one step of an earlier run again in one process, on their stored inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlflow.run.setup import join, load_roles, locked_folder, open_folder, set_u
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a node that was run again; `str` of it is the line on the terminal.
+    """The result of a node that was run again; `str` of it is its line on the terminal.
 
         advantages: 256 rows, equal to the run's, to the bit
         actor_loss: 256 rows, at most 0.000125 from the run's; actor/loss 0.25 (run: 0.250125); ...

@@ -1,4 +1,4 @@
-"""The checkpoint from which a run resumes: it is found, checked before anything is loaded, and read."""
+"""The checkpoint from which a run resumes: finding it, checking it before anything is loaded, and reading it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of updates that a run makes of a role, which a learning-rate schedule that ends with the run needs."""
+"""The number of updates of a role in a run, for learning-rate schedules that end with the run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_schedules(module: RLModule, graph: Graph, prompts: int) -> None:
 
 
 def check_made(run: Run, tried: Mapping[str, int], step: int) -> None:
-    """Refuse another number of updates than a role's schedule counts: the rate would become 0 too early, or never.
+    """Refuse a run whose updates differ from a role's schedule: the rate would become 0 too early, or never.
 
     Args:
         run: The run on this rank.

@@ -55,7 +55,7 @@ def size_table(run: Run) -> list[str]:
 
 
 def unclipped(run: Run) -> list[str]:
-    """A warning if samples of older weights are trained on by a loss that has no clip, cap or mask against that."""
+    """A warning if the loss trains on samples of older weights and has no clip, cap or mask against that."""
     module, prompts_per_step = run.module, run.data.prompts_per_step
     graph = run.graph
     updates = max(updates_per_step(module, graph, role, prompts_per_step) or 2 for role in graph.trained_roles())
@@ -80,13 +80,13 @@ _WHAT_HOLDS = (
 
 
 def _where(layout: Layout, world_size: int) -> str:
-    """The ranks of a layout as text, if they are not all ranks, and how many of them share their rows."""
+    """The ranks of a layout as text, if they are not all ranks, and the number of ranks that share rows."""
     where = "" if len(layout.ranks) == world_size else f" of {rank_ranges(layout.ranks)}"
     return f"{where} ({layout.copies} share their rows)" if layout.copies > 1 else where
 
 
 def memory_table(run: Run) -> Iterator[str]:
-    """The memory of each role on a rank, a line each, and a warning where it is short.
+    """The memory of each role on a rank, a line each, and a warning if it is short.
 
     Args:
         run: The run; its strategy has joined the other ranks.

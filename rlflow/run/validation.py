@@ -1,4 +1,4 @@
-"""`rlflow validate` and `rlflow test`: a model measured on held-out rows, without training."""
+"""`rlflow validate` and `rlflow test`: measure a model on held-out rows, without training."""
 
 from __future__ import annotations
 

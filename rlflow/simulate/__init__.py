@@ -1,1 +1,1 @@
-"""What a run would take on other machines, without running it."""
+"""Predicts the time, bytes and memory of a run on other machines, without running it."""

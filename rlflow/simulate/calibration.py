@@ -1,4 +1,4 @@
-"""A machine's constants from what it was seen to take: steps of one rank at several sizes, and bare operations."""
+"""A machine's constants from measurements: steps of one rank at several sizes, and bare operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Measured = tuple[Workload, Mapping[str, float]]
 
 
 def calibrated(bare: Hardware, steps: Sequence[Measured]) -> Hardware:
-    """`bare` with the constants of compute and of fixed costs with which it takes what `steps` took.
+    """`bare` with constants of compute and fixed costs that reproduce the measured seconds of `steps`.
 
     Each kind of node has two constants, its rate and its fixed cost, so `steps` are of two sizes or more; of more, the
     constants with the least relative errors. None is negative.
@@ -47,7 +47,7 @@ def calibrated(bare: Hardware, steps: Sequence[Measured]) -> Hardware:
 
 
 def as_yaml(machine: Hardware, sharing: Mapping[int, float]) -> str:
-    """What `--hardware` reads."""
+    """The hardware as YAML, which `--hardware` reads."""
     numbers = {name: value for name, value in asdict(machine).items() if name != "sharing"}
     counts = ("gpus_per_node", "max_num_seqs")
     lines = [f"{name}: {value if name in counts else f'{float(value):.6e}'}" for name, value in numbers.items()]

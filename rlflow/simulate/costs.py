@@ -169,7 +169,7 @@ def sync_seconds(role: LoadedRole, hardware: Hardware, crossing: int = 0) -> flo
 
 
 def straggling(rows: float, shards: int, variation: float) -> float:
-    """How much more tokens than the mean the fullest of `shards` has, dealt `rows` each by count, as a factor.
+    """The tokens of the fullest of `shards` over the mean, if each shard gets `rows` rows by count.
 
     The largest of n normal numbers is about sqrt(2 ln n) deviations above their mean.
 
@@ -217,7 +217,7 @@ def _layer_sums(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
 
 
 def _exchange_seconds(role: LoadedRole, tokens: float, hardware: Hardware) -> float:
-    """Seconds of tokens on their way to their experts and back, in a pass: two all-to-alls a layer.
+    """Seconds to send tokens to their experts and back in a pass: two all-to-alls a layer.
 
     Experts are taken to get equally many tokens.
     """
@@ -235,7 +235,7 @@ def _gathers(role: LoadedRole, hardware: Hardware) -> float:
 
 
 def _gathered_seconds(role: LoadedRole, nbytes: float, ranks: int, hardware: Hardware) -> float:
-    """Seconds to gather, or to reduce, what a rank computes with of `nbytes`, layer by layer.
+    """Seconds to gather or reduce this rank's part of `nbytes`, layer by layer.
 
     Ranks with parts of the same share are `ranks // over` apart, so a node has fewer of them.
     """

@@ -1,4 +1,4 @@
-"""Machines on paper: what their makers promise, what share of it is reached, and what else a step costs."""
+"""Hardware by its numbers: makers' rates, the share of them that is reached, and fixed costs of a step."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Hardware:
                 raise UserError(f"`{name}` of the hardware is {value!r}; give a number above 0")
 
     def computing_on(self, ranks: int) -> Hardware:
-        """The same with what each GPU computes as slow as it is when `ranks` do, `gpus_per_node` on each node."""
+        """The same hardware with each GPU as slow as it is when `ranks` ranks compute, `gpus_per_node` on each node."""
         known = {1: 1.0, **self.sharing}
         slower = float(np.interp(min(ranks, self.gpus_per_node), sorted(known), [known[of] for of in sorted(known)]))
         rates = {name: getattr(self, name) / slower for name in ("peak_flops", "memory_bandwidth")}
@@ -129,7 +129,7 @@ PRESETS = {
 
 
 def read_hardware(name: str) -> Hardware:
-    """A preset, or what a YAML file says.
+    """The hardware of a preset, or of a YAML file.
 
     Args:
         name: One of `PRESETS`, or a file of `Hardware`'s arguments; `like: h100` takes the rest from a preset.
@@ -156,7 +156,7 @@ def read_hardware(name: str) -> Hardware:
 
 
 def this_machine(devices: int, on_gpu: bool) -> tuple[str, Hardware]:
-    """Its name, and what it is: the preset of its GPU, or rates of its CPU without any fixed costs.
+    """Name and hardware of this machine: the preset of its GPU, or rates of its CPU without any fixed costs.
 
     Args:
         devices: Ranks that share it.

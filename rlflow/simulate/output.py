@@ -160,7 +160,7 @@ def draw_simulation(simulation: Simulation, path: Path) -> None:
 
 @contextmanager
 def prediction(simulation: Simulation) -> Iterator[None]:
-    """Around a run, on rank 0: print the predicted seconds of a step, and after the run how far they were off.
+    """A context for a run on rank 0: prints the predicted seconds of a step, and after the run their error.
 
     Args:
         simulation: The run on its own number of machines and ranks; its lengths are taken from the data.

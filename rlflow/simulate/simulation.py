@@ -1,4 +1,4 @@
-"""A simulation of a config: a step at the size asked for, and how it grows up to there."""
+"""A simulation of a config: a step at the requested size, and smaller sizes up to it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Division:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A config on machines that are not here.
+    """A config on other machines.
 
     Attributes:
         module: The algorithm, its models configured.
@@ -129,7 +129,7 @@ class Simulation:
 
     @cached_property
     def predicted(self) -> PredictedStep:
-        """The predicted step at the size asked for."""
+        """The predicted step at the requested size."""
         return PredictedStep(self._workload(self.nodes), self.hardware)
 
     @cached_property
@@ -140,7 +140,7 @@ class Simulation:
 
     @cached_property
     def growth(self) -> dict[int, PredictedStep]:
-        """Predicted steps by ranks: at 1, 2, 4, ... nodes where the sizes divide, and at the size asked for."""
+        """Predicted steps by ranks: at 1, 2, 4, ... nodes where the sizes divide, and at the requested size."""
         found = {}
         for power in range(self.nodes.bit_length()):
             try:
@@ -152,7 +152,7 @@ class Simulation:
 
     @cached_property
     def alternatives(self) -> dict[str, PredictedStep]:
-        """The same ranks with other placements, where the config has one."""
+        """The predicted step on the same ranks with other placements, if the config has one."""
         found, settings = {}, self.trainer.settings
         if settings.max_staleness:
             found["in step"] = self._with(settings.placement, 0)
@@ -207,7 +207,7 @@ class Simulation:
         return PredictedStep(self._workload(self.nodes, other), self.hardware)
 
     def _workload(self, nodes: int, settings: Settings | None = None) -> Workload:
-        """The step on so many nodes, which settings of the trainer may change.
+        """The work of a step on this number of nodes, which settings of the trainer may change.
 
         Raises:
             UserError: The sizes do not divide, a length is beyond the config's, or a model's size is unknown.
@@ -274,7 +274,7 @@ def _divided_within(workload: Workload, width: int) -> Workload:
 
 
 def _of_size(module: RLModule, share: float, ranks: int) -> RLModule:
-    """A copy of the module; each update has so many times the samples."""
+    """A copy of the module; the samples of each update are multiplied by `share`."""
     scaled, found = copy.copy(module), handles(module)
     copies = {role: copy.copy(handle) for role, handle in found.items()}
     for role, handle in copies.items():
@@ -299,7 +299,7 @@ def _scaled(name: str, size: int, share: float, ranks: int) -> int:
 
 
 def _spread(placed: Mapping[str, Layout], *, world: int, ranks: int) -> dict[str, Layout]:
-    """Where roles live: as the config places them, each of its ranks standing for as many as there are more."""
+    """The layouts of roles in the config's proportions: a rank of the config stands for several if there are more."""
     more, fewer = max(1, ranks // world), max(1, world // ranks)
     spread = {}
     for role, layout in placed.items():
@@ -362,7 +362,7 @@ def run_phases(
 
 
 def phase_lines(found: Sequence[Phase], capacity: float) -> Iterator[str]:
-    """A table; `!` where a rank's memory does not take it.
+    """A table of the phases; `!` marks a rank whose memory is too small.
 
     Args:
         found: The phases.
@@ -399,5 +399,5 @@ def _written_bytes(role: LoadedRole) -> int:
 
 
 def _numbers(role: LoadedRole) -> int:
-    """Numbers of a checkpoint: weights, the moments without the copy of a weight, and moving averages."""
+    """Numbers in a checkpoint: weights, the moments without a copy of the weights, and moving averages."""
     return role.trained * (1 + role.moments - role.copies) + role.averaged

@@ -1,4 +1,4 @@
-"""What a module keeps from step to step, in checkpoints too."""
+"""State of a module that lasts from step to step and is saved in checkpoints."""
 
 from rlflow.state.adaptive_coefficient import AdaptiveCoefficient as AdaptiveCoefficient
 from rlflow.state.curriculum import Curriculum as Curriculum

@@ -1,4 +1,4 @@
-"""Coefficients that a run adapts as it goes: state of the module, with one owner, saved in checkpoints."""
+"""Coefficients that a run adapts: state of the module, with one owner, saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AdaptiveCoefficient:
             raise UserError(f"the horizon of the coefficient is {self.horizon}; it is a number of rows above 0")
 
     def update(self, observed: float, rows: int) -> None:
-        """Adapt to what was `observed`, the mean over `rows` rows of all ranks: the same numbers on every rank.
+        """Adapt to the `observed` mean over `rows` rows of all ranks; called with the same numbers on every rank.
 
         Exactly 0 says that nothing has moved yet, as before a policy's first update, and adapts nothing.
         """

@@ -1,4 +1,4 @@
-"""Prompts that are neither too easy nor too hard, by how many of their samples passed."""
+"""Chooses prompts that are neither too easy nor too hard, by the share of their samples that passed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Curriculum(PromptMemory):
         self._per_step = 1
 
     def begun(self, per_step: int) -> Self:
-        """The same for a run whose steps take so many prompts, with nothing measured."""
+        """The same curriculum for a run with `per_step` prompts a step, with nothing measured."""
         made = copy.copy(self)
         made._per_step = per_step
         made.load_state_dict({"prompts": [], "moments": []})
@@ -87,7 +87,7 @@ class Curriculum(PromptMemory):
         return float(hard.double().mean()), float(easy.double().mean())
 
     def learn(self, prompts: Tensor, x: Tensor) -> None:
-        """Take in whether samples of one step passed; see `PromptMemory.learn`.
+        """Learn which samples of one step passed; see `PromptMemory.learn`.
 
         Raises:
             UserError: No sample of the first step was measured.

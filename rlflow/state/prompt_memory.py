@@ -1,4 +1,4 @@
-"""What a module remembers of each prompt of the dataset, from epoch to epoch."""
+"""Statistics of each prompt of the dataset, which a module stores from epoch to epoch."""
 
 from __future__ import annotations
 

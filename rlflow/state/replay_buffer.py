@@ -1,4 +1,4 @@
-"""Rows of tokens that a module keeps from step to step."""
+"""Rows of tokens that a module stores from step to step."""
 
 from __future__ import annotations
 

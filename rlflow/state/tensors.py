@@ -1,4 +1,4 @@
-"""Tensors in a module's state: taken out of it by name, since the rest is JSON, and put back."""
+"""Separates the tensors from a module's state, since the rest is JSON, and puts them back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEPARATOR = "/"  # between the keys that lead to a tensor
 
 
 def without_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What is left of a state without its tensors, and these by the keys that lead to them, on the CPU.
+    """A state without its tensors; and the tensors, on the CPU, by the keys that lead to them.
 
     Args:
         state: State of JSON-able values and tensors, in dicts of any depth.
@@ -34,7 +34,7 @@ def without_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def with_tensors(rest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What `without_tensors` was given."""
+    """The state from which `without_tensors` took the tensors."""
     state = {key: with_tensors(value, {}) if isinstance(value, Mapping) else value for key, value in rest.items()}
     for name, tensor in tensors.items():
         *outer, last = name.split(SEPARATOR)

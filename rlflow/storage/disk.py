@@ -1,4 +1,4 @@
-"""Writing in the background: a thread that does one job after another, and the tensors that are passed to it."""
+"""Writes in the background: a thread that does one job after another, and the tensors that are passed to it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ PAUSES = (0.01, 1.0)  # seconds between two looks at the folder: the first pause
 
 
 def of_rank(name: str, rank: int, world_size: int) -> str:
-    """The name of a file that each rank has one of, without its suffix: `logged-00000-of-00002`."""
+    """The name of a file that each rank writes one of, without its suffix: `logged-00000-of-00002`."""
     return f"{name}-{rank:05d}-of-{world_size:05d}"
 
 

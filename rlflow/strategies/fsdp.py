@@ -159,7 +159,7 @@ class FSDPStrategy(DistributedStrategy):
         return super()._empty_whole(parameter).to(self._read_in(parameter))
 
     def _read_in(self, parameter: Tensor) -> torch.dtype:
-        """The dtype that forward passes read it in: `dtype`, but a buffer's is its own."""
+        """The dtype in which forward passes read a parameter: `dtype`; a buffer has its own."""
         return self.dtype if isinstance(parameter, nn.Parameter) else parameter.dtype
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:

@@ -1,4 +1,4 @@
-"""The processes of a run: how Fabric's strategies start them, and how they find one another."""
+"""The processes of a run: how Fabric's strategies start them, and how they find each other."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Role:
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
-        """A context in which an update has length 0. The rates are as before after it: a scheduler may read them."""
+        """A context in which an update has length 0. Afterwards the rates are as before: a scheduler may read them."""
         assert self.optimizer is not None
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -86,7 +86,7 @@ class Role:
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """The learning rates of the last update, by how their names in the metrics end: `/pg1`, ... if several."""
+        """The learning rates of the last update, by the ending of their names in the metrics: `/pg1`, ... if many."""
         assert self.optimizer is not None
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         return {"": rates[0]} if len(rates) == 1 else {f"/pg{i}": rate for i, rate in enumerate(rates, start=1)}
@@ -129,7 +129,7 @@ class Role:
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in lists of those that the same mesh of ranks divides, since torch takes norms of no others."""
+    """The parameters in lists by the mesh of ranks that divides them, as torch takes norms only within a mesh."""
     found = defaultdict(list)
     for parameter in parameters:
         found[getattr(parameter, "device_mesh", None)].append(parameter)

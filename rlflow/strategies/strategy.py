@@ -96,11 +96,11 @@ class TrainingStrategy:
     _as_given: TrainingStrategy | None = None
 
     def as_given(self) -> TrainingStrategy:
-        """This strategy, or if a run has started it, a copy of it as it was before: Fabric starts one once."""
+        """This strategy; if a run has started it, a copy in its state before, since Fabric starts a strategy once."""
         return self if self._as_given is None else copy.deepcopy(self._as_given)
 
     def note_as_given(self) -> None:
-        """Note how this strategy is before a run starts it, whose processes and roles it then holds."""
+        """Store a copy of this strategy before a run starts it, since it then holds the run's processes and roles."""
         self._as_given = copy.deepcopy(self)
 
     def _configure(
@@ -238,7 +238,7 @@ class TrainingStrategy:
             role.average = self._average_of(role, handle)
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
-        """Add a micro-batch's gradient to the role's.
+        """Add a micro-batch's gradient to the role's gradients.
 
         Args:
             name: A trained role.

@@ -1,4 +1,4 @@
-"""For tests of algorithms: `check` says what changes an algorithm's gradient and should not."""
+"""Tests of algorithms: `check` reports what changes an algorithm's gradient though it should not."""
 
 from rlflow.testing.check import Report, check
 

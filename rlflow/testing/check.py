@@ -1,4 +1,4 @@
-"""`check`: whether an algorithm's gradient depends on what it should not, and is the derivative of its loss."""
+"""`check`: tests that an algorithm's gradient does not depend on micro-batches and the like, and fits its loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEN64, SEEN32 = 1e-7, 1e-3  # a node's value that differs by more, over the lar
 
 @dataclass(frozen=True)
 class CheckColumn:
-    """Something that should not change a gradient.
+    """A change to a step that should not change the gradient.
 
     Attributes:
         name: Name of the column in the table and in `depends_on`.
@@ -42,7 +42,7 @@ class CheckColumn:
 
     @property
     def limit(self) -> float:
-        """The largest difference that is rounding."""
+        """The largest difference that counts as rounding."""
         return FLOAT64 if self.way.strategy == "plain" else FLOAT32
 
 
@@ -100,7 +100,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found; `str` of it is a table.
+    """The findings of `check`; `str` of it is a table.
 
     Attributes:
         head: Line that says what was run.
@@ -163,7 +163,7 @@ def examine(
     pictures: bool = False,
     columns: Sequence[CheckColumn] = COLUMNS,
 ) -> Report:
-    """As `check`; what is wrong is in the report, and not raised."""
+    """As `check`, with faults in the report instead of an exception."""
     meant = {*depends_on, *type(module).depends_on}
     for name in meant:
         if name not in NAMES:
@@ -227,7 +227,7 @@ def _lines(
 
 
 def _derived(plain: Outcome, meant: Collection[str]) -> Line:
-    """The line of the derivative, or of a gradient that is 0 or no number."""
+    """The line of the derivative, or of a gradient that is 0 or not finite."""
     for role, updates in plain.gradients.items():
         if not all(tensor.isfinite().all() for update in updates for tensor in update.values()):
             return Line("derivative", None, plain.trained_by[role], f"gives `{role}` an infinite or NaN gradient")
@@ -292,7 +292,7 @@ def _first(plain: Outcome, other: Outcome, seen: float) -> tuple[str, str]:
 
 
 def _rows_apart(one: Rows, two: Mapping[Any, list[dict[str, Any]]], seen: float) -> str | None:
-    """What differs most in a node's rows; None if nothing does."""
+    """The largest difference in a node's rows; None if nothing differs."""
     if one.keys() != two.keys():
         return "made other rows"
     pairs = [
@@ -328,7 +328,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _sorted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the same tokens, in an order that follows from their numbers."""
+    """Rows of the same tokens, ordered by their numbers."""
     return sorted(rows, key=lambda row: [float(x.double().sum()) for x in row.values() if isinstance(x, Tensor)])
 
 
@@ -340,7 +340,7 @@ def _row(key: tuple[Any, ...]) -> str:
 
 
 def _notes(given: RLModule, module: RLModule, pictures: bool) -> tuple[str, ...]:
-    """What was put in the place of what the user gave."""
+    """Notes on what replaces the user's models and reward."""
     notes = []
     models = handles(given) | dict(given.config_models)
     if large := {f"`{role}`": handle.model for role, handle in models.items() if handle.model != "tiny"}:

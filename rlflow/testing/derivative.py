@@ -1,4 +1,4 @@
-"""Whether a gradient is the derivative of the loss, along random directions and in float64."""
+"""Compares a gradient with the derivative of the loss, along random directions and in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = (1e-4, 1e-6)  # lengths by which the weights are moved; the longer is mo
 
 
 class Held(TorchFunctionMode):
-    """Holds what a train node detaches: what depends on the weights and carries no gradient.
+    """Records what a train node detaches, and repeats it: values that depend on the weights and carry no gradient.
 
     The first call of the node is recorded; later calls get the recorded numbers in the same order. So PPO's ratio
     `exp(logprobs - logprobs.detach())` moves with the weights, though its value at any weights is 1.
@@ -36,7 +36,7 @@ class Held(TorchFunctionMode):
         self._place: int | None = None
 
     def again(self) -> Held:
-        """The same, for another call of the node."""
+        """The same values, for another call of the node."""
         self._place = 0
         return self
 
@@ -54,7 +54,7 @@ class Held(TorchFunctionMode):
         return self.values[self._place - 1]
 
     def without(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, within which nothing is held."""
+        """The function, wrapped so that nothing is recorded or held within it."""
 
         def called(*arguments: Any, **named: Any) -> Any:
             before, self.paused = self.paused, True
@@ -89,7 +89,7 @@ def _carries_none(found: Any) -> bool:
 
 
 def apart(weights: Sequence[Tensor], gradients: Sequence[Tensor], loss: Callable[[], float]) -> float:
-    """How far the gradient is from the derivative of the loss along 8 random directions.
+    """The distance of the gradient from the derivative of the loss along 8 random directions.
 
     The derivative is taken from the loss at four points, -2, -1, 1 and 2 steps along a direction of length 1. Where it
     is apart from the gradient it is taken once more by shorter steps, since a token may have crossed a clip's end on
@@ -132,7 +132,7 @@ def _apart(weights: Sequence[Tensor], gradients: Sequence[Tensor], loss: Callabl
 
 @contextmanager
 def wide_casts() -> Iterator[None]:
-    """Within it, float64 stays float64 where transformers' norms, rotary embeddings and routers cast to float32.
+    """A context in which float64 stays float64 where norms, rotary embeddings and routers cast to float32.
 
     So nothing is rounded to float32 on the way from the weights to the loss, and derivatives can be taken.
     """

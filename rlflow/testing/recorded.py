@@ -1,4 +1,4 @@
-"""What `rlflow check` trains on: small seeded models, and recorded prompts, responses, tool's tokens and rewards."""
+"""The inputs of `rlflow check`: small seeded models, and recorded prompts, responses, tool's tokens and rewards."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _picture(draw: random.Random) -> Any:
 
 
 def _ended(value: Any, ending: str) -> Any:
-    """A copy of what a column holds, in which each text has this ending."""
+    """A copy of a column's value in which each text has this ending."""
     if isinstance(value, str):
         return value + ending
     if isinstance(value, Mapping):
@@ -73,7 +73,7 @@ def _ended(value: Any, ending: str) -> Any:
 
 
 def write_model(folder: Path, seed: int, has_head: bool, sees: bool = False) -> Path:
-    """Write a seeded model that is far from indifferent, so that entropies and divergences have gradients.
+    """Write a seeded model with clear preferences, so that entropies and divergences have gradients.
 
     Args:
         folder: Folder to write.
@@ -166,7 +166,7 @@ class Recorded(InProcessEngine):
 
 
 class RecordedReward(SampleReward):
-    """From 0 to 1 by the number of ones in a response; it fails on one response, which is dropped.
+    """A reward from 0 to 1 by the number of ones in a response; it fails on one response, which is dropped.
 
     Args:
         parts: Names of the parts, for algorithms that read them; each counts another digit. Empty for one number.
@@ -188,14 +188,14 @@ class RecordedReward(SampleReward):
 
 
 def _worth(text: str, digit: str) -> float:
-    """From 0 to 1 by the number of a digit, and a little by the rest of the text, so that no two are worth the same."""
+    """A score from 0 to 1 by the number of a digit, and a little by the rest of the text, so that no two are equal."""
     if text.startswith(EVEN):
         return 0.5
     return 0.4 * (text.count(digit) % 3) + 0.2 * random.Random(text).random()
 
 
 def with_tool(rollout: Rollout, rewards: bool) -> Rollout:
-    """The responses as conversations: an environment wrote some tokens of those that have 6 or more.
+    """The responses as conversations: an environment wrote some tokens of responses with 6 tokens or more.
 
     Of 9 tokens the policy wrote 1, the environment 2, the policy 2, the environment 1 and the policy the last 3.
 
@@ -233,7 +233,7 @@ def _segments(length: int) -> list[int]:
 
 
 def parts_of(reward: Any) -> tuple[str, ...]:
-    """Names of a reward's parts, where it says them before it is called."""
+    """Names of a reward's parts, if the reward has them before it is called."""
     parts = getattr(reward, "parts", {})
     if not isinstance(parts, Mapping):
         raise UserError(f"`parts` of {reward} is {parts!r:.60}, not a mapping")

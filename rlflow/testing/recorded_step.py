@@ -1,4 +1,4 @@
-"""One step of an algorithm on the recorded rows in one way, and what every node and every update came to."""
+"""One step of an algorithm on the recorded rows, run in one way, with the results of every node and update."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Rows = dict[Key, list[dict[str, Any]]]  # columns by name; several rows may have
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is run; by the claim under test nothing of it changes the gradient.
+    """A way to run a step; none should change the gradient.
 
     Attributes:
         strategy: `plain` is float64, with gradients summed over ranks; `zero2` and `fsdp2` are float32.
@@ -89,7 +89,7 @@ class Way:
 
 
 class Wrong(Exception):
-    """What a node did that is wrong in itself; other errors of nodes get the attribute `node` too.
+    """A fault of a node in itself; other errors of nodes get the attribute `node` too.
 
     Args:
         node: Name of the node.
@@ -103,7 +103,7 @@ class Wrong(Exception):
 
 @dataclass
 class Outcome:
-    """What one rank saw of a step; or, joined, what all of them saw.
+    """The results of a step on one rank; or, joined, on all of them.
 
     Attributes:
         order: Nodes in the order in which they ran.
@@ -125,7 +125,7 @@ class Outcome:
 
     @classmethod
     def joined(cls, ranks: list[Outcome]) -> Outcome:
-        """What all ranks saw; gradients are those of the first, the same on all."""
+        """The results of all ranks; gradients are the first rank's, the same on all."""
         first = ranks[0]
         whole = cls(first.order, gradients=first.gradients, trained_by=first.trained_by, derivatives=first.derivatives)
         for rank in ranks:
@@ -140,7 +140,7 @@ class Outcome:
         return whole
 
     def rows(self, node: str) -> Rows:
-        """The rows of what a node made, by key."""
+        """The rows of a node's value, by key."""
         found: Rows = defaultdict(list)
         for place, row in self.values[node].items():
             found[self.tokens.get(place, place)].append(row)
@@ -148,7 +148,7 @@ class Outcome:
 
 
 class Plain(DistributedStrategy):
-    """Data parallelism and nothing else, in float64: every rank has the whole model, and gradients are summed."""
+    """Plain data parallelism in float64: every rank has the whole model, and gradients are summed."""
 
     precisions = SingleProcess.precisions
     within_setting = "none"
@@ -166,7 +166,7 @@ class Plain(DistributedStrategy):
 
 @dataclass(frozen=True)
 class NodeValues(NodeInputs):
-    """Notes what nodes make, row by row.
+    """Records the values that nodes make, row by row.
 
     Attributes:
         found: Outcome to which the values are added.
@@ -177,7 +177,7 @@ class NodeValues(NodeInputs):
     reversed_prompts: bool = False
 
     def write_result(self, node: Node, layout: Layout, step: Step) -> None:
-        """Note the value that a node made on this rank."""
+        """Record the value that a node made on this rank."""
         if not node.makes_value:
             return
         value, space = step.buffer.get(node.id, layout), step.buffer.space(node.id)
@@ -344,7 +344,7 @@ def _strategy(way: Way) -> TrainingStrategy:
 def _converse(
     module: RLModule, policy: str | None, rows: Any, environment: Any, n: int, temperature: float | None, *_: Any
 ) -> Rollout:
-    """Recorded conversations in place of those that an environment would hold."""
+    """Return recorded conversations in place of those that an environment would hold."""
     return with_tool(module._generate(policy, rows, n, temperature, None, ()), rewards=True)
 
 
@@ -366,7 +366,7 @@ class LossCall:
 
 
 class Observer:
-    """Stands between the controller and the nodes of a run: spoils what they read, and notes their losses.
+    """Stands between the controller and the nodes of a run: changes their inputs, and records their losses.
 
     Args:
         run: The run on this rank, with models loaded.
@@ -383,7 +383,7 @@ class Observer:
         self._backward, self._step = run.strategy.backward, run.strategy.step
 
     def attach(self) -> None:
-        """Take the place of the module's nodes and of the strategy's updates."""
+        """Replace the module's nodes and the strategy's updates."""
         module, strategy = self._run.module, self._run.strategy
         for node in self._run.graph.order:
             setattr(module, node.id, partial(self._call, node, getattr(module, node.id)))
@@ -394,7 +394,7 @@ class Observer:
         strategy.backward, strategy.step = self.backward, self.step  # type: ignore[method-assign]
 
     def backward(self, name: str, loss: Tensor, last: bool) -> None:
-        """As the strategy's; before it, the factors of the node's loss are noted."""
+        """Record the factors of the node's loss, then call the strategy's `backward`."""
         if self._way.derives:
             call = self._calls[name][-1]
             assert call.loss is not None
@@ -403,7 +403,7 @@ class Observer:
         self._backward(name, loss, last)
 
     def step(self, name: str, most: float = float("inf")) -> float:
-        """As the strategy's; before it, the gradient is noted, and compared with the derivative of the loss."""
+        """Record the gradient, compare it with the derivative of the loss, then call the strategy's `step`."""
         strategy, found = self._run.strategy, self._found
         gradient = {key: value.double().clone() for key, value in strategy.gradients(name).items()}
         found.gradients.setdefault(name, []).append(gradient)
@@ -464,7 +464,7 @@ class Observer:
         return narrow
 
     def _note(self, node: Node, loss: Tensor, values: dict[str, Any]) -> None:
-        """Note the losses of rows; of losses per token those in the mask."""
+        """Record the losses of rows; for losses per token, those in the mask."""
         assert node.role is not None
         updates, number = self._found.losses.setdefault(node.id, []), len(self._found.gradients.get(node.role, []))
         while len(updates) <= number:
@@ -493,11 +493,11 @@ class Observer:
             self._held = None
 
     def _score(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """A model's forward pass, in which nothing is held."""
+        """A model's forward pass, within which nothing is recorded or held."""
         return (method if self._held is None else self._held.without(method))(*arguments, **named)
 
     def _loss(self, role: str, calls: list[LossCall]) -> float:
-        """The loss of an update at the present weights, with what was detached held where it was."""
+        """The loss of an update at the present weights, with detached values held at their old ones."""
         handle: ModelHandle = getattr(self._run.module, role)
         total = 0.0
         for call in calls:
@@ -541,14 +541,14 @@ class Observer:
         return {"logprobs": value.logprobs - 3.0 * tool} if tool is not None and "logprobs" in given else {}
 
     def _beside(self, column: Tensor, node: Node, tool: Tensor | None) -> Tensor:
-        """What a node made for each token, `[B, T, ...]`; its padding is the node's own, so zeros are added to it."""
+        """A node's value for each token, `[B, T, ...]`; its padding is the node's own, so zeros are added to it."""
         if self._way.spoilt == "padding":
             return nn.functional.pad(column, (0, 0) * (column.dim() - 2) + (0, WIDER))
         counts = node.kind == "train" and tool is not None and tool.shape == column.shape
         return column + 3.0 * tool if counts and column.is_floating_point() else column  # type: ignore[operator]
 
     def _narrowed(self, result: Any, node: Node, values: dict[str, Any]) -> Any:
-        """A node's result without the columns of padding that were added to what it read."""
+        """A node's result without the columns of padding that were added to its inputs."""
         if self._way.spoilt != "padding":
             return result
         widths = {width for name, value in values.items() if (width := self._width(name, value)) is not None}

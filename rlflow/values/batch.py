@@ -45,7 +45,7 @@ class TokenRows:
 
 
 class Placed:
-    """Rows of a step, prompts or samples, with a path that identifies each row.
+    """Rows of a step (prompts or samples), each with a path that identifies it.
 
     Attributes:
         path: Path of each row; None where rows belong to no step.
@@ -68,7 +68,7 @@ class Placed:
     @property
     @computed_from("path")
     def episode(self) -> PerSample:
-        """`[B]` int64, equal for the rows of a group that are of one episode; here each row is one."""
+        """`[B]` int64, equal for the rows of a group that belong to one episode; here each row is one."""
         return self.index
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class ColumnKind(Enum):
-    """How one column is cut by rows, and so how it is packed, padded and masked."""
+    """How a column is cut by rows, and so how it is packed, padded and masked."""
 
     SAMPLE = "per sample"  # [B, ...]: one entry a row
     TOKEN = "per token"  # [B, T, ...]: right-padded; a row's entries are its response tokens
@@ -24,7 +24,7 @@ class ColumnKind(Enum):
 
 
 class OnDemand:
-    """Mark of a large field that is seldom read: sent only to nodes whose parameter has a type that asks for it."""
+    """Marks a large field that is seldom read: it is sent only to nodes whose parameter's type asks for it."""
 
 
 PerSample = Annotated[Tensor, ColumnKind.SAMPLE]

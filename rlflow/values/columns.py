@@ -62,7 +62,7 @@ class Column:
 
     @property
     def per_read_token(self) -> bool:
-        """Whether it is ragged, and a row has an entry for each token that a model reads."""
+        """Whether the column is ragged, with an entry for each token that a model reads."""
         return self.kind is ColumnKind.RAGGED and self.model_input == "per token"
 
     def empty(self, like: Tensor) -> Any:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class OwnRows:
-    """Mark of a return type: the value has rows of its own, below those that the node sees."""
+    """Marks a return type: the value has rows of its own, below those that the node sees."""
 
 
 NewRows = Annotated[T, OwnRows]

@@ -28,7 +28,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def bring_over(tensors: Iterable[Tensor]) -> None:
-    """Copy to the host each tensor that has no copy there yet, in one transfer for each device."""
+    """Copy to the host all tensors that have no copy there yet, in one transfer for each device."""
     lacking: dict[torch.device, dict[int, Tensor]] = {}
     for tensor in tensors:
         if not is_on_host(tensor) and not tensor.is_inference():

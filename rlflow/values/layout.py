@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """How many peers hold each shard."""
+        """Number of peers that hold each shard."""
         return len(self.ranks) // self.shards
 
     @property

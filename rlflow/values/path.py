@@ -53,7 +53,7 @@ class RowPath:
 
     @property
     def depth(self) -> int:
-        """How many numbers a path has."""
+        """Number of numbers in a path."""
         return self.numbers.shape[1]
 
     @property

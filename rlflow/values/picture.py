@@ -1,4 +1,4 @@
-"""`Picture`, an encoded image file of a prompt, and what is known of it before it is decoded."""
+"""`Picture`, an encoded image file of a prompt, and its facts that are known before it is decoded."""
 
 from __future__ import annotations
 

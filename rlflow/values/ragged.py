@@ -69,7 +69,7 @@ class Ragged:
         return Ragged(joined([self.values, other.values]), joined([self.lengths, other.lengths]))
 
     def shortened(self, by: Tensor) -> Ragged:
-        """Each row without its last entries, of which `by` `[B]` int64 gives the number; at most all of them."""
+        """Each row without its last entries; `by` `[B]` int64 is the number of entries to drop, at most all of them."""
         lengths = (on_host(self.lengths) - on_host(by)).clamp(min=0)
         rows = [row[:length] for row, length in zip(self.rows(), lengths.tolist(), strict=True)]
         return Ragged(torch.cat([self.values[:0], *rows]), on_device(lengths, self.lengths.device))

@@ -1,4 +1,4 @@
-"""What is set for the responses to some prompts in place of the settings of the run: of a dataset, or of validation."""
+"""Settings for the responses to some prompts that replace the run's: of a dataset, or of validation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SamplingSettings(Truncation):
 
 @dataclass(frozen=True)
 class ResponseSettings:
-    """What a dataset of a mixture sets for the responses to its prompts.
+    """A dataset's settings for the responses to its prompts, in a mixture.
 
     Attributes:
         max_tokens: Tokens of the longest response; None for those of the run.
@@ -42,7 +42,7 @@ class ResponseSettings:
 
 
 def require_temperature(temperature: float) -> None:
-    """Refuse a temperature at which logits are no longer finite, or 0."""
+    """Refuse a temperature of 0, or one at which logits are no longer finite."""
     if not 1 / HOTTEST <= temperature <= HOTTEST:
         raise UserError(
             f"`temperature` is {temperature}; it divides the logits, so give a number from {1 / HOTTEST:g} to"

@@ -1,4 +1,4 @@
-"""Sampling from some of the likeliest tokens: which tokens stay, and how a rollout notes them.
+"""Sampling from some of the likeliest tokens: which tokens stay, and how a rollout records them.
 
 Where tokens are cut off, a token is sampled from the probabilities of the others, divided by their sum. Its
 log-probability in a loss is over the same tokens, its *support*. Else the loss and the engine have other distributions,
@@ -65,7 +65,7 @@ class Truncation:
         return ", ".join(f"{name}: {getattr(self, name)}" for name, cuts in given.items() if cuts)
 
     def kept(self, logits: Tensor) -> Tensor:
-        """`[n, V]` bool, which tokens stay; of `logits` `[n, V]` divided by the temperature. Never none of a row."""
+        """`[n, V]` bool, the tokens that stay; of `logits` `[n, V]` divided by the temperature. Each row has some."""
         least = logits.amax(-1, keepdim=True) + (math.log(self.min_p) if self.min_p else -math.inf)
         if self.top_k is None and self.top_p == 1:
             return logits >= least

@@ -87,12 +87,12 @@ def _answer(request: dict[str, Any], kept: Any) -> Any:
 
 
 def load(path: str) -> None:
-    """Import the module at a dotted path; where a class is there, the module that it is in."""
+    """Import the module at a dotted path; for the path of a class, the module of the class."""
     _module_or_class(path)
 
 
 def adopt() -> None:
-    """From now on, make a process of this one's children whose parent has ended a child of this process.
+    """From now on, this process becomes the parent of processes whose parent, a child of this process, has ended.
 
     Nobody waits for such a child, so once it has ended it stays a zombie until this process ends.
     """
@@ -171,7 +171,7 @@ def _states() -> list[Any]:
 
 
 def named(path: str) -> Any:
-    """What is at a dotted path: in a module, or in a class of it."""
+    """The object at a dotted path: in a module, or in a class of it."""
     inside, _, name = path.rpartition(".")
     return getattr(_module_or_class(inside), name)
 

@@ -16,7 +16,7 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, Generat
 
 
 def copied(value: Any) -> Any:
-    """A value with data of its own; other objects, such as clients, locks and models, are the same ones.
+    """A value with data of its own; other objects, such as clients, locks and models, are not copied.
 
     Data are lists, tuples, dicts, sets, deques, arrays and tensors, also in each other, and generators of random
     numbers. Subclasses of these are other objects (a parameter, a memory-mapped array), and so are arrays and tensors

@@ -76,7 +76,7 @@ class Sandbox:
         self._limits = limits
 
     def run(self, program: str, given: str = "", keep_kb: int | None = None) -> Ran:
-        """Run a program to its end or its limit of time; what it raises or prints is in the result.
+        """Run a program to its end or its limit of time; its errors and its output are in the result.
 
         Args:
             program: Source text in Python.
@@ -137,7 +137,7 @@ def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
 
 
 def _in_memory(text: str) -> int:
-    """File descriptor of a file in memory with a text, at its beginning; a program may be too long for an argument."""
+    """File descriptor, at position 0, of a file in memory with a text; a program may be too long for an argument."""
     file = os.memfd_create("rlflow-text")
     with os.fdopen(os.dup(file), "wb") as written:
         written.write(text.encode("utf-8", "replace"))

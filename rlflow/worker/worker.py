@@ -143,7 +143,7 @@ class Worker:
         self._ask({"make": path, "given": given}, path)
 
     def call(self, method: str, /, *args: Any, **given: Any) -> Any:
-        """What a method of the stored object returns; a coroutine is awaited."""
+        """The value that a method of the stored object returns; a coroutine is awaited."""
         return self._ask({"call": method, "args": args, "given": given}, method)
 
     def read(self, name: str) -> Any:
@@ -151,7 +151,7 @@ class Worker:
         return self._ask({"read": name}, name)
 
     def function(self, path: str, /, *args: Any, **given: Any) -> Any:
-        """What the function at a dotted path returns; a coroutine is awaited."""
+        """The value that the function at a dotted path returns; a coroutine is awaited."""
         self._import(path)
         return self._ask({"function": path, "args": args, "given": given}, path)
 
@@ -163,7 +163,7 @@ class Worker:
         return value
 
     def text(self, name: str, method: bool, given: Mapping[str, Any]) -> str:
-        """What a tool returns, converted by `str` in the worker.
+        """The text that a tool returns, by `str` in the worker.
 
         Args:
             name: Name of a method of the stored object, or dotted path of a function.
@@ -193,12 +193,12 @@ class Worker:
         self._of_child("adopt")
 
     def close_if_others_run(self) -> None:
-        """`close`, if processes are left that the code started after `adopt`; the next call starts the worker again."""
+        """Call `close` if processes are left that the code started after `adopt`; the next call starts a worker."""
         if self._process is not None and (not self.runs or psutil.Process(self._process.pid).children()):
             self.close()
 
     def kill(self) -> None:
-        """Kill the process, so that a call in progress fails; another thread may call it than the worker's own."""
+        """Kill the process, so that a call in progress fails; may be called from another thread."""
         process = self._process
         if process is not None:
             process.kill()
@@ -212,7 +212,7 @@ class Worker:
             self._imported.add(module)
 
     def _of_child(self, function: str, *args: Any) -> Any:
-        """What a function of `child.py` returns, within `limits.start_seconds`."""
+        """The value of a function of `child.py`, within `limits.start_seconds`."""
         return self._ask({"function": f"__main__.{function}", "args": args}, function, self.limits.start_seconds)
 
     def _ask(self, request: dict[str, Any], asked: str, seconds: float | None = None) -> Any:
@@ -288,7 +288,7 @@ class Worker:
         return line
 
     def _wait_until(self, until: float) -> None:
-        """Let what is sent or received next raise a `TimeoutError` then."""
+        """Let sends and receives raise a `TimeoutError` at the time `until`."""
         self._socket.settimeout(max(0.001, until - time.monotonic()))
 
     def _ending(self) -> str:
@@ -327,7 +327,7 @@ class WorkerPool:
             self._free.put(Worker(limits))
 
     def call(self, method: Callable[..., Result], /, *args: Any, **given: Any) -> Result:
-        """What a method of `Worker` returns when called on a free worker, with these arguments.
+        """The value that this method of `Worker` returns on a free worker, with these arguments.
 
         Raises:
             WorkerError: The call returned no value, see `Worker`.

@@ -1,4 +1,4 @@
-"""What scores a response: its parameters name the response and columns of the data."""
+"""Rewards: functions that score a response. Their parameters name the response and columns of the data."""
 
 
 def exact(response: str, answer: str) -> float:

@@ -329,7 +329,7 @@ class VLLMEngine(InProcessEngine):
             self._asleep = {WEIGHTS, CACHE}
 
     def wake_up(self) -> None:
-        """See `RolloutEngine.wake_up`. Where a sync shall bring the weights, the cache gets its memory after it."""
+        """See `RolloutEngine.wake_up`. If a sync brings weights, the cache gets its memory after the sync."""
         self._begun += 1
         self._wake({WEIGHTS} if self.policy_version == NO_VERSION else {WEIGHTS, CACHE})
 
@@ -403,7 +403,7 @@ class VLLMEngine(InProcessEngine):
         return [self._completion(request, prompt) for request, prompt in zip(requests, prompts, strict=True)]
 
     def _prompt(self, tokens: Sequence[int], pictures: Sequence[Picture], opened: Mapping[Picture, Any]) -> Any:
-        """A prompt in vLLM's form. After each `wake_up` the salt is another, so blocks cached before are not found.
+        """A prompt in vLLM's form. Its salt changes with each `wake_up`, so blocks cached before are not found.
 
         vLLM expands the placeholder of a picture itself, also one that is expanded already.
         """
@@ -495,7 +495,7 @@ class VLLMEngine(InProcessEngine):
         renew_convolutions(self._model)
 
     def _parameter(self, place: str) -> Tensor:
-        """What the engine computes with at a place; on a GPU a view of vLLM's parameter."""
+        """The parameter that the engine computes with at a place; on a GPU a view of vLLM's parameter."""
         return read_back(self._model, place, self._model_type, self._wide_head)
 
     @torch.no_grad()
@@ -513,7 +513,7 @@ def _opened(pictures: Sequence[Sequence[Picture]]) -> dict[Picture, Any]:
 
 
 def read_by_vllm(config: PretrainedConfig) -> dict[str, Any]:
-    """Settings of a model that vLLM is given in place of transformers', so that it computes the same.
+    """Settings of a model that vLLM gets in place of transformers' settings, so that it computes the same.
 
     A token of Cohere 2 sees `sliding_window` tokens with itself in transformers, and one more in vLLM.
     """
@@ -535,7 +535,7 @@ UNSERVED = {
 
 
 def unserved_pictures(config: PretrainedConfig, tensor_parallel_size: int) -> str | None:
-    """Why `VLLMEngine` refuses a model that reads more than text, as in `unserved`; None where it takes it."""
+    """Why `VLLMEngine` refuses a model that reads pictures, as in `unserved`; None if it takes it."""
     if not reads_pictures(config):
         return f"is part of a {config.model_type!r}, which reads more than text and was not tried in vLLM"
     if tensor_parallel_size > 1:

@@ -62,7 +62,7 @@ def import_vllm(allow_untested: bool) -> Any:
 
 @contextmanager
 def runner_chosen(name: str | None) -> Iterator[None]:
-    """Let vLLM take the model runner `v1` or `v2` for the engine that is built, and for no later one."""
+    """A context in which vLLM uses the model runner `v1` or `v2` for the engine that is built."""
     from vllm import envs
 
     before = os.environ.get(RUNNER)
@@ -79,7 +79,7 @@ def runner_chosen(name: str | None) -> Iterator[None]:
 
 @contextmanager
 def process_state_kept(device: torch.device) -> Iterator[None]:
-    """Restore the random states of torch, Python and NumPy, and `torch.set_num_threads`, which vLLM changes.
+    """A context that restores the random states of torch, Python and NumPy, and `torch.set_num_threads`.
 
     vLLM seeds these generators and, on the CPU, disables `torch.set_num_threads`. Training uses both. Of GPUs, only the
     state of `device` is restored.
@@ -146,7 +146,7 @@ def shared_memory_named() -> Iterator[None]:
 
 @contextmanager
 def machines_counted_at_once() -> Iterator[None]:
-    """Let vLLM count the machines of a group in one round. Its own count takes a round for each, in turn."""
+    """A context in which vLLM counts the machines of a group in one round. Its own count takes a round for each."""
     from vllm.distributed import parallel_state
 
     own = parallel_state._node_count

@@ -1,4 +1,4 @@
-"""vLLM's own classes of models that its registry cannot find by itself, registered in this process.
+"""Registers classes of vLLM for models that its registry does not find by itself.
 
 Files of vLLM with models that read videos import torchvision, of which no build for the CPU is in the locks. Nothing of
 it is used for text or pictures. See docs/design/0039.
@@ -51,7 +51,7 @@ CLASSES = {  # by the type of models
 
 
 def register_model(model_type: str) -> None:
-    """Tell vLLM its own class for a type of models in `CLASSES`; of other types this does nothing.
+    """Register vLLM's own class for a type of models in `CLASSES`; does nothing for other types.
 
     vLLM imports files in a process of its own to find what classes can do, and that import fails without torchvision.
     Classes that are registered it asks in this process.
@@ -68,7 +68,7 @@ def register_model(model_type: str) -> None:
 
 @contextmanager
 def _torchvision_stood_in() -> Iterator[None]:
-    """Let empty modules stand in for torchvision, where it is not installed."""
+    """A context in which empty modules replace torchvision, if it is not installed."""
     from transformers.utils.import_utils import is_torchvision_available
 
     names = () if is_torchvision_available() else STAND_INS  # remembered by transformers from here on
@@ -85,7 +85,7 @@ def _torchvision_stood_in() -> Iterator[None]:
 
 @cache
 def _for_pictures(kind: Any, processor: str) -> Any:
-    """A subclass of vLLM's model that takes pictures and no videos, for which it would need torchvision.
+    """A subclass of vLLM's model that takes pictures but no videos; for videos it would need torchvision.
 
     Args:
         kind: vLLM's class.

@@ -221,7 +221,7 @@ def _rows(sources: list[str], place: str, parts: list[tuple[int, int, int]]) -> 
 
 
 def read_back(model: Any, place: str, model_type: str, wide_head: bool = False) -> Tensor:
-    """The weight that the engine computes with at a parameter, unpacked; of experts in the trainer's layout.
+    """The weight that the engine computes with at a parameter, unpacked; for experts, in the trainer's layout.
 
     Args:
         model: vLLM's model.
@@ -322,7 +322,7 @@ TRANSPOSED = {  # GPT-OSS's: [E, in, out], gate and up alternate
 
 
 def unserved_experts(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
-    """Why `VLLMEngine` refuses a mixture of experts, as in `unserved`; None where it takes it, or it is no mixture.
+    """Why `VLLMEngine` refuses a mixture of experts, as in `unserved`; None if it takes it, or it is no mixture.
 
     Args:
         config: The transformers configuration of the model's text part.
@@ -434,7 +434,7 @@ def pieces_of_experts(module: Any, path: str, model_type: str) -> Iterator[Piece
 
 
 def read_experts(module: Any, kind: str, model_type: str) -> Tensor:
-    """What the kernel computes with at an experts' parameter, such as `w13_weight`, in the trainer's layout."""
+    """The weights with which the kernel computes at an experts' parameter (`w13_weight`), in the trainer's layout."""
     parameter: Tensor = module.get_parameter(kind)
     if parameter.is_cpu and parameter.dim() == 3:
         parameter = _in_order(parameter, _kernel(module).isa)
@@ -451,7 +451,7 @@ def _kernel(module: Any) -> Any:
 
 
 def _in_order(packed: Tensor, isa: str | None) -> Tensor:
-    """The weights `[E, N, K]` that the CPU build has packed for its kernel of experts; None of a convolution."""
+    """The weights `[E, N, K]` that the CPU build has packed for its kernel; `isa` is None for a convolution."""
     order = _order(packed.shape[1], packed.shape[2], packed.dtype, isa)
     plain = torch.empty_like(packed).flatten(1)
     plain[:, order] = packed.flatten(1)
