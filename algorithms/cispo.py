@@ -18,7 +18,7 @@ class CISPO(GroupRelative):
     `actor/clip_fraction` is the share of tokens whose ratio is above the cap.
 
     Args:
-        clip_high: Highest weight of a token, as a distance above 1.
+        clip_high: Highest weight of a token, less 1.
     """
 
     clip_high: float = 4.0

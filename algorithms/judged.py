@@ -29,9 +29,9 @@ class Judged(RLModule):
         rubric: Question that the judge answers, and how a grade is read from its answer.
         judge_length: The most tokens of a verdict; no more than `max_response_length`.
         judge_coef: Weight of the grade, which is from 0 to 1.
-        on_too_long: What happens to a response if the judge's question is longer than `data.max_prompt_length`: `raise`
-            ends the run, `zero` does not ask the judge and gives it 0; `verdict/too_long` is the share of such
-            responses.
+        on_too_long: Treatment of a response if the judge's question is longer than `data.max_prompt_length`. `raise`
+            ends the run. `zero` does not ask the judge, and gives the response 0; `verdict/too_long` is the share of
+            such responses.
     """
 
     judge: CausalLM | str = field(kw_only=True)
@@ -47,7 +47,7 @@ class Judged(RLModule):
         super().__post_init__()
         if getattr(self, "reward_model", None) is not None:
             raise UserError(
-                "`reward_model` and `judge` are set, and what a model says of a response is one number; leave one out"
+                "`reward_model` and `judge` are set, and only one model gives `model_scores`; leave one out"
             )
         vars(self).pop("model_scores", None)  # which nobody else gives
 

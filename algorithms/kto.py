@@ -31,8 +31,8 @@ class KTO(RLModule):
         actor: The model to train.
         beta: How soon gains and losses saturate, above 0.
         reference: The frozen model in the denominator of log ratios; None for the actor's initial weights.
-        good_weight: lambda_D. If good and bad rows are not as many, the paper lets lambda_D times the number of good
-            rows be from 1 to 1.5 times lambda_U times the number of bad ones (equation 9).
+        good_weight: lambda_D. If the numbers of good and bad rows, n_D and n_U, differ, the paper takes lambda_D n_D
+            from 1 to 1.5 times lambda_U n_U (equation 9).
         bad_weight: lambda_U.
         label: Column that is true if the response is good.
     """

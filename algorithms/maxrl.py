@@ -29,7 +29,7 @@ class MaxRL(GroupBaseline, Clipped, Scored):
     def advantages(self, rollout: Grouped, rewards: PerSample) -> PerSample:
         if (least := self.all_rows(rewards).min()) < 0:
             raise UserError(
-                f"a reward is {least:g}, and MaxRL divides by a group's mean; give 0 or more, 1 where right"
+                f"a reward is {least:g}, and MaxRL divides by a group's mean; give 0 or more, 1 for a right response"
             )
         self.log("actor/useful_share", group_has_signal(rewards, rollout.group), rollout.first)
         centred = group_normalized_advantages(rewards, rollout.group, False, episode=rollout.episode)

@@ -12,7 +12,7 @@ from .policy_gradient import Clipped, Scored
 
 @dataclass(eq=False)
 class ReMax(Clipped, Scored):
-    """The reward less that of the greedy response to the same prompt, which a second node generates; no group.
+    """The reward less the reward of the prompt's greedy response, which a second node generates; no group.
 
         A_t = r(x, y) - r(x, greedy y) - kl.coef (k1_t + k1_t+1 + ... to the end)
 

@@ -20,8 +20,8 @@ class SelfDistillation(RLModule):
 
     Args:
         actor: The policy.
-        hint: What the teacher reads in place of the prompt: a template in which `{prompt}` is the prompt, and other
-            names are columns of the dataset's row.
+        hint: Template that the teacher reads in place of the prompt: `{prompt}` is the prompt, and other names are
+            columns of the dataset's row.
         decay: Decay of the teacher's average per step, from 0 to below 1; 0 is the policy of the step before.
         group_size: Responses to each prompt.
         max_response_length: Tokens after which a response is cut.

@@ -26,8 +26,8 @@ class SelfPlay(RLModule):
         solver: The policy that answers questions; in validation it answers the dataset's prompts.
         proposer: The policy that asks questions.
         reward: The reward function that scores an answer, from 0 to 1, by the question in the row's `column`.
-        ask: What the proposer reads: a template in which `{prompt}` is the dataset's prompt, and other names are
-            columns of its row.
+        ask: Template of the proposer's prompt: `{prompt}` is the dataset's prompt, and other names are columns of its
+            row.
         column: The column of the row in which the reward finds the question; dots step into a column.
         questions: Questions to each prompt, at least 2.
         answers: Answers to each question, at least 2.

@@ -1,8 +1,8 @@
 """Reinforcement-learning post-training of language models, without a central node.
 
-What an algorithm is written with is here. `rlflow.algorithms` has the algorithms, `rlflow.functional` the maths,
-`rlflow.rewards` what scores responses, `rlflow.state` what is remembered from step to step, and `rlflow.types` types of
-parts of a value, for nodes that need no more.
+This module has the names that an algorithm is written with. `rlflow.algorithms` has the algorithms, `rlflow.functional`
+the maths, `rlflow.rewards` the rewards, and `rlflow.state` state that lasts from step to step. `rlflow.types` has types
+of parts of a value, for nodes that need no more.
 """
 
 from __future__ import annotations

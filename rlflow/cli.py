@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     the run came to its end.
 
     Args:
-        arguments: Instead of those of the command line; they are run in this process.
+        arguments: Arguments in place of the command line's; they are run in this process.
     """
     of_process = arguments is None
     if of_process:

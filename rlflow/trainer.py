@@ -297,8 +297,8 @@ class Trainer(RunningTrainer):
             if is_initialized() and (ranks := Transport().world_size) != settings.world_size:
                 raise UserError(
                     f"`trainer.devices` gives {settings.world_size} rank{'s' * (settings.world_size > 1)}, and an"
-                    f" earlier run in this process had {ranks}, which make each run of a script together; give the same"
-                    " number and call it on all ranks, or write it to another script"
+                    f" earlier run in this process had {ranks}; all runs of a script have the same ranks. Give the same"
+                    " number and call it on all ranks, or put it into another script"
                 )
             with warnings.catch_warnings():
                 if "SLURM_JOB_ID" not in os.environ:  # in a job the hint is right

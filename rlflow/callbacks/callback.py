@@ -55,7 +55,7 @@ class Callback:
     """A user's own code that runs at fixed points of a run. Override the hooks that you need.
 
     Every rank calls its callbacks with the same metrics, so a decision that follows from metrics is the same on all
-    ranks. A hook that only one rank should run, such as one that writes a file, checks `trainer.is_global_zero`.
+    ranks. A hook for one rank only, such as a hook that writes a file, checks `trainer.is_global_zero`.
 
     Example:
         ```python

@@ -92,8 +92,8 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
     for key, count in keys.items():
         if count > 1:
             raise UserError(
-                f"{count} callbacks have the `state_key` {key!r}, so a checkpoint could keep the state of one alone;"
-                " override `state_key` to return another for each"
+                f"{count} callbacks have the `state_key` {key!r}, so a checkpoint could hold the state of only one;"
+                " override `state_key`, so that each has its own"
             )
     for callback in callbacks:
         for name in HOOKS:

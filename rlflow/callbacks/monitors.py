@@ -31,7 +31,7 @@ class LearningRateMonitor(Callback):
     ) -> None:
         if logging_interval not in (None, "step"):
             raise UserError(
-                f"`logging_interval` of LearningRateMonitor is {logging_interval!r}; metrics are of steps: leave it out"
+                f"`logging_interval` of LearningRateMonitor is {logging_interval!r}; a run logs by step: leave it out"
             )
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
 

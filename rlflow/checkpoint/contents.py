@@ -69,7 +69,7 @@ class Checkpoint:
         roles: Names of the roles that are trained, and of averages of them.
         module: The algorithm. Its `state_dict` has coefficients, memories of prompts, replay buffers and the like.
         changed: Parts that only some ranks change. The checkpoint has each entry of such a state as it is on the first
-            rank that changed it since the run began. If no rank did, it is that of the first rank that has the entry.
+            rank that changed it since the run began. If no rank did, it is from the first rank that has it.
         alike: Parts whose state is the same on all ranks; rank 0 writes it.
         of_rank: Parts whose state differs from rank to rank; each rank writes its own. The part `random` is restored
             only if the run resumes on the same number of ranks.
@@ -131,7 +131,7 @@ class Checkpoint:
                 if changed and digest_of_other != expected:
                     raise UserError(
                         f"`{name}` of the module's state is one tensor on rank {first} and another on rank {other}, and"
-                        " a checkpoint has one; change it from what all ranks know, as `all_rows` and `mean` give it"
+                        " a checkpoint has one; compute it from values that all ranks share, as of `all_rows` or `mean`"
                     )
             if first == rank:
                 tensors[name] = here.tensors[name]
@@ -227,7 +227,7 @@ class RandomStates:
     """The states of the random generators of Python, numpy and torch, JSON-able.
 
     Args:
-        device: Device of the rank; if it is a GPU, the states include that of its generator.
+        device: Device of the rank; if it is a GPU, the states include its generator's state.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -45,16 +45,16 @@ def conform(
 
     Args:
         algorithm: Algorithm that it should be: GRPO, DrGRPO, DAPO, RLOO, PPO, GSPO, CISPO and others.
-        loss: Function of logprobs, advantages and a mask that returns the loss, or that of each token; a class derived
-            from TRL's GRPOTrainer.
-        advantages: Function of rewards that returns advantages; a class derived from TRL's GRPOTrainer.
+        loss: Function of logprobs, advantages and a mask that returns the loss, or the loss of each token; or a class
+            derived from TRL's GRPOTrainer.
+        advantages: Function of rewards that returns advantages; or a class derived from TRL's GRPOTrainer.
         aggregation: Function of a loss per token and a mask that returns one number.
         normalization: Function of numbers and a mask that whitens them.
         logprobs: Function of logits, or of a model, and token ids that returns logprobs.
         micro: How a trainer joins the values of micro-batches: it adds them up, or takes their mean.
         ranks: How a trainer joins the values of ranks.
         settings: Numbers of the algorithm, or arguments of the function, by name: --settings.kl_coef 0.04.
-        names: Quantities of parameters whose names do not tell: --names.lp logprobs.
+        names: Quantities of parameters whose names do not say them: --names.lp logprobs.
         dtype: Dtype of the tensors that it is called with.
         museum: Run it on the bugs and the right functions of docs/museum.md, in place of a function.
 

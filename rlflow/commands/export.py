@@ -47,7 +47,7 @@ def export(
             folder in Hugging Face's or peft's form.
         to: A new folder.
         form: `merged` for a whole model in Hugging Face form; `adapter` for one in peft's form.
-        dtype: Dtype of the weights, `bf16` or `fp32`; None for that of the model, or of an adapter's base.
+        dtype: Dtype of the weights, `bf16` or `fp32`; None for the dtype of the model, or of an adapter's base.
         role: Role of a checkpoint whose weights are written.
         trust_remote_code: Run the code that is stored next to the base's weights; read it first.
 
@@ -80,7 +80,7 @@ def export(
             source = whole
         if wanted is not None and not any(source.glob("*.safetensors")):
             raise UserError(
-                f"`--dtype` is {dtype!r}, and {str(model)!r} has no *.safetensors, of which alone weights are cast;"
+                f"`--dtype` is {dtype!r}, and {str(model)!r} has no *.safetensors, the only files that are cast;"
                 " leave `--dtype` out, or save the model as safetensors first"
             )
         if source != to:
@@ -103,9 +103,7 @@ def of_checkpoint(checkpoint: Path, role: str, dtype: torch.dtype | None, to: Pa
     run = checkpoint.resolve().parents[1]
     like = next((path for path in (run / f"model-{role}", run / "model") if path.is_dir()), None)
     if like is None:
-        raise UserError(
-            f"{run} has no `model`, of which config and tokenizer are needed; let the run save its model once"
-        )
+        raise UserError(f"{run} has no `model`, whose config and tokenizer are needed; let the run save its model once")
     index = RoleIndex.read(checkpoint / index_name(role))
     stored = StoredRole(checkpoint, role, index)
     if missing := index.shapes.keys() - {name.removeprefix(OF_ADAPTER) for name in weight_names(like)}:

@@ -54,8 +54,8 @@ def play(
     Args:
         configured: The algorithm with the environment, and the data.
         row: Row of the training data, from 0.
-        replies: File of what the policy says: turns, a line each, or .jsonl; else standard input.
-        tokens: Show tokens, and who wrote which.
+        replies: File with the policy's turns, a line each, or .jsonl; else standard input.
+        tokens: Show tokens, and who wrote each of them.
         environment: Name of an environment of the module, where it has several.
 
     Raises:
@@ -136,7 +136,7 @@ def _row(data: PromptData, row: int) -> dict[str, Any]:
 
 
 def _show_end(screen: Screen, view: Conversation, whose: str) -> None:
-    """Show the outcome of a conversation; in a game, that of a seat."""
+    """Show the outcome of a conversation, or in a game the outcome of a seat."""
     for message in view.messages:
         if "unread" in message:
             screen.block(f"environment {message['role']}", "which no turn reads", written(message))

@@ -50,7 +50,7 @@ def report(
         draw: PATH.png, .svg or .pdf; else RUN_DIR/timeline.png.
         html: Write one HTML file that needs no network: health, curves, samples, timeline, graph, config.
         to: The HTML file; else RUN_DIR/report.html.
-        watch: Serve the page on this machine's loopback instead, made anew while the run goes on; needs `--html`.
+        watch: Serve the page on this machine's loopback instead, and renew it during the run; needs `--html`.
 
     Raises:
         UserError: The folder holds no traces, or not those of the step; or for a page no metrics.
@@ -59,7 +59,7 @@ def report(
         raise UserError(f"`--draw` is {str(draw)!r}; end it in one of {', '.join(SUFFIXES)}")
     if html:
         if draw is not None:
-            raise UserError("`--draw` is of the report without a page; leave it out, or leave out `--html`")
+            raise UserError("`--draw` belongs to the report without a page; leave it out, or leave out `--html`")
         _page_of([run_dir, *others], step, steps, to or run_dir / PAGE_FILE, watch)
         return
     if others or watch or to is not None:

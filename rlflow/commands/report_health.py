@@ -20,7 +20,7 @@ class Range:
         healthy: The range in words, as in the documentation.
         otherwise: Advice where the metric is outside, as in the documentation.
         low: Smallest healthy value.
-        high: Largest healthy value; 0 is for counts of failures, of which one in any step is unhealthy.
+        high: Largest healthy value; 0 is for counts of failures: one failure in any step is unhealthy.
         share_of: The range is of the metric divided by this one.
     """
 

@@ -35,7 +35,7 @@ from rlflow.settings import VALIDATION
 
 MOST_BYTES = 2_000_000  # of the samples of all runs, as JSON
 MOST_SAMPLES = 400  # of a run
-MOST_REPEATED = 8  # prompts that come in several steps, and of which all samples are wanted
+MOST_REPEATED = 8  # prompts that come in several steps, all of their samples chosen
 MOST_CHARACTERS = 20_000  # of a text of a sample, where the samples are cut
 PANELS: dict[str, tuple[str, ...]] = {  # metrics by title; `*/kl` is of any model
     "Reward": ("reward/mean", "greedy_reward/mean", "best/reward"),
@@ -425,7 +425,7 @@ def _about_edges(traced: Traced) -> Iterator[str]:
         yield "A dashed edge is exchanged between ranks; no traces of this run have its bytes."
         return
     yield (
-        "A dashed edge is exchanged between ranks: beside it are the bytes of the rows that went from one rank to"
+        "A dashed edge is exchanged between ranks: its label has the bytes of the rows that went from one rank to"
         f" another in step {traced.step}, {in_bytes(sum(traced.sent.values()))} over all edges. Readers with one"
         " layout share an exchange."
     )

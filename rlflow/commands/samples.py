@@ -33,11 +33,11 @@ def samples(
 
     Args:
         run_dir: The folder of a run, whether it ended or not.
-        step: Print samples of this step alone, from 1.
-        last: Print samples of the last step alone.
-        row: Print samples of this row of the dataset alone, from 0.
-        ended: Print samples that ended this way alone.
-        reward_below: Print samples with a smaller reward alone.
+        step: Print only samples of this step, from 1.
+        last: Print only samples of the last step.
+        row: Print only samples of this row of the dataset, from 0.
+        ended: Print only samples that ended in this way.
+        reward_below: Print only samples with a smaller reward.
 
     Raises:
         UserError: There are none, or none of the step, or their file is damaged.

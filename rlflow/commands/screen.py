@@ -19,7 +19,7 @@ COLOURS |= {"tool": "yellow", "policy": "green", "environment": "cyan"}
 class Screen:
     """Standard output. In a pipe, and where `NO_COLOR` is set, without colours; in a pipe lines are not wrapped.
 
-    What a model or a dataset wrote can do nothing there but be read: a control character is shown as Python writes it.
+    Texts of models and datasets cannot control the terminal: a control character is shown as Python writes it.
     """
 
     def __init__(self) -> None:

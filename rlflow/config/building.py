@@ -55,7 +55,7 @@ def instance(cls: type, items: Any, keys: tuple[str, ...], within: tuple[str, ..
         written: Returns the key as the user wrote it, as for `built`.
 
     Raises:
-        UserError: The constructor, or that of a part, refused its arguments, or a library is missing.
+        UserError: The constructor of the object or of a part refused its arguments, or a library is missing.
     """
     arguments = arguments_of(cls)
     values = {

@@ -229,7 +229,7 @@ def _of_class(value: Mapping[str, Any], classes: list[type], keys: tuple[str, ..
         yield Mistake((*keys, "class_path"), str(error), path)
         return
     if isabstract(cls):
-        others = f"which others are made of; name one of those{such_as(path, classes)}"
+        others = f"which is abstract; name a class made of it{such_as(path, classes)}"
         yield Mistake((*keys, "class_path"), f"names the class {path}, {others}", path)
     if isinstance(inner, Mapping):
         yield from _of_arguments(inner, arguments_of(cls), (*keys, "init_args"))

@@ -121,7 +121,7 @@ def _class(old: Any, new: Mapping[str, Any], classes: list[type]) -> dict[str, A
 
 
 def _whole(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping with `class_path` and `init_args` as keys; one that has neither is the arguments."""
+    """A mapping with `class_path` and `init_args` as keys; a mapping with neither is taken as the arguments."""
     if CLASS not in value and ARGUMENTS not in value:
         return {ARGUMENTS: value}
     return {key: _plain(each) for key, each in value.items()}

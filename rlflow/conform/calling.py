@@ -145,8 +145,8 @@ class Function:
             parameters = inspect.signature(call).parameters
         except ValueError as error:  # of a function written in C
             raise UserError(
-                f"{name} does not say its parameters, so it cannot be called by their names; give a Python function"
-                " that calls it"
+                f"the parameters of {name} cannot be read, so it cannot be called by their names; give a Python"
+                " function that calls it"
             ) from error
         for given, meant in names.items():
             if given not in parameters:
@@ -175,7 +175,7 @@ class Function:
                 hint = did_you_mean(each.name, [name for quantity in known for name in NAMES[quantity]])
                 raise UserError(
                     f"{name} has a parameter `{each.name}`, which is none of {told}.{hint} Give its number by"
-                    f" --settings.{each.name}, or which of these it stands for by --names.{each.name}"
+                    f" --settings.{each.name}, or name the quantity that it stands for by --names.{each.name}"
                 )
         taken = {*takes.values()}
         neutral = {name: x for name, x in NEUTRAL.items() if not taken & {name, "config"}}

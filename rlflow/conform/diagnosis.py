@@ -147,7 +147,7 @@ def conform(
         micro: Way in which its values of micro-batches become one, `sum` or `mean`; None if the caller does not say.
         ranks: Way in which its values of ranks become one, `sum` or `mean`.
         settings: Numbers, by the name of a setting or of a parameter.
-        names: Quantities of parameters whose names do not tell.
+        names: Quantities of parameters whose names do not say them.
         dtype: Dtype of the cases.
 
     Raises:
@@ -327,9 +327,7 @@ class _Watched:
         if by is None:
             return seen
         if not entries.requires_grad:
-            raise UserError(
-                f"{name} returned a value without a gradient to `{by}`; a loss is expected that can be descended"
-            )
+            raise UserError(f"{name} returned a value without a gradient to `{by}`; a differentiable loss is expected")
         gradient = _gradient(entries, fresh.given[by])
         if view.case.edge and not gradient.isfinite().all():
             self.notes.append(f"{view}: its gradient has {_first_broken(gradient)} ({view.case.edge})")

@@ -39,7 +39,7 @@ def of_weights(found: Tensor, right: Tensor, advantages: Tensor, has_kl: bool) -
 
     Args:
         found: `[B, T]`, the gradient of an on-policy loss of rows of one length.
-        right: `[B, T]`, that of the algorithm's own.
+        right: `[B, T]`, the gradient of the algorithm's own loss.
         advantages: `[B, T]`, the same for all tokens of a row.
         has_kl: Whether the loss has a KL to a reference, which is the same policy here.
     """

@@ -28,7 +28,7 @@ class Option:
     Attributes:
         text: Description of what it does, as a difference from other ways.
         compute: The computation, a function of its term's arguments; None where the reference knows it by its name.
-        instead_of: Options of the term beside which it is a convention, a choice that the field makes both ways.
+        instead_of: Options that it is an alternative to by convention: the field makes both choices.
     """
 
     text: str
@@ -69,7 +69,7 @@ class Case:
         parts: Rows of each part into which the batch is cut; empty for a case that is called whole alone.
         is_even: Groups are of one size and stand in order, so that a function that knows the size alone is right.
         tolerance: Largest difference allowed in an output, relative to the largest or to 1.
-        edge: Why not every right function has an answer: one that raises or returns NaN is noted; empty for most cases.
+        edge: Why a right function may have no answer: an error or NaN is then only noted; empty for most cases.
         needs: A quantity that a function must take to be called with it.
     """
 

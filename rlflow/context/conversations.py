@@ -117,7 +117,7 @@ class ConverseCall:
         layout: Layout of the node's rows; ranks that share an engine run the same conversations.
         players: Policy that plays a seat in place of `policy`, its temperature and its truncation, by seat.
         rows_of: Ids of prompts `[N]` to their places in the dataset `[N]`.
-        part: With `trainer.partial_rollout`, how far conversations get in this call; None for whole ones.
+        part: Limits of conversations in this call, with `trainer.partial_rollout`; None for whole ones.
         stop_token_ids: Tokens that end every turn of a policy, in addition to those of the sampling.
     """
 
@@ -185,8 +185,8 @@ class ConversationRunner:
                 environment may limit a turn further.
             call: The node, and the versions of its policies.
             earlier: See `SampleIds.of`, so that seeds and paths differ from those of earlier calls.
-            on_end: Called with each conversation that is over, while others go on, unless its environment still rewards
-                its group; None for nothing.
+            on_end: Callback for each conversation that is over, while others are in progress; not called if the
+                environment still rewards its group. None for nothing.
             pictures: Numbers of the pictures of each prompt, see `Batch`; None where no prompt has any.
 
         Returns:
@@ -412,7 +412,7 @@ class ConversationRunner:
         session = Session(definition, host, row, environment.max_tool_calls, key, place, made)
 
         def seed_of_turn(turn: int) -> int:
-            """Seed of a turn. What is sampled of an open turn now gets other noise than its beginning had."""
+            """Seed of a turn. The rest of an open turn is sampled with other noise than its beginning."""
             return seed_of("", turn, call.draw if turn == open_turn else draw)
 
         if begun is not None:
@@ -531,7 +531,7 @@ class EnvironmentHosts:
         self._processes: list[Host] = []
 
     def take(self, environment: Environment, conversation: int) -> Host:
-        """A host for a conversation: the one that waits for it, else a free one, else a new one.
+        """A host for a conversation: the host that waits for it, else a free host, else a new one.
 
         If a new one has a process, that starts with the first call.
 

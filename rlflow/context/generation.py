@@ -68,8 +68,8 @@ def parents_of(rows: Any, node: Node, own: RowPath) -> RowPath:
     """
     if not isinstance(rows, Batch | Pairs | Rollout):
         raise UserError(
-            f"node `{node.id}` generates from a {type(rows).__name__}; give prompts, such as `batch` or what"
-            " `as_prompts` makes, or a `Rollout` to continue"
+            f"node `{node.id}` generates from a {type(rows).__name__}; give prompts, such as `batch` or the result of"
+            " `as_prompts`, or a `Rollout` to continue"
         )
     if rows.path is None and len(rows.prompt_ids) == len(own):
         return own
@@ -128,7 +128,7 @@ def require_no_seats(what: str, environment: Environment) -> None:
         if definition.seats:
             raise UserError(
                 f"{what} with {definition.path}, which has the seats {', '.join(definition.seats)}, and"
-                " `trainer.partial_rollout` is set; a game is not cut off, for the views of its seats hang together."
+                " `trainer.partial_rollout` is set; a game cannot be cut off, since its seats depend on each other."
                 " Leave `partial_rollout` out"
             )
 
@@ -210,8 +210,8 @@ class GenerationHistory:
     def returned(self, rollout: Rollout, depth: int) -> Rollout:
         """A node's result, changed so that a token which several rows share is in the loss mask of one of them alone.
 
-        That is the first of these rows by path. `inherited` then counts the tokens that came with a row that the node
-        read, and not those of a row that it made and continued itself, which no other node sees.
+        That is the first of these rows by path. `inherited` then counts the tokens of rows that the node read. Tokens
+        of rows that it made and continued itself, which no other node sees, are not counted.
 
         Args:
             rollout: Some of the rows that the node made, in any order.

@@ -62,11 +62,11 @@ class Running:
     Attributes:
         node: The node that runs.
         space: The rows that the node sees, on all ranks.
-        layout: Layout: how these rows are distributed to the ranks that run the node.
+        layout: Distribution of these rows to the ranks that run the node.
         draw: Number of the draw of prompts that the node runs on, from 0; sampling seeds depend on it.
         versions: Version of the weights that each policy's engine must hold; empty in train nodes and validation.
         metrics: This rank's metrics of the step, to which `log` adds.
-        part: How far responses get in this call, with `trainer.partial_rollout`; None for whole responses.
+        part: Limits of responses in this call, with `trainer.partial_rollout`; None for whole responses.
         calls: The calls of `generate` and `converse` that the node has made.
         returned: Samples whose environment returns the node has asked for, each with these returns `[B]`.
         dropped: `[B]` bool on the CPU, the rows that a reward failed on and dropped; None where there are none.
@@ -221,7 +221,7 @@ class NodeContext:
         if isinstance(rows, Rollout):
             require_own_rows(rows, now.node, policy, self.writers, cut_off=now.part is not None)
         own_settings = self.own_settings(rows.rows) if parents.depth == 1 or isinstance(rows, Rollout) else []
-        if own_settings and isinstance(rows, Rollout):  # a row that was begun by the policy's settings goes on by them
+        if own_settings and isinstance(rows, Rollout):  # a row begun by the policy's settings is continued by them
             begun = on_host(rows.temperature).tolist()
             own_settings = [
                 each if each.sampling is not None and each.sampling.temperature == by else replace(each, sampling=None)
@@ -392,7 +392,7 @@ class NodeContext:
         if drops and not scores_rows(now.node):
             raise UserError(
                 f"node `{now.node.id}` scores responses ({now.node.place}), and {reward} drops samples that it fails"
-                " on, which nodes that train would not know of; score in a node that reads `rollout: WithTexts` and"
+                " on, which train nodes would not notice; score in a node that reads `rollout: WithTexts` and"
                 " returns PerSample, or set `on_error` to raise or zero"
             )
         scores = self._scores(reward, self.reward_input(rollout, now.metrics.step, now.draw), now)
@@ -583,8 +583,8 @@ class NodeContext:
     def dataset_rows(self, group: Tensor) -> Tensor:
         """`[B]` int64, the places in the dataset, from 0, of the prompts with the ids `group` `[B]`.
 
-        What is returned for a dropped row (its group is `NO_GROUP`) means nothing. It raises `UserError` in validation,
-        and where these are groups of rows below samples.
+        The number for a dropped row (its group is `NO_GROUP`) has no meaning. It raises `UserError` in validation, and
+        if these are groups of rows below samples.
         """
         now = self._outside_training("dataset_rows")
         if now.validates:
@@ -625,8 +625,8 @@ class NodeContext:
         now = self._now()
         if now.node.kind == "train":
             raise UserError(
-                f"train node `{now.node.id}` calls for {what}; a train node runs per micro-batch, where other ranks"
-                " do not meet it. Make it a value of its own in a node without type='train'"
+                f"train node `{now.node.id}` calls for {what}; a train node runs per micro-batch, which other ranks"
+                " do not take part in. Compute it in a node without type='train'"
             )
         return now
 

@@ -175,8 +175,8 @@ class Controller:
     def carried_over(self) -> dict[str, Groups]:
         """For a checkpoint, the groups of rows that later steps need, by name.
 
-        `surplus` has groups beyond those of the last step, `unfinished` has groups with responses that were cut off,
-        and `step-00000007` has the values that this rank made in a step that is generated and not yet trained.
+        `surplus` has groups beyond those of the last step. `unfinished` has groups with responses that were cut off.
+        `step-00000007` has the values that this rank made in a step that is generated and not yet trained.
         """
         carried = self._sampler.carried_over()
         if self._ahead is not None:

@@ -208,7 +208,7 @@ class LogprobGap:
 
 
 def _spread(tokens: float, moments: list[float]) -> float | None:
-    """Standard deviation of the engine's logprobs, divided by that of the trainer's; None if these hardly differ."""
+    """Standard deviation of the engine's logprobs over the trainer's; None if the trainer's hardly differ."""
     if not tokens:
         return None
     trainer, trainer_square, engine, engine_square = (of_all / tokens for of_all in moments)

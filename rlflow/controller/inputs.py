@@ -235,8 +235,8 @@ class StoredInputs:
         graph, node = run.graph, run.graph.nodes[self.node]
         if missing := sorted({*self.described["values"]} ^ {*node.reads}):
             raise UserError(
-                f"{self.folder} has what an earlier `{self.node}` read, and `{missing[0]}` is read by one of the two"
-                " alone; replay with the algorithm of the run"
+                f"{self.folder} has the inputs of the run's `{self.node}`, and only one of that node and the present"
+                f" one reads `{missing[0]}`; replay with the algorithm of the run"
             )
         values = {name: GroupValue(graph.type_of(name), key_of(graph, node, name), layout, None) for name in node.reads}
         stored = self._rows(self.node, self.described, values, run, layout, step.number)

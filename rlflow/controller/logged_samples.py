@@ -147,7 +147,7 @@ class Trees:
         return min(alike, default=None)
 
     def _episode(self, row: int) -> list[int]:
-        """The path of the first row of an agent's episode; of leaves, that of their trunk."""
+        """The path of the first row of an agent's episode; for leaves, the path of their trunk."""
         *above, number = self.paths[row]
         continues = self.inherited[row] > 0 and self.branches[row] == 0
         return above if continues else [*above, number - self.branches[row]]

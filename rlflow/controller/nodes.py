@@ -163,8 +163,8 @@ class Nodes:
             step.cut_off = running.cut_off
             if step.cut_off is not None and len(step.cut_off) != len(result.lengths):
                 raise UserError(
-                    f"`trainer.partial_rollout` continues what `generate` gave, and node `{node.id}` returned other"
-                    f" rows ({node.place}); return all of them, and choose in a node of its own"
+                    f"`trainer.partial_rollout` continues the rows of `generate`, and node `{node.id}` returned other"
+                    f" rows ({node.place}); return all of `generate`, and choose among them in another node"
                 )
         return result, running.calls
 

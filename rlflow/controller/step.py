@@ -102,7 +102,7 @@ class Step:
             self.spaces[name] = space
 
     def exchange(self, task: Exchange) -> None:
-        """Start to send a value to a layout, in its own row space or in that of rows above or below."""
+        """Start to send a value to a layout, in its own row space or in a space of rows above or below."""
         graph = self._run.graph
         space = self.spaces[graph.space_of(task.value)]
         made_here = self._run.rank in task.source.ranks

@@ -236,8 +236,8 @@ class Training:
         """Exchange counts before an update; a collective of the ranks of `layout`.
 
         `counts` has five numbers for this rank's rows of the mini-batch: the loss's denominator, entries in the mask,
-        dropped rows, rows, and sequences. Returned are the sums of these over shards, the largest `micro_batches` of
-        any rank, and the signal that a rank received, or 0.
+        dropped rows, rows, and sequences. Returns their sums over shards, the largest `micro_batches` of any rank, and
+        the signal that a rank received, or 0.
         """
         here = torch.tensor([*counts, micro_batches, preemption.received()])
         every = torch.stack(self._transport.all_gather(here, layout.ranks))  # [ranks, 7]

@@ -158,7 +158,7 @@ class Graph:
         return BATCH if value == BATCH else self.nodes[value].space
 
     def seen_in(self, node: Node, value: str) -> str:
-        """The row space in which `node` sees a value: the node's own, or for a value without rows that of the value."""
+        """The row space in which `node` sees a value: the node's own, or the value's if it has no rows."""
         rowless = value != BATCH and not self.nodes[value].has_rows
         return self.space_of(value) if rowless else node.inside
 

@@ -130,7 +130,7 @@ class Node:
         file: File in which the method is written, or the config's entry.
         line: The line of its first decorator, or of `def`; for a config's entry, the first line.
         generates: The policies that it generates with.
-        uses: The frozen model handles that it calls in addition to that of its role.
+        uses: The frozen model handles that it calls in addition to its role.
         grows: Whether it makes rows without generating: its return type is `NewRows`.
         space: The row space of its value: `batch`, or the id of the node that made the rows.
         inside: The row space in which it sees the values that it reads.

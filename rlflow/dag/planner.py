@@ -194,7 +194,7 @@ def node_layouts(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, 
 
 
 def _engines_of_node(node: Node, layouts: Mapping[str, Layout]) -> Layout:
-    """The layout in which a node generates: that of its policies' engines, which must be the same for all of them."""
+    """The layout in which a node generates: the layout of its policies' engines, which must all have the same."""
     first, *others = node.generates
     there = layouts[engine_of(first)]
     for other in others:

@@ -65,7 +65,7 @@ class Loader:
         data: Settings of the data, with columns resolved.
         tokenizer: Tokenizer of the model.
         seed: Seed of the order.
-        limit: Number of rows to draw from: the first so many that are not dropped, of each dataset of a mixture alike.
+        limit: Number of rows to draw from: the first rows that are not dropped, of each dataset in a mixture.
         ranks: Number of ranks that will scan together; 1 scans at construction.
         environment: Environment with which conversations of the dataset were held; None without.
         reward: Reward that scores responses to these rows, if one does; it must be able to score all of them.

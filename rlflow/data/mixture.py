@@ -106,7 +106,7 @@ class Mixture(Source):
             raise UserError("`datasets` is empty; name at least one")
         if wrong := [name for name in datasets if not name.replace("-", "_").replace(".", "_").isidentifier()]:
             raise UserError(
-                f"`datasets` has the name {wrong[0]!r}, and metrics have it in theirs; use letters and digits"
+                f"`datasets` has the name {wrong[0]!r}, and names of metrics contain it; use letters and digits"
             )
         self.datasets = {
             name: each if isinstance(each, MixedDataset) else MixedDataset(each) for name, each in datasets.items()
@@ -117,8 +117,8 @@ class Mixture(Source):
         self._sources = [as_source(each.data, f"datasets.{name}") for name, each in self.datasets.items()]
         if played := [name for name, source in zip(datasets, self._sources, strict=True) if isinstance(source, Played)]:
             raise UserError(
-                f"`datasets.{played[0]}` has conversations that were played, whose form of calls is checked only where"
-                " they are all that is trained on; train on them alone"
+                f"`datasets.{played[0]}` has played conversations, and the form of their calls is checked only if they"
+                " are the whole training data; train on them alone"
             )
         # By the prompts of a step: the sums of shares so far, and the prompts before each step.
         self._known: dict[int, tuple[list[float], list[list[int]]]] = {}
@@ -185,7 +185,7 @@ class Mixture(Source):
 
         Args:
             rows: `[N]` int64, ascending, the rows to draw from.
-            epoch: Epoch, from 0. It goes on where the one before ended in each dataset.
+            epoch: Epoch, from 0. In each dataset it begins where the previous epoch ended.
             shuffle: Function of a dataset's rows, the number of the pass over them and the dataset's name, which
                 returns them in the order of this pass.
             per_step: Prompts of a step.

@@ -54,7 +54,7 @@ class PromptData:
             if there is no `prompt`. Dots step into a column, as in `metadata.expression`.
         response: Column of the response to learn, a text. None for `response`, else `completion`, else `messages`; in
             algorithms that read `Pairs`, None for `chosen`; where responses are sampled, None for no column. With the
-            chat template also a list of messages, of which turns of role `assistant` are learned. The list follows the
+            chat template also a list of messages, whose turns of role `assistant` are learned. The list follows the
             prompt, or is a whole conversation, which begins with another role; then `prompt` is not read.
         rejected: Column of the rejected response, a text, for algorithms that read `Pairs`. None for `rejected` in
             these algorithms, and for no column in others.
@@ -71,7 +71,7 @@ class PromptData:
             nodes and environments write.
         max_response_length: Longest response of the dataset, in tokens, the end-of-sequence token included; None for no
             limit.
-        overlong: What to do with longer rows: stop with an error, or drop them before rows are distributed to ranks.
+        overlong: Treatment of longer rows: stop with an error, or drop them before rows are distributed to ranks.
             Rows that are dropped must still have the columns that the reward reads. `drop` also drops rows with a
             picture that cannot be read.
         shuffle: Draw the rows in another order in every epoch.
@@ -139,7 +139,7 @@ class PromptData:
         """A copy in which columns that were not set follow from the first row of `train` and the algorithm.
 
         Args:
-            learned: What the algorithm learns from in the dataset; None where responses are sampled.
+            learned: Kind of the rows that the algorithm learns from; None where responses are sampled.
 
         Raises:
             UserError: There is no row, it lacks these columns, or a system prompt is set and no chat template.
@@ -376,7 +376,7 @@ class Encoder:
     def begins(self, row: dict[str, Any]) -> int:
         """Tokens with which a conversation from this row's prompt begins, tools included; 0 without conversations.
 
-        What the environment adds in `reset` is not known before it is asked.
+        They do not include messages that the environment adds in `reset`, which are not known beforehand.
 
         Raises:
             UserError: The model's family cannot write the messages, the row names no environment, or it lacks a column

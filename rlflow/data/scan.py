@@ -190,8 +190,8 @@ class Counted:
             found = replace(found, row=encode.sent(value), pictures=encode.picture_count(value, place))
         if _digest(found, row_as_json(found.row, place).encode()) != self.numbers[row, DIGEST].numpy().tobytes():
             raise UserError(
-                f"{place} is not what it was when all rows were looked at: the data changed, or gives another row at"
-                " each reading; start again, with data that stays as it is"
+                f"{place} has changed since all rows were scanned: the data changed, or gives another row at each"
+                " reading; start again, with data that does not change"
             )
         return found
 

@@ -31,11 +31,11 @@ class Played(Source):
     Args:
         rows: The dataset, in any form that `PromptData` takes.
         environment: Environment that answers; in training the module has one of the same tools.
-        script: `script(messages, row, draws)`, or its dotted path: what the policy says next, its calls of tools as the
-            model is to write them, given all messages so far, the row, and a `random.Random` of the seed and the row.
+        script: `script(messages, row, draws)`, or its dotted path. It returns the policy's next turn, with calls of
+            tools as the model must write them. `draws` is a `random.Random` that follows from the seed and the row.
         prompt: Column of the first message, a text or a list of messages.
-        seed: Seed of what the script draws.
-        tool_calls: The form in which the script calls tools, in which the model calls them in the run.
+        seed: Seed of the script's random numbers.
+        tool_calls: The form in which the script calls tools; it must be the model's in the run.
     """
 
     def __init__(

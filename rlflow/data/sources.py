@@ -404,7 +404,7 @@ def is_data_module(data: object) -> TypeGuard[LightningDataModule]:
 
 
 def datasets_of(module: LightningDataModule, of: str = "data.train", split: str = "train") -> tuple[Any, Any]:
-    """The dataset of `split` of a `LightningDataModule`; and for `train` that of validation, None if it has none.
+    """The dataset of `split` of a `LightningDataModule`; and for `train` its validation dataset, None if it has none.
 
     Calls `prepare_data` in the first rank of each machine, before that starts the others or while those of an earlier
     run wait, then `setup` in all. Uses only the `dataset` of its loaders, not their batches, order or `collate_fn`.
@@ -546,7 +546,7 @@ def _of_folder(path: Path, text: str, of: str, split: str) -> Source:
 
 
 def _split_of(file: Path) -> str | None:
-    """The split that the name of a file begins with, else that of the nearest of its folders: `test/0000.parquet`."""
+    """The split with which a file's name begins, or else the name of the nearest folder: `test/0000.parquet`."""
     names = (re.split(r"[\W_]", name)[0] for name in (file.stem, *(folder.name for folder in file.parents)))
     return next((name for name in names if name in SPLITS), None)
 

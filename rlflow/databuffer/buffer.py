@@ -87,7 +87,7 @@ class DataBuffer:
         Args:
             name: Name of the value.
             target: Layout in which it is read.
-            space: Row space of the reader; None for that of the value. If it is below the value's, each row of the
+            space: Row space of the reader; None for the value's. If it is below the value's, each row of the
                 value is repeated for the rows below it; if it is above, the value is read as `Each`.
             columns: Fields of the value that are read there, the same on all ranks; None for all fields that are not
                 marked `OnDemand`. Other fields are `NotSent`, except where a rank reads just the rows that it holds.
@@ -118,7 +118,7 @@ class DataBuffer:
         Args:
             name: Name of the value.
             layout: Layout in which it is read.
-            space: Row space of the reader, as in `issue`; None for that of the value.
+            space: Row space of the reader, as in `issue`; None for the value's.
         """
         made = self._values[name]
         reader = made.space if space is None else space  # not `or`: a space without rows is falsy

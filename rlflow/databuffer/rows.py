@@ -245,7 +245,7 @@ class RowSpace:
         return self.in_order(layout, [entries.view(-1, *here.shape[1:]) for entries in of_ranks])
 
     def of_roots(self, roots: Tensor, layouts: Iterable[Layout]) -> RowSpace:
-        """The rows below these prompts, with their partitions in `layouts`, the first of which is that of `origin`."""
+        """The rows below these prompts, with their partitions in `layouts`; the first layout is that of `origin`."""
         kept = torch.isin(self.roots, roots)
         position = kept.cumsum(0) - 1  # [N], in the new space
         dealt = {

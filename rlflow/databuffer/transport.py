@@ -32,7 +32,7 @@ class Watch(Protocol):
         """This rank waited for `name`."""
 
     def flight(self, name: str, start: float, end: float) -> None:
-        """`name` was in progress, such as a transfer, whatever this rank did at the time."""
+        """`name`, such as a transfer, was in progress while this rank did other work."""
 
     def turn(self, of: str, conversation: int, start: float, end: float, **arguments: Any) -> None:
         """The conversation of this number waited for a turn of its policy, or for its environment."""
@@ -180,7 +180,7 @@ class Transport:
             ranks: Ranks that take part, ascending: all ranks, or one of the groups formed.
 
         Returns:
-            What arrives, `[sum(receive_sizes)]`, to be read after the work's `wait`; and the work.
+            The received elements, `[sum(receive_sizes)]`, to be read after the work's `wait`; and the work.
         """
         received = send.new_empty(sum(receive_sizes))
         work = dist.all_to_all_single(
@@ -202,7 +202,7 @@ def from_message(message: Tensor) -> bytes:
 
 
 class Clock:
-    """Measures how long a rank waited: in the host's time, or in that of its device's stream.
+    """Measures how long a rank waited: in the host's time, or in the time of its device's stream.
 
     On the CPU the host is idle while it waits for a collective. On a GPU `Work.wait` asks the stream to wait and
     returns immediately. So there the time is measured between two events on the stream. It is read when the host waits

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import AddedToken, PreTrainedTokenizerBase
 
 
-TODAY = datetime(2024, 7, 26)  # as Llama 3.2's template has it where it is not told the date
+TODAY = datetime(2024, 7, 26)  # the date in Llama 3.2's template if none is given
 
 
 def date_for_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class SpecialTokens:
             spelled = next(iter(self._spelled.findall(said)), MARK)
             raise UserError(
                 f"a message spells the special token {spelled}, and the model's tokenizer cannot write it as text;"
-                " take it out of the data or of what the environment says"
+                " remove it from the data or from the environment's messages"
             )
         return self._of_parts(parts)
 

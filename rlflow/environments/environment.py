@@ -171,7 +171,7 @@ class Environment:
         own = tuple(seat for seat in first.seats if players.get(seat, policy) == policy)
         if first.seats and not own:
             raise UserError(
-                f"`players` has all seats of {self}, {_named(first)}, and the model that converses speaks for none;"
+                f"`players` has all seats of {self}, {_named(first)}, so none is left for the model that converses;"
                 " leave one out"
             )
         return own or ("",)
@@ -227,7 +227,7 @@ class Definition:
         rewards_groups: Whether it has `get_group_rewards`.
         keeps_state: Whether it can be continued in another process, by `state_dict` and `load_state_dict`; tools alone
             can.
-        seats: Names of those who speak in it; empty where there is one, without a name.
+        seats: Names of the seats that speak in it; empty if there is one, without a name.
         awaits: Whether it has a method or a tool that is a coroutine.
         repeats: Whether all messages are written again in each turn, so that a template may change earlier ones.
     """
@@ -296,7 +296,7 @@ def defined(
     if answers_messages and found:
         raise UserError(
             f"environment `{path}` answers messages by `step`, so nothing would call the tools {', '.join(found)} that"
-            " the policy reads of; leave `tools` out, or write an environment whose methods are tools"
+            " the policy is shown; leave `tools` out, or write an environment whose methods are tools"
         )
     try:
         inspect.signature(cls).bind(**arguments)
@@ -304,7 +304,7 @@ def defined(
         raise UserError(f"`arguments` do not fit `{path}`, which is made with them: {error}; mend them") from error
     if hasattr(cls, "initial_observation") and (needed := _parameters(cls.initial_observation)[1]):
         raise UserError(
-            f"`{path}.initial_observation` takes `{needed[0]}`, and it is called without anything; take columns of the"
+            f"`{path}.initial_observation` takes `{needed[0]}`, and it is called without arguments; take columns of the"
             " row in `reset`, which is called before"
         )
     columns, required = _parameters(cls.reset) if hasattr(cls, "reset") else (None, ())

@@ -47,8 +47,8 @@ class RendererBridge(Bridge):
         answer: Role of the messages by which the environment answers, `user` or `tool`; the constructor tries one.
 
     Raises:
-        UserError: The package is not installed, it has no such renderer, the tokenizer is not of this family, or the
-            renderer changes earlier turns when a message of the role `answer` follows.
+        UserError: The package or the renderer is not installed, or the tokenizer is of another family. Or the renderer
+            changes earlier turns when a message of the role `answer` follows.
     """
 
     def __init__(

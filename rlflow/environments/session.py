@@ -204,8 +204,8 @@ class Session:
             return {"environment": json.loads(json.dumps(kept)), "draws": self._host.draws()}
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(
-                f"`{made.path}.state_dict` gave what JSON has not ({one_line(error)}); give texts, numbers, lists, and"
-                " dictionaries of these"
+                f"`{made.path}.state_dict` returned a value that JSON cannot hold ({one_line(error)}); give texts,"
+                " numbers, lists, and dictionaries of these"
             ) from error
 
     @naming_row
@@ -312,8 +312,8 @@ class Reply:
         done: Whether the conversation is over.
         calls: Number of tools that were called.
         failed: Number of these calls that gave no value: they could not be read, or the tool raised.
-        over: Reason why it is over, if it is: the environment said so, the policy called no tool, or went on calling
-            after its last.
+        over: Reason why it is over, if it is: the environment ended it, the policy called no tool, or it called as many
+            tools as are allowed.
     """
 
     messages: list[Message] = field(default_factory=list)

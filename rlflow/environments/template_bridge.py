@@ -35,12 +35,13 @@ class TemplateBridge(Bridge):
         schemas: JSON schemas of the tools that the template describes to the policy. If there are any, a turn is
             answered by tools only; otherwise by messages of the environment.
         tool_calls: Name in `TOOL_FORMS` of the form in which the policy calls tools, such as `hermes`; None to take the
-            form in which the template writes calls, or else one that its description of the tools mentions.
-        must_be_stable: Whether a template that is not stable is refused. Otherwise `rewrites` tells of each turn.
+            form in which the template writes calls, or else a form that its description of the tools mentions.
+        must_be_stable: Whether a template that is not stable is refused. If not, `rewrites` says for each turn whether
+            it changes.
 
     Raises:
-        UserError: There is no template, it is not stable where it must be, it does not end a turn with a special token,
-            it ignores `schemas`, or the form of calls is unknown.
+        UserError: There is no template, or it is not stable where it must be. It does not end a turn with a special
+            token, it ignores `schemas`, or the form of calls is unknown.
     """
 
     def __init__(

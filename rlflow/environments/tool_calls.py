@@ -6,7 +6,7 @@
     mistral      [TOOL_CALLS][{"name": "guess", "arguments": {"word": "a"}}], or [TOOL_CALLS]guess[ARGS]{"word": "a"}
     harmony      <|channel|>commentary to=functions.guess <|constrain|>json<|message|>{"word": "a"}<|call|>
 
-The first is that of Hermes, Qwen2.5 and Qwen3. All are those of the families' chat templates.
+The first is the form of Hermes, Qwen2.5 and Qwen3. All are the forms of the families' chat templates.
 """
 
 from __future__ import annotations

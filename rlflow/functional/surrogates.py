@@ -25,7 +25,7 @@ def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_
         logprobs: `[B, T]` of the policy in training.
         old_logprobs: `[B, T]` of the policy at the start of the step.
         advantages: `[B, T]`, or `[B, 1]` or `[B]` for one per sample.
-        clip_high: Highest weight, as a distance above 1.
+        clip_high: Highest weight, less 1.
 
     Returns:
         `[B, T]`.

@@ -90,8 +90,8 @@ class Said:
         cut: Whether it was cut at its longest length.
         read: Number of tokens that it read.
         wrote: Number of tokens that it wrote.
-        stop: The text before which it ended, of those that were given; empty if it ended by itself.
-        logprobs: Text and log-probability of each of these, where they are wanted.
+        stop: The given text before which the answer ended; empty if it ended by itself.
+        logprobs: Text and log-probability of each written token, where they are wanted.
     """
 
     text: str
@@ -624,7 +624,7 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
 
 
 def _parts(content: Any) -> Any:
-    """The content of an item of a response's input, as that of a message of a chat completion."""
+    """The content of an item of a response's input, in the form of a chat completion's message."""
     if not isinstance(content, list):
         return content
     texts = ("input_text", "output_text")

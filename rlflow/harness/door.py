@@ -114,7 +114,7 @@ class Door:
         return key
 
     def end(self, key: str) -> list[int]:
-        """End an episode, whose requests are refused from now on; returns the ids of those that were answered."""
+        """End an episode and refuse its further requests; returns the ids of requests that were answered."""
         with self._lock:
             episode = self._episodes.pop(key)
             self._ended[key] = episode.name
@@ -134,7 +134,7 @@ class Door:
         return refused
 
     def answer(self, request: int, sent: Sent) -> None:
-        """Answer a request; one that was answered before, because its episode has ended, stays as it is."""
+        """Answer a request; an answer that was given before, because its episode has ended, stays as it is."""
         with self._lock:
             _, _, future = self._waiting.pop(request, (None, None, None))
         if future is None:

@@ -1,8 +1,8 @@
 """`Episode`: the calls of one agent and the policy's answers; at its end, the rows that they make.
 
 A request is read, its messages become tokens, and each answer that it wants is a turn of the policy in the rank's
-`ConversationLoop`. A token that was sampled is never tokenised again: where a request repeats what the policy said,
-the tokens go on from those that it sampled.
+`ConversationLoop`. A token that was sampled is never tokenised again: if a request repeats the policy's turns, its
+tokens continue the sampled ones.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Choice:
         request: The request.
         number: Number among the answers of this episode to requests with the same tokens and settings.
         completion: The sampled tokens; None until then.
-        stop: The text before which it ended, of those that the request gives.
+        stop: The request's text before which the answer ended; empty if it ended by itself.
         said: The answer as a message; None until answers of lower numbers are known.
     """
 
@@ -215,7 +215,7 @@ class Episode:
         return []
 
     def _read(self, sent: Mapping[str, Any]) -> Request:
-        """The request that was sent; if it is a retry, the one that it repeats.
+        """The request that was sent; for a retry, the request that it repeats.
 
         Raises:
             Refused: It cannot be served.
@@ -248,7 +248,7 @@ class Episode:
             text = f"the model's family cannot write the {asked.reads} ({one_line(error)})"
             raise Refused(text, asked.reads, code="invalid_value") from error
         if not terms.ends.issuperset(bridge.ends):
-            raise Refused("the model's family ends turns with tools by another token, which is not served", "tools")
+            raise Refused("the model's family ends turns that call tools by another token; leave tools out", "tools")
         self._require_room(asked.reads, len(read), first)
         request = Request(sent["path"], asked, policy, bridge, read, settings, digests[-1], first, rewritten)
         request.ids.append(sent["request"])
@@ -317,7 +317,7 @@ class Episode:
         return -longest[1]
 
     def _require_room(self, field: str, length: int, first: int) -> None:
-        """Refuse so many tokens if they leave the policy no room."""
+        """Refuse a prompt whose tokens leave the policy no room."""
         code = "context_length_exceeded"
         if first > self._terms.longest_prompt:
             most = self._terms.longest_prompt

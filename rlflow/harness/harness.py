@@ -108,8 +108,8 @@ class Harness(Environment):
                 )
         if all(players.get(name, policy) != policy for name in self.models):
             raise UserError(
-                f"`players` has all names that the harness `{self}` calls, {', '.join(self.models)}, and the model that"
-                " converses answers to none; leave one out"
+                f"`players` has all names that the harness `{self}` calls, {', '.join(self.models)}, so none is left"
+                " for the model that converses; leave one out"
             )
         return ("",)
 

@@ -253,7 +253,7 @@ class LogLimit:
     is written in the very moment of a cut may be lost.
 
     Args:
-        log: The file; it is open for appending in whatever writes it.
+        log: The file; all its writers have it open for appending.
         most_bytes: Largest size of the file, not counting what is written within a second.
     """
 

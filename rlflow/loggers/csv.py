@@ -18,8 +18,8 @@ class CSVLogger(Logger):
 
     A metric that first appears at a later step gets its column then: the file is written anew with the wider header,
     and the rows before it are empty there. Rows that are damaged are left out then, and when a run is resumed; a file
-    that is gone begins anew. What of a name cannot be printed, such as a line end, is in the header as Python
-    writes it.
+    that is gone begins anew. Characters of a name that cannot be printed, such as a line end, are in the header as
+    Python writes them.
 
     Attributes:
         warnings: Warnings about a file that is damaged or gone, one line each.

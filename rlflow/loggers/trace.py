@@ -73,7 +73,7 @@ class Trace:
         self.span(name, WAIT, start, end)
 
     def flight(self, name: str, start: float, end: float) -> None:
-        """Record that `name` was in progress, whatever this rank did at the time; times as in `span`."""
+        """Record that `name` was in progress while this rank did other work; times as in `span`."""
         self._flights += 1
         for phase, when in (("b", start), ("e", end)):
             event = {"name": name, "cat": FLIGHT, "ph": phase, "id": f"{self._rank}.{self._flights}"}

@@ -236,9 +236,9 @@ class LoadedRole:
 
     @property
     def _head(self) -> float:
-        """Bytes of the output layer that exist beside a chunk of logits, whose gradients a backward pass adds up.
+        """Bytes of the output layer in addition to a chunk of logits, whose gradients a backward pass adds up.
 
-        These are the sum in float32, of narrower weights also the gradient of a chunk; or the layer in float32.
+        They are the gradients' sum in float32, and for narrower weights a chunk's gradient; or the layer in float32.
         """
         narrow, adapters = self.width < FLOAT32, self.trained < self.size.parameters - self.size.tower
         nbytes = FLOAT32 if narrow and self.float32_head else 0
@@ -416,7 +416,7 @@ def _kept_by(optimizer: Optimizer) -> int:
     small = optimizer.small()
     try:
         small.step()
-    except Exception:  # whatever a class raises that steps on a GPU alone; the run does not end by an estimate
+    except Exception:  # any error of a class that steps only on a GPU; an estimate must not end the run
         return KEPT["adamw"]
     (weight,) = small.param_groups[0]["params"]
     return sum(isinstance(value, Tensor) and value.shape == weight.shape for value in small.state[weight].values())

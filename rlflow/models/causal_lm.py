@@ -110,7 +110,7 @@ class CausalLM(ModelHandle):
             rows: Prompts, `B` rows: `batch`, or what `Rollout.as_prompts` returns. Or responses: a `Rollout` that this
                 model wrote, some rows of one, or what `Rollout.cut` returns.
             n: Number of responses to each row, or of its continuations; they are consecutive rows.
-            temperature: Temperature of this call; None for that of the dataset or the model, 0 for greedy decoding.
+            temperature: Temperature of this call; None for the dataset's or the model's, 0 for greedy decoding.
             max_new_tokens: Maximum number of tokens that this call adds to a response. The module's
                 `max_response_length` holds in any case, and is the only limit if this is None.
             stop: Ids of more tokens that end a response. The model's end tokens and the module's `stop_token_ids`
@@ -212,8 +212,8 @@ class CausalLM(ModelHandle):
             rows: See `score`.
 
         Returns:
-            `[B, T]` and `[B, T]` as `score`; and `[B, T, K]`, in the order of `Rollout.sampler_logprobs`. What stands
-            where that is `-inf` means nothing.
+            `[B, T]` and `[B, T]` as `score`; and `[B, T, K]`, in the order of `Rollout.sampler_logprobs`. Values have
+            no meaning where `sampler_logprobs` is `-inf`.
         """
         every = supports(rows)
         width = 0 if every is None else every.shape[1]
@@ -408,7 +408,7 @@ class CausalLM(ModelHandle):
             like: Model that this one is compared with; this one takes its temperature.
 
         Raises:
-            UserError: This model has a temperature of its own that differs from that of `like`.
+            UserError: This model has a temperature of its own that differs from `like`'s.
         """
         super().only_scores()
         if like is not None:
@@ -451,8 +451,8 @@ class CausalLM(ModelHandle):
         if self.lora is not None:
             raise UserError(
                 f"`averaged` of {self.model!r}, which trains adapters: the product of averaged factors is not the"
-                " average of models, and one of whole weights is the second copy that adapters save; leave `lora` out,"
-                " or compare with `without_adapters()`"
+                " average of models, and an average of whole weights is the second copy that adapters avoid; leave"
+                " `lora` out, or compare with `without_adapters()`"
             )
         return EMA(self, decay)
 

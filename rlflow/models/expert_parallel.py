@@ -49,7 +49,7 @@ def check_expert_parallel(config: Any, size: int, tensor_parallel_size: int, rol
         return
     if config.model_type not in TYPES:
         raise UserError(
-            f"{setting}, and the model of `{role}` is of the type {config.model_type!r}; experts are divided of"
+            f"{setting}, and the model of `{role}` is of the type {config.model_type!r}; experts can be divided in"
             f" {', '.join(TYPES)}; set it to 1: FSDP divides its weights"
         )
     assert found is not None, config.model_type

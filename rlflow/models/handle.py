@@ -158,7 +158,7 @@ class ModelHandle(ABC):
         reads_pictures: Whether the model has a tower for pictures; set as a run is prepared.
         album: Function from numbers of pictures to the pictures, on this rank.
         unread_placeholder: Id of the token in whose place other models of the run read pictures, and this one cannot.
-        shown: What `named_parameters` returns, within the module's `configure_optimizers`.
+        shown: Result of `named_parameters` within the module's `configure_optimizers`.
     """
 
     model: str
@@ -344,8 +344,8 @@ class ModelHandle(ABC):
         """
         if not self.shown:
             raise UserError(
-                f"the parameters of {self.model!r} are asked for outside of `configure_optimizers`, or no node trains"
-                " it; ask for those of a trained model there"
+                f"the parameters of {self.model!r} are read outside of `configure_optimizers`, or no node trains it;"
+                " read the parameters of a trained model there"
             )
         yield from self.shown.items()
 

@@ -84,7 +84,7 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
         head: Name of an output layer that is trained as a whole; None for none.
 
     Raises:
-        UserError: `lora.targets` names no layer, or one that is not linear.
+        UserError: `lora.targets` names no layer, or a layer that is not linear.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import ParamWrapper

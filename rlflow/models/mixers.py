@@ -2,7 +2,7 @@
 
 In a packed line, the state of a row would pass to the next row. So a mixer reads the rows side by side, `[S, L, H]`,
 padded on the right, and all other layers read the line. A mixer looks backwards only, so padding after a row changes
-nothing in the row. If kernels are installed that are told where rows begin, a mixer reads the line as it is.
+nothing in the row. If kernels are installed that take the beginnings of rows, a mixer reads the line as it is.
 
 A mixer runs once for all rows of a micro-batch. At ZeRO-3 the ranks gather a layer's weights each time it runs, and
 ranks have different numbers of rows; if mixers ran once for each row, ranks would wait for each other forever. To
@@ -65,7 +65,7 @@ class Mixer:
 
     Attributes:
         kernels: The functions that compute its states on CUDA; empty if transformers does not tell them about rows.
-        state: Attributes of the layer whose product is the size of a row's state, without that of the convolution.
+        state: Attributes of the layer whose product is the size of a row's state, without the convolution's state.
     """
 
     kernels: tuple[Kernel, ...] = ()

@@ -37,8 +37,8 @@ class MoE:
             raise UserError(f"`moe.router_aux_loss_coef` is {self.router_aux_loss_coef}; give 0 or more, 0.001 say")
         if self.freeze_router and self.router_aux_loss_coef > 0:
             raise UserError(
-                f"`moe.router_aux_loss_coef` is {self.router_aux_loss_coef}, and `moe.freeze_router` keeps the routers"
-                " that it would train as they are; set one of the two"
+                f"`moe.router_aux_loss_coef` is {self.router_aux_loss_coef}, and `moe.freeze_router` freezes the"
+                " routers that it would train; set one of the two"
             )
 
     @property

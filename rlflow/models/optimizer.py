@@ -121,8 +121,9 @@ class Optimizer:
         halves = [self._moved(before[rows], [each[rows] for each in gradients]) for rows in (slice(2), slice(2, 4))]
         if not torch.allclose(torch.cat(halves), whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max())):
             raise UserError(
-                f"`optimizer.name` is {self.name!r}, which steps a matrix otherwise than its parts, and the ranks of"
-                " this strategy have parts of it; use `adamw` or `sgd`, or ZeRO 0 (`strategy.init_args.stage: 0`)"
+                f"`optimizer.name` is {self.name!r}, whose step for a matrix differs from the steps for its parts, and"
+                " the ranks of this strategy have parts of it; use `adamw` or `sgd`, or ZeRO 0"
+                " (`strategy.init_args.stage: 0`)"
             )
 
     def _moved(self, before: Tensor, gradients: list[Tensor]) -> Tensor:

@@ -212,7 +212,7 @@ class PackedModel(nn.Module):
     def _as_transformers_has_it(self) -> Iterator[None]:
         """A context in which this module, wrapped or not, takes `input_ids` to the logits of the model's own forward.
 
-        What wraps it has its hooks at the modules that hold weights, so these are called, and do something else.
+        A wrapper has its hooks at the modules that hold weights. So these modules are called, with other forwards.
         """
         this: Any = self
         head = self.output_layer
@@ -473,8 +473,8 @@ NARROW = (torch.bfloat16, torch.float16)
 class Float32Arithmetic(TorchFunctionMode):
     """A context in which a model of narrower weights computes in float32.
 
-    What is looked up in an embedding is widened, and is not cast back. A weight is widened for each product that it is
-    in, so no copy of the model is held.
+    The vectors of an embedding are widened after the lookup, and are not cast back. A weight is widened for each of its
+    products, so no copy of the model is held.
     """
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:

@@ -84,7 +84,7 @@ class ModelInput:
         mask: `[B, T]` bool, where those tokens stand in the responses.
         useful_tokens: Tokens in `input_ids` without padding and dummy tokens.
         columns: Other columns that the model reads, by name: `[N, ...]` with an entry for each token of the line,
-            `[R, ...]` with one for each response token, or all entries of the rows. Of `pictures` `[N]`, a number for
+            `[R, ...]` with one for each response token, or all entries of the rows. `pictures` is `[N]`, a number for
             each token, equal in rows with the same pictures. Empty where the line is divided.
         beside: `[R, ...]` each, further arguments of the output layer with an entry for each scored token, such as
             tokens to score there.
@@ -227,8 +227,8 @@ def response_mask(rows: Tokens) -> Tensor:
 def supports(rows: Tokens) -> Tensor | None:
     """`[R, K]` int64 on the CPU: the tokens from which each response token was sampled, itself among them.
 
-    The token itself fills the places that are left. Of a token that was sampled from the whole vocabulary the first
-    entry is -1. None where all were.
+    The token itself fills the remaining places. The first entry is -1 for a token that was sampled from the whole
+    vocabulary. None if all tokens were.
     """
     column = columns_of(rows).get(SUPPORT)
     if not isinstance(column, Ragged) or not len(column.values):
@@ -299,7 +299,7 @@ def pack(rows: Tokens, share_prefixes: bool = False, reader: PictureReader | Non
 
 
 def _with_pictures(line: ModelInput, reader: PictureReader, column: Any, counts: Tensor) -> ModelInput:
-    """The line with the pictures of its rows, and with the positions that tokens have beside them."""
+    """The line with the pictures of its rows, and with the positions of tokens among pictures."""
     assert line.cu_seqlens is not None
     tokens = line.input_ids[0].split(line.cu_seqlens.diff().tolist())
     numbers = [] if column is None else [each.tolist() for each in column.on_host().take(counts.nonzero()[:, 0]).rows()]

@@ -307,9 +307,9 @@ class PictureProcessor:
     def positions(self, ids: Sequence[int], pictures: Sequence[Picture], more: int = 0) -> Tensor:
         """Positions of the tokens of a row, `[3, N + more]` int64: in time, down and across.
 
-        All three of a token of text are one more than the largest before it. A picture of 2 x 3 features at the
-        position 4 has the positions 4 4 4 4 4 4, 4 4 4 5 5 5 and 4 5 6 4 5 6, and text goes on at 7 (Qwen2-VL, arXiv
-        2409.12191, section 2.1).
+        All three positions of a token of text are one more than the largest before it. A picture of 2 x 3 features at
+        the position 4 has the positions 4 4 4 4 4 4, 4 4 4 5 5 5 and 4 5 6 4 5 6. The text after it is at 7 (Qwen2-VL,
+        arXiv 2409.12191, section 2.1).
 
         Args:
             ids: `N` expanded ids of a prompt.
@@ -345,7 +345,7 @@ class PictureProcessor:
         return height // side, width // side
 
     def _squares(self, picture: Picture) -> tuple[int, int]:
-        """Rows and columns of the squares into which a picture is cut beside being one; 0 and 0 if it is one."""
+        """Rows and columns of the squares that a picture is cut into, in addition to the whole; 0 and 0 if uncut."""
         _, rows, columns = self._images.get_number_of_image_patches(picture.height, picture.width)
         return rows, columns
 

@@ -32,8 +32,8 @@ def fill(
     """Read this rank's part of each parameter of a model that was built empty.
 
     Nothing is sent between ranks. Transformers converts some parameters, such as a layer's experts, which have a tensor
-    each in the files. These are made on the CPU, one at a time: of experts those that this rank has, of others the
-    whole. Of all other parameters a rank reads its range.
+    each in the files. These are made on the CPU, one at a time: for experts, those that this rank has; for others, the
+    whole parameter. A rank reads only its range of all other parameters.
 
     Args:
         model: Model that `ModelHandle.load` built as empty. Its parameters have been given memory since. Its `files`

@@ -1,8 +1,8 @@
 """Tensor parallelism: consecutive ranks divide each layer of a model, and compute with their parts of it.
 
 As in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): a rank has some of the attention heads, some of the
-columns within a feed-forward layer, and some rows of the embedding and of the output layer. What enters and leaves a
-block is the same on all of these ranks. A layer costs four all-reduces: two forward, two backward.
+columns within a feed-forward layer, and some rows of the embedding and of the output layer. The input and the output of
+a block are the same on all of these ranks. A layer costs four all-reduces: two forward, two backward.
 
 Transformers says which weights are divided, and how (`base_model_tp_plan` of a configuration). Parameters are
 `DTensor`s, so that FSDP can divide them further; each module here computes with this rank's part, `to_local()`.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Types of models that tests train with divided layers. They have plain embeddings, and a block's weights are all in
-# transformers' plan, but for experts, which `expert_parallel` divides.
+# transformers' plan, except experts, which `expert_parallel` divides.
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # Styles of transformers' plan, which thinks of the transposed weight: its columns are rows of `weight`.
 BY_ROWS, BY_COLUMNS, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -59,7 +59,7 @@ def check_tensor_parallel(config: Any, size: int, role: str, handle: ModelHandle
         )
     if config.model_type not in FAMILIES:  # a text model within one that also reads images is not tried
         raise UserError(
-            f"{setting}, and the model of `{role}` is of the type {config.model_type!r}; layers are divided of"
+            f"{setting}, and the model of `{role}` is of the type {config.model_type!r}; layers can be divided in"
             f" {', '.join(FAMILIES)}; set it to 1: FSDP divides its weights"
         )
     heads, kv_heads = heads_of(config)

@@ -183,7 +183,7 @@ def write_tiny_moe_model(folder: Path, *, seed: int = 0, max_position: int = 204
 def write_tiny_vision_model(folder: Path, *, seed: int = 0, max_position: int = 2048) -> Path:
     """Write an Idefics3 model with random weights, its tokenizer and its processor; return the folder.
 
-    A picture is scaled to 56 x 56 pixels, of which the tower makes 16 patches and 4 features. See `write_tiny_model`.
+    A picture is scaled to 56 x 56 pixels. The tower makes 16 patches and 4 features of it. See `write_tiny_model`.
 
     Args:
         folder: Folder to write.
@@ -231,7 +231,7 @@ def write_model(folder: Path, model: Any, processor: Any, dtype: torch.dtype = t
     """Write a transformers model with its tokenizer, or its processor with a tokenizer; return the folder.
 
     Args:
-        folder: Folder to write. It appears only when it is complete; one that exists already is not changed.
+        folder: Folder to write. It appears only when it is complete; a folder that exists already is not changed.
         model: The model.
         processor: The tokenizer or processor.
         dtype: Dtype of the weights on disk.

@@ -92,8 +92,8 @@ class WeightFiles:
         index = self._file(INDEX)
         if index is None:
             raise UserError(
-                f"`model` {str(self._path)!r} has no weights in safetensors, from which `configure_optimizers` has"
-                " names, and each rank its part of them; load it with transformers and write it anew by"
+                f"`model` {str(self._path)!r} has no weights in safetensors, and only from these are names read for"
+                " `configure_optimizers`, and parts for each rank; load it with transformers and write it anew by"
                 " `save_pretrained`"
             )
         with self._readable(index):

@@ -291,5 +291,5 @@ def refusing_exits() -> Iterator[None]:
         status = mine()
         raise UserError(
             f"rank {status.rank} called `sys.exit({'' if error.code is None else repr(error.code)})` ({status.doing}),"
-            " before the run came to its end; raise an error in its place"
+            " before the run came to its end; raise an error instead"
         ) from error

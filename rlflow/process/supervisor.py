@@ -65,10 +65,10 @@ def supervise() -> None:
 
         rlflow: error: rank 0 on gpu-17 exited with code 0 (step 3), before the run came to its end
 
-    If a rank's interpreter on this machine has not run for its `timeout_s` (half an hour where no other rank waits),
-    the run ends with a line that names the rank and with code 1. If a child's interpreter has not run for `HELD_S`
-    after the run's end, the child is killed, and the parent exits with the code that the child was to exit with. The
-    child dies with its parent.
+    If a rank's interpreter on this machine has not run for its `timeout_s`, the run ends with code 1 and a line that
+    names the rank; if no other rank waits for it, after half an hour. If a child's interpreter has not run for `HELD_S`
+    after the run's end, the child is killed, and the parent exits with the code that the child had noted. The child
+    dies with its parent.
     """
     if status.PARENT_VARIABLE in os.environ:  # of a rank that rank 0 started, which waits for it
         status.start_heartbeat()

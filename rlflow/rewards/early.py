@@ -24,7 +24,7 @@ class EarlyScores:
     called.
 
     Args:
-        reward: The reward, or a sum of rewards, of which some may score early.
+        reward: The reward, or a sum of rewards; some of them may score early.
         prompt_column: See `RewardInput`.
 
     Attributes:

@@ -91,7 +91,7 @@ class CallableReward(SampleReward):
         if seconds is None:
             if workers != 1:
                 raise UserError(
-                    f"`workers` is {workers} without `seconds`, and only what has a limit runs in one; set it"
+                    f"`workers` is {workers} without `seconds`, and only calls with a limit run in workers; set it"
                 )
             self._call: Callable[..., Any] = called
             self._call_batch: Callable[..., Any] = partial(batch_call, called)

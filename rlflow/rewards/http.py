@@ -107,8 +107,8 @@ class HTTPReward(Reward):
             502, 503, 504).
         columns: Columns of the row that are sent; None for all.
         headers: Headers of each request. A value `$NAME` is read from the environment variable; use it for secrets.
-        on_error: What a sample gets if the server gives it no score, see `Reward`. If a request fails, this holds for
-            all of its samples.
+        on_error: Treatment of a sample for which the server gives no score, see `Reward`. If a request fails, this
+            holds for all of its samples.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ def with_environment(headers: Mapping[str, str] | None) -> dict[str, str]:
 
     def value(match: re.Match[str]) -> str:
         if match.group(1) not in os.environ:
-            raise UserError(f"`headers` speak of ${match.group(1)}, and there is no such environment variable; set it")
+            raise UserError(f"`headers` name ${match.group(1)}, and there is no such environment variable; set it")
         return os.environ[match.group(1)]
 
     return {name: re.sub(r"\$(\w+)", value, text) for name, text in (headers or {}).items()}

@@ -155,7 +155,7 @@ class Rubric:
             name = match.group(1)
             if name not in given and name not in row:
                 raise UserError(
-                    f"`prompt` speaks of {{{name}}}, and the row has no such column (it has {', '.join(row)})."
+                    f"`prompt` names {{{name}}}, and the row has no such column (it has {', '.join(row)})."
                     f"{did_you_mean(name, row)}"
                 )
             return given[name] if name in given else str(row[name])

@@ -122,12 +122,12 @@ class Scores:
         total: The reward of each sample.
         parts: Scores that went into the total, by name, each as long as `total`; no name of `TAKEN`. None for a part
             that does not apply to a sample.
-        failed: What samples get that the scorer failed on, by place: what failed counts 0 (`zero`), or the sample is
+        failed: Treatment of the samples that the scorer failed on, by place: the score is 0 (`zero`), or the sample is
             left out of training (`drop`, for a reward that `drops`).
         absent: Places of samples that the reward does not apply to. In a sum it does not count there; a sample that no
             reward applies to is one that the reward failed on.
-        metrics: Numbers to log besides, by name; their mean is logged.
-        columns: What to write with each sample in `samples.jsonl`, by name, each as long as `total`.
+        metrics: Further numbers to log, by name; their mean is logged.
+        columns: Values to write with each sample in `samples.jsonl`, by name, each as long as `total`.
     """
 
     total: list[float]
@@ -156,7 +156,7 @@ class Reward(ABC):
                 return Scores([-0.01 * len(text) for text in responses.texts])
 
     Args:
-        on_error: What a sample gets if its scorer raises or returns no finite number. `raise` ends the run and names
+        on_error: Treatment of a sample whose scorer raises or returns no finite number. `raise` ends the run and names
             the sample. `zero` scores it 0. `drop` leaves the sample out: it has mask 0 in every loss that depends on
             the score, and does not count in the statistics of its group and of its step. `zero` and `drop` are counted
             as `<name>/errors` and marked in `samples.jsonl`.
@@ -310,9 +310,9 @@ class SampleReward(Reward):
                 return float(text.strip() == row["answer"])
 
     Args:
-        on_error: What a sample gets that it fails on, see `Reward`.
-        at_once: Samples that are scored at a time, in threads; for what waits for others. Above 1 a response is scored
-            when it has ended, while others are generated.
+        on_error: Treatment of a sample that it fails on, see `Reward`.
+        at_once: Samples that are scored at a time, in threads; for rewards that wait for other processes. Above 1, a
+            response is scored when it has ended, while others are generated.
     """
 
     def __init__(self, on_error: OnError = "raise", at_once: int = 1) -> None:
@@ -392,8 +392,8 @@ def scored(reward: Reward, responses: RewardInput) -> Scores:
     for i, how in scores.failed.items():
         if i not in range(len(responses)) or how not in get_args(Failed):
             raise UserError(
-                f"{reward} says {how!r:.60} of sample {i!r:.60}; give places below {len(responses)}, and"
-                f" {' or '.join(get_args(Failed))} of each"
+                f"{reward} gives {how!r:.60} for sample {i!r:.60}; give places below {len(responses)}, and"
+                f" {' or '.join(get_args(Failed))} for each"
             )
     if scores.dropped and not reward.drops:
         raise UserError(

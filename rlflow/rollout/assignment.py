@@ -74,7 +74,7 @@ class EngineSettings:
             policies: Policies that generate, the first one first.
 
         Raises:
-            UserError: An exception is of no policy, or shares with one that has no engine of its own.
+            UserError: An exception names no policy, or a share names a policy without its own engine.
         """
         for policy, exception in self.exceptions.items():
             _require_policy(f"engines.{policy}", policy, policies)
@@ -239,8 +239,8 @@ def engines_of_rank(
 def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: int, on_cpu: bool) -> Sequence[str]:
     """The policies with engines in processes of their own, on all their ranks; the same list on every rank.
 
-    These are engines that can only be built by all ranks together and are placed on some of them, and engines that
-    cannot be in one process with an engine named before them.
+    Such an engine can only be built by all ranks together and is placed on some of them. Or it cannot be in one process
+    with an engine named before it.
 
     Args:
         engines: Engines of all policies, as configured.
@@ -348,8 +348,8 @@ class TimeSharedEngine(RolloutEngine):
     def _check(self, version: int) -> None:
         if version != self.policy_version:
             raise WeightSyncError(
-                f"version {version} of `{self._policy}` shall generate and the engine that it shares holds"
-                f" {self._held()}; sync the weights of `{self._policy}` first"
+                f"`{self._policy}` must generate with version {version} of its weights, and the engine that it shares"
+                f" holds {self._held()}; sync the weights of `{self._policy}` first"
             )
 
     def _held(self) -> str:

@@ -133,7 +133,7 @@ class Rules:
         longest: Tokens after the prompt, at most: the policy's and the environment's together.
         longest_turn: Tokens of a turn of the policy, at most.
         budget: Tokens of the policy in one call, after which a conversation is cut off; None where none is.
-        on_failure: What becomes of a conversation if its environment failed, see `Environment`.
+        on_failure: Treatment of a conversation whose environment failed, see `Environment`.
     """
 
     policy: str
@@ -198,8 +198,9 @@ def _new_conversation(session: Session, bridge: Bridge, messages: Sequence[Messa
         conversation = Conversation(session, bridge, bridge.begin(messages), list(messages))
         if len(conversation.prompt) > rules.longest_prompt:
             raise UserError(
-                f"a conversation begins with {len(conversation.prompt)} tokens, of messages, tools and what `reset`"
-                f" says, and `data.max_prompt_length` is {rules.longest_prompt}, for which memory is planned; raise it"
+                f"a conversation begins with {len(conversation.prompt)} tokens (messages, tools and the answer of"
+                f" `reset`), and `data.max_prompt_length` is {rules.longest_prompt}, for which memory is planned; raise"
+                " it"
             )
     return conversation
 
@@ -325,8 +326,8 @@ def play_game(
 ) -> ConversationSteps[dict[str, Conversation]]:
     """A game, from the messages of its prompt to its end: the conversation of each seat, by name.
 
-    One seat speaks at a time. What the others read is in their conversations before their next turn. A
-    seat that never had one has a turn without tokens, for its reward.
+    One seat speaks at a time. The messages for the others are added to their conversations before their next turn. A
+    seat that never had a turn gets one without tokens, for its reward.
 
     Args:
         game: Session of its environment.

@@ -46,7 +46,7 @@ class ConversationLoop(Generic[T]):
         lockstep: All conversations that are open take their turns together: no engine steps while a call is open, and
             no call is made while an engine steps.
         on_end: Called with the number and the result of each conversation when it is over; None for nothing.
-        on_arrival: Begins conversations for what `calls.arrive` brings, in addition to those of the run; they have no
+        on_arrival: Begins conversations for values from `calls.arrive`, in addition to the run's; they have no
             result. None where nothing arrives.
 
     Attributes:
@@ -294,7 +294,7 @@ class EnvironmentCalls:
     def arrive(self, what: Any) -> None:
         """Let `answers` return a JSON-able value that no call returned, under the number `ARRIVED`; from any thread.
 
-        Of ranks that share an engine, the one that makes the calls takes it.
+        If ranks share an engine, the rank that makes the calls takes it.
         """
         self._done.put((ARRIVED, {"value": what}))
 
@@ -377,7 +377,7 @@ def _outcome(call: Callable[[], Any]) -> dict[str, Any]:
         return {"failed": str(error)}
     except UserError as error:
         return {"problem": str(error)}
-    except SystemExit as error:  # which would end this thread alone, and nobody would hear of it
+    except SystemExit as error:  # it would end only this thread, without a report
         called = f"sys.exit({'' if error.code is None else repr(error.code)})"
         return {"problem": f"an environment called `{called}` before the run came to its end; raise an error instead"}
     except Exception:

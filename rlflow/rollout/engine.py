@@ -102,9 +102,9 @@ class Completion:
         logprobs: Log-probability of each of them, in nats, after temperature, and over the tokens that it was sampled
             from; at temperature 1 and over all tokens where sampling was greedy.
         finished: Whether it ended by a stop token, and not by the longest allowed length.
-        columns: What else the engine recorded, by its column in a `Rollout`: an entry for each generated token of a
-            `PerToken` column, and for each token of prompt and response but the last of a ragged one. Of `support` and
-            `support_logprobs`, the entries of the generated tokens.
+        columns: Further records of the engine, by their column in a `Rollout`. A `PerToken` column has an entry for
+            each generated token; a ragged one, for each token of prompt and response except the last. `support` and
+            `support_logprobs` have the entries of the generated tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -260,7 +260,7 @@ class RolloutEngine(ABC):
             UserError: The engine cannot return experts.
         """
         raise UserError(
-            f"`moe.routing_replay` is set, and `rollout` is {type(self).__name__}, which does not report what"
+            f"`moe.routing_replay` is set, and `rollout` is {type(self).__name__}, which does not report which"
             " experts it chose; set `rollout: rlflow.rollout.TransformersEngine`, or leave `routing_replay` out"
         )
 
@@ -276,8 +276,8 @@ class RolloutEngine(ABC):
             UserError: The engine cannot return the column.
         """
         raise UserError(
-            f"`top_p`, `top_k` or `min_p` is set, and `rollout` is {type(self).__name__}, which does not report what"
-            " tokens they left, over which a loss scores; set `rollout: rlflow.rollout.TransformersEngine` or"
+            f"`top_p`, `top_k` or `min_p` is set, and `rollout` is {type(self).__name__}, which does not report the"
+            " tokens that they leave, and a loss needs these; set `rollout: rlflow.rollout.TransformersEngine` or"
             " `VLLMEngine`, or leave them out"
         )
 
@@ -438,8 +438,8 @@ class RolloutEngine(ABC):
     def wake_up(self) -> None:  # noqa: B027 - engines that keep their memory have nothing to do
         """Begin a step or a validation: allocate memory that was freed; the next sync loads weights that were.
 
-        An engine may be awake, and have the weights. What it then generates may not depend on earlier steps, which a
-        run that resumes has not made.
+        An engine may be awake already, and have the weights. Its responses must not depend on earlier steps, since a
+        resumed run has not made these.
         """
 
     @abstractmethod
@@ -674,7 +674,7 @@ class InProcessEngine(RolloutEngine):
         if version != self.policy_version:
             held = f"version {self.policy_version}" if self.policy_version != NO_VERSION else "no version"
             raise WeightSyncError(
-                f"policy version {version} shall generate and the engine holds {held}; sync the weights first"
+                f"the engine must generate with policy version {version} and holds {held}; sync the weights first"
             )
         self.check_context(*max(zip(map(len, prompts), limits, strict=True), key=sum, default=(0, 0)))
         most = max(map(len, pictures), default=0)

@@ -322,7 +322,7 @@ TAIL = 4096  # bytes of them that an error repeats
 class EngineProcessError(RuntimeError):
     """The engine's process died, hung and was killed, or raised another error than `UserError` and `WeightSyncError`.
 
-    Only after the last of these it runs on.
+    Only in the last case does it still run.
     """
 
 
@@ -552,7 +552,7 @@ def share(tensor: Tensor, parts: Sequence[Callable[[Tensor], Tensor]] = ()) -> i
     Args:
         tensor: Tensor to copy.
         parts: Functions from a tensor to views of it, such as `Piece.cut`. Only these views are copied; other elements
-            read as 0 and take no memory, but for what shares a page with a view. Empty for the whole tensor.
+            read as 0 and take no memory, except where they share a page with a view. Empty for the whole tensor.
 
     Returns:
         A file descriptor, which the caller closes once the other process has it.

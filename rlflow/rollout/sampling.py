@@ -75,15 +75,15 @@ def sample(
         version: The policy version that must generate.
         decode: Converts token ids to text.
         dtype: Dtype of the logprobs.
-        part: How far responses grow in this call, where long ones are cut off and continued with the next draw.
+        part: Limits of responses in this call, where long ones are cut off and continued with the next draw.
         earlier: `[B, 2]` int64, see `SampleIds.of`; None where the node did not generate from these rows before.
         longest: Tokens of the longest continued response, inherited ones included. Responses to prompts have
             `sampling.max_tokens` at most.
         longest_prompt: Tokens of the longest prompt, for which memory is planned; None for any.
         pictures: Pictures of the `B` prompts, in the order of their places; empty where no prompt has any.
-        of_prompts: What each of the `B` prompts has in place of `sampling`, at most `sampling.max_tokens` tokens; empty
-            where no prompt has anything.
-        on_end: Called with each response that has ended, while others are generated: the number of its row, its text
+        of_prompts: Settings of each of the `B` prompts in place of `sampling`, at most `sampling.max_tokens` tokens;
+            empty if no prompt has any.
+        on_end: Callback for each response that has ended, while others are generated: the number of its row, its text
             and its row of the dataset. None for nothing.
 
     Returns:
@@ -242,7 +242,7 @@ def _tokens(rollout: Rollout, row: int) -> list[int]:
 def _extended(begun: Rollout, completions: Mapping[int, Completion], version: int) -> Rollout:
     """The responses with the completion of each row, which `version` generated, appended; others are unchanged.
 
-    What was recorded of tokens that were there before stays, though the engine has read them again.
+    Records of earlier tokens stay, though the engine has read these tokens again.
     """
     made = [len(completions[row].token_ids) if row in completions else 0 for row in range(len(begun.path))]
     lengths = begun.lengths + torch.tensor(made, dtype=torch.int64)

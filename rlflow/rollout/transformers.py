@@ -1,8 +1,8 @@
 """The reference engine: transformers' forward with its cache, on any device. Slower than vLLM, and simple.
 
 Prompts of a batch are padded on the left. Attention does not look at padding; layers that carry a state from token to
-token have it set to zero at their input, and start with a state of zeros. Of pictures, the tower's features stand in
-place of the embeddings of their tokens while prompts are computed.
+token have it set to zero at their input, and start with a state of zeros. While prompts are computed, the tower's
+features of pictures replace the embeddings of their tokens.
 """
 
 from __future__ import annotations

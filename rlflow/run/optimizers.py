@@ -30,7 +30,7 @@ def configure_optimizers(module: RLModule, paths: Mapping[str, Path], dtype: tor
         dtype: Dtype of forward passes.
 
     Raises:
-        UserError: What it returns cannot train these models.
+        UserError: Its result cannot train these models.
     """
     if type(module).configure_optimizers is RLModule.configure_optimizers:
         return
@@ -50,7 +50,7 @@ def configure_optimizers(module: RLModule, paths: Mapping[str, Path], dtype: tor
             if not role or roles or role in made:
                 raise UserError(
                     f"{type(given).__name__} of `configure_optimizers` is not over the parameters of one model, or"
-                    f" another is too; make one for each of {', '.join(models)} from its `named_parameters()`"
+                    f" another has the same; make one for each of {', '.join(models)} from its `named_parameters()`"
                 )
             made[role] = _grouped(role, models[role], given, schedulers.get(id(given)))
     for role, handle in models.items():
@@ -62,7 +62,7 @@ def configure_optimizers(module: RLModule, paths: Mapping[str, Path], dtype: tor
 
 
 def _schedulers(returned: Sequence[torch.optim.Optimizer | LRScheduler]) -> dict[int, LRScheduler]:
-    """The schedulers by the `id` of their optimizer; refuses one that would not be used."""
+    """The schedulers by the `id` of their optimizer; refuses a scheduler that would not be used."""
     schedulers, optimizers = dict[int, LRScheduler](), {id(each) for each in returned}
     for each in returned:
         if isinstance(each, LRScheduler):

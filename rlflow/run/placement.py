@@ -83,7 +83,7 @@ def layouts(
         if isinstance(found.get(role), WithoutAdapters | EMA):
             what = "a model without its adapters" if isinstance(found[role], WithoutAdapters) else "a moving average"
             raise UserError(
-                f"`placement.{role}` cannot be: `{role}` is {what} and lives where the model does; place that one"
+                f"`placement.{role}` is set, and `{role}` is {what}, which lives where the model does; place the model"
             )
     trained = graph.trained_roles()
     result = {}
@@ -205,8 +205,8 @@ def _refuse_torn_engines(name: str, placed: Mapping[str, Layout], graph: Graph) 
             inside = [rank for rank in group if rank in placed[role].ranks]
             if 0 < len(inside) < len(group):
                 raise UserError(
-                    f"`placement` tears a rollout engine apart: {rank_ranges(group)} share one"
-                    f" (`rollout.init_args.tensor_parallel_size` {engine.copies}), and of these only"
+                    f"`placement` splits a rollout engine's ranks: {rank_ranges(group)} share an engine"
+                    f" (`rollout.init_args.tensor_parallel_size` {engine.copies}), and among them only"
                     f" {rank_ranges(tuple(inside))} hold `{role}`; place `{role}` on all of them or on none"
                 )
 

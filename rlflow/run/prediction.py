@@ -82,8 +82,8 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
     """Write `trainer.val_samples` responses to each prompt of the training rows; called by all ranks.
 
     A line has the row's place in the dataset, the number of the response, the prompt, the response, whether it ended,
-    and its tokens. Each rank writes those of its rows as they are made. Started again, it goes on with the rows that
-    lack responses, on any number of ranks.
+    and its tokens. Each rank writes the responses to its rows as they are made. Started again, it continues with the
+    rows that lack responses, on any number of ranks.
 
     Args:
         run: The run, prepared with `Settings.beside`.

@@ -142,7 +142,7 @@ def require_end(planned: Plan, settings: Settings, chooses: str | None) -> None:
     if chooses and max_epochs is not None:
         raise UserError(
             f"`trainer.max_epochs` is {max_epochs}, and {chooses} decides how many prompts an epoch"
-            " has, so nobody knows how many steps that is; set `trainer.max_steps` instead"
+            " has, so the number of steps is not known; set `trainer.max_steps` instead"
         )
     if planned.dynamic_sampling is not None and max_epochs is not None:
         filtered = planned.dynamic_sampling.filter_id
@@ -165,7 +165,7 @@ def check_response_settings(
     Args:
         module: The algorithm.
         settings: Settings of the trainer.
-        of_datasets: For `train` and `validation` what datasets set, by name, and whether responses to them are sampled.
+        of_datasets: For `train` and `validation`, the datasets' own settings by name, and whether they are sampled.
 
     Raises:
         UserError: A dataset has such a setting.
@@ -220,7 +220,7 @@ def check_choice(module: RLModule, data: PromptData, graph: Graph) -> None:
     if own:
         why = "chooses prompts itself, by `choose_prompts`"
     elif not any(node.kind == "rollout" for node in graph.order):
-        why = "samples no responses, of which some could pass"
+        why = "samples no responses that could pass"
     elif module.writes_prompts:
         why = "writes prompts of its own, so a row of the dataset has no pass rate"
     elif module.reward is None and not found:
@@ -261,13 +261,13 @@ def check_experts(
         )
     if "experts" in handle.model_inputs and role not in policies:
         raise UserError(
-            f"`moe.routing_replay` is set for `{role}`, and no rollout engine generates with its weights, whose experts"
-            " could be replayed; leave it out"
+            f"`moe.routing_replay` is set for `{role}`, and no rollout engine generates with its weights, so there are"
+            " no experts to replay; leave it out"
         )
     if "experts" in handle.model_inputs and cuts_off:
         raise UserError(
             "`moe.routing_replay` and `trainer.partial_rollout` are set; the experts of a response that several"
-            " policies generated are not stored. Leave out one of them"
+            " versions of the policy generated are not stored. Leave out one of them"
         )
 
 
@@ -280,7 +280,7 @@ def support_bounds(module: RLModule, graph: Graph, of_datasets: Mapping[str, Res
     Args:
         module: The algorithm.
         graph: Graph of the module.
-        of_datasets: What datasets that are trained on set for their responses, by name.
+        of_datasets: Response settings of the datasets that are trained on, by name.
 
     Raises:
         UserError: There is no `top_k`, or rows are conversations.
@@ -301,14 +301,14 @@ def support_bounds(module: RLModule, graph: Graph, of_datasets: Mapping[str, Res
         given, of = f"`{cuts[whose]}` of {whose} is set", None if whose in of_all else policy
         if cuts[whose].top_k is None:
             raise UserError(
-                f"{given} without `top_k`; the tokens that are left are stored of each token of a response, and a loss"
-                " scores over them, so set `top_k` too, 64 say, which bounds their number",
+                f"{given} without `top_k`; a loss scores over the tokens that are left, which are stored for each token"
+                " of a response. So set `top_k` too, 64 say, to bound their number",
                 of=of,
             )
         if found := next(iter(environments(module)), None):
             raise UserError(
-                f"{given} and `module.{found}` too; the tokens that are left are not stored of conversations, so a loss"
-                " could not score over them. Leave one of the two out, or set `trainer.val_sampling` alone",
+                f"{given} and `module.{found}` too; the tokens that are left are not stored for conversations, so a"
+                " loss could not score over them. Leave one of the two out, or set `trainer.val_sampling` alone",
                 of=of,
             )
         bounds[name] = max(truncation.top_k or 0 for truncation in cuts.values())

@@ -55,7 +55,7 @@ def read_graph(module: RLModule, of_datasets: Mapping[str, ResponseSettings] = M
 
     Args:
         module: The algorithm; its `configure_models` is called once.
-        of_datasets: What datasets that are trained on set for their responses, by name; models then read columns of it.
+        of_datasets: Response settings of the datasets that are trained on, by name; models then read columns of these.
 
     Raises:
         UserError: A size is below 1, a model of the config is impossible, or the graph has problems, which are listed.
@@ -122,8 +122,8 @@ def configure(module: RLModule) -> None:
     module.run_models = handles(module)
     if of_checkpoint := module.run_models.keys() & {"state", SURPLUS, UNFINISHED}:
         raise UserError(
-            f"a model of {type(module).__name__} is called `{min(of_checkpoint)}`, as a file that checkpoints have for"
-            " something else; give it another name, such as `actor`"
+            f"a model of {type(module).__name__} is called `{min(of_checkpoint)}`, the name of another file of"
+            " checkpoints; give it another name, such as `actor`"
         )
     language = [handle for handle in module.run_models.values() if isinstance(handle, CausalLM)]
     for handle in language:
@@ -170,7 +170,7 @@ def plan_run(
         module: The algorithm; its `configure_models` is called once.
         settings: Settings of the trainer.
         engines: Settings of the engines.
-        of_datasets: What datasets that are trained on set for their responses, by name.
+        of_datasets: Response settings of the datasets that are trained on, by name.
 
     Raises:
         UserError: The graph has problems, or cannot be placed or planned with these settings.
@@ -219,7 +219,7 @@ def _require_together(graph: Graph, placed: Mapping[str, Layout], max_staleness:
     if max_staleness and len(engines) > 1:
         raise UserError(
             f"`trainer.max_staleness` is {max_staleness}, and `placement` has {' and '.join(engines.values())} generate"
-            " on ranks of their own, so a checkpoint could not keep a step that is generated ahead; place their engines"
+            " on ranks of their own, so a checkpoint could not hold a step that is generated ahead; place their engines"
             " on the same ranks, or set `trainer.max_staleness` to 0"
         )
 

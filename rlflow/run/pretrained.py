@@ -90,7 +90,7 @@ def _require_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 def require_same_vocabulary(
     paths: Mapping[str, Path], follows: str, tokenizers: Mapping[str, PreTrainedTokenizerBase]
 ) -> None:
-    """Refuse roles whose vocabulary differs from that of `follows`, since all roles read the same token ids.
+    """Refuse roles whose vocabulary differs from `follows`'s, since all roles read the same token ids.
 
     Args:
         paths: Folder or Hugging Face name of each role's model.

@@ -242,7 +242,7 @@ class Saving:
         self._model_bytes, self._state_bytes = map(sum, zip(*self._transport.gather_json(here), strict=True))
 
     def _open(self, draft: Draft | None = None, with_models: bool = True) -> dict[str, Draft]:
-        """Open the drafts of all roles' models, and that of the checkpoint, if any; refuse if the disk lacks room."""
+        """Open the drafts of all roles' models and of the checkpoint, if any; refuse if the disk lacks room."""
         models = {role: self._draft(self._target(role)) for role in self._roles if with_models}
         drafts = [*models.values(), *([] if draft is None else [draft])]
 

@@ -92,10 +92,10 @@ def check_made(run: Run, tried: Mapping[str, int], step: int) -> None:
             continue
         optimizer = handles(module)[role].optimizer
         raise UserError(
-            f"`{role}` was to make {updates} updates in step {step}, and"
-            f" {setting(optimizer, 'schedule', f'{role}.optimizer.schedule')} counts {expected} in each, of"
-            f" `data.prompts_per_step` {prompts} and `module.group_size` {module.group_size} samples of each; set"
-            f" {setting(optimizer, 'by', f'{role}.optimizer.by')} to 'steps', or the group size to what is sampled"
+            f"`{role}` would make {updates} updates in step {step}, and"
+            f" {setting(optimizer, 'schedule', f'{role}.optimizer.schedule')} counts {expected} in each step, from"
+            f" `data.prompts_per_step` {prompts} and `module.group_size` {module.group_size}; set"
+            f" {setting(optimizer, 'by', f'{role}.optimizer.by')} to 'steps', or the group size to the number sampled"
         )
 
 

@@ -184,7 +184,7 @@ def straggling(rows: float, shards: int, variation: float) -> float:
 def _computing(
     role: LoadedRole, tokens: float, length: float, passes: int, hardware: Hardware, efficiency: float
 ) -> float:
-    """Seconds of a rank's part of so many passes, each as long as a forward pass."""
+    """Seconds of a rank's part of `passes` passes, each as long as a forward pass."""
     flops = passes * forward_flops(role.size, tokens / role.layout.copies, length)
     joining = _divided_seconds(role, tokens, hardware) + _layer_sums(role, tokens, hardware)
     exchanges = max(1, passes - 1)  # a backward pass is two passes, and exchanges once

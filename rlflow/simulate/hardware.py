@@ -141,7 +141,7 @@ def read_hardware(name: str) -> Hardware:
         return PRESETS[name]
     if not Path(name).is_file():
         raise UserError(
-            f"`--hardware` is {name!r}, no preset and no YAML file that is there; give {', '.join(PRESETS)} or a YAML"
+            f"`--hardware` is {name!r}, neither a preset nor an existing YAML file; give {', '.join(PRESETS)} or a YAML"
             f" file.{did_you_mean(name, PRESETS)}"
         )
     parser = ArgumentParser(exit_on_error=False)

@@ -18,8 +18,8 @@ ROUNDING = 1e-9  # of a pass rate: 0.2 is in a range from 0.2
 class Curriculum(PromptMemory):
     """Chooses the prompts of an epoch by their pass rate: the share of a prompt's samples that passed so far.
 
-    The first epoch draws all prompts. A later epoch draws the prompts whose pass rate is in the range, the prompts
-    without a pass rate, and at random some of the others, so that a prompt can come back when the policy has changed.
+    The first epoch draws all prompts. A later epoch draws the prompts whose pass rate is in the range, and those
+    without one. It also draws some others at random, so that a prompt can come back when the policy has changed.
     If these are fewer than a step takes, the prompts nearest to the range are added.
 
     Why a range: if rewards are 0 or 1, the improvement that a prompt can give grows with the variance of its rewards,

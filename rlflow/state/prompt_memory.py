@@ -44,7 +44,7 @@ class PromptMemory:
             x: `[B]`, one number for each row.
         """
         if self._record is None:
-            raise UserError("a PromptMemory is updated by nodes, and is an attribute of the module; it is neither here")
+            raise UserError("a PromptMemory must be an attribute of the module and be updated by a node; do both")
         if group.shape != x.shape or x.dim() != 1:
             raise UserError(
                 f"a PromptMemory was given {list(x.shape)} of prompts {list(group.shape)}; give one number a row, [B]"

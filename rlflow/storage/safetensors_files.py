@@ -119,7 +119,7 @@ class TensorFile:
         self._file.close()
 
     def read(self, name: str, start: int, length: int) -> Tensor:
-        """A range of a flattened tensor, `[length]` on the CPU; so many elements are read and no more.
+        """A range of a flattened tensor, `[length]` on the CPU; only these elements are read.
 
         Args:
             name: Name of the tensor.

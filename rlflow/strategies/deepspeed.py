@@ -172,7 +172,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _materialize(self, name: str, model: PackedModel) -> None:
         """Give each parameter memory for this rank's part, as zeros; see `TrainingStrategy._materialize`. Stage 3 only.
 
-        Parameters are allocated whole and divided one after another. So the peak of memory is that of all parts and one
+        Parameters are allocated whole and divided one after another. So at its peak, memory holds all parts and one
         whole parameter.
         """
         import deepspeed
@@ -519,9 +519,9 @@ def _keep_within_role() -> None:
 def norm_at_most(optimizer: Any, most: float) -> Iterator[dict[str, float]]:
     """A context in which an optimizer of ZeRO 1 to 3 skips an update whose gradient has a norm above `most`.
 
-    The optimizer's step measures the norm by a method of its own, `scaled_global_norm` at stages 1 and 2 and
-    `_get_norm_groups` at stage 3, and skips the update if the norm is not finite. In this context that method returns
-    infinity for a norm above `most`.
+    The optimizer's step measures the norm by `scaled_global_norm` at stages 1 and 2, and by `_get_norm_groups` at stage
+    3. It skips the update if the norm is not finite. In this context that method returns infinity for a norm above
+    `most`.
 
     Args:
         optimizer: DeepSpeed's optimizer.

@@ -174,7 +174,7 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) 
 def _pause(until: float, other: int) -> None:
     if time.monotonic() > until:
         raise UserError(
-            f"rank {other} has not come to the store of torchrun's agent within `timeout_s`; look at what it says, or"
-            " raise `strategy.init_args.timeout_s`"
+            f"rank {other} did not reach the store of torchrun's agent within `timeout_s`; look at its output, or raise"
+            " `strategy.init_args.timeout_s`"
         )
     time.sleep(POLL_S)

@@ -214,8 +214,8 @@ class TrainingStrategy:
         settings = handle.optimizer
         if settings is not None and settings.schedule != "constant" and updates is None:
             raise UserError(
-                f"`{name}` has the schedule `{settings.schedule}`, which ends with the run, and nobody knows how many "
-                "updates this run makes. Set `trainer.max_steps`, or the schedule `constant`."
+                f"`{name}` has the schedule `{settings.schedule}`, which ends with the run, and the number of updates "
+                "of this run is not known. Set `trainer.max_steps`, or the schedule `constant`."
             )
         model = handle.load(path, self.dtype, self.root_device, empty=self.divides_weights)
         if self.divides_weights:

@@ -101,8 +101,8 @@ def write_model(folder: Path, seed: int, has_head: bool, sees: bool = False) -> 
 class Recorded(InProcessEngine):
     """Answers the k-th request for a prompt in a call with its k-th recorded response.
 
-    A response follows from the tokens that it answers and from k alone, so the same responses are there on any number
-    of ranks, and in any order of the prompts.
+    A response follows from the prompt's tokens and from k alone. So the same responses are there on any number of
+    ranks, and in any order of the prompts.
 
     Args:
         backwards: Give the responses of a prompt in the opposite order.

@@ -136,8 +136,8 @@ class RowPath:
 def _packed(numbers: Tensor, levels: tuple[str, ...]) -> Tensor:
     """`[B]` int64, paths `[B, depth]` as one number each: the same on all ranks, and in the order of the paths.
 
-    Each number of a child has 63 / (depth + 1) bits, and a prompt's id twice as many: 2 million children of a row, and
-    ids up to 4 trillion, where paths have two numbers.
+    Each number of a child has 63 / (depth + 1) bits, and a prompt's id twice as many. Paths of two numbers have room
+    for 2 million children of a row, and for ids up to 4 trillion.
     """
     depth = numbers.shape[1]
     bits = 63 // (depth + 1)

@@ -90,7 +90,7 @@ CASES: list[Case] = [
     (
         "a first observation that takes columns",
         answered_by("Told"),
-        "`my_games.Told.initial_observation` takes `secret`, and it is called without anything; take columns of the",
+        "`my_games.Told.initial_observation` takes `secret`, and it is called without arguments; take columns of the",
     ),
     (
         "a template that writes earlier turns anew",

@@ -79,7 +79,7 @@ CASES: list[Case] = [
     (
         "a module that ends the process",
         {"module.class_path": "leaving_algorithm.GRPO"},
-        "rank 0 called `sys.exit(0)` (before its first step), before the run came to its end; raise an error in its",
+        "rank 0 called `sys.exit(0)` (before its first step), before the run came to its end; raise an error instead",
     ),
     ("null for a number", {"seed": None}, "`seed` is null; give an integer"),
     ("a section that is a list", {"trainer": [1]}, "`trainer` is [1]; give a mapping of keys"),

@@ -131,7 +131,7 @@ CASES: list[Case] = [
                 "init_args": {"max_num_batched_tokens": 255, "max_num_seqs": 256},
             }
         },
-        "`rollout.init_args.max_num_batched_tokens` is 255, and as many as `rollout.init_args.max_num_seqs`, 256,",
+        "`rollout.init_args.max_num_batched_tokens` is 255, and up to `rollout.init_args.max_num_seqs`, 256,",
     ),
 ]
 

@@ -55,8 +55,8 @@ CASES: list[Case] = [
             "rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"tensor_parallel_size": 2}},
             "placement": {"rollout": "0-1", "actor": "1-2"},
         },
-        "`placement` tears a rollout engine apart: ranks 0-1 share one (`rollout.init_args.tensor_parallel_size` 2),"
-        " and of these only rank 1 hold `actor`; place",
+        "`placement` splits a rollout engine's ranks: ranks 0-1 share an engine"
+        " (`rollout.init_args.tensor_parallel_size` 2), and among them only rank 1 hold `actor`; place",
     ),
     (
         "staleness where ranks do both",

@@ -189,7 +189,7 @@ CASES: list[Case] = [
     (
         "an optimizer of whole matrices where ranks divide them",
         {"strategy": "fsdp", "module.init_args.actor.optimizer": {"name": "torch.optim.Adafactor"}},
-        "`module.init_args.actor.optimizer.name` is 'torch.optim.Adafactor', which steps a matrix otherwise than its",
+        "`module.init_args.actor.optimizer.name` is 'torch.optim.Adafactor', whose step for a matrix differs from the",
     ),
 ]
 

@@ -183,7 +183,10 @@ def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path: Path, capfd: p
             "no config.json and no adapter_config.json",
         ),
         (("--model", str(adapter), "--to", str(base)), "where there is something already; name a new folder"),
-        (("--model", str(pickled), "--to", str(tmp_path / "out"), "--dtype", "bf16"), "has no *.safetensors, of which"),
+        (
+            ("--model", str(pickled), "--to", str(tmp_path / "out"), "--dtype", "bf16"),
+            "no *.safetensors, the only files",
+        ),
         (("--model", str(adapter), "--to", str(tmp_path / "out"), "--form", "both"), "`--form` is 'both'; give one of"),
     ):
         assert told in refusal(capfd, "export", *arguments)

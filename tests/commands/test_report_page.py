@@ -333,7 +333,7 @@ def test_a_damaged_summary_is_one_line_that_names_the_file(tmp_path: Path, text:
         (["other"], "2 runs can only be given with `--html`"),
         (["--to", "a.html"], "`--to` can only be given with `--html`"),
         (["--watch"], "`--watch` can only be given with `--html`"),
-        (["--html", "--draw", "a.png"], "`--draw` is of the report without a page"),
+        (["--html", "--draw", "a.png"], "`--draw` belongs to the report without a page"),
         (["--html"], "has no metrics.jsonl; give the folder of a run that began"),
     ],
 )

@@ -123,7 +123,7 @@ def test_what_cannot_be_examined_is_one_line(name: str, said: str, capsys: pytes
         (("--algorithm", "grop", "--loss", "others_losses:right"), "Did you mean grpo?"),
         (("--loss", "others_losses:right", "--names.c", "logprobs"), "`--names` has 'c'"),
         (("--loss", "others_losses:right", "--names.mask", "rewards"), "`--names.mask` is 'rewards'"),
-        (("--aggregation", "torch:mean"), "torch:mean does not say its parameters"),
+        (("--aggregation", "torch:mean"), "the parameters of torch:mean cannot be read"),
     ],
 )
 def test_a_wrong_option_is_one_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

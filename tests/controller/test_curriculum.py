@@ -148,7 +148,7 @@ class Chooses(Records):
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "learns responses": (lambda model: SFT(model), "SFT samples no responses, of which some could pass; leave it out"),
+    "learns responses": (lambda model: SFT(model), "SFT samples no responses that could pass; leave it out"),
     "no reward": (
         lambda model: OnPolicyDistillation(model, teacher=model.model),
         "OnPolicyDistillation has neither a `reward` nor",

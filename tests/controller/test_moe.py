@@ -112,7 +112,7 @@ def test_vllm_follows_a_mixture_whose_layers_and_experts_ranks_divide(
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"engine": VLLMEngine()}, "`rollout` is VLLMEngine, which does not report what experts it chose"),
+        ({"engine": VLLMEngine()}, "`rollout` is VLLMEngine, which does not report which experts it chose"),
         ({"settings": {"partial_rollout": 4}}, "`moe.routing_replay` and `trainer.partial_rollout` are set"),
     ],
 )

@@ -252,7 +252,7 @@ class Everyone(Against):
     [
         (Unnamed, "marked to generate with 'actor'; add 'rival' to its `generates`"),
         (Stranger, "`players` has .* for `opponent`, which is no model of Stranger; assign it to `self`"),
-        (Everyone, "`players` has all seats of .*Duel, player, opponent, and the model that converses speaks for none"),
+        (Everyone, "`players` has all seats of .*Duel, player, opponent, so none is left for the model that converses"),
     ],
 )
 def test_a_model_that_cannot_play_is_refused_in_one_line(

@@ -103,7 +103,7 @@ def test_what_cannot_be_stored_is_refused(settings: dict[str, Any], message: str
 
 
 def test_an_engine_that_does_not_report_the_tokens_is_refused(policy: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="`rollout` is Silent, which does not report what tokens they left"):
+    with pytest.raises(UserError, match="`rollout` is Silent, which does not report the tokens that they leave"):
         fit(replace(run_of(truncated(policy), tmp_path), engine=Silent()))
 
 

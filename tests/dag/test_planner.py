@@ -98,7 +98,7 @@ def test_a_node_without_a_role_holds_one_shard_on_each_rank_that_made_its_value(
 
 
 class Apart(GRPO):
-    """Nodes without a role, of which some could be elsewhere."""
+    """Nodes without a role, some of which could be elsewhere."""
 
     @node
     def gaps(self, rewards: PerSample, old_logprobs: PerToken) -> PerSample: ...

@@ -279,7 +279,7 @@ def test_a_row_that_changes_after_the_scan_is_named() -> None:
     rows = numbered(2)
     data = loader(rows, prompts_per_step=2)
     rows[1]["answer"] = "another"
-    with pytest.raises(UserError, match="listed, row 1 is not what it was when all rows were looked at: the data"):
+    with pytest.raises(UserError, match="listed, row 1 has changed since all rows were scanned: the data"):
         data.batch(0, 0, 1)
 
 

@@ -96,7 +96,7 @@ def test_a_row_that_cannot_be_read_is_told_to_who_asks_for_it() -> None:
     source.rows[3] = {"answer": "3"}
     with Prefetch(loader, draws=2) as prompts:
         assert len(prompts.batch(0, 0, 1)[1]) == 2
-        with pytest.raises(UserError, match="listed, row 3 is not what it was when all rows were looked at"):
+        with pytest.raises(UserError, match="listed, row 3 has changed since all rows were scanned"):
             prompts.batch(1, 0, 1)
 
 

@@ -197,7 +197,7 @@ def test_experts_replay_only_where_rows_have_them(family: Family) -> None:
 def test_vllm_is_not_asked_for_experts() -> None:
     with pytest.raises(
         UserError,
-        match=r"^`moe\.routing_replay` is set, and `rollout` is VLLMEngine, which does not report what experts it",
+        match=r"^`moe\.routing_replay` is set, and `rollout` is VLLMEngine, which does not report which experts it",
     ):
         VLLMEngine().tell_experts()
 

@@ -266,7 +266,7 @@ CLASSES = [
     ),
     *_of(
         REWARD,
-        ({"class_path": "rlflow.rewards.Reward"}, "which others are made of; name one of those, such as "),
+        ({"class_path": "rlflow.rewards.Reward"}, "which is abstract; name a class made of it, such as "),
         ({"class_path": 3}, "is 3; give the name or the path"),
     ),
     *_of(

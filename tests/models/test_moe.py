@@ -50,7 +50,7 @@ def test_the_same_experts_in_another_order_are_not_another_routing() -> None:
 SETTINGS: list[tuple[Callable[[], object], str]] = [
     (lambda: MoE(router_aux_loss_coef=-0.1), r"^`moe\.router_aux_loss_coef` is -0\.1; give 0 or more"),
     (lambda: MoE(router_aux_loss_coef=float("nan")), r"^`moe\.router_aux_loss_coef` is nan; give 0 or more"),
-    (lambda: MoE(freeze_router=True, router_aux_loss_coef=0.1), r"and `moe\.freeze_router` keeps the routers"),
+    (lambda: MoE(freeze_router=True, router_aux_loss_coef=0.1), r"and `moe\.freeze_router` freezes the routers"),
 ]
 
 

@@ -222,7 +222,7 @@ def test_an_answer_without_grades_is_asked_for_again_and_then_fails(server: Serv
 
 
 def test_a_prompt_of_a_column_that_is_not_there_is_refused(server: Server) -> None:
-    with pytest.raises(UserError, match=r"`prompt` speaks of \{question\}.*Did you mean \"questions\"\?"):
+    with pytest.raises(UserError, match=r"`prompt` names \{question\}.*Did you mean \"questions\"\?"):
         Judge(server.url, "grader").score(RewardInput(["a"], [{"questions": ""}]))
     with pytest.raises(UserError, match="`prompt` does not say where the response goes"):
         Judge(server.url, "grader", prompt="Grade it")

@@ -168,7 +168,7 @@ def test_an_environment_that_cannot_be_continued_fails(engine: RolloutEngine) ->
 
 
 def test_a_state_that_json_has_not_is_refused(engine: RolloutEngine) -> None:
-    with pytest.raises(UserError, match=r"Unserializable.state_dict` gave what JSON has not .*\(the row is"):
+    with pytest.raises(UserError, match=r"Unserializable.state_dict` returned .* that JSON cannot hold .*\(the row is"):
         run(engine, InProcess, defined(answering.Unserializable), replace(RULES, budget=4), [None] * len(ROWS))
 
 

@@ -94,8 +94,8 @@ def test_a_policy_that_is_not_in_the_engine_generates_nothing(tied: Path) -> Non
     with pytest.raises(WeightSyncError) as error:
         actor.generate(PROMPTS, SEEDS, SAMPLING, 3)
     assert str(error.value) == (
-        "version 3 of `actor` shall generate and the engine that it shares holds version 3 of `opponent`; sync the"
-        " weights of `actor` first"
+        "`actor` must generate with version 3 of its weights, and the engine that it shares holds version 3 of"
+        " `opponent`; sync the weights of `actor` first"
     )
     with pytest.raises(WeightSyncError, match="not sent"):
         actor.update_weights(buckets(models["actor"], leave_out="model.norm.weight"), 4)

@@ -153,7 +153,7 @@ def test_nothing_is_generated_after_a_sync_that_left_a_tensor_out(engine: Rollou
 def test_a_version_other_than_the_one_held_is_refused(engine: RolloutEngine, model: Any) -> None:
     version = _sync(engine, model)
     with pytest.raises(
-        WeightSyncError, match=rf"policy version {version + 1} shall generate .* holds version {version};"
+        WeightSyncError, match=rf"must generate with policy version {version + 1} and holds version {version};"
     ):
         engine.generate(PROMPTS, SEEDS, Sampling(4), version + 1)
 

@@ -102,7 +102,7 @@ def test_a_view_of_a_model_lives_where_the_model_does() -> None:
         ({"rollout": Place(sequence_parallel_size=2)}, 1, "engines share their work by `rollout.init_args.tensor_par"),
         ({"rollout": Place(tensor_parallel_size=2)}, 1, "engines share their work by `rollout.init_args.tensor_par"),
         ({"rollout": "0-2"}, 2, "is 2, which does not divide the 3 rollout ranks"),
-        ({"rollout": "0-1", "actor": "1-3"}, 2, "ranks 0-1 share one .* and of these only rank 1 hold `actor`"),
+        ({"rollout": "0-1", "actor": "1-3"}, 2, "ranks 0-1 share an engine .* and among them only rank 1 hold `actor`"),
     ],
 )
 def test_what_cannot_be_placed_is_told_in_one_line(

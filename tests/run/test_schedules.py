@@ -145,7 +145,7 @@ def test_updates_are_not_counted_by_the_group_size_where_several_nodes_generate(
 def test_more_updates_than_a_schedule_counts_end_the_run(tmp_path: Path) -> None:
     optimizer = Optimizer("sgd", lr=1e-3, schedule="linear")
     module = Samples(CausalLM("tiny", samples_per_update=4, optimizer=optimizer), group_size=1, n=3)
-    line = r"`actor` was to make 3 updates in step 1, and .* counts 1 in each, of"
+    line = r"`actor` would make 3 updates in step 1, and .* counts 1 in each step, from"
     with pytest.raises(UserError, match=line) as refused:
         fit(Fit(module, sums(8, 4), tmp_path / "run", settings={"max_steps": 2}))
-    assert "`module.group_size` 1 samples of each; set `actor.optimizer.by` to 'steps'" in str(refused.value)
+    assert "`module.group_size` 1; set `actor.optimizer.by` to 'steps'" in str(refused.value)

@@ -160,12 +160,12 @@ REFUSED: list[tuple[str, list[str] | Callable[[Path], list[str]], str]] = [
     (
         "unknown hardware",
         ["--hardware", "h10"],
-        "`--hardware` is 'h10', no preset and no YAML file that is there; give a100, h100, h200 or",
+        "`--hardware` is 'h10', neither a preset nor an existing YAML file; give a100, h100, h200 or",
     ),
     (
         "a missing file",
         ["--hardware", "no.yaml"],
-        "`--hardware` is 'no.yaml', no preset and no YAML file that is there",
+        "`--hardware` is 'no.yaml', neither a preset nor an existing YAML file",
     ),
     ("no picture", ["--draw", "step.txt"], "`--draw` is 'step.txt'; end it in one of .png"),
     ("no bandwidth", own("like: h100\nmemory_bandwidth: -1"), "`memory_bandwidth` of the hardware is -1"),

@@ -52,7 +52,7 @@ def test_a_number_that_is_nan_is_named_with_its_row() -> None:
 
 
 def test_a_memory_that_no_module_has_is_not_updated() -> None:
-    with pytest.raises(UserError, match="is an attribute of the module; it is neither here"):
+    with pytest.raises(UserError, match="must be an attribute of the module and be updated by a node"):
         PromptMemory().update(torch.tensor([0]), torch.tensor([1.0]))
 
 

@@ -117,7 +117,7 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_ranks_divide_them(
     name: str, strategy: TrainingStrategy
 ) -> None:
     roles = {"actor": CausalLM("tiny", optimizer=Optimizer(name, lr=1e-6))}
-    with pytest.raises(UserError, match=f"`optimizer.name` is '{name}', which steps a matrix otherwise than its parts"):
+    with pytest.raises(UserError, match=f"`optimizer.name` is '{name}', whose step for a matrix differs"):
         strategy.check_roles(roles, {"actor": Layout((0, 1), 2)})
     DeepSpeedStrategy(0).check_roles(roles, {"actor": Layout((0, 1), 2)})
 

@@ -175,7 +175,11 @@ def rates_of_one(optimizer: torch.optim.Optimizer) -> Any:
         (lambda actor: 7, {}, "`configure_optimizers` returned 7; return a torch optimizer"),
         (lambda actor: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), {}, "SGD .* not over the parameters"),
         (lambda actor: torch.optim.SGD([*actor.parameters()][1:], lr=0.1), {}, "leaves out 1 weights of `actor`, 'mod"),
-        (lambda actor: [torch.optim.SGD(actor.parameters(), lr=0.1)] * 2, {}, "or another is too; make one for each"),
+        (
+            lambda actor: [torch.optim.SGD(actor.parameters(), lr=0.1)] * 2,
+            {},
+            "another has the same; make one for each",
+        ),
         (
             lambda actor: torch.optim.SGD(
                 [{"params": [*actor.parameters()][:1]}, {"params": [*actor.parameters()][1:], "momentum": 0.9}], lr=0.1
@@ -230,10 +234,10 @@ def test_a_module_has_the_parameters_of_all_models_that_are_trained(tiny: Path) 
     assert module.names == [*of_one, *(name.replace("actor.", "other.", 1) for name in of_one)]
     assert "actor.model.norm.weight" in of_one
     assert (module.actor.optimizer.lr, module.other.optimizer.lr) == (1.0, Optimizer().lr)  # type: ignore[union-attr]
-    with pytest.raises(UserError, match="are asked for outside of `configure_optimizers`"):
+    with pytest.raises(UserError, match="are read outside of `configure_optimizers`"):
         next(module.parameters())
 
 
 def test_parameters_are_there_within_the_hook_alone(tiny: Path) -> None:
-    with pytest.raises(UserError, match="are asked for outside of `configure_optimizers`"):
+    with pytest.raises(UserError, match="are read outside of `configure_optimizers`"):
         next(CausalLM(str(tiny)).parameters())

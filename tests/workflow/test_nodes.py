@@ -243,7 +243,7 @@ def test_a_node_of_a_class_that_is_misspelt_is_not_removed(tmp_path: Path) -> No
         ("{log: MODEL}", "`models.log` is given, and `log` of Workflow is something else; give the model another name"),
         (
             "{state: MODEL}",
-            "a model of Workflow is called `state`, as a file that checkpoints have for something else",
+            "a model of Workflow is called `state`, the name of another file of checkpoints",
         ),
         ("{rollout: MODEL}", "`models.rollout` is given, and that is no name for a model; give the model another name"),
     ],

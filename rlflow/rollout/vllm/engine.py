@@ -133,8 +133,8 @@ class VLLMEngine(InProcessEngine):
         least = self.max_num_seqs or 1
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < least:
             raise UserError(
-                f"`max_num_batched_tokens` is {self.max_num_batched_tokens}, and as many as `max_num_seqs`,"
-                f" {least}, responses grow by a token at once; raise the one or lower the other"
+                f"`max_num_batched_tokens` is {self.max_num_batched_tokens}, and up to `max_num_seqs`, {least},"
+                " responses grow by a token in one step; raise the one or lower the other"
             )
         if self.block_size is not None and self.block_size < 1:
             raise UserError(

@@ -81,8 +81,8 @@ def runner_chosen(name: str | None) -> Iterator[None]:
 def process_state_kept(device: torch.device) -> Iterator[None]:
     """A context that restores the random states of torch, Python and NumPy, and `torch.set_num_threads`.
 
-    vLLM seeds these generators and, on the CPU, disables `torch.set_num_threads`. Training uses both. Of GPUs, only the
-    state of `device` is restored.
+    vLLM seeds these generators and, on the CPU, disables `torch.set_num_threads`. Training uses both. The only GPU
+    whose state is restored is `device`.
     """
     set_num_threads, python, numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

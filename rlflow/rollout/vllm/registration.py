@@ -1,7 +1,7 @@
 """Registers classes of vLLM for models that its registry does not find by itself.
 
-Files of vLLM with models that read videos import torchvision, of which no build for the CPU is in the locks. Nothing of
-it is used for text or pictures. See docs/design/0039.
+Files of vLLM with models that read videos import torchvision, and the locks have no build of it for the CPU. Text and
+pictures do not need it. See docs/design/0039.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CLASSES = {  # by the type of models
     "qwen3_5_moe_text": Own("Qwen3_5MoeForCausalLM", "qwen3_5"),
     "qwen3_5_text": Own("Qwen3_5ForCausalLM", "qwen3_5"),
     "qwen3_vl": Own("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3VLProcessor"),
-    # SmolVLM is Idefics3 but for its processor, which needs one more package for videos.
+    # SmolVLM is Idefics3 with another processor, which needs one more package for videos.
     "smolvlm": Own("SmolVLMForConditionalGeneration", "idefics3", name="Idefics3ForConditionalGeneration"),
 }
 

@@ -100,7 +100,7 @@ def pieces_of(model: Any, model_type: str, reads_pictures: bool = False) -> Iter
     Args:
         model: vLLM's model, after its construction.
         model_type: Type of the model's text part in transformers, such as `qwen3`.
-        reads_pictures: Whether it has a tower beside its text part, so that names begin otherwise.
+        reads_pictures: Whether it has a tower in addition to its text part, so that names begin otherwise.
 
     Raises:
         UserError: A layer holds a parameter in a form that cannot be read back, such as quantised.
