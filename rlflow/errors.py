@@ -217,7 +217,7 @@ def readable(text: str) -> str:
 
 
 def readable_line(text: str) -> str:
-    """As `readable`, in one line: a line end is shown as Python writes it, too."""
+    """Like `readable`, in one line: a line end is shown as Python writes it, too."""
     return readable(text).replace("\n", "\\n")
 
 

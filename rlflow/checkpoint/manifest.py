@@ -138,7 +138,7 @@ def find(
 
 
 def monitored_values(folders: Iterable[Path], monitor: str | None) -> dict[Path, float | None]:
-    """Of these checkpoints those that lack no file, in their order, and the value of the metric `monitor` in each.
+    """The checkpoints that lack no file, in their order, and the value of the metric `monitor` in each.
 
     It is None if a checkpoint has no such value.
     """

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the last ones, and those of the best values of a metric."""
+"""The rule by which checkpoints stay: the last ones, and those with the best values of a metric."""
 
 from __future__ import annotations
 

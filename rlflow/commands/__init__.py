@@ -1,1 +1,1 @@
-"""What the command line does: configurations and their errors, graphs, reports, exports."""
+"""Commands of the command line: configurations and their errors, graphs, reports, exports."""

@@ -221,7 +221,7 @@ class Player(RolloutEngine):
 
 
 def by_hand() -> Iterator[str]:
-    """What a person types, a line each, or what comes in by a pipe.
+    """The lines that a person types, or that come in by a pipe.
 
     Raises:
         KeyboardInterrupt: A person ended the input.

@@ -177,7 +177,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Span:
-    """What a rank did from `start` to `end`, seconds from the run's first span.
+    """Work of a rank from `start` to `end`, in seconds from the run's first span.
 
     Attributes:
         rank: Rank that did it.

@@ -180,7 +180,7 @@ class Unhealthy:
 
 
 def findings(lines: Sequence[MetricsLine], placed: bool = False) -> Iterator[Unhealthy]:
-    """What is unhealthy in a run's metrics.
+    """The unhealthy metrics of a run.
 
     A metric is judged by the median of its last `RECENT` records, a count of failures by its largest value.
 

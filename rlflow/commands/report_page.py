@@ -434,7 +434,7 @@ def _about_edges(traced: Traced) -> Iterator[str]:
 
 
 def _configs(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str]:
-    """What differs between the runs, and each config."""
+    """The settings that differ between the runs, and each config."""
     if len(runs) > 1:
         flat = [dict(_flat(run.config)) for run in runs]
         keys = [

@@ -132,7 +132,7 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def described(hint: Any) -> str:
-    """What to give: `an integer or null`, `a list, each a text`."""
+    """A description of valid values: `an integer or null`, `a list, each a text`."""
     if isinstance(hint, Group):
         return "a mapping of keys"
     names = (str,) if chosen_classes(hint) else ()  # a text stands for a class

@@ -88,7 +88,7 @@ def _mappings(old: Any, new: Mapping[str, Any], arguments: Mapping[str, Argument
 
 
 def _named(text: str, hint: Any, classes: Sequence[type]) -> Any:
-    """What a text means where a class is chosen: a class's name, the only argument the class needs, or a plain text."""
+    """The meaning of a text where a class is chosen: a class's name, the class's only argument, or a plain text."""
     is_path = "." in text and (text.endswith(DATA_FILES) or os.path.exists(text))
     if not is_path or str not in choices(hint):  # else looking for a class of `train.jsonl` would run `train.py`
         with suppress(UserError):

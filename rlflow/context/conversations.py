@@ -60,7 +60,7 @@ ROUND_S = 5.0  # after which ranks that share an engine are informed that no env
 
 @lru_cache(maxsize=BRIDGES)
 def _with_tools(schemas: str) -> Definition:
-    """What an agent defines by the JSON of the tools in a request."""
+    """The definition of an agent whose requests have tools with this JSON."""
     tools = json.loads(schemas)
     names = [each["function"]["name"] for each in tools]
     made = [Tool(name, each, method=False, path="") for name, each in zip(names, tools, strict=True)]

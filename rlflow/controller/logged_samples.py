@@ -121,7 +121,7 @@ class Trees:
         return cls(rollout, *(on_host(x).tolist() for x in (rollout.path.numbers, rollout.branch, rollout.inherited)))
 
     def place(self, row: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-        """What is logged of a sample's place in a tree; nothing if it answers a prompt by itself."""
+        """The logged place of a sample in a tree; nothing if it answers a prompt by itself."""
         found = dict[str, Any]()
         if len(self.paths[row]) > 2:
             found["path"] = _below_prompt(self.paths[row])

@@ -50,7 +50,7 @@ def _models(node: Node) -> str:
 
 
 def _reads(graph: Graph) -> list[tuple[str, ...]]:
-    """What each node reads: the value, the type that it asks for, and the fields that this names."""
+    """A line for each value that a node reads: the type that it asks for, and the fields that this type names."""
     read = [graph.fields[node.id, value] for node in graph.order for value in node.reads]
     rows = [(each.node, each.value, each.asked, str(each) or "-") for each in read]
     after = [(node.id, name, type_name(After), "-") for node in graph.order for name in node.after]

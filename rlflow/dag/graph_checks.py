@@ -255,7 +255,7 @@ def _has(node: Node, kind: ColumnKind) -> bool:
 
 
 def _batch_types(read: Input) -> tuple[type, ...]:
-    """Which of `Batch` and `Pairs` have what an input reads; both if it names only what they share."""
+    """The types among `Batch` and `Pairs` that have all fields of an input; both if it names only shared fields."""
     if read.field:
         return tuple(kind for kind in (Batch, Pairs) if read.field in fields(kind))
     return tuple(kind for kind in (Batch, Pairs) if accepts(read.annotation, kind))

@@ -382,7 +382,7 @@ def keep_counted(key: str, numbers: Tensor, pieces: Iterable[tuple[int, Tensor]]
 
 
 def _int32(numbers: array[int]) -> Tensor:
-    """The same memory as a tensor."""
+    """The array's memory as a tensor."""
     return torch.frombuffer(numbers, dtype=torch.int32) if numbers else torch.empty(0, dtype=torch.int32)
 
 

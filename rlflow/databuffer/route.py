@@ -1,4 +1,4 @@
-"""Which rows go from which rank to which when the rows of one layout are read in another."""
+"""Routes: the rows that each rank sends to each other rank when rows of one layout are read in another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Which rows each shard holds.
+    """The rows that each shard holds.
 
     Attributes:
         shards: Positions of each shard's rows (indices into the arrays of their `RowSpace`), in the order
@@ -37,7 +37,7 @@ class Partition:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Which rows one rank sends and receives when rows are read in `target`; the same for every value of these rows.
+    """Rows that one rank sends and receives when rows are read in `target`; the same for every value of these rows.
 
     A rank that holds a row and reads it gets it from itself. Other rows come from the first peer that holds them, each
     once, in the order in which they are read. A row that is read several times (a prompt, with each of its samples)

@@ -200,7 +200,7 @@ class RowSpace:
         return self.partition(layout).shards[layout.shard(rank)]
 
     def route(self, rank: int, source: Layout, target: Layout, reader: RowSpace) -> Route:
-        """Which rows `rank` sends and receives between `source` and `target`; computed once.
+        """The route of `rank` between `source` and `target`; computed once.
 
         Args:
             rank: A rank of either layout.

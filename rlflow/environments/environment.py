@@ -403,7 +403,7 @@ class Tool:
     path: str
 
     def missing_or_unknown(self, arguments: Mapping[str, Any]) -> str:
-        """What is wrong with the names of arguments, in words for the policy; empty where nothing is."""
+        """The fault in the names of arguments, in words for the policy; empty if there is none."""
         parameters = self.schema["function"]["parameters"]
         known, required = parameters.get("properties", {}), parameters.get("required", ())
         if unknown := [name for name in arguments if name not in known]:

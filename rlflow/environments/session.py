@@ -143,7 +143,7 @@ class Session:
 
     @naming_row
     def first_move(self) -> Move:
-        """Who speaks first in a game that has begun.
+        """The first move of a game that has begun: who speaks first.
 
         Raises:
             WorkerError: The environment failed, or gave what is no message or no seat.

@@ -38,7 +38,7 @@ Schemas = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Terms:
-    """What all episodes of a rank have in common.
+    """Settings that all episodes of a rank have in common.
 
     Attributes:
         harness: The agent and its limits.

@@ -206,7 +206,7 @@ class CausalLM(ModelHandle):
         return logprobs, entropy
 
     def score_support(self, rows: Tokens) -> tuple[PerToken, PerToken, Tensor]:
-        """As `score`, with the log-probability of each token from which a response token was sampled.
+        """Like `score`, with the log-probability of each token from which a response token was sampled.
 
         Args:
             rows: See `score`.
@@ -692,7 +692,7 @@ def over_support(
 def of_support(
     hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """As `over_support`, and then the `[R, K]` log-probabilities of these tokens; K is 0 where `beside` is None."""
+    """Like `over_support`, and then the `[R, K]` log-probabilities of these tokens; K is 0 where `beside` is None."""
     ids = targets[:, None] if beside is None else torch.cat([targets[:, None], beside.clamp(min=0)], 1)
     logprobs, entropy, _ = logprobs_of_tokens(hidden, weight, ids, softmax, support=beside)
     return logprobs[:, 0], entropy, logprobs[:, 1:]

@@ -389,7 +389,7 @@ class ModelHandle(ABC):
         beside: Tensor | Ragged | None = None,
         at_end: bool = False,
     ) -> tuple[Tensor, ...]:
-        """As `_scores`: in one pass within `training`, else by micro-batch, without gradients.
+        """Like `_scores`: in one pass within `training`, else by micro-batch, without gradients.
 
         Args:
             rows: Rows to score.

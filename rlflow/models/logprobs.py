@@ -155,7 +155,7 @@ def logprobs_of_tokens(
     chunk_elements: int | None = None,
     support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `token_logprobs`, for several tokens at each place: given tokens, and the likeliest tokens.
+    """Like `token_logprobs`, for several tokens at each place: given tokens, and the likeliest tokens.
 
     Args:
         hidden: `[N, H]`.
@@ -182,7 +182,7 @@ def chunk_elements_on(device: torch.device) -> int:
 
 
 def chunk_elements_in(nbytes: int) -> int:
-    """As `chunk_elements_on`, for a GPU with this number of bytes; a power of two."""
+    """Like `chunk_elements_on`, for a GPU with this number of bytes; a power of two."""
     fit = nbytes // (COPIES_OF_MEMORY * 3 * 4)
     return min(LARGEST_CHUNK, max(CHUNK_ELEMENTS, 1 << max(0, fit.bit_length() - 1)))
 
@@ -258,7 +258,7 @@ def divided_logprobs(
     softmax: Softmax = Softmax(),
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `token_logprobs`, on ranks that divide the vocabulary; all of them call it and get the same.
+    """Like `token_logprobs`, on ranks that divide the vocabulary; all of them call it and get the same.
 
     Nothing of the size of the vocabulary is sent. Forward, each rank sends four numbers of each token. Backward, the
     gradient by `hidden` is summed over the ranks.

@@ -261,7 +261,7 @@ class PackedModel(nn.Module):
         ]
 
     def untrained_record(self) -> dict[str, Any]:
-        """What `trained` depends on and does not contain: JSON-able, to be compared when training is resumed."""
+        """Facts on which `trained` depends and that it lacks: JSON-able, to be compared when training is resumed."""
         if self.lora is None:
             return {}
         targets = self.lora.targets if isinstance(self.lora.targets, str) else sorted(self.lora.targets)

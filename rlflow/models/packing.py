@@ -109,7 +109,7 @@ class ModelInput:
     order: Tensor | None = None
 
     def to(self, device: torch.device) -> ModelInput:
-        """The same on another device."""
+        """The same input on another device."""
         moved: ModelInput = to_device(self, device)
         return moved
 
@@ -378,7 +378,7 @@ def _in_line(name: str, data: Tensor | Ragged, counts: Tensor, mask: Tensor) -> 
 
 
 def pad(rows: Tokens, reader: PictureReader | None = None) -> ModelInput:
-    """As `pack`, but one sequence a line, right-padded. With causal attention, padding does not change the scores."""
+    """Like `pack`, but one sequence a line, right-padded. With causal attention, padding does not change the scores."""
     packed = pack(rows, reader=reader)
     assert packed.cu_seqlens is not None
     lengths = packed.cu_seqlens.diff()
@@ -429,7 +429,7 @@ def patch_counts(rows: Tokens | Pairs, reader: PictureReader | None) -> Tensor:
 def shared_micro_batches(
     rows: Tokens | Pairs, budget: int, at_least: int = 1, reader: PictureReader | None = None
 ) -> list[Tensor]:
-    """As `packed_micro_batches`, for rows that share prefixes: families stay together, with costs from `families`.
+    """Like `packed_micro_batches`, for rows that share prefixes: families stay together, with costs from `families`.
 
     A pair costs as much as the families of its two rows. Patches of pictures cost as much as tokens; those of a family
     are the patches of its row with most.
@@ -453,7 +453,7 @@ def _by_row(rows: Tokens) -> list[NDArray[np.int64]]:
 
 
 def padded_micro_batches(token_counts: Tensor, budget: int, at_least: int = 1) -> list[Tensor]:
-    """As `packed_micro_batches`, with rows counted as padded to the longest; rows of similar length are together."""
+    """Like `packed_micro_batches`, with rows counted as padded to the longest; rows of similar length are together."""
     longest_first = torch.argsort(token_counts, descending=True, stable=True).tolist()
     split: list[list[int]] = []
     room = 0

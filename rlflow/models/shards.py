@@ -223,7 +223,7 @@ def write_shard_later(
     disk: Disk,
     what: str,
 ) -> None:
-    """As `write_shard`, but the disk's thread takes the weights when it writes them; they are not copied.
+    """Like `write_shard`, but the disk's thread takes the weights when it writes them; they are not copied.
 
     Args:
         path: The file.

@@ -77,7 +77,7 @@ class Status(ctypes.Structure):
 
     @property
     def doing(self) -> str:
-        """What the rank does, such as `step 1, run rewards: ranks 0-1`."""
+        """The rank's present work, such as `step 1, run rewards: ranks 0-1`."""
         return self.text.decode(errors="replace") or AT_FIRST
 
     @property

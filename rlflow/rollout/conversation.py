@@ -124,7 +124,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Rules:
-    """Which policy speaks in conversations, and how long they may get.
+    """The policy of a conversation, and its limits.
 
     Attributes:
         policy: The policy that takes the turns.

@@ -429,7 +429,7 @@ def _experts_of(routings: Sequence[Routing], mask: Tensor) -> list[Tensor]:
 
 
 def _sample_each(logits: Tensor, settings: Sequence[Sampling], kind: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_sample`, with the settings of each row chosen by `kind` `[B]`."""
+    """Like `_sample`, with the settings of each row chosen by `kind` `[B]`."""
     if len(settings) == 1:
         return _sample(logits, settings[0], draws)
     chosen, logprobs = torch.empty_like(kind), torch.empty_like(logits, dtype=torch.float32)

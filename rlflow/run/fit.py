@@ -87,7 +87,7 @@ def _fit(
     loggers: Sequence[LoggerLike],
     state: RunningTrainer,
 ) -> dict[str, Any]:
-    """As `fit`, in the run's folder: load models and engines, resume from a checkpoint if there is one, and train."""
+    """Like `fit`, in the run's folder: load models and engines, resume from a checkpoint if there is one, and train."""
     settings, strategy, rank = run.settings, run.strategy, run.rank
     with ExitStack() as stack:
         log = folder.logs / f"rank{rank}.log"

@@ -185,7 +185,7 @@ class Saving:
             raise
 
     def abandon(self) -> None:
-        """As `wait`, on this rank alone, for a run that ends by an error; errors of writing are not reported then."""
+        """Like `wait`, on this rank alone, for a run that ends by an error; errors of writing are not reported then."""
         if self._drafts and self._settings.async_save:
             with contextlib.suppress(Exception):
                 self._disk.give_up()

@@ -41,7 +41,7 @@ class Disk:
             self.start()
 
     def stream(self, job: Callable[[Iterable[Tensor]], object]) -> Queue[Tensor | None]:
-        """As `do`, for a job that reads tensors from the queue that is returned: put copies into it, and None last."""
+        """Like `do`, for a job that reads tensors from the returned queue: put copies into it, and None last."""
         queue: Queue[Tensor | None] = Queue(0 if self.asynchronous else ON_THE_WAY)
         tensors = iter(queue.get, None)
 

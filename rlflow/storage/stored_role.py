@@ -130,7 +130,7 @@ class StoredRole:
         return whole
 
     def _of_blocks(self, parameter: str, kind: str, start: int, end: int) -> Tensor:
-        """As `read`, of a tensor that is stored in blocks: the rows that have these elements are put together first."""
+        """Like `read`, for a tensor that is stored in blocks: the rows with these elements are put together first."""
         width = prod(self._index.shapes[parameter][1:])
         top, bottom = start // width, -(-end // width)
         rows = torch.full((bottom - top, width), torch.nan)

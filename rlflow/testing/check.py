@@ -163,7 +163,7 @@ def examine(
     pictures: bool = False,
     columns: Sequence[CheckColumn] = COLUMNS,
 ) -> Report:
-    """As `check`, with faults in the report instead of an exception."""
+    """Like `check`, with faults in the report instead of an exception."""
     meant = {*depends_on, *type(module).depends_on}
     for name in meant:
         if name not in NAMES:
