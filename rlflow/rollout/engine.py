@@ -674,7 +674,7 @@ class InProcessEngine(RolloutEngine):
         if version != self.policy_version:
             held = f"version {self.policy_version}" if self.policy_version != NO_VERSION else "no version"
             raise WeightSyncError(
-                f"the engine must generate with policy version {version} and holds {held}; sync the weights first"
+                f"the engine holds {held}, and must generate with version {version}; sync the weights first"
             )
         self.check_context(*max(zip(map(len, prompts), limits, strict=True), key=sum, default=(0, 0)))
         most = max(map(len, pictures), default=0)

@@ -146,7 +146,7 @@ def test_a_sync_that_is_skipped_stops_the_run_in_its_step(policy: Path, tmp_path
     run = _run(policy, tmp_path / "run", SkipsASync(kv_cache_gib=0.25), 2)
     for result in ranks2.run(failing_fit, run, timeout_s=200):
         assert len(result.steps) == 1
-        assert result.error.startswith("the engine must generate with policy version 1 and holds no version")
+        assert result.error.startswith("the engine holds no version, and must generate with version 1")
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_a_killed_engine_is_restarted_with_its_weights_and_answers_as_before(
     assert engine.generate(PROMPTS, SEEDS, SAMPLING, 1) == before
     assert engine.policy_version == 1
     assert engine._running()._popen.pid != killed
-    with pytest.raises(WeightSyncError, match="the engine must generate with policy version 0 and holds version 1"):
+    with pytest.raises(WeightSyncError, match="the engine holds version 1, and must generate with version 0"):
         engine.generate(PROMPTS, SEEDS, SAMPLING, 0)
     fall(engine, signal.SIGKILL)
     with pytest.raises(EngineProcessError, match=r"^rank 0: .* was killed by SIGKILL when it should generate"):

@@ -73,7 +73,7 @@ def test_a_response_ends_with_its_stop_token(engine: RolloutEngine) -> None:
 
 
 def test_another_version_is_refused(engine: RolloutEngine) -> None:
-    with pytest.raises(WeightSyncError, match="the engine must generate with policy version 1 and holds version 0"):
+    with pytest.raises(WeightSyncError, match="the engine holds version 0, and must generate with version 1"):
         engine.generate(PROMPTS, SEEDS, Sampling(4), 1)
 
 

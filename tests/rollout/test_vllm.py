@@ -146,14 +146,14 @@ def test_nothing_is_generated_after_a_sync_that_left_a_tensor_out(engine: Rollou
     with pytest.raises(WeightSyncError):
         engine.update_weights(buckets(model, leave_out="model.norm.weight"), version + 1)
     for attempt in (version, version + 1):
-        with pytest.raises(WeightSyncError, match="the engine holds no version; sync the weights first"):
+        with pytest.raises(WeightSyncError, match="the engine holds no version, and must generate"):
             engine.generate(PROMPTS, SEEDS, Sampling(4), attempt)
 
 
 def test_a_version_other_than_the_one_held_is_refused(engine: RolloutEngine, model: Any) -> None:
     version = _sync(engine, model)
     with pytest.raises(
-        WeightSyncError, match=rf"must generate with policy version {version + 1} and holds version {version};"
+        WeightSyncError, match=rf"the engine holds version {version}, and must generate with version {version + 1};"
     ):
         engine.generate(PROMPTS, SEEDS, Sampling(4), version + 1)
 
