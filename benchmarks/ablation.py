@@ -1,4 +1,4 @@
-"""What each part of the data plane is worth in a step: each taken away alone, and all together, over an emulated link.
+"""The gain of each part of the data plane in a step: each part removed alone, and all together, over an emulated link.
 
     python benchmarks/ablation.py
 

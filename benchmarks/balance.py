@@ -1,4 +1,4 @@
-"""What evening out tokens between ranks is worth: a step of two ranks, and the spread of load over up to 1,024.
+"""The gain of evening out tokens between ranks: a step of two ranks, and the spread of load over up to 1,024.
 
     python benchmarks/balance.py
 

@@ -1,4 +1,4 @@
-"""What one rank computes and holds beside its own work in a step, as ranks grow to 1,024.
+"""Time and memory of one rank's bookkeeping in a step, in addition to its own work, with up to 1,024 ranks.
 
     python benchmarks/control_plane.py
 

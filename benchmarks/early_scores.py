@@ -1,4 +1,4 @@
-"""Rewards that score responses as they end: what a slow one adds to a step, with vLLM and with transformers' engine.
+"""Rewards that score responses as they end: time that a slow reward adds to a step, with vLLM and transformers.
 
     python benchmarks/early_scores.py
 

@@ -1,4 +1,4 @@
-"""What one GPU, or two, do of what rlflow does on the CPU: one command, one file to attach to a report.
+"""Tests on one GPU, or two, of what rlflow does on the CPU: one command, one file to attach to a report.
 
     python benchmarks/gpu.py                    every case that this machine can run
     python benchmarks/gpu.py --device cpu       the same cases on the CPU, but for those that need CUDA

@@ -1,4 +1,4 @@
-"""One training run, its data by all-to-all and through rank 0: the same bits, and what each way moves and takes.
+"""One training run with its data by all-to-all and through rank 0: the same bits; bytes and seconds of each way.
 
     python benchmarks/hub.py
 

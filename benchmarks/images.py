@@ -1,4 +1,4 @@
-"""What pictures cost on the edges of a graph: their numbers and the making of tensors, against sent tensors.
+"""Cost of pictures on the edges of a graph: sending their numbers and making tensors, against sending tensors.
 
     python -m benchmarks.images
     python -m benchmarks.images --simulate

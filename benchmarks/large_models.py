@@ -1,4 +1,4 @@
-"""Resident memory of a rank of two while a model is loaded, trained, synced, saved and resumed: what dividing saves.
+"""Resident memory of one of two ranks while a model is loaded, trained, synced, saved and resumed, divided or not.
 
     python benchmarks/large_models.py                    every way, a model of about 460 MB in float32
     python benchmarks/large_models.py --ways zero3 fsdp

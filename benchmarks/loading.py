@@ -1,4 +1,4 @@
-"""What each rank reads and holds: a loader of its own on every rank, against one rank that loads all and scatters.
+"""Reads and memory of each rank: a loader on every rank, against one rank that loads all rows and scatters them.
 
     python -m benchmarks.loading
 

@@ -1,4 +1,4 @@
-"""What silent bugs do to a training: GRPO on short chains, right and with one bug of `docs/museum.md` each.
+"""Effects of silent bugs on a training: GRPO on short chains, without a bug and with each bug of `docs/museum.md`.
 
     python -m benchmarks.museum              # about a minute a run on one core; finished runs are not run again
     python -m benchmarks.museum --table      # run nothing: the table and the picture of what is there

@@ -1,4 +1,4 @@
-"""One step off: generation and training on ranks of their own, in turns and at once, against both ranks doing both.
+"""One step off: generation and training on ranks of their own, in turns and overlapping, against ranks that do both.
 
     python benchmarks/overlap.py
 

@@ -1,4 +1,4 @@
-"""Prompts of any length in vLLM on the CPU: what computing them in parts costs, and what its settings are worth.
+"""Prompts of any length in vLLM on the CPU: the cost of computing them in parts, and the gain of its settings.
 
 Each line is a fresh process of one thread with a random Qwen2. `cures` compares the two ways in which seeds for each
 response work on the CPU: every prompt at once (no chunked prefill, so that a step takes the whole context), or parts of

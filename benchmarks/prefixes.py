@@ -1,4 +1,4 @@
-"""What an update takes where rows share prefixes, over what the same rows take where each is read whole.
+"""Time of an update in which rows share prefixes, over the time for the same rows read whole.
 
     python -m benchmarks.prefixes [--only "1,000 + 100"] [--repeats 5]
 

@@ -1,4 +1,4 @@
-"""How long a step waits for a checkpoint and a model: while they are written, and where they are written beside it.
+"""Time that a step waits for a checkpoint and a model, written by the step or in the background.
 
     python benchmarks/saving.py
 

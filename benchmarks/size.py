@@ -1,4 +1,4 @@
-"""Count what a reader has to read: python -m benchmarks.size
+"""Count the lines of the package: python -m benchmarks.size
 
 Lines of code are those without blank lines, comments and docstrings. The share of docstrings is their lines over those
 of code and docstrings together. The last line is the same as JSON.

@@ -1,4 +1,4 @@
-"""What an update of a model whose layers carry a state takes, over what transformers takes for the same rows.
+"""Time of an update of a model whose layers carry a state, over transformers' time for the same rows.
 
     python -m benchmarks.states [qwen3_5 falcon_h1 granitemoehybrid lfm2] [--dtype bfloat16] [--repeats 3]
 

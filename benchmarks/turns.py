@@ -1,4 +1,4 @@
-"""Conversations with environments that take their time: each going on as it is answered, against other ways.
+"""Conversations with slow environments: each continued as soon as it is answered, against other ways.
 
     python -m benchmarks.turns
 

@@ -1,4 +1,4 @@
-"""Conversations with a tool that takes its time: rlflow's, by each engine, beside those of TRL's `GRPOTrainer`.
+"""Conversations with a slow tool: rlflow's, by each engine, compared with those of TRL's `GRPOTrainer`.
 
     python -m benchmarks.turns_in_trl
 

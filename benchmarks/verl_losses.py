@@ -1,4 +1,4 @@
-"""What `rlflow conform` says of verl's functions: the table of docs/conform.md.
+"""Diagnoses of `rlflow conform` for verl's functions: the table of docs/conform.md.
 
     pip install --no-deps --target /tmp/verl -r requirements/verl.txt
     PYTHONPATH=/tmp/verl python -m benchmarks.verl_losses

@@ -150,6 +150,6 @@ def _answering(call: Callable[Given, Result], name: str, answers: Mapping[str, s
 
 
 def instead_of(argument: str, answers: Mapping[str, str]) -> str:
-    """What to write in place of an argument or key of Lightning's, after a space; empty for others."""
+    """Advice for an argument or key of Lightning's, after a space; empty for others."""
     text = answers.get(argument, "")
     return f" {text[:1].upper()}{text[1:]}" if text else ""

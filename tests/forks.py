@@ -1,4 +1,4 @@
-"""Rows that begin alike in every way that a run brings about."""
+"""Rows with common prefixes, of every kind that a run makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What code that ran in workers may have left."""
+"""Processes and files that code in workers may have left."""
 
 from __future__ import annotations
 

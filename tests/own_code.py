@@ -1,4 +1,4 @@
-"""A small model that transformers does not know: its architecture is code that lies beside its weights."""
+"""A small model that transformers does not know: the code of its architecture is stored with its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passed on this code is not run again: `make test-all` remembers it, and prints what was seen of each promise.
+"""Remembers the tests that passed on this code, for `make test-all`, and prints the measurements of each promise.
 
 It runs the tests marked `slow`, which `make test` leaves out, and all that show a promise of the table of faults, which
 a module names: `pytestmark = pytest.mark.row("bad data")`. A test that passed is run again when the package, a lock,

@@ -1,4 +1,4 @@
-"""To draw the curves of a small run takes half as long as the run: tests that do not look at them get an empty file."""
+"""Replaces the drawing of curves by an empty file in tests that do not look at them, as it takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped configs of agents: what answers, whose conversations are taught, and that each trains."""
+"""The shipped configs of agents: their environments, the conversations that they learn from, and that each trains."""
 
 from __future__ import annotations
 

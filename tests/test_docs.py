@@ -1,4 +1,4 @@
-"""What the documentation shows is run: its algorithms, its configs, its pictures; and it leaves no metric out."""
+"""The examples of the documentation are run: algorithms, configs, pictures; and each metric is documented."""
 
 from __future__ import annotations
 

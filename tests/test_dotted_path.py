@@ -1,4 +1,4 @@
-"""What lies at a dotted path that a user wrote."""
+"""The object at a dotted path that a user wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is missing is named in one line."""
+"""Missing packages and files are named in one line."""
 
 from __future__ import annotations
 

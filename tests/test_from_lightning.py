@@ -1,4 +1,4 @@
-"""What Lightning's users type: what it does here is what Lightning's documentation says, or it is refused in one line.
+"""Names of Lightning do what Lightning's documentation says, or are refused in one line.
 
 `tests/callbacks/test_against_lightning.py` compares with Lightning itself.
 """

@@ -1,4 +1,4 @@
-"""What people with a GPU paste is run on the CPU: the command, its cases, and the report."""
+"""The GPU benchmark that users paste, run on the CPU: the command, its cases, and the report."""
 
 from __future__ import annotations
 

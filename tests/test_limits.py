@@ -1,4 +1,4 @@
-"""The pages on limits and on simulation have what is computed now."""
+"""The pages on limits and on simulation have the numbers that are computed now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module refuses before it asks anybody."""
+"""Refusals of a module outside a run."""
 
 from __future__ import annotations
 

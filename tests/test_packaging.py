@@ -1,4 +1,4 @@
-"""What is installed: the wheel's contents, the locks, and that the package is cheap to import."""
+"""The installed package: the wheel's contents, the locks, and the time to import it."""
 
 from __future__ import annotations
 

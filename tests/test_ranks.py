@@ -1,4 +1,4 @@
-"""The pool of processes that other tests stand on."""
+"""The pool of processes that other tests use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of all source files."""
+"""Rules for all source files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof that a change of the code changed no number: what it runs, what it compares, and whose code it imports."""
+"""The proof that a change of the code changed no number: its runs, its comparisons, and the code that it imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run must show to pass."""
+"""The gates that a run must pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves of the page."""
+"""Draws the curves of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training of the benchmark: what it runs, where its results lie, and what they say."""
+"""A training of the benchmark: its run, the place of its results, and their values."""
 
 from __future__ import annotations
 

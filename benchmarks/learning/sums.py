@@ -1,4 +1,4 @@
-"""Does every algorithm learn by its own config? Sums of three digits, and what each config must show of them."""
+"""Does every algorithm learn by its own config? Sums of three digits, and the gates of each config."""
 
 from __future__ import annotations
 

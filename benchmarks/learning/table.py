@@ -1,4 +1,4 @@
-"""Tables of the page: what runs gained, what their gates measured, and TRL beside rlflow."""
+"""Tables of the page: gains of runs, measurements of their gates, and TRL compared with rlflow."""
 
 from __future__ import annotations
 

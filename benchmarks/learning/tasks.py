@@ -1,4 +1,4 @@
-"""What is trained, and which gates each training must pass."""
+"""The trainings, and the gates that each of them must pass."""
 
 from __future__ import annotations
 

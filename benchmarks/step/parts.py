@@ -1,4 +1,4 @@
-"""The parts of a step: what it cannot do without, each alone and on both ranks at once."""
+"""The parts that a step needs at least, each alone and on both ranks at the same time."""
 
 from __future__ import annotations
 

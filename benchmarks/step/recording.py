@@ -1,4 +1,4 @@
-"""What rlflow's engine was asked and its models have read in a step, so that the same work can be done again alone."""
+"""Records the requests to rlflow's engine and the inputs of its models in a step, to repeat both alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the seconds of steps and parts to ratios and shares."""
+"""Computes ratios and shares from the seconds of steps and parts."""
 
 from __future__ import annotations
 

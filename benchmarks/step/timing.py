@@ -1,4 +1,4 @@
-"""Seconds of what both ranks do at once."""
+"""Seconds of work that both ranks do at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step trains: model, prompts, responses and algorithm of W1 to W4."""
+"""The workloads W1 to W4: model, prompts, responses and algorithm."""
 
 from __future__ import annotations
 

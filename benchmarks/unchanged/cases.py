@@ -1,4 +1,4 @@
-"""What is trained: each config at 1 and at 2 ranks, or at as many as its placement has."""
+"""The trainings: each config at 1 and at 2 ranks, or at as many as its placement has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two records, value by value and bit by bit."""
+"""Compares two records, value by value and bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python with a revision's code, and nothing of this checkout."""
+"""Runs Python with a revision's code, and nothing of this checkout."""
 
 from __future__ import annotations
 

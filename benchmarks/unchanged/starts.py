@@ -1,4 +1,4 @@
-"""What configs start from, made once by the base and the same for both revisions: models and word problems."""
+"""The inputs of configs, made once by the base and the same for both revisions: models and word problems."""
 
 from __future__ import annotations
 

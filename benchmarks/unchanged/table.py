@@ -1,4 +1,4 @@
-"""What a proof says: a row for each run, and what was not run."""
+"""The table of a proof: a row for each run, and the runs that were left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both libraries are given: the same weights, the same prompts and responses, the same rewards."""
+"""The inputs of both libraries: the same weights, the same prompts and responses, the same rewards."""
 
 from __future__ import annotations
 

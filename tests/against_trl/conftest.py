@@ -1,4 +1,4 @@
-"""What the tests share: the models, and TRL in a process of its own, since it imports vLLM and sets its environment."""
+"""Fixtures: the models, and TRL in a process of its own, since it imports vLLM and sets its environment."""
 
 from __future__ import annotations
 

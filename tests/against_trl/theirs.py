@@ -1,4 +1,4 @@
-"""TRL's side: its trainers as they are, but for sampling, which gives the recorded responses."""
+"""TRL's side: its own trainers, whose sampling is replaced by the recorded responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What algorithms compute in their own nodes, beyond the pure functions that they call."""
+"""Values that algorithms compute in their own nodes, beyond the pure functions that they call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GAIL's judge is trained on."""
+"""The rows that GAIL's judge is trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes the settings of an algorithm leave in its graph."""
+"""The nodes of an algorithm's graph, by its settings."""
 
 from __future__ import annotations
 

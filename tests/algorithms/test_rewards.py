@@ -1,4 +1,4 @@
-"""What an algorithm learns from: verifiers, reward models, penalties, and KL whose weight adapts."""
+"""The rewards of an algorithm: verifiers, reward models, penalties, and KL whose weight adapts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command says of a mistake."""
+"""Runs a command with a mistake, and reads its line."""
 
 from __future__ import annotations
 

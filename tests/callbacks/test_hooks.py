@@ -1,4 +1,4 @@
-"""Hooks with trainer and module, states by name, and what a callback sees of a real run."""
+"""Hooks with trainer and module, states by name, and the trainer as a callback of a real run sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint as if it had never stopped."""
+"""A run resumes from a checkpoint as if it had never stopped."""
 
 from __future__ import annotations
 

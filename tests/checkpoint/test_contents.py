@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the parts of a run: each comes back as it was, and which rank writes what."""
+"""The contents of a checkpoint: each part of a run is restored as it was; and which rank writes what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""The checkpoints that stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `rlflow export` writes of a run's adapter."""
+"""The files that `rlflow export` writes of a run's adapter."""
 
 from __future__ import annotations
 

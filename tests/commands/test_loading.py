@@ -1,4 +1,4 @@
-"""Which weights `load_from_checkpoint` gives a module."""
+"""The weights that `load_from_checkpoint` gives a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models in configs and options: by name, by what is said of them, and by class."""
+"""Models in configs and options: by name, by arguments, and by class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlflow replay`: what a run of two ranks kept of its nodes gives the same numbers in one process."""
+"""`rlflow replay`: the stored nodes of a run of two ranks give the same numbers in one process."""
 
 from __future__ import annotations
 

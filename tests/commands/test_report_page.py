@@ -1,4 +1,4 @@
-"""Runs as a page: what it says is worked by hand, its structure is parsed, and a browser uses it where one is."""
+"""Runs as a page: its texts are worked out by hand, its structure is parsed, and a browser uses it if there is one."""
 
 from __future__ import annotations
 

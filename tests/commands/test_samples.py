@@ -1,4 +1,4 @@
-"""`rlflow samples`: what a run kept, in a terminal, in a pipe, and filtered."""
+"""`rlflow samples`: the stored samples of a run, in a terminal, in a pipe, and filtered."""
 
 from __future__ import annotations
 

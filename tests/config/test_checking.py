@@ -1,4 +1,4 @@
-"""What is wrong with a value of a type, and what an error says to give."""
+"""The faults of values by their type, and the advice in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of a config before anything is made of it, and what is not."""
+"""Reading of a config, before any object is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The museum: what `conform` finds of each exhibit, and the numbers of the threads, worked out by our functions."""
+"""The museum: `conform`'s diagnosis of each exhibit, and the numbers of the threads, computed by our functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The references: rlflow's own functions conform, and every way to compute a term is told from the others."""
+"""The references: rlflow's own functions conform, and every way to compute a term is distinguished from the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node asks of all ranks."""
+"""Requests of a node to all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank asks torch to form."""
+"""The process groups that a rank asks torch to form."""
 
 from __future__ import annotations
 

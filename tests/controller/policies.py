@@ -1,4 +1,4 @@
-"""Modules of several policies, for tests: what they generated is recorded by path."""
+"""Modules of several policies, for tests; their generated rows are recorded by path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which norms of a gradient are too large."""
+"""Gradient norms that are too large."""
 
 from __future__ import annotations
 

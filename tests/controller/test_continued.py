@@ -1,4 +1,4 @@
-"""Rows that continue rows, in whole runs: the tokens, what they are trained on, and what is counted."""
+"""Rows that continue rows, in whole runs: their tokens, their training, and the counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses that are scored while others are generated: all is as if they were scored after the last has ended."""
+"""Scoring responses while others are generated gives the same results as scoring them after the last has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long responses are cut off and go on with later weights: who made which token is known, and no group is lost."""
+"""Long responses are cut off and continued with later weights: the version of each token is known, no group is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward is made of, as nodes read it on any number of ranks."""
+"""The parts of a reward, as nodes read them on any number of ranks."""
 
 from __future__ import annotations
 

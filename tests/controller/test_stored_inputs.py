@@ -1,4 +1,4 @@
-"""What a replayed node made is compared with what the run made."""
+"""The result of a replayed node is compared with the result in the run."""
 
 from __future__ import annotations
 

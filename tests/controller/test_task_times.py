@@ -1,4 +1,4 @@
-"""Which tasks have a time among the metrics."""
+"""The tasks whose times are metrics."""
 
 from __future__ import annotations
 

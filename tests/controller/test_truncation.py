@@ -1,4 +1,4 @@
-"""Runs whose policy samples from some tokens: what is sampled travels to whoever scores it, on any number of ranks."""
+"""Runs whose policy samples from some tokens: the scores are over these tokens, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss that nothing holds near the policy that sampled is warned of where samples are of older weights."""
+"""A run warns if samples of older weights are trained on by a loss that does not hold the policy near the sampler."""
 
 from __future__ import annotations
 

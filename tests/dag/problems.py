@@ -1,4 +1,4 @@
-"""What is wrong with a graph, in words."""
+"""The problems of a graph, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node reads of a value: what the type of its parameter names, and what the framework reads beside it."""
+"""The fields of a value that a node reads: those that the type of its parameter names, and the framework's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs with a filter: what repeats, and what a filter may read and say."""
+"""Graphs with a filter: the tasks that repeat, and the inputs and results that a filter may have."""
 
 from __future__ import annotations
 

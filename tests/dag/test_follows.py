@@ -1,4 +1,4 @@
-"""Which nodes follow from scores, and which ranks are sent the rows that were dropped."""
+"""The nodes that follow from scores, and the ranks to which dropped rows are sent."""
 
 from __future__ import annotations
 

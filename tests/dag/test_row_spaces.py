@@ -1,4 +1,4 @@
-"""The rows of values: a tree, of which a node reads one line."""
+"""The rows of values: a tree; a node reads one level of it."""
 
 from __future__ import annotations
 

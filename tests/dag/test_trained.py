@@ -1,4 +1,4 @@
-"""Nodes that come after a train node: the order of nodes, their plan, and what cannot be."""
+"""Nodes that come after a train node: their order, their plan, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles that a node calls beside that of its role: what the mark says, and where they live."""
+"""Handles that a node calls in addition to its role's: their names in the mark, and their ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset in memory that keeps count of what is read."""
+"""A dataset in memory that counts its reads."""
 
 from __future__ import annotations
 

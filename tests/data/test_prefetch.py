@@ -1,4 +1,4 @@
-"""The next draw is read ahead by one thread, and nobody can tell but by the clock."""
+"""The next draw is read ahead by one thread, which changes only the timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A value with a column of every cut and many dtypes, each row made from its id alone: what exchanges are tried on."""
+"""A value with a column of every cut and many dtypes, to test exchanges; each row is made from its id alone."""
 
 from __future__ import annotations
 

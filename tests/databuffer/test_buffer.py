@@ -1,4 +1,4 @@
-"""Values kept by name where they were made, and brought to those who read them."""
+"""Values are stored where they were made, and sent to the ranks that read them."""
 
 from __future__ import annotations
 

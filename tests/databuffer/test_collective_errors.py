@@ -1,4 +1,4 @@
-"""Errors of collectives, which say of another rank that something is wrong."""
+"""Errors of collectives that show a fault of another rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to rows: who they are, where they lie, and in which mini-batch."""
+"""Row spaces: paths, partitions, and mini-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that is not there: its tensors hold their numbers on the CPU and behave as a GPU's.
+"""A simulated device: its tensors hold their numbers on the CPU and behave like a GPU's.
 
 They refuse to mix with the CPU's where CUDA's refuse, and count where the host has to wait for the device. Importing
 this changes torch for the whole process (`torch.accelerator` then names this device), so it is for processes of their

@@ -1,4 +1,4 @@
-"""Runs on the CPU and on the device that is not there. The device is set up in the ranks that run them, not here."""
+"""Runs on the CPU and on the simulated device, which is set up in the ranks that run them, not here."""
 
 from __future__ import annotations
 

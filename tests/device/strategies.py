@@ -1,4 +1,4 @@
-"""Training on the device that is not there. Importing this changes torch, see `tests.device.elsewhere`."""
+"""Training on the simulated device. Importing this changes torch, see `tests.device.elsewhere`."""
 
 from __future__ import annotations
 

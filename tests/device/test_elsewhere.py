@@ -1,4 +1,4 @@
-"""The device that is not there behaves as CUDA does, as far as its tests rely on it."""
+"""The simulated device behaves as CUDA does, as far as its tests rely on it."""
 
 from __future__ import annotations
 

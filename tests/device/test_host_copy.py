@@ -1,4 +1,4 @@
-"""What the host knows of a device's tensors, and how often it waits to know it."""
+"""The numbers of a device's tensors that the host knows, and how often it waits for them."""
 
 from __future__ import annotations
 

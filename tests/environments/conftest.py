@@ -1,4 +1,4 @@
-"""Where the code of an environment runs."""
+"""The hosts on which the code of an environment runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user says of environments: of one class or several, and what they are made with."""
+"""Settings of environments: one class or several, and their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of several seats: who speaks, what each reads, and what each gets."""
+"""Environments of several seats: the order of seats, their messages, and their rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every algorithm with settings that matter, and what one step of it must come to."""
+"""Every algorithm with settings that matter, and the expected result of one step."""
 
 from __future__ import annotations
 

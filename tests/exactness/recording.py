@@ -1,4 +1,4 @@
-"""What was recorded of one step: prompts, responses, and what the policies and the critic of then said of them."""
+"""The record of one step: prompts, responses, and the scores of the policies and the critic at the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a step may be run: in every way, and in few ways where all pairs of choices meet."""
+"""The ways to run a step: all of them, and a few in which each pair of choices occurs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the exactness tests run: one whole step of an algorithm, from config objects to updated weights.
+"""Run by the ranks of the exactness tests: one whole step of an algorithm, from config objects to updated weights.
 
 The rollout engine answers with recorded responses, so that every run trains on the same tokens; all else is real.
 """

@@ -1,4 +1,4 @@
-"""Algorithms whose rows make rows: two steps in float64, beside plain transformers over what was sampled, row by row.
+"""Algorithms whose rows make rows: two steps in float64 equal plain transformers over the samples, row by row.
 
 The references know the papers' equations and which row came of which, and nothing of masks, spaces and exchanges.
 """

@@ -1,4 +1,4 @@
-"""Two steps of self-distillation in float64, beside plain transformers that goes row by row over what was sampled."""
+"""Two steps of self-distillation in float64 equal plain transformers over the samples, row by row."""
 
 from __future__ import annotations
 

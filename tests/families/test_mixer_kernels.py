@@ -1,4 +1,4 @@
-"""Kernels that know the rows of a line are told them by transformers: stubs of the packages, which compute in torch.
+"""Kernels that get the rows of a line from transformers: stubs of the packages, which compute in torch.
 
 The packages themselves are for CUDA, and were never run.
 """

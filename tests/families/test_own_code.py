@@ -1,4 +1,4 @@
-"""Engines generate with a model of code that lies beside its weights, as training scores it."""
+"""Engines generate with a model whose code is stored with its weights, as training scores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments that do each thing that one may do wrong, where the row says so. Imported by workers."""
+"""Environments with each fault that one may have, chosen by the row. Imported by workers."""
 
 import bad_rewards
 

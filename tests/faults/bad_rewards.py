@@ -1,4 +1,4 @@
-"""Rewards that do each thing that a reward may do wrong, for the response `x`; 1 for any other. Imported by workers."""
+"""Rewards with each fault that one may have, for the response `x`; 1 for any other. Imported by workers."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Few kinds of runs in which every two choices occur together, and points to kill them at, each at least once."""
+"""A few kinds of runs in which every two choices occur together, and points to kill them at, each at least once."""
 
 from __future__ import annotations
 

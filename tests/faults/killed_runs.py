@@ -1,4 +1,4 @@
-"""Small runs that are killed at a point and continued, and what is compared with a run that nobody killed."""
+"""Small runs that are killed at a point and continued, and their comparison with a run that nobody killed."""
 
 from __future__ import annotations
 

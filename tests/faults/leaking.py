@@ -1,4 +1,4 @@
-"""A callback that notes what a rank holds, for runs in a folder of their own."""
+"""A callback that records the memory, files, threads and processes of a rank, for runs in a folder of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the product that nothing fails by, each planted in it while a run is in progress."""
+"""Faults of the product that raise no error, each planted in it while a run is in progress."""
 
 from __future__ import annotations
 

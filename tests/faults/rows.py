@@ -1,4 +1,4 @@
-"""What runs can be trusted with: each promise, and the bar that shows it. In the order of the printed table."""
+"""The promises of a run, each with the measure that shows it. In the order of the printed table."""
 
 OTHERS = "every setting"  # of what is in no other row
 ROWS = {

@@ -1,4 +1,4 @@
-"""A checkpoint lies on the disk whole or not at all; one that was damaged afterwards is found and passed over."""
+"""A checkpoint is on the disk whole or not at all; a damaged one is found and skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts again after a death, and the run that goes on."""
+"""torchrun starts ranks again after a death, and the run continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is killed anywhere goes on as if it had never been: all that it leaves is equal to the byte."""
+"""A run that is killed anywhere resumes as if it had not been killed: all its results are equal to the byte."""
 
 from __future__ import annotations
 

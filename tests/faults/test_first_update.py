@@ -1,4 +1,4 @@
-"""A run whose first steps made no update goes on from there as if it had not been interrupted."""
+"""A run whose first steps made no update resumes as if it had not been interrupted."""
 
 from __future__ import annotations
 

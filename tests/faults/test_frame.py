@@ -1,4 +1,4 @@
-"""The runs by which faults are shown, tried on a run without any; and the table, tried on tests of nothing."""
+"""The runs that show faults, tried without a fault; and the table, tried on tests of nothing."""
 
 from __future__ import annotations
 

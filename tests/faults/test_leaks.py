@@ -1,4 +1,4 @@
-"""A long run grows in nothing: memory, files, threads, processes, logs, traces; a killed one leaves nothing behind."""
+"""A long run grows in nothing: memory, files, threads, processes, logs, traces; a killed run leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outlives a run in its own process, and a terminal that does not outlive the run."""
+"""Threads and processes that outlive a run, and a terminal that ends before the run."""
 
 from __future__ import annotations
 

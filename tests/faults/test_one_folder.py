@@ -1,4 +1,4 @@
-"""A run's folder is its own: of two runs in one the second is refused, and a folder of somebody else's is let alone.
+"""A run's folder is its own: a second run in it is refused, and a folder of somebody else's is not changed.
 
 That loggers go on after a torn last line is shown by `tests/loggers`.
 """

@@ -1,4 +1,4 @@
-"""Signals that come from outside, to processes as users start them."""
+"""Signals from outside, to processes as users start them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals at each task of a step: what is saved, and that the run which goes on is the one that was not interrupted."""
+"""Signals at each task of a step: the saved state, and the resumed run, which equals the uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code stored with a model's weights runs for the role that says so and for no other, and nobody is asked."""
+"""Code stored with a model's weights runs only for the role that allows it, and nobody is asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that two ranks saved goes on with 1, 3 and 4: the same prompts, and losses that agree to rounding."""
+"""A run that two ranks saved resumes with 1, 3 and 4: the same prompts, and losses that agree to rounding."""
 
 from __future__ import annotations
 

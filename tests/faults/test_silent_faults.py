@@ -1,4 +1,4 @@
-"""Faults that fail nothing are caught in the step in which they come, in float32 and in bfloat16, by both engines."""
+"""Faults that raise no error are caught in the step in which they happen, in float32 and bfloat16, by both engines."""
 
 from __future__ import annotations
 

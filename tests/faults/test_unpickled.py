@@ -1,4 +1,4 @@
-"""Nothing that is not ours is unpickled or run as code; a signal of it is a call in the source that could."""
+"""Only files of our own are unpickled or run as code; the test looks for calls in the source that do otherwise."""
 
 from __future__ import annotations
 

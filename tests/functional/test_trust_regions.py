@@ -1,4 +1,4 @@
-"""The soft gate and the masks, beside what the papers' equations give, and at numbers worked out by hand."""
+"""The soft gate and the masks equal the papers' equations, and numbers worked out by hand."""
 
 from __future__ import annotations
 

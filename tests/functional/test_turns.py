@@ -1,4 +1,4 @@
-"""Rewards by turn, and what belongs to a turn's tokens."""
+"""Rewards by turn, and the values of a turn's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that own their loop: what the policy answers them becomes rows, whoever calls first and whatever fails."""
+"""Agents that own their loop: the policy's answers become rows, in any order of calls and with any failure."""
 
 from __future__ import annotations
 

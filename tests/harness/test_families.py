@@ -1,4 +1,4 @@
-"""Families of models through the door: what the policy reads is what the chat template writes, to the byte."""
+"""Families of models through the door: the policy reads what the chat template writes, to the byte."""
 
 from __future__ import annotations
 

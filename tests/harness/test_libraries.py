@@ -1,4 +1,4 @@
-"""Agents of libraries, in the configs: a call of a tool goes on from the tokens that were sampled."""
+"""Agents of libraries, in the configs: a call of a tool continues the tokens that were sampled."""
 
 from __future__ import annotations
 

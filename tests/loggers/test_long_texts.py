@@ -1,4 +1,4 @@
-"""What is shown of texts of megabytes, and how long that takes."""
+"""Texts of megabytes: what is shown of them, and how long that takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a config is hidden."""
+"""The values of a config that are hidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No setting and no metric of rlflow's own is taken for a secret."""
+"""No setting and no metric of rlflow's own is hidden as a secret."""
 
 from __future__ import annotations
 

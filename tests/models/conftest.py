@@ -1,4 +1,4 @@
-"""What the tests of models share: a small model on disk, ragged rows, and an independent reference."""
+"""Fixtures of the tests of models: a small model on disk, ragged rows, and an independent reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are built without memory and filled part by part are those that transformers reads whole."""
+"""Models that are built without memory and filled part by part equal those that transformers reads whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a row for a picture, and where: against transformers' processors and positions."""
+"""The tokens of a picture in a row, and their places: against transformers' processors and positions."""
 
 from __future__ import annotations
 

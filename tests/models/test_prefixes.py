@@ -1,4 +1,4 @@
-"""Which tokens of a line rows share, and what each row sees of it."""
+"""The tokens of a line that rows share, and the tokens that each row sees."""
 
 from __future__ import annotations
 

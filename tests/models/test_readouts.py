@@ -1,4 +1,4 @@
-"""What a language model's handle gives beside scores, against softmaxes taken in full, in float64."""
+"""Results of a language model's handle other than scores, against softmaxes taken in full, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that the supervisor's tests start with the name of what shall happen to the process that is waited for."""
+"""A script for the supervisor's tests, which name what happens to the supervised process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot run on the devices of this machine is refused in one line before anything is loaded onto them."""
+"""Devices that cannot run the job are refused in one line before anything is loaded onto them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks are started with."""
+"""The environment variables and arguments with which ranks are started."""
 
 from __future__ import annotations
 

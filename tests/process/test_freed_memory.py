@@ -1,4 +1,4 @@
-"""What the C allocator does with memory that a step frees."""
+"""The C allocator's treatment of memory that a step frees."""
 
 from __future__ import annotations
 

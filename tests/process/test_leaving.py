@@ -1,4 +1,4 @@
-"""How a process ends that has nothing left to do; real processes, with half a second of patience."""
+"""The end of a process that has nothing left to do; real processes, with half a second of patience."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The phases before the first step, and what is not imported in them."""
+"""The phases before the first step, and the packages that they do not import."""
 
 from __future__ import annotations
 

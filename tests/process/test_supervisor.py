@@ -1,4 +1,4 @@
-"""Real processes, and the one that waits for them."""
+"""Real processes, and their supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each response, or each of its tokens, is worth: the baselines of the papers, over plain lists."""
+"""The advantage of each response, or of each of its tokens: the baselines of the papers, over plain lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One update of a discriminator between given responses and samples, and what samples are worth after it."""
+"""One update of a discriminator between given responses and samples, and the rewards of samples after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One update by pairs of responses of which one was preferred: DPO, and a reward model."""
+"""One update by pairs of a preferred and another response: DPO, and a reward model."""
 
 from __future__ import annotations
 

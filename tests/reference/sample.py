@@ -1,4 +1,4 @@
-"""What one step trains on."""
+"""The rows that one step trains on."""
 
 from __future__ import annotations
 

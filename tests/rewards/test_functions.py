@@ -1,4 +1,4 @@
-"""What a function of the user's is given as a reward, and what may stand in the place of one."""
+"""Functions of the user's as rewards: their arguments, and the other forms of a reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each reward gives, and what becomes of one that fails."""
+"""The scores of each reward, and the treatment of failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that does in its own process what engines should not."""
+"""An engine that does wrong things in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which policy gets which engine, as configured."""
+"""The engine that each policy gets, as configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine beside some ranks of a gloo job: the others have none, and bring the weights."""
+"""An engine in a process next to some ranks of a gloo job: the others have none, and bring the weights."""
 
 from __future__ import annotations
 

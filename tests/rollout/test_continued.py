@@ -1,4 +1,4 @@
-"""Responses that are continued: what they inherit, where they branch, and which child is trained on what they share."""
+"""Continued responses: their inherited tokens, their branches, and the child that is trained on shared tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy is told of a call that its longest turn cut off."""
+"""The message to the policy about a call that was cut off at the longest turn."""
 
 from __future__ import annotations
 

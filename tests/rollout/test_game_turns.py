@@ -1,4 +1,4 @@
-"""Games of two seats with real engines: each seat has its own view, and what others wrote in it is only read."""
+"""Games of two seats with real engines: each seat has its own view, and reads the others' turns as context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses that are generated part by part: who made which token, and where they stop."""
+"""Responses that are generated part by part: the version of each token, and where they stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers' engine samples from some tokens, and how that is trained on; vLLM's is in `test_vllm.py`."""
+"""Sampling from some tokens by transformers' engine, and training on it; for vLLM see `test_vllm.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model on the trainer's side: what is synced, and the forward that an engine's logprobs are compared with."""
+"""A model on the trainer's side: the weights to sync, and the forward that an engine's logprobs are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A setting that a run is continued with and was not begun with is reported if it changes numbers."""
+"""A setting that has changed since a run was begun is reported if it changes numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks compare of the arguments of a module and of objects among them."""
+"""The facts about a module's arguments that ranks compare."""
 
 from __future__ import annotations
 

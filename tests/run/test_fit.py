@@ -1,4 +1,4 @@
-"""A run as a whole: when it ends, and what it leaves behind."""
+"""A run as a whole: its end, and its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's results lie."""
+"""The folder of a run's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is interrupted anywhere and resumed leaves what a run leaves that was not: equal to the byte.
+"""A run that is interrupted anywhere and resumed has the results of an uninterrupted run: equal to the byte.
 
 What is compared: weights, the optimizer's state and all else of the last checkpoints, models, `metrics.jsonl` without
 times, and `samples.jsonl`. Runs whose processes are killed are in `tests/faults/test_exact_resume.py`.

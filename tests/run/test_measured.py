@@ -1,4 +1,4 @@
-"""`rlflow test` and `rlflow predict`: what a model says of a dataset, measured and written."""
+"""`rlflow test` and `rlflow predict`: a model's responses to a dataset, measured and written."""
 
 from __future__ import annotations
 

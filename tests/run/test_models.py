@@ -1,4 +1,4 @@
-"""The models of a run: copies of those given, what follows from them, and what is refused."""
+"""The models of a run: copies of those given, the handles derived from them, and what is refused."""
 
 from __future__ import annotations
 

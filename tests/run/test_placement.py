@@ -1,4 +1,4 @@
-"""Where the rows of each role lie."""
+"""The ranks that have the rows of each role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run passes to its loggers at its start, and says at its end."""
+"""Data that loggers get at the start of a run, and the last lines of a run."""
 
 from __future__ import annotations
 

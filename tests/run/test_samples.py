@@ -1,4 +1,4 @@
-"""Which samples of a step are kept."""
+"""The samples of a step that are logged."""
 
 from __future__ import annotations
 

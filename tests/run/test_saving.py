@@ -1,4 +1,4 @@
-"""What a run writes lies on the disk whole or not at all, beside the steps or between them."""
+"""A run's files are on the disk whole or not at all, whether written in the background or between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learning rate that ends with the run counts."""
+"""The number of updates or steps in a learning-rate schedule that ends with the run."""
 
 from __future__ import annotations
 

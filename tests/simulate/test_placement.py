@@ -1,4 +1,4 @@
-"""Roles on some ranks, on paper: who is busy when, what each rank holds, and what running ahead gains."""
+"""Predicted roles on some ranks: busy ranks, memory, and the gain of running ahead."""
 
 from __future__ import annotations
 

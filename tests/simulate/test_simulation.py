@@ -1,4 +1,4 @@
-"""A config's step on paper: what grows with the ranks, and what is refused."""
+"""The predicted step of a config: what grows with the ranks, and what is refused."""
 
 from __future__ import annotations
 

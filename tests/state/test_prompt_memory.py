@@ -1,4 +1,4 @@
-"""What is remembered of prompts, and the rows that a module chooses by it."""
+"""The memory of prompts, and the rows that a module chooses by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs are done one after another beside the run, and what fails is raised where the run waits."""
+"""Jobs are done one after another in the background; errors are raised where the run waits."""
 
 from __future__ import annotations
 

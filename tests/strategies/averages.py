@@ -1,4 +1,4 @@
-"""What the ranks of the tests run with a model beside the trained one: its average, or another to compare with."""
+"""Run by the ranks of the tests with a second model: an average of the trained model, or a model to compare with."""
 
 from __future__ import annotations
 

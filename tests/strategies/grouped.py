@@ -1,4 +1,4 @@
-"""What ranks and the reference run to train groups of weights otherwise."""
+"""Run by ranks and by the reference: training of groups of weights with different settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests run to load a model, whole or divided from the first byte."""
+"""Run by the ranks of the tests: loading a model whole, or divided from the first byte."""
 
 from __future__ import annotations
 

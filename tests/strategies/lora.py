@@ -1,4 +1,4 @@
-"""What a strategy does with a model that has adapters, and its view without them."""
+"""A strategy with a model that has adapters, and its view without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that the launcher's tests start with two ranks and the name of what shall happen."""
+"""A script for the launcher's tests, started with two ranks and the name of an event."""
 
 from __future__ import annotations
 

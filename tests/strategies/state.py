@@ -1,4 +1,4 @@
-"""What the ranks of the tests run to give and take the state of training."""
+"""Run by the ranks of the tests: saving and restoring the state of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests run where roles live on some of them."""
+"""Run by the ranks of the tests where roles are on some of the ranks."""
 
 from __future__ import annotations
 

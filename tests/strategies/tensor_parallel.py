@@ -1,4 +1,4 @@
-"""What the ranks of the tests run where ranks divide each layer."""
+"""Run by the ranks of the tests where ranks divide each layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed has of its own: reductions beside the backward pass, and what it refuses."""
+"""Features of DeepSpeed: reductions that overlap the backward pass, and what it refuses."""
 
 from __future__ import annotations
 

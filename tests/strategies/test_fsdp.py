@@ -1,4 +1,4 @@
-"""What FSDP has of its own: copies of what ranks divide, what a rank holds, and what it refuses."""
+"""Features of FSDP: copies of what ranks divide, the memory of a rank, and what it refuses."""
 
 from __future__ import annotations
 

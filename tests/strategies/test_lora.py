@@ -1,4 +1,4 @@
-"""Adapters at every ZeRO stage: what is trained, what is handed out, and what is left alone."""
+"""Adapters at every ZeRO stage: the weights that are trained, sent, and unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roles on some of the ranks, beside each other, at every ZeRO stage against plain torch in float64."""
+"""Roles on different ranks of one job, at every ZeRO stage against plain torch in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests run: the reference's update, through a strategy."""
+"""Run by the ranks of the tests: the reference's update, through a strategy."""
 
 from __future__ import annotations
 

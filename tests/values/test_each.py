@@ -1,4 +1,4 @@
-"""All rows below each row, and what is computed of them."""
+"""All rows below each row, and numbers computed from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A field that was not sent: every use raises, and what holds it can be copied."""
+"""A field that was not sent: every use raises, and the value that has it can be copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's code may do, in a worker. It imports the standard library alone."""
+"""Things that a user's code may do, in a worker. It imports the standard library alone."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Real processes that run what a user might write, and end."""
+"""Real processes that run a user's code, and end."""
 
 from __future__ import annotations
 

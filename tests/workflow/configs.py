@@ -1,4 +1,4 @@
-"""Configs of workflows as files, and what is wrong with them."""
+"""Configs of workflows as files, and the faults in them."""
 
 from __future__ import annotations
 

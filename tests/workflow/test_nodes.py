@@ -1,4 +1,4 @@
-"""What configs and options write of nodes, what is then called with what, and what cannot be."""
+"""Nodes in configs and options: what is written of them, their arguments when called, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A workflow of a config trains as the class that it spells out does, to the bit."""
+"""A workflow of a config trains like the class with the same nodes, to the bit."""
 
 from __future__ import annotations
 

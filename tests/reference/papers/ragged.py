@@ -1,4 +1,4 @@
-"""What the references share: ragged batches of float64 and means over them."""
+"""Shared by the references: ragged batches of float64 and means over them."""
 
 from __future__ import annotations
 
