@@ -67,7 +67,7 @@ REWARD_S, SCORE_S, TRAIN_S = 40e-3, 0.4e-3, 2e-3
 
 @dataclass(frozen=True)
 class Design:
-    """Which parts of the data plane a run has."""
+    """The parts of the data plane that a run has."""
 
     kept: bool = True
     double_buffer: bool = True
@@ -262,7 +262,7 @@ class SlowLoader:
 
 
 def read_ahead(loader: Loader, draws: int | None) -> Prefetch:
-    """As a run does it."""
+    """Reading ahead, as a run does it."""
     return Prefetch(cast(Loader, SlowLoader(loader)), draws)
 
 

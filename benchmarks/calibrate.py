@@ -140,7 +140,7 @@ def _seconds(way: Callable[[], object], group: dist.ProcessGroup | None = None) 
 
 
 def _pass_seconds(for_s: float = 1.0) -> float:
-    """Of the CPU, in this process beside the others: a forward and backward pass of a small model."""
+    """Seconds of a forward and backward pass of a small model on the CPU, in this process, while others run too."""
     from torch import nn
 
     layers = [nn.Sequential(nn.Linear(128, 384), nn.SiLU(), nn.Linear(384, 128)) for _ in range(4)]
@@ -217,7 +217,7 @@ def run(config: str, options: Sequence[str], ranks: int, folder: Path, steps: in
 
 
 def lengths_of(folder: Path) -> dict[str, float]:
-    """Tokens of a row on average, as `rlflow simulate` is told of them."""
+    """Mean tokens of a row, as `rlflow simulate` takes them."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -228,7 +228,7 @@ def lengths_of(folder: Path) -> dict[str, float]:
 
 
 def median(lines: Sequence[dict[str, float]], name: str) -> float:
-    """Of a metric over steps."""
+    """The median of a metric over steps."""
     return statistics.median(line[name] for line in lines if name in line)
 
 

@@ -146,7 +146,7 @@ def _write(trace: Trace, step: int) -> None:
 
 
 def _link_seconds(ranks: int) -> float:
-    """Of the two reductions on nodes of 8 H100s, each as long as a reduce-scatter and a gather: worked out."""
+    """Seconds of the two reductions on nodes of 8 H100s, each as long as a reduce-scatter and a gather: computed."""
     largest, totals = 2 * 8 * (NAMES + 2), 2 * 8 * (NAMES + 1) + 8 * ranks
     return sum(2 * gather_seconds(nbytes, ranks, PRESETS["h100"]) for nbytes in (largest, totals))
 
@@ -168,7 +168,7 @@ def _reducing_rank(rank: int, ranks: int, folder: str, repeats: int) -> None:
 
 
 def _gathered(ranks: int) -> list[Tensor]:
-    """What all ranks tell of their rows: `[5, ROWS]` of each."""
+    """The gathered descriptions of all ranks' rows: `[5, ROWS]` of each."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.arange(ranks * ROWS)
     noise = torch.randn(len(ids), generator=generator, dtype=torch.float64)

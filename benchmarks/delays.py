@@ -49,6 +49,6 @@ class DelayedTool:
 
 
 def scored_after(response: str, delay_s: float) -> float:
-    """As many points as there are characters, after a delay."""
+    """A score of as many points as there are characters, after a delay."""
     time.sleep(delay_s)
     return float(len(response))

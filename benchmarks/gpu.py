@@ -192,7 +192,7 @@ def pasted(about: dict[str, Any], lines: list[str]) -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What a reader of the report needs to know of the machine."""
+    """Facts about the machine for readers of the report."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -123,7 +123,7 @@ def _gradients(
     all_parts: list[int],
     layout: Layout,
 ) -> dict[int, tuple[dict[str, Tensor], float]]:
-    """Of one update by number of micro-batches, as float64 on the CPU; and the norm that the update says it has.
+    """Gradients of one update by number of micro-batches, as float64 on the CPU; and the norm from the update.
 
     A process has one group and one DeepSpeed, so all are of one strategy, and roles have different names.
     """

@@ -109,7 +109,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 class Direct(Transport):
-    """As it is, and counted: `counted_bytes` is what this rank sent or received, whichever is more."""
+    """The direct exchange, with a count: `counted_bytes` is the larger of this rank's sent and received bytes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -27,7 +27,7 @@ VARIATIONS = {  # class: its file, and the functions that it alone needs
 
 @dataclass(frozen=True)
 class Lines:
-    """What one variation takes: its class with imports, its registration, and its mathematics."""
+    """Lines of one variation: its class with imports, its registration, and its mathematics."""
 
     algorithm: int
     registration: int

@@ -26,12 +26,12 @@ GIB = 2**30
 
 
 def in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """As rlflow does it, with the entropy that comes along."""
+    """Logprobs in chunks, as rlflow computes them, with the entropy that it computes too."""
     return token_logprobs(hidden, weight, targets)[0]
 
 
 def in_full(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """As it is written down, by autograd."""
+    """Logprobs by their formula, by autograd."""
     return (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 

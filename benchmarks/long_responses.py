@@ -109,7 +109,7 @@ def resident(kind: str) -> int:
 
 
 def summary(ranks: Sequence[tuple[dict[str, float], dict[str, Any]]]) -> dict[str, Any]:
-    """Of both ranks, the one that needs more."""
+    """The summary of the rank that needs more, of both."""
     metrics = ranks[0][0]
     tasks = {name: [memory[name] for _, memory in ranks] for name in ranks[0][1]}
     added = {name: max(peak - began for began, peak in of_ranks) / MIB for name, of_ranks in tasks.items()}

@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def settings() -> dict[str, Any]:
-    """What all runs of GRPO have, other than the config's."""
+    """Settings that all runs of GRPO have and that differ from the config's."""
     return {"max_response_length": DIGITS, "importance": None, "kl": {"coef": 0.05, "kind": "k3"}}
 
 

@@ -61,7 +61,7 @@ def write_model(folder: Path) -> Path:
 
 @torch.no_grad()
 def gap(engine_name: str, folder: Path, prompts: list[list[int]], dtype: torch.dtype, wide: bool) -> Tensor:
-    """Of every token."""
+    """The gap of every token."""
     cpu, engine = torch.device("cpu"), engine_of(engine_name)
     handle = CausalLM(str(folder), trainable=False)
     model = handle.load(folder, dtype, cpu)
@@ -84,7 +84,7 @@ def engine_of(name: str) -> RolloutEngine:
 
 
 def rows_of(prompts: list[list[int]], completions: list[Completion]) -> Batch:
-    """As the trainer scores them."""
+    """The rows as the trainer scores them."""
     responses = torch.tensor([completion.token_ids for completion in completions])
     lengths = torch.full((PROMPTS,), RESPONSE)
     return Batch(Ragged.from_lists(prompts), responses, torch.ones_like(responses).bool(), lengths, [{}] * PROMPTS)

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def cures() -> list[dict[str, Any]]:
-    """At three contexts, prompts of which many fit into it, and one that fills it."""
+    """At three contexts: prompts that fit many times, and one prompt that fills the context."""
     return [
         {"context": context, "whole": whole, "budget": context if whole else None, "block": None}
         | {"prompts": [context // 8] * 16 + [context - 64], "samples": 1, "max_tokens": 16}
@@ -71,7 +71,7 @@ def blocks() -> list[dict[str, Any]]:
 
 
 def compared(hidden: int, layers: int, cases: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """What a process of its own measures in each case, and how far its responses are from the first's; printed."""
+    """Measurements of each case in a process of its own, and how far its responses are from the first's; printed."""
     found, firsts = [], {}
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:

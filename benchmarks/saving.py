@@ -76,7 +76,7 @@ class TimedSaving(Saving):
 
 
 def saves(folder: Path, name: str, async_save: bool, count: int, generate_s: float) -> dict[str, list[float]]:
-    """Of each save of a run on this rank: how long the step waits, and is on a core, and when all was written."""
+    """For each save of a run on this rank: how long the step waits, its time on a core, and when all was written."""
     seconds: dict[str, list[float]] = {"waits": [], "computes": [], "written": []}
     rlflow.run.fit.Saving = type("OfThisRun", (TimedSaving,), {"seconds": seconds})  # type: ignore[misc]
     module = GRPO(CausalLM(str(folder / "model"), optimizer=Optimizer("adamw", lr=1e-4)), OddCharacters(), group_size=2)

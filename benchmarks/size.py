@@ -19,7 +19,7 @@ FOLDERS = ("rlflow", "algorithms")
 
 @dataclass(frozen=True)
 class Size:
-    """What some source files hold.
+    """The contents of some source files.
 
     Attributes:
         code: Lines of code.

@@ -41,7 +41,7 @@ WARM_UP = 1  # steps of each run that are not counted
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of, where benchmarks put others in their place.
+    """The parts of a run that benchmarks may replace.
 
     Args:
         transport: Of the ranks.
@@ -56,7 +56,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank knows after a run.
+    """The results of a run on one rank.
 
     Attributes:
         seconds: Of each step after those that warm up, from the end of the step before.
@@ -170,12 +170,12 @@ class Clock(Callback):
 
 
 def step_seconds(ranks: Sequence[Trained]) -> list[float]:
-    """Of each step, on its slowest rank."""
+    """Seconds of each step on its slowest rank."""
     return [max(of_ranks) for of_ranks in zip(*(rank.seconds for rank in ranks), strict=True)]
 
 
 def busiest_cpu_seconds(ranks: Sequence[Trained]) -> list[float]:
-    """Of each step, on the rank that computes most."""
+    """Processor seconds of each step on the rank that computes most."""
     return [max(of_ranks) for of_ranks in zip(*(rank.cpu_seconds for rank in ranks), strict=True)]
 
 
@@ -199,7 +199,7 @@ def prompts(folder: Path, count: int, prompts_per_step: int) -> PromptData:
 
 
 class OddCharacters(SampleReward):
-    """As many points as the response has characters of odd code: random responses differ in it."""
+    """A reward of as many points as the response has characters of odd code: random responses differ in it."""
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
         return float(sum(ord(character) % 2 for character in text))
@@ -233,7 +233,7 @@ class ScriptedEngine(TransformersEngine):
 
 
 class EmulatedGRPO(GRPO):
-    """GRPO whose nodes sleep for what they would compute, beside computing it.
+    """GRPO whose nodes compute, and in addition sleep as long as larger models would compute.
 
     Attributes:
         reward_s: Seconds of the reward, for each response.

@@ -174,7 +174,7 @@ class Conversations:
         return self.run(places, median_s, alone=True)
 
     def turns_at_once(self) -> dict[int, Any]:
-        """Let the engine generate all turns of all conversations, none of which waits for another."""
+        """Let the engine generate all turns of all conversations; none waits for another."""
         limits = tuple(turn.longest for turn in self.made)
         sampling = replace(self._of_turns, max_tokens=max(limits), limits=limits)
         prompts, seeds = [turn.prompt for turn in self.made], [turn.seed for turn in self.made]

@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def rows(conversations: int, median_s: float) -> list[dict[str, Any]]:
-    """Of the dataset: each is asked `GROUP` times."""
+    """Rows of the dataset: each is asked `GROUP` times."""
     return [
         {"prompt": [{"role": "user", "content": f"{place:04}" * 20}], "place": place, "median_s": median_s}
         for place in range(conversations // GROUP)

@@ -63,7 +63,7 @@ def length(response: str, row: dict[str, Any]) -> float:
 
 
 def check(metrics: Path) -> dict[str, float]:
-    """What a run's `metrics.jsonl` says.
+    """Check a run's `metrics.jsonl`.
 
     Raises:
         AssertionError: A metric is not finite, the engine was too far from training, or the reward did not rise.

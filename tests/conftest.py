@@ -28,7 +28,7 @@ settings.load_profile("rlflow")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What uses vLLM comes first, and so in one of the two processes: each that begins it computes for ten seconds."""
+    """Tests with vLLM come first, and so in one of the two processes: each that starts it computes for ten seconds."""
     items.sort(key=lambda item: not (isinstance(item, pytest.Function) and hasattr(item.module, "VLLMEngine")))
 
 
@@ -86,7 +86,7 @@ def ranks4() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def known() -> dict[str, Any]:
-    """What is given and what comes out of each of the known answers, by name."""
+    """The given numbers and the answers of each known answer, by name."""
     return {name: numbers_of(name) for name in known_answers()}
 
 

@@ -83,7 +83,7 @@ def write_own_model(folder: Path, was_run: Path) -> Path:
 
 @contextmanager
 def copies_in(folder: Path) -> Iterator[None]:
-    """Within it, transformers copies the code that it runs into `folder`, and not into the user's cache."""
+    """A context in which transformers copies the code that it runs into `folder`, and not into the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
         patch.setattr(sys, "path", sys.path.copy())

@@ -129,7 +129,7 @@ def _rows(names: str) -> list[str]:
 
 
 def _part(text: str) -> tuple[int, int] | None:
-    """Which part of how many."""
+    """The number of the part and the number of parts."""
     if not text:
         return None
     found = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -171,7 +171,7 @@ def _line(row: str, bar: str) -> str:
 
 
 def _what(said: list[tuple[str, Any]]) -> list[str]:
-    """What tests that passed have seen: counts, then figures, then words."""
+    """Measurements of the tests that passed: counts, then figures, then words."""
     counts, figures = defaultdict[str, set[str]](set), defaultdict[str, list[float]](list)
     for text, one in (value for kind, value in said if kind == "counted"):
         counts[text].add(one)
@@ -202,7 +202,7 @@ def _passed(stored: dict[str, Any] | None, path: Path) -> bool:
 
 @cache
 def _digest(path: Path) -> str:
-    """Of what a test of this file depends on."""
+    """Digest of all that a test of this file depends on."""
     of_code = (file for name in CODE for place in PROJECT.glob(name) for file in (place, *place.rglob("*")))
     files = [file for file in of_code if file.is_file() and file.suffix != ".pyc"]
     return _sha256([*files, *_with_helpers([*SHARED, path])])

@@ -128,7 +128,7 @@ class RankPool:
             self._ranks.append((process, here))
 
     def _collect(self, deadline: float) -> tuple[dict[int, Any], list[str]]:
-        """What every rank answered, and the tracebacks of those that raised (whose answer is None)."""
+        """The answer of every rank, and the tracebacks of those that raised (whose answer is None)."""
         pending = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
         answers: dict[int, Any] = {}
         failures: list[str] = []

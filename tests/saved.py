@@ -21,7 +21,7 @@ from rlflow.strategies import TrainingStrategy
 
 
 def write_checkpoint(strategy: TrainingStrategy, folder: Path, step: int, roles: tuple[str, ...] = ("actor",)) -> None:
-    """Of the actor alone or of these roles, by all ranks of the job."""
+    """Write a checkpoint of the actor alone or of these roles, by all ranks of the job."""
     rank, nodes = strategy.global_rank, dict.fromkeys(range(strategy.world_size), "here")
     draft = Draft(checkpoint.folder_of(folder / "checkpoint", step), rank, nodes, 60)
     if rank == 0:

@@ -53,7 +53,7 @@ def metrics_read(file: Path) -> set[str]:
 
 
 def built(folder: Path) -> set[str]:
-    """Which of a run's parts are those that a benchmark puts in their place; on one rank of its own."""
+    """The parts of a run that a benchmark replaces; on one rank of its own."""
     found: set[str] = set()
 
     def instead(kind: type[Any]) -> Callable[..., Any]:

@@ -277,7 +277,7 @@ def logged_metrics() -> set[str]:
 
 
 def names(written: ast.expr) -> list[str]:
-    """What a first argument names, if it names a metric: it has a slash."""
+    """The name in a first argument, if it is a metric's: it has a slash."""
     if isinstance(written, ast.Constant) and isinstance(written.value, str):
         parts: list[list[str]] = [[written.value]]
     elif isinstance(written, ast.JoinedStr):
@@ -403,7 +403,7 @@ def test_every_command_that_is_documented_exists() -> None:
 
 
 def plain(thing: Any) -> Any:
-    """What was said in constructing it, as plain values under the names of the arguments."""
+    """The arguments of the constructor, as plain values by name."""
     if isinstance(thing, list | tuple):
         return [plain(entry) for entry in thing]
     if not type(thing).__module__.startswith("rlflow"):

@@ -124,7 +124,7 @@ UNEVEN = [0.1, 0.2, 0.3], [1.0, 1.0, 1e16], [-1.5, math.inf, 2.0]
 
 
 def _totals_of(order: tuple[int, ...]) -> list[float]:
-    """Totals where rank `r` logs the values at `order[r]`; beside them, a number of names that differs."""
+    """Totals if rank `r` logs the values at `order[r]`, and a number of other names that differs."""
     transport, metrics = Transport(), Metrics()
     for name, values in enumerate(UNEVEN):
         metrics.of(0).sum(f"sum/{name}", values[order[transport.rank]])

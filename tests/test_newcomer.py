@@ -59,7 +59,7 @@ def blocks(folder: Path, section: str) -> list[str]:
 
 
 def ran(*command: str, folder: Path) -> str:
-    """What a command prints, which ends well; it runs the code of the clone."""
+    """The output of a command, which ends well and runs the code of the clone."""
     installed = str(folder / "installed")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": installed}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)

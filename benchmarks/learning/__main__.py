@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def failures(task: Task) -> list[str]:
-    """What a finished training did not show."""
+    """Gates that a finished training did not pass."""
     runs = table.runs_of(task)
     if task in GATES:
         failed = table.failed_gates(GATES[task], runs)
@@ -64,7 +64,7 @@ def failures(task: Task) -> list[str]:
 
 
 def write() -> None:
-    """The tables, of what is there; and each picture of which all trainings are."""
+    """Write the tables of the trainings that are there, and each picture whose trainings all are."""
     table.write(PAGE, "chains", table.of_gates(GATES))
     table.write(PAGE, "faults in training", table.of_gates(FAULTY))
     if all(task.complete() for task in GATES):

@@ -55,7 +55,7 @@ AGENTS: Mapping[Task, tuple[Move, ...]] = {
 
 
 def failed(task: Task) -> list[str]:
-    """What a seed of a finished training did not show."""
+    """Gates that a seed of a finished training did not pass."""
     runs = runs_of(task)
     return [f"{task.name} failed: {move.metric}" for move in AGENTS[task] if not all(map(move.passes, runs))]
 
@@ -80,7 +80,7 @@ def table() -> list[str]:
 
 
 def panels() -> dict[str, tuple[str, list[Run]]]:
-    """Of each training, its numbers by step."""
+    """The numbers of each training by step."""
     return {
         f"{task.name.removeprefix(NAMES)}: {move.metric}": (move.metric, runs_of(task))
         for task, moves in AGENTS.items()

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def train(config: Mapping[str, Any], seed: int, folder: Path) -> list[dict[str, float]]:
-    """What TRL logs: of each update, and of the validation after the last."""
+    """Train in TRL; returns the logs of each update, and of the validation after the last."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -63,7 +63,7 @@ def train(config: Mapping[str, Any], seed: int, folder: Path) -> list[dict[str, 
 
 
 def rows(source: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of a config's dataset."""
+    """The rows of a config's dataset."""
     chains = Chains(**source.get("init_args", {}))
     return [chains[row] for row in range(len(chains))]
 
@@ -74,7 +74,7 @@ def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> 
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `GRPOConfig` is not its default."""
+    """Settings of `GRPOConfig` that are not its defaults."""
     module = config["module"]["init_args"]
     actor = module["actor"]
     optimizer = actor["optimizer"]
@@ -135,7 +135,7 @@ def by_step(logged: Sequence[Mapping[str, float]], updates: int) -> list[dict[st
 
 
 def means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of what the updates logged; the first of a step logs what is known of its samples."""
+    """Means of the updates' logs; the first update of a step logs the metrics of its samples."""
     return {
         ours: statistics.mean(entry[theirs] for entry in updates if theirs in entry)
         for theirs, ours in METRICS.items()

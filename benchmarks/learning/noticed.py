@@ -70,7 +70,7 @@ def by(name: str, fault: Fault) -> str:
 
 
 def read(name: str) -> list[str]:
-    """What was found."""
+    """The stored findings."""
     found: list[str] = json.loads(kept(name).read_text(encoding="utf-8"))["failed"]
     return found
 

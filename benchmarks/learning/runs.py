@@ -47,7 +47,7 @@ class Task:
         ]
 
     def mark(self, seed: int) -> str:
-        """Of what a run is made of: its command, its config and those of what it starts from."""
+        """Digest of the inputs of a run: its command, its config and the configs of the runs that it starts from."""
         settings = yaml.safe_load((ROOT / self.config).read_text(encoding="utf-8"))
         parts = [*self.command(seed), json.dumps(settings), *(need.mark(SEEDS[0]) for need in self.needs)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

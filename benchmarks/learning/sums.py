@@ -13,7 +13,7 @@ from benchmarks.learning.table import NOT_TRAINED, before_and_after, each, runs_
 
 @dataclass(frozen=True)
 class Claim:
-    """What a config's runs must show.
+    """The gates that a config's runs must pass.
 
     Attributes:
         config: The name of its file.
@@ -31,7 +31,7 @@ class Claim:
 
     @property
     def task(self) -> Task:
-        """Its training."""
+        """The training of the claim."""
         return Task(f"learning/{self.config}", f"configs/{self.config}.yaml", needs=STARTS.get(self.config, SFT))
 
     @property

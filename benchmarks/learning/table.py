@@ -80,7 +80,7 @@ def failed_gates(gates: Iterable[Gate], runs: Sequence[Run]) -> str:
 
 
 def of_both(ours: Sequence[Run], theirs: Sequence[Run], metrics: Iterable[str]) -> list[str]:
-    """rlflow beside TRL: mean over seeds with its standard error, of what a metric has late in training."""
+    """rlflow compared with TRL: mean over seeds of a metric late in training, with its standard error."""
     lines = ["| metric | rlflow | TRL | difference |", "|---|---|---|---|"]
     for metric in metrics:
         (mine, error), (other, their_error) = (last_tenth(runs, metric) for runs in (ours, theirs))
@@ -122,7 +122,7 @@ def with_error(gains: Sequence[float]) -> str:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of their mean."""
+    """The standard error of the mean."""
     return max(statistics.stdev(values) / math.sqrt(len(values)), 1e-12)
 
 

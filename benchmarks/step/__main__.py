@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def run_side(workload: Workload, given: argparse.Namespace) -> None:
-    """What a process of its own does."""
+    """Run a side in a process of its own."""
     kind, _, micro_batch = given.side.partition("_")
     if kind == "trl":
         from benchmarks.step.trl_side import run_trl
@@ -111,7 +111,7 @@ def print_table(workload: Workload, found: Seconds) -> None:
 
 
 def measured(workload: Workload, side: str, number: int, given: argparse.Namespace) -> Seconds:
-    """What a side measures, by name and for each step; read where it was measured before."""
+    """Measurements of a side by name, for each step; read from a file if they were made before."""
     key = {"workload": workload.name, "side": side, "round": number}
     if given.results.is_file():
         for line in given.results.read_text().splitlines():
@@ -130,7 +130,7 @@ def measured(workload: Workload, side: str, number: int, given: argparse.Namespa
 
 
 def in_processes_of_its_own(workload: Workload, side: str, given: argparse.Namespace) -> Seconds:
-    """What the side leaves in `found.json`."""
+    """The results that the side leaves in `found.json`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         workload.write(folder, 1 + max(given.steps, given.trl_steps))

@@ -55,7 +55,7 @@ def weights_of_products(sizes: Sizes) -> int:
 
 
 def forward_operations(sizes: Sizes, lengths: Sequence[int]) -> float:
-    """Of products of a forward pass over sequences of these lengths: linear layers, and scores and sums of attention.
+    """Operations of a forward pass over sequences of these lengths: linear layers, and scores and sums of attention.
 
     A token attends to those before it and itself; what a mask hides is not counted. The output layer, 0.3 % of the
     smaller model, is left out.
@@ -66,7 +66,7 @@ def forward_operations(sizes: Sizes, lengths: Sequence[int]) -> float:
 
 
 def training_operations(workload: Workload, lengths: Sequence[int]) -> float:
-    """Of a forward and backward pass: three times the forward's, less the gradients of weights that adapters freeze."""
+    """Operations of a forward and backward pass: three forwards, less the gradients of weights that adapters freeze."""
     whole = 3 * forward_operations(workload.sizes, lengths)
     if workload.lora is None:
         return whole

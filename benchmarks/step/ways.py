@@ -33,7 +33,7 @@ Update = list[tuple[Any, ...]]  # arguments of one forward pass each
 
 
 def inputs(way: str, passes: Sequence[Pass]) -> list[Update]:
-    """What a model reads for these passes, one list for each update; a single one of passes that train nothing."""
+    """Inputs of a model in these passes, one list for each update; a single list for passes that train nothing."""
     updates: list[list[Pass]] = [[]]
     for each in passes:
         updates[-1].append(each)

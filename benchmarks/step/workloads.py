@@ -20,7 +20,7 @@ LEARNING_RATE = 1e-6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a Qwen2 with 128 tokens in its vocabulary; names as in `write_tiny_model`."""
+    """Sizes of a Qwen2 with 128 tokens in its vocabulary; names as in `write_tiny_model`."""
 
     hidden_size: int
     intermediate_size: int
@@ -35,7 +35,7 @@ LARGER = Sizes(hidden_size=512, intermediate_size=1664, layers=6, heads=8, kv_he
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step trains.
+    """The training of a step.
 
     A response of random weights ends at each token with a probability of 1 / 128, so lengths have a long tail.
 
@@ -74,7 +74,7 @@ class Workload:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and forward passes."""
+        """Dtype of weights and forward passes."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
     def write(self, folder: Path, steps: int) -> None:

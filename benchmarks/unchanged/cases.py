@@ -32,7 +32,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of its record."""
+        """Name of the case's record."""
         return f"{self.config.replace('/', '-')}-{self.ranks}{'-vllm' * (self.engine == VLLM)}"
 
     @property
@@ -42,7 +42,7 @@ class Case:
 
 
 def cases_of(configs: Path) -> list[Case]:
-    """Of every config in a revision's folder of configs."""
+    """The cases of every config in a revision's folder of configs."""
     return [case for name, settings in _read(configs) for case in _cases(name, settings)]
 
 

@@ -16,7 +16,7 @@ Values = dict[str, dict[str, Value]]  # by place, such as `step 2`, and name
 
 
 def values_of(run: Path) -> Values:
-    """What is compared of a run's folder, in the order in which it came to be."""
+    """The values of a run's folder that are compared, in the order in which they were written."""
     found: Values = {}
     for line in _lines(run / "metrics.jsonl"):
         step = found.setdefault(f"step {line.pop('step')}", {})

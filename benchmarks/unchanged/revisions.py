@@ -44,7 +44,7 @@ class Revision:
 
     @property
     def code(self) -> Path:
-        """What is imported."""
+        """The folder from which code is imported."""
         return self.folder / "code"
 
     @property
@@ -102,12 +102,12 @@ def placed(name: str, files: dict[str, bytes], runs: Path) -> Revision:
 
 
 def git(*arguments: str) -> bytes:
-    """What git prints."""
+    """The output of git."""
     return subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
 
 
 def digest(files: dict[str, bytes]) -> str:
-    """Of names and contents."""
+    """Digest of names and contents."""
     found = hashlib.sha256()
     for name, content in sorted(files.items()):
         found.update(f"{name}\0{len(content)}\0".encode() + content)

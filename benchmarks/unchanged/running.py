@@ -42,11 +42,11 @@ class Runs:
 
     @property
     def folder(self) -> Path:
-        """Of the records."""
+        """Folder of the records."""
         return self.revision.folder / f"from-{starts.digest(self.starts)}"
 
     def record(self, case: Case) -> dict[str, Any] | None:
-        """What a finished run left; None if it is not finished, or was made otherwise than it would be now."""
+        """The record of a finished run; None if it is not finished, or its inputs have changed."""
         path = self.folder / f"{case.name}.json"
         if not path.exists() or self.settings(case, Path()) is None:
             return None
@@ -67,7 +67,7 @@ class Runs:
         return with_defaults(shortened(settings, case, run, self.names), self.defaults)
 
     def mark(self, case: Case) -> str:
-        """Of how a run is made, its code and what it starts from aside."""
+        """Digest of the way in which a run is made, without its code and its starting model."""
         return hashlib.sha256(json.dumps([case.name, self.settings(case, Path())]).encode()).hexdigest()
 
 

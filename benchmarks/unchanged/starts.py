@@ -31,7 +31,7 @@ def of(base: Revision) -> Path:
 
 
 def made(base: Revision, jobs: int) -> Path:
-    """As `of`, with all that is missing made; what is there is not made again."""
+    """Like `of`, after making what is missing; nothing is made twice."""
     makers: dict[str, Callable[[Path], list[str]]] = {name: _training(base, *recipe) for name, recipe in MODELS.items()}
     makers[PROBLEMS] = lambda draft: ["-m", "benchmarks.word_problems", "write", "--folder", str(draft)]
     missing = [name for name in makers if not (of(base) / name).exists()]
@@ -48,7 +48,7 @@ def complete(base: Revision) -> bool:
 
 
 def digest(starts: Path) -> str:
-    """Of what runs read: weights and problems."""
+    """Digest of the inputs of runs: weights and problems."""
     found = hashlib.sha256()
     read = [*(starts / name / "model" / "model.safetensors" for name in MODELS), starts / PROBLEMS / "problems.jsonl"]
     for path in read:

@@ -71,12 +71,12 @@ def _near(source: Path, folder: Path, distance: float, seed: int) -> Path:
 
 
 def prompt_ids() -> list[list[int]]:
-    """Of each sample."""
+    """Prompt ids of each sample."""
     return [list(prompt.encode()) for prompt in PROMPTS for _ in range(GROUP)]
 
 
 def response_ids() -> list[list[int]]:
-    """Of each sample."""
+    """Response ids of each sample."""
     return [list(response.encode()) for response in RESPONSES]
 
 
@@ -96,7 +96,7 @@ def points(text: str) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """What a library made of a step, by Hugging Face name.
+    """The results of a library for a step, by Hugging Face name.
 
     Attributes:
         loss: Of the whole batch.

@@ -109,7 +109,7 @@ def rollout(models: Models) -> Rollout:
 
 
 def step(case: Case, models: Models, rollout: Rollout) -> Result:
-    """What rlflow makes of it."""
+    """rlflow's results for the step."""
     common = {"group_size": GROUP, "max_response_length": LONGEST, "temperature": TEMPERATURE, "importance": None}
     settings = common | (OFF_POLICY if case.off_policy else {}) | case.ours
     module = made(case.algorithm, models.old, ours.Points(), **settings)
@@ -180,7 +180,7 @@ class TestRLOOTrainer:
 
 
 def assert_equal_advantages(mine: Tensor | None, theirs: Tensor | None) -> None:
-    """Equal but for the rounding of float32 beside the largest."""
+    """Assert equality up to the rounding of float32 relative to the largest."""
     assert mine is not None
     assert theirs is not None
     assert (mine - theirs).abs().max() < TOLERANCE * mine.abs().max()

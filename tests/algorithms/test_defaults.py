@@ -61,7 +61,7 @@ TABLE = table()
 
 
 def shown(value: object) -> object:
-    """As it stands in the table."""
+    """The value as the table shows it."""
     return f"{value.level}, {value.mode}, {value.high:g}" if isinstance(value, Importance) else value
 
 
@@ -83,7 +83,7 @@ def flat(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def defaults(algorithm: type) -> dict[str, Any]:
-    """As they stand in the table, those of models and of parts by dotted name."""
+    """Defaults as in the table, those of models and of parts by dotted name."""
     found: dict[str, Any] = {}
     for field in (field for field in dataclasses.fields(algorithm) if field.init):
         if isinstance(field.default, KL | Bounds):

@@ -46,7 +46,7 @@ class First(Callback):
 
 
 def logprob(folder: Path, batch: Batch, row: int = 0) -> float:
-    """Of what the assistant says in a row, by transformers."""
+    """Logprob of the assistant's turns in a row, by transformers."""
     prompt, length = batch.prompt_ids.rows()[row], batch.lengths[row]
     response, mask = batch.response_ids[row, :length], batch.loss_mask[row, :length]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)

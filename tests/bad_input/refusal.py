@@ -10,7 +10,7 @@ from rlflow.cli import main
 
 
 class Refused(Protocol):
-    """What `rlflow fit` says of a config, before a model is loaded: one line."""
+    """The one line of `rlflow fit` about a config, before a model is loaded."""
 
     def __call__(self, changes: dict[str, Any]) -> str: ...
 

@@ -49,7 +49,7 @@ class Counts(Callback):
 
 
 class Sees(Callback):
-    """What the trainer says at each hook."""
+    """Records the trainer's state at each hook."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
@@ -118,7 +118,7 @@ def test_callbacks_may_come_and_go_between_a_run_and_its_resume(
 
 
 class Before(Callback):
-    """As callbacks were written before."""
+    """A callback in an older form."""
 
     def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None: ...  # type: ignore[override]
 

@@ -183,7 +183,7 @@ def test_a_checkpoint_holds_no_pickle_and_its_manifest_says_what_every_rank_wrot
 
 
 def refusal(model: Path, optimizer: Optimizer, folder: Path) -> str:
-    """What a role of one process says of a checkpoint that is not its own, and that its weights are as before."""
+    """The error of a role of one process for a checkpoint that is not its own; its weights stay as before."""
     strategy = SingleProcess()
     strategy.setup_role("actor", trained(model, optimizer), model)
     before = all_weights(strategy, "actor")

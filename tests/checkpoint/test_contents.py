@@ -175,7 +175,7 @@ class Stored:
 
 
 class OneOf:
-    """What `Checkpoint` asks a strategy of these many ranks."""
+    """The part of a strategy that `Checkpoint` uses, for this number of ranks."""
 
     world_size, root_device = RANKS, CPU
 
@@ -184,7 +184,7 @@ class OneOf:
 
 
 def checkpoint_of(module: RLModule, rank: int, updates: Stored, gather: Callable[[Any], list[Any]]) -> Checkpoint:
-    """The parts of one rank; but for module and updates they have nothing."""
+    """The parts of one rank; only module and updates have content."""
     return Checkpoint(
         strategy=cast(Any, OneOf(rank)),
         roles=(),
@@ -214,7 +214,7 @@ def taken(
     change: Callable[[list[Keeps], list[Stored]], None],
     before: Callable[[list[Keeps], list[Stored]], None] = lambda modules, updates: None,
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """What each of three ranks is to write, after `change` has changed their parts; ranks are threads here.
+    """The parts that each of three ranks writes after `change` has changed them; ranks are threads here.
 
     `before` changes the parts before the run begins.
     """

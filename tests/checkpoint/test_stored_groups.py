@@ -22,12 +22,12 @@ KEEPS = torch.tensor([1, 4, 6, 7, 11])
 
 
 def surplus(rank: int) -> Groups:
-    """Of two draws of six prompts."""
+    """A surplus of two draws of six prompts."""
     return Groups.joined([drawn(rank, number, 6).only(KEEPS) for number in (0, 1)])
 
 
 def empty(rank: int, home: Layout, balanced: Layout) -> Groups:
-    """What a run in these layouts keeps, without rows."""
+    """The groups of a run in these layouts, without rows."""
     none = torch.empty(0, dtype=torch.int64)
     kept = surplus(rank)
     layouts = {"made": home, "scored": balanced}

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def run_folder(base: str, folder: Path, kind: type = CausalLM, dtype: torch.dtype = torch.float32) -> Path:
-    """What a run leaves of a role with adapters, whose numbers are made up here."""
+    """The folder of a run with a role that has adapters, whose numbers are made up here."""
     path = write_tiny_model(folder.parent / "tiny") if base == "tiny" else Path(base)
     model = kind(base, lora=LoRA(rank=3, alpha=7.0)).load(path, dtype, CPU)
     generator = torch.Generator().manual_seed(0)

@@ -106,7 +106,7 @@ def test_an_environment_of_messages_is_played_by_a_person_who_leaves(
 
 
 def types_two_and_leaves(terminal: int) -> str:
-    """What a person sees."""
+    """The screen of a person who types two turns and leaves."""
     seen = read_until(terminal, "> ")
     os.write(terminal, b"2\n")
     seen += read_until(terminal, "> ")

@@ -394,7 +394,7 @@ def opened(text: str, folder: Path, width: int) -> str:
 
 
 def used(page: str, script: str, folder: Path) -> Any:
-    """What a script that uses the page as a reader would leaves as its title, in JSON."""
+    """The title, in JSON, that a script leaves which uses the page as a reader would."""
     # The page admits no script but its own: here this one is let in.
     free = re.sub("script-src [^;]*;", "script-src 'unsafe-inline';", page)
     shown = opened(free.replace("</body>", f"<script>{script}</script></body>"), folder, 1300)

@@ -130,7 +130,7 @@ def test_ranks_that_log_a_name_in_two_ways_all_refuse_it(ranks3: RankPool) -> No
 
 
 class LogsInTraining(SFT):
-    """Logs the mean length of each micro-batch, of which some ranks' have no rows."""
+    """Logs the mean length of each micro-batch; some ranks have micro-batches without rows."""
 
     @node(role="actor", type="train")
     def actor_loss(self, batch: Batch) -> PerToken:

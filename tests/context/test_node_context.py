@@ -33,7 +33,7 @@ MEAN, POPULATION, UNBIASED = -0.5, KNOWN["population_std"], KNOWN["unbiased_std"
 
 
 class Asks(GRPO):
-    """Asks in a node without a role, and in a rollout node, of which peers may hold copies."""
+    """Asks in a node without a role, and in a rollout node, where peers may hold copies."""
 
     record: dict[str, Any]
 
@@ -73,7 +73,7 @@ def _lists(x: PerSample) -> list[list[int]]:
 def asked(
     request: pytest.FixtureRequest, policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool
 ) -> list[dict[str, Any]]:
-    """What each rank heard."""
+    """The answer that each rank got."""
     rows = [{"question": f"{i}=", "x": x} for i, x in enumerate(X)]
     data = PromptData(Listed(rows), None, prompts_per_step=len(X), shuffle=False)
     module = Asks(CausalLM(str(policy)), OddCharacters(), group_size=2, max_response_length=4)

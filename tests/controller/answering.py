@@ -135,7 +135,7 @@ class WordyDuel(Duel):
 
 
 class RankedDuel(Duel):
-    """Of a group the seats that read most get 8 more; it uses up what it is given."""
+    """In each group, the seats that read most get 8 more; it uses up its arguments."""
 
     @classmethod
     def get_group_rewards(cls, conversations: list[dict[str, Any]]) -> list[float]:
@@ -196,7 +196,7 @@ class Unserializable(Stateful):
 
 
 class Compared(Stateful):
-    """Of a group the last one gets 100 more."""
+    """In each group, the last one gets 100 more."""
 
     def get_group_rewards(self, conversations: list[dict[str, Any]]) -> list[float]:
         return [100.0 * (number == len(conversations) - 1) for number in range(len(conversations))]

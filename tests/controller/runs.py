@@ -53,7 +53,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank knows after a run.
+    """The results of a run on one rank.
 
     Attributes:
         steps: The metrics of each step that was done.
@@ -131,7 +131,7 @@ def _weights(strategy: TrainingStrategy) -> dict[str, Tensor]:
 
 
 class OddCharacters(SampleReward):
-    """As many points as the response has characters of odd code."""
+    """A reward of as many points as the response has characters of odd code."""
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
         return float(sum(ord(character) % 2 for character in text))

@@ -12,7 +12,7 @@ def delay(question: str) -> float:
 
 
 def odd(response: str, question: str) -> float:
-    """As many points as the response has characters of odd code."""
+    """A score of as many points as the response has characters of odd code."""
     time.sleep(delay(question))
     return float(sum(ord(character) % 2 for character in response))
 

@@ -216,7 +216,7 @@ class Passes(OddCharacters):
 
 
 def reference_alone(model: Path) -> RLModule:
-    """Its reference, on a rank that neither generates nor trains, is told of rows before those that train.
+    """A reference on a rank that neither generates nor trains, which gets rows before the ranks that train.
 
     Its rewards, from which the divergence is taken off, are made where it trains.
     """
@@ -331,7 +331,7 @@ class RaggedDistillation(OnPolicyDistillation):
 
 
 def remax(model: Path) -> RLModule:
-    """Two rollout nodes, of which one keeps the prompts' rows."""
+    """Two rollout nodes; one of them keeps the prompts' rows."""
     return RaggedReMax(CausalLM(str(model), optimizer=SGD), OddCharacters(), max_response_length=12)
 
 

@@ -74,7 +74,7 @@ class FromActor(FromAverage):
 
 
 class Scores(FromAverage):
-    """The average says what it thinks of its own responses, of which the node reads no more than tokens."""
+    """The average scores its own responses; the node reads only their tokens."""
 
     again = None  # type: ignore[assignment]
 
@@ -101,7 +101,7 @@ def run(module: RLModule, folder: Path, **given: Any) -> Fit:
 
 
 def tokens(results: list[Result]) -> dict[str, list[Made]]:
-    """What each node generated in each step, over all ranks."""
+    """The tokens that each node generated in each step, over all ranks."""
     names = results[0].record
     steps = {name: zip(*(result.record[name] for result in results), strict=True) for name in names}
     return {name: [{k: v for rank in step for k, v in rank.items()} for step in of] for name, of in steps.items()}
@@ -109,7 +109,7 @@ def tokens(results: list[Result]) -> dict[str, list[Made]]:
 
 @pytest.fixture(scope="module")
 def alone(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """What the policy itself samples."""
+    """The samples of the policy itself."""
     return fit(run(FromActor(policy), tmp_path_factory.mktemp("actor") / "run"))
 
 

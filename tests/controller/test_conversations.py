@@ -81,7 +81,7 @@ def alone(policy: Path, folder: Path) -> Result:
 
 
 def said(rows: dict[tuple[int, ...], dict[str, Any]]) -> dict[tuple[int, ...], list[Any]]:
-    """All but the logprobs, whose last bits depend on what else was computed beside."""
+    """All but the logprobs, whose last bits depend on the other rows of a batch."""
     kept = ("prompt", "response", "mask", "reward", "turns", "messages")
     return {path: [row[name] for name in kept] for path, row in rows.items()}
 

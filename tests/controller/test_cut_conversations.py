@@ -74,7 +74,7 @@ def given(policy: Path, folder: Path, strategy: Any = SingleProcess, of: Any = S
 
 
 def tokens_of(*results: Result) -> list[dict[tuple[int, ...], Row]]:
-    """Of each step, over these ranks: all but the logprobs, whose last bits depend on what else was computed beside."""
+    """The rollouts of each step, over these ranks, without logprobs: their last bits depend on other rows."""
     steps = []
     for of_ranks in zip(*(result.record for result in results), strict=True):
         rows = {path: row for of_rank in of_ranks for path, row in of_rank.items()}

@@ -109,7 +109,7 @@ def early_steps(folder: Path, node: str = "rollout") -> int:
 
 
 def assert_same(folder: Path) -> None:
-    """What two runs left, in `early` and `late`, is the same."""
+    """Assert that the results of two runs, in `early` and `late`, are the same."""
     early, late = content(folder / "early"), content(folder / "late")
     assert early.keys() == late.keys()
     assert [name for name in early if early[name] != late[name]] == []
@@ -340,7 +340,7 @@ def test_a_run_that_ends_in_a_rollout_leaves_no_thread(policy: Path, tmp_path: P
 
 
 def of_ranks(policy: Path, folder: Path, **settings: Any) -> Fit:
-    """Two ranks, of which one generates and scores a step ahead of the other, which trains."""
+    """Two ranks: one generates and scores a step ahead of the other, which trains."""
     ahead = {"placement": {"rollout": 0, "actor": 1}, "max_staleness": 1, "save_every_n_steps": 1, "max_steps": 3}
     run = run_of(policy, folder, limited("fails_on_some", "zero"), **{**ahead, **settings})
     return dataclasses.replace(run, strategy=ZERO2)

@@ -169,7 +169,7 @@ def test_a_step_whose_other_samples_are_truncated_has_not_failed(policy: Path, t
 
 @dataclass(eq=False)
 class RaggedBaseline(REINFORCEPlusPlusBaseline):
-    """Of responses that end early."""
+    """A baseline of responses that end early."""
 
     stop_token_ids: tuple[int, ...] = tuple(range(40, 60))
 

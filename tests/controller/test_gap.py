@@ -110,7 +110,7 @@ def test_bfloat16_is_allowed_a_wider_gap() -> None:
 
 
 def _figures(gap: float, uncertain: float = 400.0, spread: float = 1.0) -> dict[str, float]:
-    """Of a step whose 1,000 tokens have logprobs of mean 0 and, on the trainer's side, of variance 1."""
+    """Figures of a step whose 1,000 tokens have logprobs of mean 0 and, on the trainer's side, of variance 1."""
     sums = dict(zip(SUMS, (1000.0, uncertain, 0.0, 1000.0, 0.0, 1000.0 * spread**2), strict=True))
     return {GAP: gap * uncertain / 1000, UNCERTAIN_GAP: gap, **sums}
 

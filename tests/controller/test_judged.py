@@ -212,7 +212,7 @@ def test_a_judge_and_a_reward_model_are_not_both_asked(policy: Path, other: Path
 
 @dataclass(eq=False)
 class JudgedReMax(Judged, ReMax):
-    """Its greedy responses would have no grade."""
+    """ReMax with a judge: its greedy responses would have no grade."""
 
 
 @dataclass(eq=False)

@@ -79,7 +79,7 @@ def run(policy: Path, folder: Path, kind: type[Replays] = Replays, strategy: Any
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    """Of the module, in the last checkpoint."""
+    """Tensors of the module in the last checkpoint."""
     (*_, last) = sorted((folder / "checkpoint").iterdir())
     (file,) = last.glob("module-state-*.safetensors")
     return load_file(file)

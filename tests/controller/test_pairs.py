@@ -222,7 +222,7 @@ def test_each_held_out_row_counts_once_on_any_number_of_ranks(policy: Path, tmp_
 
 
 class PairsAndRows(WithDatasetRows, Protocol):
-    """What a loss of pairs reads, and the dataset's rows."""
+    """The fields that a loss of pairs reads, and the dataset's rows."""
 
     prompt_ids: Ragged
     chosen_ids: Ragged

@@ -218,7 +218,7 @@ def test_another_number_of_ranks_goes_on_with_what_is_under_way(
 
 
 class Shared(TransformersEngine):
-    """Of two ranks: both generate the same."""
+    """A rollout of two ranks that both generate the same."""
 
     tensor_parallel_size = 2
 

@@ -49,7 +49,7 @@ def alone(policy: Path, other: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def tokens(results: list[Result], name: str) -> list[dict[tuple[int, ...], list[int]]]:
-    """What was generated in each step, by path, over all ranks."""
+    """The tokens generated in each step, by path, over all ranks."""
     steps = zip(*(result.record[name] for result in results), strict=True)
     return [{path: row for of_rank in step for path, row in of_rank.items()} for step in steps]
 

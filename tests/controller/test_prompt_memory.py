@@ -72,7 +72,7 @@ def rows_of(steps: list[list[int]]) -> set[int]:
 
 
 def remembered(folder: Path) -> dict[str, Any]:
-    """What the last checkpoint of a run holds of the module."""
+    """The state of the module in the last checkpoint of a run."""
     state: dict[str, Any] = json.loads((sorted(folder.glob("checkpoint/step-*"))[-1] / "state.json").read_text())
     return state["state"]["module"]
 
@@ -200,7 +200,7 @@ def test_a_run_that_chooses_otherwise_than_its_checkpoint_is_refused(change: str
 
 
 class Twice(RaggedGRPO):
-    """Remembers at two places of the graph, of which ranks of the actor run one."""
+    """Remembers at two places of the graph; ranks of the actor run one of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

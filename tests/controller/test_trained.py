@@ -58,7 +58,7 @@ class Twice(RLModule):
         return self.actor.logprobs(again) - again_logprobs
 
     def _compared(self, rollout: Rollout) -> Tensor:
-        """What the engine said of its tokens is what the trainer says now."""
+        """The engine's logprobs of its tokens equal the trainer's now."""
         logprobs = self.actor.logprobs(rollout)
         self._note("gap", ((logprobs - rollout.logprobs).abs() * rollout.loss_mask).max())
         return logprobs
@@ -102,7 +102,7 @@ def test_trainings_in_a_step_are_alike_on_one_rank_and_on_two(runs: dict[str, li
 
 
 class OnlyRead(RLModule):
-    """What the policy writes after its training is read, and its model does not score it."""
+    """The responses of the trained policy are read, and its model does not score them."""
 
     max_response_length = 8
 

@@ -27,7 +27,7 @@ Warnings = Callable[..., list[str]]
 
 @pytest.fixture
 def warnings(policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Warnings:
-    """What a run of an algorithm with these settings is warned of."""
+    """The warnings of a run of an algorithm with these settings."""
 
     def run(algorithm: type[PolicyGradient], settings: dict[str, Any], **given: Any) -> list[str]:
         module = made(algorithm, policy, OddCharacters(), optimizer=SGD, group_size=2, max_response_length=8, **given)

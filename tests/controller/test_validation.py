@@ -121,7 +121,7 @@ def tiny_policy(folder: Path) -> Path:
 
 
 def talks(count: int) -> list[dict[str, Any]]:
-    """Conversations, of which the policy's turns alone count; of several lengths."""
+    """Conversations of several lengths, in which only the policy's turns count."""
     return [
         {
             "messages": [

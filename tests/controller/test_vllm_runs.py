@@ -59,7 +59,7 @@ SETTINGS: list[tuple[int, Stage]] = [(1, 2), (1, 3), (2, 2), (2, 3), (2, "fsdp")
 
 @pytest.fixture(scope="module")
 def runs(policy: Path, folder: Path, ranks2: RankPool) -> Runs:
-    """What each rank sees by tensor-parallel size and strategy; each run is made once."""
+    """The results of each rank by tensor-parallel size and strategy; each run is made once."""
 
     @cache
     def run(tensor_parallel_size: int, stage: Stage) -> list[tuple[Result, list[NewGroup]]]:

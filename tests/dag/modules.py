@@ -38,7 +38,7 @@ class GRPO:
 
 
 class ReMax(GRPO):
-    """Prompts' values read beside samples: the reward of the greedy response is the baseline of every sample."""
+    """Values of prompts read with samples: the reward of the greedy response is the baseline of every sample."""
 
     ref_logprobs = None
 

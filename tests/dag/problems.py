@@ -9,7 +9,7 @@ from tests.dag.modules import ROLES
 
 
 def problems(module: object, roles: tuple[str, ...] = ROLES) -> list[str]:
-    """What is wrong with the module's graph, without the places."""
+    """The problems of the module's graph, without the places."""
     with pytest.raises(GraphError) as error:
         Graph.read(module, roles)
     return [problem.message for problem in error.value.problems]

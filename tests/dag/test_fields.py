@@ -50,7 +50,7 @@ class Bare(Grouped):
 
 
 def fields_of(annotation: Any) -> set[str]:
-    """What a node reads of a rollout that asks for it as this."""
+    """The fields that a node reads of a rollout if it asks for this type."""
 
     class Module:
         @node(role="rollout")

@@ -210,7 +210,7 @@ def test_a_rank_runs_the_tasks_that_name_it_in_the_global_order() -> None:
 
 
 class ReadsTexts(GRPO):
-    """Its rewards are of texts, and of what is made where the actor trains."""
+    """Rewards of texts, and of a value that is made where the actor trains."""
 
     @node
     def rewards(self, rollout: WithTexts, old_logprobs: PerToken) -> PerSample: ...

@@ -59,7 +59,7 @@ def test_one_number_of_another_rollout_may_be_read() -> None:
 
 
 class Tree(GRPO):
-    """Samples of samples, and samples of prompts beside them."""
+    """Samples of samples, and also samples of prompts."""
 
     @node(generates="actor")
     def again(self, rollout: Rollout) -> Rollout: ...

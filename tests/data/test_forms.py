@@ -239,7 +239,7 @@ def test_ranks_after_the_first_of_a_machine_do_not_prepare_data(monkeypatch: pyt
 
 
 class Late(Module):
-    """Its rows are there half a second after it began to prepare them."""
+    """A dataset whose rows are there half a second after it began to prepare them."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()

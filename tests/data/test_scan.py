@@ -82,7 +82,7 @@ def test_tokenizing_that_takes_long_is_named_and_what_does_not_is_not(
 
 
 def together(rows: list[list[dict[str, Any]]], folder: str) -> tuple[list[int], str, list[int], str]:
-    """What rank `r` knows of its `rows[r]`: kept, digest; the rows that it read; and the error, if there was one."""
+    """The results of rank `r` for its `rows[r]`: kept rows, digest, the rows that it read, and the error, if any."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "FEW_ROWS", 4)

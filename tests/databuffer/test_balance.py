@@ -15,7 +15,7 @@ LENGTHS = (100, 900, 300, 700, 500, 200, 800, 400)
 
 
 def alone(costs: Tensor) -> Costs:
-    """Of rows that share nothing."""
+    """Costs of rows that share nothing."""
     return Costs(costs, torch.zeros_like(costs), torch.arange(len(costs)))
 
 

@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank found after an exchange; rows are None outside the target."""
+    """The results of an exchange on one rank; rows are None outside the target."""
 
     found: Everything | None
     positions: list[int]

@@ -39,7 +39,7 @@ def length(row: int) -> int:
 
 
 def value(ids: list[int]) -> Value:
-    """As a node makes it: as wide as its longest response."""
+    """A value as a node makes it: as wide as its longest response."""
     widest = max(map(length, ids), default=0)
     rows = [[row] * length(row) + [0] * (widest - length(row)) for row in ids]
     return Value(

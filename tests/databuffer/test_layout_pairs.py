@@ -43,7 +43,7 @@ FREE = Balance(bytes_per_s=1e15)  # rows move for any gain
 
 @dataclass(frozen=True)
 class Brought:
-    """What one rank saw of one exchange."""
+    """The results of one exchange on one rank."""
 
     ids: list[int]
     wrong: list[str]
@@ -105,7 +105,7 @@ def home_of(layout: Layout) -> list[list[int]]:
 
 
 def row_bytes(i: int) -> int:
-    """What row `i` of `Everything` takes on the wire, column by column, without its text, which stays at home."""
+    """Bytes of row `i` of `Everything` on the wire, column by column, without its text, which is not sent."""
     question = {"id": i, "question": "wie viel? \U0001f642 \n" * (i % 3), "parts": [i, None, 0.1 * i]}
     per_token = 8 + 1 + 2 + 3 * 8
     parts = 2 * 4

@@ -100,7 +100,7 @@ class _Accelerator(CPU_Accelerator):
 
 @contextmanager
 def deepspeed_elsewhere() -> Iterator[None]:
-    """Within it, DeepSpeed's device is this one."""
+    """A context in which DeepSpeed's device is this one."""
     before = accelerator.get_accelerator()
     accelerator.set_accelerator(_Accelerator())
     try:

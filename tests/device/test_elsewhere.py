@@ -126,7 +126,7 @@ def test_a_model_trains_there_as_on_the_cpu(device1: RankPool) -> None:
 
 
 def _gathered() -> tuple[bool, list[list[float]], int, str]:
-    """What comes of a gather, where it lies, how often the host waited, and what a mixed one raises."""
+    """The result of a gather, its device, how often the host waited, and the error of a mixed gather."""
     from rlflow.databuffer.transport import Transport
     from tests.device.elsewhere import DEVICE, waits
 

@@ -10,7 +10,7 @@ from tests.ranks import RankPool
 
 
 def _moved() -> Any:
-    """A tensor on the device, of which the host has a copy."""
+    """A tensor on the device; the host has a copy of it."""
     from rlflow.values.host_copy import on_device
     from tests.device.elsewhere import DEVICE
 

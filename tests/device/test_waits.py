@@ -25,7 +25,7 @@ def write_model(folder: Path, layers: int) -> Path:
 
 
 def second_step(run: Fit, token_budget: int, ranks: RankPool) -> Waits:
-    """Of each rank, outside generation."""
+    """Waits of each rank in the second step, outside generation."""
     of_ranks = [waits[1] for _, waits in ranks.run(fit_on_device, run, token_budget)]
     return [Counter({where: n for where, n in waits.items() if where[1] != "generating"}) for waits in of_ranks]
 
@@ -33,7 +33,7 @@ def second_step(run: Fit, token_budget: int, ranks: RankPool) -> Waits:
 def small_and_large(
     make: Callable[..., RLModule], folder: Path, ranks: RankPool, data: Callable[[int], PromptData], **settings: Any
 ) -> tuple[Waits, Waits]:
-    """Of a step, and of one with twice the rows of up to twice the tokens, twice the layers, in micro-batches."""
+    """Waits of a step, and of one with twice the rows of up to twice the tokens, twice the layers, in micro-batches."""
     given = {"max_steps": 2, **settings}
     models = [write_model(folder / str(layers), layers) for layers in (1, 2)]
     small = Fit(make(models[0]), data(4), folder / "small", settings=given)

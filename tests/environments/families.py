@@ -88,7 +88,7 @@ def _template(name: str) -> str:
 
 
 def _bytes() -> list[str]:
-    """What byte-level vocabularies write for each byte."""
+    """The characters that byte-level vocabularies write for each byte."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in seen]
     return [chr(byte if byte in seen else 256 + hidden.index(byte)) for byte in range(256)]

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class WordGame:
-    """As TRL's documentation has it: a class whose public methods are tools."""
+    """A class in the form of TRL's documentation, whose public methods are tools."""
 
     def __init__(self) -> None:
         self.secret = ""
@@ -54,7 +54,7 @@ class StepResult:
 
 
 class CountDown:
-    """As Tinker's `MessageEnv`: turns without tools."""
+    """An environment in the form of Tinker's `MessageEnv`: turns without tools."""
 
     def reset(self, start: int) -> None:
         self.left = start
@@ -188,7 +188,7 @@ class Tuples(CountDown):
 
 
 class Ranked(CountDown):
-    """Of a group the shortest conversation gets 1."""
+    """In each group, the shortest conversation gets 1."""
 
     @staticmethod
     def get_group_rewards(conversations: list[dict[str, Any]]) -> list[float]:
@@ -240,7 +240,7 @@ class Misjudged(Stones):
 
 
 class Lamp:
-    """Of Gymnasium's form: say `on`."""
+    """An environment of Gymnasium's form: say `on`."""
 
     def __init__(self, tries: int = 2) -> None:
         self.left = tries
@@ -254,7 +254,7 @@ class Lamp:
 
 
 class Sky:
-    """Of SkyRL-Gym's form."""
+    """An environment of SkyRL-Gym's form."""
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
         self.answer, self.bonus = (extras or {})["answer"], env_config["bonus"]
@@ -322,7 +322,7 @@ class Pictures(CountDown):
 
 
 class Letters:
-    """As TRL's documentation writes environments: it keeps its reward, and a call after the end raises."""
+    """An environment in the form of TRL's documentation: it keeps its reward, and a call after the end raises."""
 
     def __init__(self) -> None:
         self.reward = 0.0

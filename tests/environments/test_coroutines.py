@@ -75,7 +75,7 @@ PARSED = ParsedTurn("x", (), "x")
 
 
 def said(environment: Environment, conversations: int = 6) -> list[list[str]]:
-    """What each conversation is told, with seeds of their own and calls side by side."""
+    """The answers in each conversation, with seeds of their own and calls side by side."""
     coroutines = Coroutines()
     calls = EnvironmentCalls(environment.calls_at_once, limited=False)
     definition = environment.definition_of({})

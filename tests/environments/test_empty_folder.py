@@ -22,7 +22,7 @@ from tests.test_docs import block_with, blocks
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the page says, with other classes in addition to its own."""
+    """The folder of the page, with other classes in addition to its own."""
     folder = tmp_path_factory.mktemp("agent")
     shown = [block_with("first_environment.md", "class WordGame:"), block_with("agents.md", "class CountDown:")]
     (folder / "my_env.py").write_text("\n\n".join(shown))

@@ -27,7 +27,7 @@ def first_move(one: Session, row: dict[str, Any]) -> Move:
 
 
 def guessed(one: Session, seed: int) -> list[str]:
-    """What the game of guessing answers to a search by halves, and its reward."""
+    """The guessing game's answers to a search by halves, and its reward."""
     move = first_move(one, {"seed": seed})
     said, low, high = [text(move)], 1, 20
     while not move.done:

@@ -287,7 +287,7 @@ SHARED = (
 
 
 def settings(case: Case, recording: Recording) -> dict[str, Any]:
-    """The arguments of the algorithm beside its reward, those of the model that it trains among them."""
+    """The arguments of the algorithm without its reward, including those of the trained model."""
     given = {"optimizer": OPTIMIZER, **case.more}
     given |= {role: _model(role, str(getattr(recording, folder)), case) for role, folder in case.models.items()}
     if case.objective is None:
@@ -324,7 +324,7 @@ def _model(role: str, folder: str, case: Case) -> CausalLM | ValueModel | Reward
 
 
 def truth(case: Case, recording: Recording) -> dict[str, Update]:
-    """What the reference says of one step, by trained role."""
+    """The reference's result of one step, by trained role."""
     step = Step(lr=LR)
     model = getattr(recording, case.model)
     pairs = [Pair(recording.prompts[p], *recording.pairs[p]) for p in case.prompts]
@@ -374,7 +374,7 @@ def _centered(case: Case, recording: Recording, step: Step) -> Update:
 def truth_of_updates(
     case: Case, recording: Recording, mini_batches: Sequence[Sequence[int]]
 ) -> dict[str, list[Update]]:
-    """What the reference says of each update of one step, by trained role.
+    """The reference's result of each update of one step, by trained role.
 
     Args:
         case: Of an algorithm that samples.

@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def others(self) -> list[dict[int, float]]:
-        """Of each token, one to three others that could have been sampled, and their log-probabilities."""
+        """For each token, one to three others that could have been sampled, and their log-probabilities."""
         found = []
         for place, (token, own) in enumerate(zip(self.tokens, self.rollout_logprobs, strict=True)):
             number = 1 + place % 3
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def segments(self) -> list[int]:
-        """Of the response as a conversation: how many tokens each turn and each answer to it has, by turns."""
+        """The response as a conversation: number of tokens of each turn and of each answer to it, in turns."""
         length = len(self.tokens)
         if length < 6:
             return [length]
@@ -76,12 +76,12 @@ class Answer:
 
     @property
     def turn_rewards(self) -> list[float]:
-        """Of this conversation, what its environment gave for each turn."""
+        """The environment's reward for each turn of this conversation."""
         return [float((len(self.tokens) + 3 * turn) % 4) for turn in range((len(self.segments) + 1) // 2)]
 
     @property
     def spoken(self) -> list[bool]:
-        """Of each token of this conversation, whether the policy wrote it."""
+        """For each token of this conversation, whether the policy wrote it."""
         return [number % 2 == 0 for number, tokens in enumerate(self.segments) for _ in range(tokens)]
 
 

@@ -38,7 +38,7 @@ class Setting:
 
 
 def _choices(stage: Literal[0, 1, 2, 3], ranks: int) -> Setting:
-    """Of the other choices, those that make all pairs meet over all stages and ranks."""
+    """The other choices that make all pairs meet over all stages and ranks."""
     number = RANKS.index(ranks)
     return Setting(
         stage,

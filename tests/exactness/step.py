@@ -37,7 +37,7 @@ from tests.strategies.update import strategy_of
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a role, by Hugging Face name.
+    """The result of a role, by Hugging Face name.
 
     Attributes:
         adapters: As they were before the first update; none where all weights are trained.
@@ -51,13 +51,13 @@ class Outcome:
 
     @property
     def gradient(self) -> dict[str, Tensor]:
-        """Of the one update that the role made."""
+        """Gradient of the one update that the role made."""
         (gradient,) = self.gradients
         return gradient
 
 
 class CountsOnes(SampleReward):
-    """As many points as the response has the digit 1."""
+    """A reward of as many points as the response has the digit 1."""
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
         return float(text.count("1"))
@@ -120,7 +120,7 @@ class RecordedValues(RecordedPast):
 
 
 def answers(recording: Recording, rollout: Rollout) -> list[Answer]:
-    """What was recorded of each row."""
+    """The recorded response of each row."""
     rows = zip(rollout.prompt_ids.rows(), rollout.response_ids, rollout.lengths, strict=True)
     return [recording.find(prompt.tolist(), ids[:length].tolist()) for prompt, ids, length in rows]
 
@@ -186,7 +186,7 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
 
 
 def trained_weights(strategy: TrainingStrategy, name: str) -> dict[str, Tensor]:
-    """What the role's optimizer changes, in full."""
+    """The weights that the role's optimizer changes, in full."""
     trained = strategy.roles[name].model.trained()
     return {key: weight.clone() for bucket in strategy._full(trained, 2**20) for key, weight in bucket}
 

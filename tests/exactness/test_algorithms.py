@@ -59,7 +59,7 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def differences(outcomes: dict[str, Outcome], updates: dict[str, Update]) -> list[float]:
-    """Of the gradient and the weights of every trained role."""
+    """Differences of the gradient and the weights of every trained role."""
     assert outcomes.keys() == updates.keys()
     pairs = [(outcomes[role], update) for role, update in updates.items()]
     return [

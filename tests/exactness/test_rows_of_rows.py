@@ -31,7 +31,7 @@ SGD = Optimizer("sgd", lr=LR, gradient_clipping=0.0)
 
 
 class Row(NamedTuple):
-    """What was generated, and the path of what it was generated from."""
+    """A generated row, and the path of the row that it was generated from."""
 
     parent: tuple[int, ...]
     path: tuple[int, ...]

@@ -66,7 +66,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def differences(outcomes: dict[str, Outcome], expected: dict[str, list[Update]]) -> list[float]:
-    """Of every update's gradient, and of the weights after the last one, for every trained role."""
+    """Differences of every update's gradient, and of the weights after the last one, for every trained role."""
     assert outcomes.keys() == expected.keys()
     apart = []
     for role, updates in expected.items():

@@ -31,7 +31,7 @@ def gap(model: ScoringModel, completions: list[Completion]) -> float:
 
 
 def tensors(model: ScoringModel) -> list[tuple[str, Tensor]]:
-    """What a sync sends."""
+    """The tensors that a sync sends."""
     return [(weight.name, weight.parameter) for weight in model.weights()]
 
 

@@ -68,7 +68,7 @@ def reference(folder: Path) -> Any:
 
 
 def weights(model: Any) -> list[tuple[str, Tensor]]:
-    """What a sync sends: parameters, and the buffers of files, which are the biases of routers."""
+    """The tensors that a sync sends: parameters, and the buffers of files, which are the biases of routers."""
     return [*model.named_parameters(), *stored_buffers(model)]
 
 

@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 
 def each_row(function: Function, lengths: list[int] | None, dim: int, *inputs: Tensor) -> Any:
-    """What is computed of each row alone, one after another; of the whole where nothing is said of rows."""
+    """The results for each row alone, one after another; for the whole line if no rows are given."""
     if lengths is None:
         return function(*inputs)
     rows = zip(*(each.split(lengths, dim) for each in inputs), strict=True)
@@ -103,7 +103,7 @@ STUBS: dict[str, list[Stub]] = {
 
 
 def install(name: str, stubs: list[Stub], patched: pytest.MonkeyPatch) -> list[str]:
-    """As if the packages had been there when transformers was imported; returns what will be called."""
+    """Make it seem that the packages were there when transformers was imported; returns the functions to call."""
     called: list[str] = []
     modeling = import_module(f"transformers.models.{name}.modeling_{name}")
     for kernel, attribute, stub in stubs:

@@ -38,7 +38,7 @@ FROZEN = MoE(freeze_router=True, routing_replay=True)
 
 @cache
 def gradient(name: str, folder: Path, coef: float, replay: bool, frozen: bool = False) -> dict[str, Tensor]:
-    """Of the update in float64, a row at a time."""
+    """Gradient of the update in float64, a row at a time."""
     return plain_moe_update(name, folder, coef, replay, frozen)
 
 
@@ -96,7 +96,7 @@ def generate(engine: Any, model: Any, tokens: int = 24) -> list[Completion]:
 
 
 def responses(completions: list[Completion], told: bool = True) -> TokenRows:
-    """As rows to score."""
+    """The responses as rows to score."""
     lengths = torch.tensor([len(completion.token_ids) for completion in completions])
     ids = torch.zeros(len(completions), int(lengths.max()), dtype=torch.int64)
     for row, completion in enumerate(completions):
@@ -146,7 +146,7 @@ def test_an_engine_in_a_process_of_its_own_tells_the_same_experts(family: Family
 
 
 def with_near_ties(model: Any, sign: float) -> Any:
-    """The model with routers of which three rows are one, but for less than a millionth of either sign."""
+    """The model with routers in which three rows are equal, up to less than a millionth of either sign."""
     changed = copy.deepcopy(model)
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -36,7 +36,7 @@ Family = Callable[[str], Path]
 
 @cache
 def reference(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of one update in float64, a row at a time by transformers' eager forward: its gradient, the weights after it."""
+    """Gradient of one update in float64, a row at a time by transformers' eager forward, and the weights after it."""
     with wide_casts():
         gradients, _, weights = plain_update(folder, lambda p: torch.optim.SGD(p, lr=0.1), CLIP, 1, "eager")
     return gradients[0], weights

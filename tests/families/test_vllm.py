@@ -88,7 +88,7 @@ def test_cpu_heads_are_the_sizes_that_vllm_s_cpu_attention_supports() -> None:
 
 
 def described(model: ScoringModel) -> dict[str, Any]:
-    """Of each class in the model's file of transformers, and of all it derives from: bases, order, all it holds."""
+    """Description of each class in the model's file of transformers and of its bases: bases, order, and members."""
     file = sys.modules[type(model.model).__module__]
     found = {cls for value in vars(file).values() if inspect.isclass(value) for cls in value.__mro__}
     described: dict[str, Any] = {}

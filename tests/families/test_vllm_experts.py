@@ -50,7 +50,7 @@ def test_each_rank_reads_back_its_part_of_each_expert(name: str, family: Family,
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> Any:
-    """What the test sets up, to be closed."""
+    """The engine that the test sets up, to be closed."""
     engines: list[RolloutEngine] = []
     yield lambda made, *given: engines.append(setup(made, *given)) or engines[-1]
     for made in engines:

@@ -41,7 +41,7 @@ def kinds() -> list[Kind]:
 
 
 def pairs(kind: Kind) -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    """Of its choices."""
+    """Pairs of its choices."""
     chosen = [(name, getattr(kind, name)) for name in CHOICES]
     return set(itertools.combinations(chosen, 2))
 

@@ -19,7 +19,7 @@ SHARES = (0.0, 0.02, 0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97)  # of what a s
 
 
 def tried(model: Path, folder: Path, share: float) -> dict[str, Any]:
-    """What a run says whose disk has so much left at its second save, and whether the first save is good."""
+    """The output of a run whose disk has this much left at its second save, and whether the first save is good."""
     ballast = folder.with_name("ballast")
 
     def run(**settings: Any) -> Fit:
@@ -49,7 +49,7 @@ def tried(model: Path, folder: Path, share: float) -> dict[str, Any]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Of model and checkpoints."""
+    """Content of model and checkpoints."""
     kept = [path for name in ("model", "checkpoint") for path in sorted((folder / name).rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
 

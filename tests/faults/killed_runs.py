@@ -70,7 +70,7 @@ class IsEven(OddCharacters):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a run is like.
+    """A kind of runs.
 
     Attributes:
         algorithm: `grpo`; `ppo` with a critic, a reference and a coefficient that adapts; `dapo` with groups left over;
@@ -95,7 +95,7 @@ class Kind:
 
     @property
     def ranks(self) -> int:
-        """That it has."""
+        """Number of ranks of the run."""
         return 1 if self.place == "one" else 2
 
     def run(self, model: Path, folder: Path, **more: Any) -> Fit:
@@ -345,7 +345,7 @@ def _class_of(run: Fit) -> type:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """What a run left that must be equal, by name: files as bytes, JSON and tables without times and memory."""
+    """The results of a run that must be equal, by name: files as bytes, JSON and tables without times and memory."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -373,5 +373,5 @@ def _without_measures(value: Any) -> Any:
 
 
 def _measured(key: str) -> bool:
-    """Of the process: a run that goes on does not hold what was of use before it was saved."""
+    """Measurements of the process: a resumed run does not hold what was in use before it was saved."""
     return key.startswith("time/") or key.endswith(("_seconds", "_wait", "held_bytes_max"))

@@ -94,7 +94,7 @@ def positions_are_wrong_after_packing(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions_are_wrong_after_padding(patch: pytest.MonkeyPatch) -> None:
-    """Of tokens that come to a row whose prompt was padded, in the engine."""
+    """Positions of new tokens of a row whose prompt was padded, in the engine."""
     forward = TransformersEngine._forward
 
     def moved(self: Any, ids: Any, mask: Tensor, positions: Tensor, cache: Any, *more: Any) -> Any:

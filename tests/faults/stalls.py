@@ -19,7 +19,7 @@ HOW, RANK, POINT = os.environ["STALL"].split()
 
 
 def stall(point: str) -> None:
-    """Of this process, if it is its turn; what happens next is for those outside to see."""
+    """Stall this process, if it is its turn; others watch what happens next."""
     if point != POINT or os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != RANK:
         return
     Path("stalled.txt").write_text(str(time.time()))

@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_that_is_given_by_its_folder_is_refused(copied: Pat
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What is waited for, renamed and removed, in order; a file's size and time are of when it was waited for."""
+    """Files that are synced, renamed and removed, in order; a file's size and time are those at its sync."""
     events: list[tuple[str, str]] = []
     fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
 

@@ -25,7 +25,7 @@ PASSING = ("time/", "tokens_per_second", "memory/")  # parts of names whose valu
 
 
 def metrics(folder: Path, changes: dict[str, Any]) -> list[str]:
-    """What a run logged of each step, as it is written."""
+    """The metrics of each step of a run, as they are written."""
     folder.mkdir()
     own_folder.make(folder)
     write(folder / "my.yaml", {"module.class_path": "my_algorithm.ShortGRPO", "trainer.max_steps": 3} | changes)

@@ -82,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def nodes(folders: list[Path]) -> list[Ended]:
-    """How a rank in each folder ended, each of which stands for a machine."""
+    """The end of a rank in each folder; each folder stands for a machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

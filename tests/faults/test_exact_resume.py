@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind, Path, RankPool], dict[str, Any]]:
-    """What a run of a kind leaves that nobody kills; each kind runs once with a model."""
+    """The results of a run of a kind that nobody kills; each kind runs once with a model."""
     found: dict[tuple[Kind, Path], dict[str, Any]] = {}
 
     def left(kind: Kind, model: Path, ranks: RankPool) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def table(project: Path, *options: str) -> tuple[int, str]:
 
 
 def ran(project: Path) -> list[int]:
-    """Which of the five tests have run."""
+    """The five tests that have run."""
     return [int(name[-2]) for name in json.loads((project / "runs/passed.json").read_text())]
 
 

@@ -65,7 +65,7 @@ def test_ctrl_c_reaches_every_process_of_the_group_and_is_one_signal(tmp_path: P
 
 
 def hang_up(run: Running) -> None:
-    """As a shell does to what it started, when its terminal is closed."""
+    """Hang up as a shell does to its processes when its terminal is closed."""
     os.killpg(run.process.pid, signal.SIGHUP)
 
 

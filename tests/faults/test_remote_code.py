@@ -31,7 +31,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a model with code of its own, beside `my.yaml`; whoever asks a person fails."""
+    """The folder of a model with code of its own, next to `my.yaml`; any question to a person fails."""
     make(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(f"asked {question!r}"))

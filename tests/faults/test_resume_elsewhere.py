@@ -71,7 +71,7 @@ def test_each_step_has_the_same_prompts(ranks: int, model: Path, tmp_path: Path,
 
 
 def prompts(folder: Path) -> dict[int, list[str]]:
-    """Of each step's samples."""
+    """Prompts of each step's samples."""
     found: dict[int, list[str]] = {}
     for line in (folder / "samples.jsonl").read_text().splitlines():
         sample = json.loads(line)

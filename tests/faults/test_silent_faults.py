@@ -57,7 +57,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its weights are large enough for responses to depend on their prompts, as those of a trained model do."""
+    """A model with weights large enough for responses to depend on their prompts, as in a trained model."""
     folder = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=1, intermediate_size=96, max_position=256)
     changed = load(folder)
     perturb(changed, seed=2, scale=0.15)
@@ -72,7 +72,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def questions() -> PromptData:
-    """Of 30 to 70 tokens, two blocks of vLLM's cache at most; the same four again and again."""
+    """Questions of 30 to 70 tokens, two blocks of vLLM's cache at most; the same four again and again."""
     return PromptData(Listed([{"question": "abc 12+7 " * (3 + number) + f"{number}="} for number in range(4)]), None, 4)
 
 

@@ -36,7 +36,7 @@ EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 def loss_and_gradient(
     loss: Callable[..., Tensor], ratio: float, advantage: float, **settings: Any
 ) -> tuple[float, float]:
-    """Of one token with this ratio, sampled at a logprob of -1; the gradient is to the logprob."""
+    """Loss and gradient of one token with this ratio, sampled at a logprob of -1; the gradient is to the logprob."""
     old = torch.tensor([[-1.0]], dtype=torch.float64)
     new = (old + math.log(ratio)).requires_grad_()
     value = loss(new, old, torch.tensor([advantage], dtype=torch.float64), **settings)

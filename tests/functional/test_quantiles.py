@@ -21,7 +21,7 @@ SHARES = (0.0, 0.2, 0.5, 0.8, 1.0)
 
 
 def over_parts(parts: list[Tensor], q: float | tuple[float, ...]) -> list[Tensor]:
-    """What each part finds, each in a thread of its own that meets the others at every sum."""
+    """The results of each part, in a thread of its own that meets the others at every sum."""
     given: list[Tensor] = [torch.empty(0)] * len(parts)
     found: list[Tensor] = [torch.empty(0)] * len(parts)
     all_there = Barrier(len(parts))

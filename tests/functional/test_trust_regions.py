@@ -31,7 +31,7 @@ def rows(x: Tensor) -> list[Tensor]:
 
 
 def gradient_of(loss: Callable[[Tensor], Tensor]) -> list[list[float]]:
-    """Of the mean over responses of their mean over tokens, token by token."""
+    """Gradient of the mean over responses of their mean over tokens, token by token."""
     new = policies()[0].requires_grad_()
     per_token = loss(new).where(MASK, 0.0)
     (per_token.sum(dim=1) / MASK.sum(dim=1)).mean().backward()

@@ -174,7 +174,7 @@ async def credits(row: dict[str, Any], base_url: str, api_key: str) -> dict[str,
 
 
 async def forks_twice(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    """A call that two branches continue, the first of which has one more turn; and a call of its own."""
+    """A call that two branches continue, one of them by one more turn; and a call of its own."""
     calls, begun = by_http(base_url, api_key), [user(row["question"])]
     begun.append(await asked(calls, begun))
     left = [*begun, user("left")]
@@ -336,7 +336,7 @@ async def streams(row: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 async def stops(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """An answer ends before a text, and the next call goes on from there."""
+    """An answer ends before a text, and the next call continues from there."""
     calls, messages = by_http(base_url, api_key), [user(row["question"])]
     message = await asked(calls, messages, stop=["Result:", "nowhere"], max_tokens=None)
     assert message["content"] == "add 2 and 3\n", message
@@ -363,7 +363,7 @@ def retries(row: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 def refused(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    """What is refused, and how; the reward is how many were refused as they should."""
+    """Refused requests, and how; the reward is the number that were refused rightly."""
     import httpx
 
     good = {"model": MODEL, "messages": [user("a")], "max_tokens": 2}

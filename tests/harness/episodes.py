@@ -33,7 +33,7 @@ AGENTS = "tests.harness.agents"
 
 @dataclass(frozen=True)
 class Played:
-    """What a call gave."""
+    """The result of a call."""
 
     rollout: Rollout
     views: list[Conversation]
@@ -41,7 +41,7 @@ class Played:
 
     @property
     def rows(self) -> list[tuple[Any, ...]]:
-        """Of each row what does not depend on batches: path, tokens, mask, segments, rewards, end."""
+        """The parts of each row that do not depend on batches: path, tokens, mask, segments, rewards, end."""
         made, lengths = self.rollout, self.rollout.lengths.tolist()
         return [
             (

@@ -21,7 +21,7 @@ THOUGHT = "<think>\nwhy\n</think>\n\n"
 
 
 class Written:
-    """What a family's chat template writes."""
+    """The texts that a family's chat template writes."""
 
     def __init__(self, family: str, tools: bool, renderer: Any = None) -> None:
         self.tokenizer = tokenizer_of(family)
@@ -38,7 +38,7 @@ class Written:
         )
 
     def reply(self, messages: Sequence[Message], turn: Message) -> str:
-        """What a policy writes as this turn, without the token that ends it."""
+        """The policy's text for this turn, without the token that ends it."""
         whole = self.text([*messages, turn], generate=False).removeprefix(self.text(messages))
         return whole.partition(self.end)[0]
 

@@ -32,7 +32,7 @@ STEPS = ("goes on", "forks", "rewrites", "compacts", "repeats", "asks for two", 
 
 @dataclass(frozen=True)
 class Script:
-    """What a sub-agent does.
+    """The actions of a sub-agent.
 
     Attributes:
         path: Of the API that it calls.
@@ -63,7 +63,7 @@ class Call:
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[Script]:
-    """Sub-agents of which none sends what another one does and goes on otherwise: which of them came first would count.
+    """Sub-agents that never send another's messages and then continue otherwise, since their order would count.
 
     So they are twins, or else differ in what they ask for. Where words do not tell which tokens were sampled, they
     differ in their branches or first messages.
@@ -237,7 +237,7 @@ class Play:
 
 
 def _returned(steps: Generator[Any, Any, Any], value: Any) -> Any:
-    """What a conversation returns, given what it waited for."""
+    """The result of a conversation, given the value that it waited for."""
     try:
         steps.send(value)
     except StopIteration as end:
@@ -250,7 +250,7 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def told(end: EpisodeEnd) -> list[Any]:
-    """Of each row all that is trained or shown."""
+    """All that is trained or shown of each row."""
     columns = ("prompt", "tokens", "logprobs", "written", "segments", "rewards", "messages", "why")
     return [
         (*(getattr(row, name) for name in columns), inherited)

@@ -77,7 +77,7 @@ class Recorded(TransformersEngine):
         self.turns: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def alone(self) -> Iterator[Played]:
-        """Plays, of each of which `turns` has what was read and written."""
+        """Plays; each has the tokens read and written in its `turns`."""
         for _ in range(20):
             self.turns.clear()
             yield from plays(self, 1)
@@ -120,7 +120,7 @@ def text(ids: Sequence[int]) -> str:
 
 
 def received(read: Sequence[int], wrote: tuple[int, ...]) -> tuple[int, ...]:
-    """What is delivered of a turn: a fork asks for the text before `5`, and the token of it is the last."""
+    """The delivered part of a turn: a fork asks for the text before `5`, and its token is the last."""
     asked = text(read).rpartition("<|im_start|>user\n")[2]
     stops = asked.startswith(("left", "right")) and ord("5") in wrote
     return wrote[: wrote.index(ord("5")) + 1] if stops else wrote

@@ -12,7 +12,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[CallTokens]:
-    """Calls that begin anew, go on from another call, or repeat one; few tokens, so that many begin alike by chance."""
+    """Calls that begin anew, continue another call, or repeat one; few tokens, so that many begin alike by chance."""
     calls: list[CallTokens] = []
     counts: dict[tuple[int, ...], int] = {}
     for _ in range(draw(st.integers(1, 12))):

@@ -98,7 +98,7 @@ def test_a_terminal_has_a_bar_that_moves_in_place(log: Path) -> None:
 
 
 def read_all(descriptor: int) -> str:
-    """What comes out of a pseudo-terminal until its other side is closed, which Linux reports as an error."""
+    """The output of a pseudo-terminal until its other side is closed, which Linux reports as an error."""
     chunks = []
     try:
         while chunk := os.read(descriptor, 4096):

@@ -50,7 +50,7 @@ def record(logger: LightningLogger, folder: Path, values: dict[int, float], firs
 
 
 class Recorded:
-    """What `.wandb` files of a folder hold: runs, the config, and history in its order."""
+    """The content of a folder's `.wandb` files: runs, the config, and history in its order."""
 
     def __init__(self, folder: Path) -> None:
         import wandb

@@ -185,7 +185,7 @@ def storages() -> dict[int, torch.Tensor]:
 
 
 def counted_bytes(folder: Path, stage: Stage, precision: str, offload: bool) -> tuple[int, float]:
-    """What two updates' tensors take on this rank before the second step: counted, and as computed."""
+    """Bytes of two updates' tensors on this rank before the second step: counted, and as computed."""
     strategy = launch(stage, precision, **({"offload_optimizer": True} if offload else {}))
     before = storages()  # kept, so that no address is given anew
     handle = trained(folder, Optimizer())

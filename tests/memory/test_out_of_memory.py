@@ -60,7 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def last_line(capfd: pytest.CaptureFixture[str], changes: dict[str, Any], code: int = 2) -> str:
-    """What the command ends in."""
+    """The last line of the command."""
     write(Path("my.yaml"), changes)
     with pytest.raises(SystemExit) as ended:
         main(["fit", "--config", "my.yaml"])

@@ -39,7 +39,7 @@ MEASURED = {
 
 
 def step(role: LoadedRole) -> float:
-    """Of a rank that trains this role and nothing else."""
+    """The step of a rank that trains this role and nothing else."""
     return Memory((0,), {"actor": role}, {}, held=0, capacity=0).training
 
 

@@ -220,7 +220,7 @@ FRESH = torch.tensor([0, 5, 6, 7], dtype=torch.int32)
 
 
 def of_whole_rows(inputs: tuple[Tensor, ...], window: int, softcap: float | None, s_aux: Tensor | None) -> Tensor:
-    """What the formula gives for the last tokens of each row, those that the row before does not have."""
+    """The formula's results for the last tokens of each row, those that the row before does not have."""
     query, key, value = inputs
     last = []
     for row, fresh in zip(SHARED.keys.split(SHARED.lengths().tolist()), FRESH.diff().tolist(), strict=True):

@@ -36,7 +36,7 @@ TEN = list(range(40, 50))
 
 
 def fed(rows: TokenRows) -> list[tuple[int, ...]]:
-    """What a model reads of each row that has a response."""
+    """The tokens that a model reads of each row that has a response."""
     pairs = zip(rows.prompt_ids.rows(), rows.response_ids, rows.lengths.tolist(), strict=True)
     return [(*prompt.tolist(), *response[: length - 1].tolist()) for prompt, response, length in pairs if length]
 

@@ -57,7 +57,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def parameters(prefix: str, **settings: Any) -> int:
-    """What transformers counts."""
+    """The number of parameters that transformers counts."""
     with torch.device("meta"):
         model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**settings))
     return sum(parameter.numel() for parameter in model.parameters())

@@ -48,7 +48,7 @@ def test_values_and_gradients_are_those_of_a_softmax_over_the_support() -> None:
 
 
 def with_support(rows: TokenRows, vocabulary: int = 128) -> tuple[TokenRows, list[list[list[int]]]]:
-    """Rows of which the second was sampled from all tokens; and the tokens of each place, by row."""
+    """Rows, the second sampled from all tokens; and the tokens of each place, by row."""
     generator = torch.Generator().manual_seed(0)
     sets, entries = list[list[list[int]]](), list[list[int]]()
     for row, (response, length) in enumerate(zip(rows.response_ids.tolist(), rows.lengths.tolist(), strict=True)):

@@ -79,7 +79,7 @@ def free_port() -> int:
 
 
 def slurm(known: dict[str, str], *command: str, folder: Path | None = None) -> str:
-    """What one of Slurm's commands prints."""
+    """The output of one of Slurm's commands."""
     return subprocess.run(command, env=known, cwd=folder, capture_output=True, text=True, timeout=60).stdout
 
 

@@ -31,7 +31,7 @@ HERE = Layout((0,), 1)
 
 @dataclass(frozen=True)
 class Step:
-    """What the nodes made.
+    """The values of the nodes.
 
     Attributes:
         values: Of every node that ran or was given, by name.

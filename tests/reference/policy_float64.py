@@ -130,7 +130,7 @@ class Folders:
 
 @dataclass(frozen=True)
 class Scored:
-    """What is known of a sample before the update, of the tokens that count alone.
+    """A sample before the update: its tokens that count, with their scores.
 
     Attributes:
         sample: As recorded.
@@ -314,7 +314,7 @@ def _scored(policy: torch.nn.Module, samples: Sequence[Sample], objective: Objec
 
 
 def _advantages(scored: list[Scored], objective: Objective, folders: Folders) -> list[list[float]]:
-    """Of each token that counts."""
+    """Advantage of each token that counts."""
     kind = objective.advantages
     if kind == "distillation":  # Agarwal et al., arXiv 2306.13649: the reverse KL's log ratio at each sampled token
         return [[r - o for r, o in zip(s.ref or [], s.old, strict=True)] for s in scored]
@@ -336,7 +336,7 @@ def _advantages(scored: list[Scored], objective: Objective, folders: Folders) ->
 
 
 def _turn_advantages(scored: list[Scored], objective: Objective) -> list[list[float]]:
-    """Of each token: what its turn's rewards-to-go are worth beside those of this turn in the group."""
+    """For each token, its turn's rewards-to-go compared with those of this turn in the group."""
     given = [s.sample.turn_rewards or [] for s in scored]
     by_turn = [
         _whole_advantages(scored, column, objective)
@@ -352,7 +352,7 @@ def _of_whole(s: Scored) -> float:
 
 
 def _whole_advantages(scored: list[Scored], rewards: list[float], objective: Objective) -> list[float]:
-    """Of each response."""
+    """Advantage of each response."""
     groups = [s.sample.group for s in scored]
     match objective.advantages:
         case "grpo":
@@ -398,7 +398,7 @@ def _old_values(sample: Sample, values: Tensor) -> list[float]:
 
 
 def _loss(s: Scored, advantages: list[float], objective: Objective) -> list[Tensor]:
-    """Of each token that counts."""
+    """Loss of each token that counts."""
     if not s.counted:
         return []
     losses = _surrogate(s, advantages, objective)

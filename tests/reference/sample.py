@@ -40,7 +40,7 @@ class Sample:
 
     @property
     def turns(self) -> list[int]:
-        """Of each token that the policy wrote, in which turn."""
+        """For each token that the policy wrote, the number of its turn."""
         assert self.segments is not None
         return [n // 2 for n, tokens in enumerate(self.segments) if n % 2 == 0 for _ in range(tokens)]
 

@@ -269,7 +269,7 @@ def test_every_part_of_a_sum_needs_its_weight(weights: dict[str, float]) -> None
 
 
 class Gives(Reward):
-    """What it was made with, whatever the samples are."""
+    """A reward that gives its arguments as scores, whatever the samples are."""
 
     def __init__(self, given: Any) -> None:
         self.given = given

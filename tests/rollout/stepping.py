@@ -19,7 +19,7 @@ def turns(sampling: Sampling) -> dict[int, Turn]:
 
 
 def stepped(engine: RolloutEngine, sampling: Sampling, version: int) -> list[Completion]:
-    """What `generate` gives of `PROMPTS` and `SEEDS`, where each prompt comes a step after the one before it."""
+    """The results of `generate` for `PROMPTS` and `SEEDS`, where each prompt comes a step after the one before it."""
     ended: dict[int, Completion] = {}
     for at, turn in turns(sampling).items():
         ended |= engine.step({at: turn}, sampling, version)
@@ -29,7 +29,7 @@ def stepped(engine: RolloutEngine, sampling: Sampling, version: int) -> list[Com
 
 
 def check_steps(engine: RolloutEngine, version: int) -> None:
-    """Who is beside changes nothing, in an engine that holds `version`; and what is given up is gone."""
+    """Other rows change nothing, in an engine that holds `version`; and turns that are given up are gone."""
     at_once = engine.generate(PROMPTS, SEEDS, SAMPLING, version)
     assert_alike(stepped(engine, SAMPLING, version), at_once)
     engine.step(turns(SAMPLING), SAMPLING, version)

@@ -40,7 +40,7 @@ def _made(kind: str, ranks: int) -> RolloutEngine:
 
 
 def _alone(kind: str, folder: Path, tensor_parallel_size: int) -> list[list[Completion]]:
-    """What an engine in the processes of all ranks generates after each of two syncs; without ranks, in this one."""
+    """Responses of an engine in the processes of all ranks after each of two syncs; without ranks, in this one."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     engine = _setup(_made(kind, tensor_parallel_size), folder, rank, size)
     model = load(folder)

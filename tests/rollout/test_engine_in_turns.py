@@ -24,7 +24,7 @@ SAMPLING = Sampling(16, 1.0, STOP)
 def engines_here(
     folders: Mapping[str, Path], rollout: RolloutEngine, exceptions: Mapping[str, RolloutEngine | Share] | None = None
 ) -> RankEngines:
-    """Of policies with models in `folders`, set up on this process alone."""
+    """Engines of policies with models in `folders`, set up on this process alone."""
     engines = EngineSettings(rollout, exceptions or {}).assigned([*folders])
     transport = Transport(torch.device("cpu"))
     here = engines_of_rank(engines, dict.fromkeys(folders, Layout((0,), 1)), transport, on_cpu=True, timeout_s=120.0)

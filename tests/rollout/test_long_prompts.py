@@ -48,7 +48,7 @@ def at_once(folder: Path) -> Iterator[RolloutEngine]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, at_once: RolloutEngine) -> list[Completion]:
-    """Of the engine that computes every prompt at once."""
+    """The expected responses, of the engine that computes every prompt whole."""
     assert sum(LENGTHS) < AT_ONCE
     at_once.update_weights(buckets(trained(folder)), 0)
     with random_numbers() as entered:

@@ -32,5 +32,5 @@ def test_taking_back_more_than_one_token_is_no_rewind_that_it_knows() -> None:
 
 
 def _drawn(generator: torch.Generator) -> int:
-    """As vLLM's sampler of the CPU draws for a token."""
+    """A draw as vLLM's sampler of the CPU makes it for a token."""
     return int(torch.randint(0, 2**31, (1,), generator=generator))

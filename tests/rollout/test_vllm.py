@@ -59,7 +59,7 @@ def engine(built: tuple[RolloutEngine, bool]) -> RolloutEngine:
 
 
 def random_states() -> tuple[Any, ...]:
-    """Of torch, Python and numpy."""
+    """The random states of torch, Python and numpy."""
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
 
 

@@ -66,7 +66,7 @@ def _converse(engine: VLLMEngine, folder: Path) -> tuple[list[list[int]], ...]:
 
 
 def _syncs_with_one_element_changed(folder: Path) -> dict[str, str]:
-    """What a sync says, by the tensor whose last element reaches the engine changed."""
+    """The error of a sync, by the tensor whose last element reaches the engine changed."""
     engine, model = _setup(folder, 2)
     load_weights = engine._load
     said = {}

@@ -24,7 +24,7 @@ from tests import own_folder
 
 @contextlib.contextmanager
 def taking(folder: Path, then: str = "") -> Iterator[subprocess.Popen[str]]:
-    """A process that has locked the folder, and does `then` when it is told to."""
+    """A process that has locked the folder, and does `then` on request."""
     imports = "import time; from pathlib import Path; from rlflow.run.folder import FolderLock"
     takes = f"lock = FolderLock(Path({str(folder)!r})); lock.take(); print('locked', flush=True); input(); {then}"
     command = [sys.executable, "-c", f"{imports}; {takes}"]

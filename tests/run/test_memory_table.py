@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def printed(folder: Path, changes: dict[str, object], capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """What a run of one step prints."""
+    """The output of a run of one step."""
     write(folder / "my.yaml", {"trainer.max_steps": 1, **changes})
     read_fit(["--config", "my.yaml"]).fit()
     return capfd.readouterr().out.splitlines()

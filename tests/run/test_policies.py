@@ -28,7 +28,7 @@ class Twice(GRPO):
 
 
 class OnlyRewarded(Twice):
-    """What was generated again is rewarded, and not scored by the model."""
+    """The second generation is rewarded, and not scored by the model."""
 
     @node
     def again_rewards(self, again: Rollout) -> PerSample: ...
@@ -41,7 +41,7 @@ class OnlyRewarded(Twice):
 
 
 class TooLate(GRPO):
-    """Its rows are scored when another loss has changed the weights."""
+    """An algorithm whose rows are scored after another loss has changed the weights."""
 
     ref_logprobs = old_logprobs = None
 

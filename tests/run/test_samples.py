@@ -70,7 +70,7 @@ def written(answers: list[list[int]], paths: list[list[int]], levels: tuple[str,
 
 
 def places(rollout: Rollout) -> list[dict[str, Any]]:
-    """What samples say of their places in trees."""
+    """The places in trees, as samples record them."""
     samples = Samples(Transport(), 0, str, str, lambda group: group, 100)
     samples.keep(0, rollout, Scores([0.0] * len(rollout.texts)))
     told = ("sample", "response", "path", "episode", "continues")
@@ -121,5 +121,5 @@ def test_rows_of_an_agent_s_episode_say_which_row_they_begin_with() -> None:
 
 
 def forked(sample: str, tokens: list[int]) -> dict[str, Any]:
-    """What a sample says that begins with these tokens of another."""
+    """The record of a sample that begins with these tokens of another."""
     return {"sample": sample, "tokens": len(tokens), "text": str(tokens)}

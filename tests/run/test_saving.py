@@ -172,7 +172,7 @@ def test_what_is_written_beside_the_steps_is_what_is_written_between_them(
 
 
 class KeepsSecond(Callback):
-    """After step 4, of which nothing is saved yet, lets the disk begin and keeps a copy of what was saved after step 2.
+    """After step 4, not saved yet, lets the disk begin and keeps a copy of the save after step 2.
 
     Args:
         disk: Writes once it is set.
@@ -258,7 +258,7 @@ def test_a_file_that_changed_is_named_on_all_ranks_before_a_step_is_made(
 
 @dataclass(frozen=True)
 class Usage:
-    """What `shutil.disk_usage` says, as far as it is read."""
+    """The fields of `shutil.disk_usage` that are read."""
 
     free: int
 

@@ -20,7 +20,7 @@ LINEAR = Optimizer(schedule="linear")
 
 @dataclass(eq=False)
 class Samples(RLModule):
-    """Trained on `n` samples of each prompt, of which `group_size` is what the run is told."""
+    """Trained on `n` samples of each prompt, while the run knows of `group_size`."""
 
     actor: CausalLM
     group_size: int = 4

@@ -23,7 +23,7 @@ NODES = replace(PRESETS["h100"], gpus_per_node=4, storage_bandwidth=1000.0, node
 
 
 def found(roles: dict[str, LoadedRole], hardware: Any = NODES) -> dict[str, Phase]:
-    """Of eight ranks on two nodes that move 1,000 bytes a second each, without values and engines."""
+    """The phases of eight ranks on two nodes that move 1,000 bytes a second each, without values and engines."""
     plan = SimpleNamespace(layouts=dict, every=list, max_staleness=0, dynamic_sampling=None)
     load: Any = SimpleNamespace(roles=roles, engines={}, ranks=8, graph=SimpleNamespace(order=[]), plan=plan)
     phases = run_phases(load, memories(load, 80e9), hardware, sync_bucket_bytes=0)

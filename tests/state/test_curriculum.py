@@ -14,7 +14,7 @@ NEVER, SELDOM, AT_TIMES, ALWAYS, UNSEEN = range(5)
 
 
 def measured(per_step: int = 1, **settings: Any) -> Curriculum:
-    """Five samples of each of four prompts, of which none, one, three and five passed; a fifth prompt has none."""
+    """Five samples of each of four prompts, with none, one, three and five that passed; a fifth prompt has none."""
     curriculum = Curriculum(**settings).begun(per_step)
     passed = [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     curriculum.learn(torch.arange(4).repeat_interleave(5), torch.tensor(passed, dtype=torch.float64).flatten())

@@ -27,7 +27,7 @@ ADAMW = Optimizer("adamw", lr=1e-2, gradient_clipping=1.0)
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank has after a step: its parts of the weights of the owner and of the average, and what is read."""
+    """State of one rank after a step: its parts of the owner's and the average's weights, and the weights it reads."""
 
     owner: Pieces
     average: Pieces
@@ -78,7 +78,7 @@ def averaged_steps(
 
 
 def third_step(folder: Path, stage: Stage | None, precision: str, target: Path) -> Seen:
-    """What follows the checkpoint."""
+    """The step after the checkpoint."""
     strategy = launched(stage, precision)
     actor, _ = with_teacher(strategy, folder)
     checkpoint.restore(checkpoint.find("last", target), strategy, BOTH)

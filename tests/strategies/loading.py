@@ -40,7 +40,7 @@ def load(
 
 
 def refused(handle: ModelHandle, folder: Path, stage: Stage) -> str:
-    """What a strategy says of a model that it refuses."""
+    """The error of a strategy about a model that it refuses."""
     try:
         launch(stage).setup_role("role", handle, folder)
     except UserError as refusal:

@@ -26,7 +26,7 @@ UPDATES, SYNCS = 10, 10
 
 @dataclass(frozen=True)
 class Adapted:
-    """What one rank saw.
+    """The results on one rank.
 
     Attributes:
         gradients: Of the last update.
@@ -46,7 +46,7 @@ class Adapted:
 
 
 def adapted_updates(strategy: TrainingStrategy, folder: Path, target: Path) -> Adapted:
-    """Updates of a model with adapters, a view of it beside, then many syncs; the adapter is saved in `target`."""
+    """Updates of a model with adapters, and of a view of it, then many syncs; the adapter is saved in `target`."""
     settings = Optimizer("sgd", lr=3.0, gradient_clipping=0.5)
     actor = CausalLM(str(folder), optimizer=settings, temperature=TEMPERATURE, lora=LoRA(rank=4, alpha=8.0))
     reference, rows = actor.without_adapters(), rows_of(list(range(len(ROWS))))
@@ -76,7 +76,7 @@ def adapted_updates(strategy: TrainingStrategy, folder: Path, target: Path) -> A
 
 
 def two_gradients(strategy: TrainingStrategy, folder: Path) -> list[dict[str, Tensor]]:
-    """Of two updates; at the first, one factor of each adapter is still zero."""
+    """Gradients of two updates; at the first, one factor of each adapter is still zero."""
     settings = Optimizer("sgd", lr=0.3, gradient_clipping=0.5)
     actor = CausalLM(str(folder), optimizer=settings, temperature=TEMPERATURE, lora=LoRA(rank=4, alpha=8.0))
     torch.manual_seed(5)

@@ -105,7 +105,7 @@ def restored_parts(model: Path, stage: Stage, precision: str, folder: Path) -> P
 
 
 def written_parts(model: Path, stage: Stage, precision: str, folder: Path) -> Pieces:
-    """This rank's parts after two updates, of which a checkpoint is written."""
+    """This rank's parts after two updates, after which a checkpoint is written."""
     strategy = launch(stage, precision)
     handle = trained(model, ADAMW)
     strategy.setup_role("actor", handle, model)

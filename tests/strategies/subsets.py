@@ -62,7 +62,7 @@ def side_by_side(
 def train_on(
     model: Path, stage: Stage, layout: Layout, folder: Path, optimizer: Optimizer, updates: int, resume: bool
 ) -> dict[str, Tensor] | None:
-    """Updates of an actor on some ranks, from the checkpoint in `folder` if told so; then a checkpoint by all ranks."""
+    """Updates of an actor on some ranks, if wanted from the checkpoint in `folder`; then a checkpoint by all ranks."""
     strategy = launch(stage)
     strategy.form_groups({"actor": layout})
     handle = trained(model, optimizer)
@@ -129,7 +129,7 @@ def forked_update_by_peers(folder: Path, stage: Stage) -> tuple[Tensor, dict[str
 
 
 def bf16_gradient(folder: Path, stage: Stage, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Of an actor with two ranks to a sequence."""
+    """Gradient of an actor with two ranks to a sequence."""
     strategy, handle = launch(stage, "bf16"), trained(folder, optimizer)
     strategy.form_groups({"actor": Layout((0, 1), 1)})
     strategy.setup_role("actor", handle, folder)
@@ -138,7 +138,7 @@ def bf16_gradient(folder: Path, stage: Stage, optimizer: Optimizer) -> dict[str,
 
 
 def held_bytes(folder: Path, shards: int) -> int:
-    """What the forward pass of a line of 2,047 tokens keeps for its backward pass on this one of two ranks."""
+    """Bytes that the forward pass of a line of 2,047 tokens stores for its backward pass on this one of two ranks."""
     strategy, handle = launch(2), trained(folder, Optimizer())
     strategy.form_groups({"actor": Layout((0, 1), shards)})
     strategy.setup_role("actor", handle, folder)

@@ -78,7 +78,7 @@ def divided_critic(folder: Path, size: int, optimizer: Optimizer, experts: int =
 def averages(
     folder: Path, size: int, optimizer: Optimizer, experts: int, target: Path, resume: bool = False
 ) -> list[dict[str, Tensor]]:
-    """A model's average after each of two updates in float64, of which a checkpoint is written; or as that has it."""
+    """A model's average after each of two updates in float64, written to a checkpoint or resumed from one."""
     strategy, actor = dividing(size, "fp64", experts=experts), trained(folder, optimizer)
     teacher, both, found = actor.averaged(DECAY), ("actor", "reference"), []
     with wide_casts():
@@ -126,7 +126,7 @@ def train_and_save(
     stage: Stage = "fsdp",
     experts: int = 1,
 ) -> tuple[Pieces, dict[str, Tensor]]:
-    """Updates with so many ranks to a layer, from the last checkpoint if told so; then a checkpoint and an export.
+    """Updates with `size` ranks to a layer, if wanted from the last checkpoint; then a checkpoint and an export.
 
     Returns:
         This rank's parts of the state after them, and the weights.
@@ -167,7 +167,7 @@ def loading(small: Path, model: Path, size: int, experts: int = 1) -> tuple[int,
 
 
 def norm_of_unlike_gradients(folder: Path) -> float:
-    """The norm that a rank takes of gradients that differ in a norm's weight, alike on peers but for rounding."""
+    """The norm that a rank takes of gradients of a norm's weight that differ between peers by rounding."""
     strategy, handle = dividing(2), trained(folder, Optimizer("sgd", lr=0.1))
     strategy.setup_role("actor", handle, folder)
     backward(strategy, "actor", handle)
@@ -182,7 +182,7 @@ def _bytes_read() -> int:
 
 
 def readouts(folder: Path, size: int) -> tuple[Tensor, ...]:
-    """What a frozen model scores in all ways, then the gradient of a sum of likeliest tokens' logprobs."""
+    """All kinds of scores of a frozen model, then the gradient of a sum of likeliest tokens' logprobs."""
     strategy = dividing(size)
     frozen, actor = CausalLM(str(folder), trainable=False, temperature=TEMPERATURE), trained(folder, Optimizer())
     strategy.setup_role("reference", frozen, folder)
@@ -198,7 +198,7 @@ def readouts(folder: Path, size: int) -> tuple[Tensor, ...]:
 
 
 def head(count: int, softmax: Softmax, chunk_elements: int, shift: int = 0) -> list[tuple[Tensor, ...]]:
-    """Of a divided and of a whole output layer: logprobs, entropies, and gradients; in float64.
+    """Results of a divided and of a whole output layer: logprobs, entropies, and gradients; in float64.
 
     Args:
         count: Tokens of the vocabulary.

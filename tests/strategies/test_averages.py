@@ -55,7 +55,7 @@ def follows(outcomes: list[tuple[list[Seen], Tensor]], model: Path, precision: s
 
 
 def alone_with(weights: dict[str, Tensor], model: Path, precision: str) -> Tensor:
-    """What a plain model of these weights scores."""
+    """The scores of a plain model with these weights."""
     from rlflow.models.handle import ForwardPlan
     from tests.strategies.reference import TEMPERATURE
     from tests.strategies.update import rows_of

@@ -84,7 +84,7 @@ def test_small_gradients_match_the_reference_and_all_skip_one_rank_s_overflow(
 
 
 def goes_on(folder: Path, stage: Stage, saved: Path, then: Stage) -> list[tuple[float, int] | None]:
-    """The loss scale after an overflow and an update, and of a strategy that goes on from there."""
+    """The loss scale after an overflow and an update, and of a strategy that resumes from there."""
     strategy = launch_anywhere(stage)
     handle = trained(folder, ADAMW)
     strategy.setup_role("actor", handle, folder)

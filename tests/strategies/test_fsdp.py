@@ -77,7 +77,7 @@ def test_ranks_with_copies_write_each_element_of_the_state_once(tiny: Path, rank
 
 
 def held(folder: Path) -> list[float]:
-    """Of this rank, weights and gradients over those of the whole model: after scoring, and between micro-batches."""
+    """This rank's weights and gradients over those of the whole model: after scoring, and between micro-batches."""
     strategy, handle = launch("fsdp", "bf16"), trained(folder, SGD)
     strategy.setup_role("actor", handle, folder)
     handle.logprobs(rows_of([0, 1]))

@@ -16,7 +16,7 @@ RANKS, TIMEOUT = 3, timedelta(seconds=20)
 
 
 def names(store: Store, late: int) -> list[str]:
-    """What each rank, of which one comes later than the others, takes for the name."""
+    """The name that each rank gets; one rank comes later than the others."""
 
     def of(rank: int) -> str:
         time.sleep(0.3 if rank == late else 0.0)

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def state(model: Path) -> State:
-    """Of one process without DeepSpeed, after two updates."""
+    """The state of one process without DeepSpeed, after two updates."""
     return put_together([parts_after(model, updates=2)])
 
 

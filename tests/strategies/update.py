@@ -35,7 +35,7 @@ MICRO_BATCHES = {
 
 @dataclass
 class Outcome:
-    """What one rank saw."""
+    """The results on one rank."""
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
     norms: list[float] = field(default_factory=list)
@@ -132,7 +132,7 @@ def one_update(
 
 
 def overlapping_update(folder: Path, stage: Stage, overlap_comm: bool, optimizer: Optimizer) -> tuple[bool, Outcome]:
-    """Whether DeepSpeed reduces gradients beside the backward pass, and one update."""
+    """Whether DeepSpeed overlaps the reduction of gradients with the backward pass, and one update."""
     strategy = DeepSpeedStrategy(stage, overlap_comm=overlap_comm)  # type: ignore[arg-type]
     Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
     outcome = update(strategy, folder, optimizer)
@@ -215,7 +215,7 @@ def save_after_update(
 
 
 def scheduled_update(folder: Path, stage: Stage, optimizer: Optimizer) -> Outcome:
-    """Four of the five updates that the schedule is told of."""
+    """Four of the five updates in the schedule."""
     strategy, handle, outcome = launch(stage), trained(folder, optimizer), Outcome()
     strategy.setup_role("actor", handle, folder, updates=5)
     for _ in range(4):

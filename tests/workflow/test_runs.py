@@ -48,7 +48,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def module(*arguments: str) -> RLModule:
-    """That of a config, with a reward and an end of responses that suit random weights."""
+    """A config's module, with a reward and an end of responses that suit random weights."""
     configured = read_fit(arguments).module
     configured.reward = OddCharacters()
     configured.stop_token_ids = tuple(range(40, 60))

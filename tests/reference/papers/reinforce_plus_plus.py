@@ -30,7 +30,7 @@ def advantages(
 def advantages_with_baseline(
     groups: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]], ddof: int = 0
 ) -> list[list[float]]:
-    """A' = R - mean of the group, eq. 6; eq. 7: over the batch's tokens, of which each has its response's A'."""
+    """A' = R - mean of the group, eq. 6; eq. 7 is over the batch's tokens, each with its response's A'."""
     A = []
     for group, group_lengths in zip(groups, lengths, strict=True):
         for R, length in zip(group, group_lengths, strict=True):
