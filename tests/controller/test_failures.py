@@ -343,7 +343,7 @@ def test_a_node_whose_rows_cannot_be_told_of_may_not_score(policy: Path, tmp_pat
             self.reward_function(made)
             return made
 
-    with pytest.raises(UserError, match=r"node `rollout` scores responses .* would not know of"):
+    with pytest.raises(UserError, match=r"node `rollout` scores responses .* would not notice"):
         fit(run(policy, tmp_path, "drop", Scoring))
 
 

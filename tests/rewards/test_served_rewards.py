@@ -179,7 +179,7 @@ def test_secrets_come_from_the_environment(server: Server, monkeypatch: pytest.M
     monkeypatch.setenv("JUDGE_KEY", "word")
     HTTPReward(server.url, headers={"Authorization": "Bearer $JUDGE_KEY"}).score(RewardInput(["a"], [{}]))
     assert server.headers["Authorization"] == "Bearer word"
-    with pytest.raises(UserError, match=r"speak of \$NO_KEY, and there is no such environment variable"):
+    with pytest.raises(UserError, match=r"name \$NO_KEY, and there is no such environment variable"):
         HTTPReward(server.url, headers={"Authorization": "$NO_KEY"})
 
 

@@ -124,7 +124,7 @@ def test_fewer_updates_than_scheduled_end_the_run_at_its_first_trained_step(tmp_
     optimizer = Optimizer("sgd", lr=1e-3, schedule="linear")
     module = Samples(CausalLM("tiny", samples_per_update=4, start_step=1, optimizer=optimizer), group_size=3, n=1)
     # 4 prompts, 1 sample of each in mini-batches of 4, where 12 samples are counted
-    with pytest.raises(UserError, match=r"`actor` was to make 1 updates in step 2, and .* counts 3 in each, of"):
+    with pytest.raises(UserError, match=r"`actor` would make 1 updates in step 2, and .* counts 3 in each step, from"):
         fit(Fit(module, sums(8, 4), tmp_path / "run", settings={"max_steps": 3}))
 
 

@@ -37,5 +37,5 @@ def test_each_attempt_agrees_on_a_new_name_in_a_store_that_was_used_before(late:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(UserError, match=r"rank 1 has not come .* within `timeout_s`"):
+    with pytest.raises(UserError, match=r"rank 1 did not reach .* within `timeout_s`"):
         agree_on_name(HashStore(), 0, 2, timedelta(seconds=0.2))
