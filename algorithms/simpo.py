@@ -13,7 +13,7 @@ class SimPO(RLModule):
     """-log sigmoid(beta (log pi(y_w|x) / |y_w| - log pi(y_l|x) / |y_l|) - gamma); there is no reference.
 
     Equation 6, one loss for each pair of the dataset: log-probabilities are means over a response's tokens. Training
-    and validation log `margin`, the mean of what gamma is subtracted from, and `accuracy`, the share of pairs in which
+    and validation log `margin`, the mean before gamma is subtracted, and `accuracy`, the share of pairs in which
     it is above 0.
 
     Args:

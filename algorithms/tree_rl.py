@@ -29,7 +29,7 @@ class TreeRL(GroupBaseline, Clipped, Scored):
         branches: Number of leaves of each trunk, so a prompt has `group_size / branches` trunks. The trunk itself,
             generated to its end, is one of the leaves.
         trunk_tokens: Tokens after which a trunk forks. None to fork before the token that was least likely when it was
-            sampled, TreeRL's measure of what the policy is unsure of.
+            sampled, TreeRL's measure of the policy's uncertainty.
     """
 
     branches: int = 2

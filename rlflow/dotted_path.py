@@ -41,7 +41,7 @@ def object_at(path: str, said: str, known: Iterable[str] = ()) -> Any:
 
 
 def function_at(path: str, said: str) -> Callable[..., Any]:
-    """The function at a path, which will be called with what a model writes, so none of Python's own.
+    """The function at a path. Python's own are refused, as it will be called with texts of a model.
 
     Args:
         path: Dotted path, such as `my_rewards.brevity`.

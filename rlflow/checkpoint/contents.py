@@ -160,7 +160,7 @@ class Checkpoint:
         return lines
 
     def _changed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The states of the module and of `changed` on this rank: copies of what is JSON-able, and the tensors."""
+        """The states of the module and of `changed` on this rank: copies of JSON-able values, and the tensors."""
         added: dict[str, Any] = {}
         self.module.on_save_checkpoint(added)
         state = self.module.state_dict() | {f"{ADDED}{name}": value for name, value in added.items()}

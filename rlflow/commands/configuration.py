@@ -263,7 +263,7 @@ def _asks(argument: str) -> bool:
 
 
 def _bases(key: str, shape: Group) -> list[type]:
-    """The base classes of what a config's key takes: a class, or a list or dict of classes. Empty for other keys."""
+    """The base classes that a config's key takes: of one object, or of a list or dict of them. Empty for other keys."""
     first, *further = key.split(".")
     found = shape.arguments.get(first)
     while found is not None and further and isinstance(found.hint, Group):

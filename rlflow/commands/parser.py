@@ -1,4 +1,4 @@
-"""The command line of every command: options from the signature of a function, and one line for what is wrong."""
+"""The command line of every command: options from the signature of a function, and errors of one line."""
 
 from __future__ import annotations
 

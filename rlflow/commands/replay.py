@@ -97,7 +97,7 @@ def alone(config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
 
     Args:
         config: Config as the run resolved it.
-        run_dir: Folder for what a run writes.
+        run_dir: Folder for the files of the run.
     """
     given = config["strategy"].get("init_args", {})
     if (precision := config["trainer"].get("precision")) is not None:

@@ -26,7 +26,7 @@ class Option:
     """One way to compute a term.
 
     Attributes:
-        text: Description of what it does, as a difference from other ways.
+        text: Description of the computation, as a difference from other ways.
         compute: The computation, a function of its term's arguments; None where the reference knows it by its name.
         instead_of: Options that it is an alternative to by convention: the field makes both choices.
     """
@@ -91,7 +91,7 @@ class Interface:
         name: Name of the option of the command line.
         cases: Batches, from the one in which fewest terms matter.
         terms: The ways to compute each term.
-        reference: Function from a view and a choice to what a right function with these options returns.
+        reference: Function from a view and a choice to the result of a right function with these options.
         compared: Function from a view and an output to the entries that are compared.
         typical: Name of the case in which its properties are tried.
         properties: Properties of every right function, tried where no options explain the output.

@@ -123,10 +123,10 @@ class NodeContext:
         trainer_state: A step and a draw (from 0) to the progress of the run, for rewards.
         reward: The module's reward; None without.
         masks: Rows of a mixture to which of them are of each dataset `[B]`, by name; empty for one dataset.
-        own_settings: Rows of the dataset to what the dataset of each sets for its responses; empty for one dataset.
+        own_settings: Function from rows to the response settings of their datasets; empty for one dataset.
         scored_as_made: Nodes that generate, and whose responses a node on this rank may score as they were made: the
             reward may begin to score them as they end.
-        memories: Record of what nodes gave to the module's `PromptMemory` objects.
+        memories: Record of the numbers that nodes gave to the module's `PromptMemory` objects.
         running: The node that all calls are for; None between nodes.
         on_bar: Metrics that the terminal shows because modules asked for it; the same on all ranks.
         off_loggers: Metrics that no logger records because modules asked for it; the same on all ranks.

@@ -225,7 +225,7 @@ class Mixture(Source):
     def _taken(self, steps: int, per_step: int) -> list[list[int]]:
         """The number of prompts drawn from each dataset before each step, up to `steps`.
 
-        A step is divided by what each dataset lacks of the sum of its shares, so roundings do not add up.
+        A step is divided by each dataset's deficit from the sum of its shares, so roundings do not add up.
         """
         datasets = self.datasets.values()
         due, known = self._known.get(per_step, ([0.0] * len(datasets), [[0] * len(datasets)]))

@@ -19,7 +19,7 @@ from rlflow.rollout.conversation_loop import run_alone
 from rlflow.rollout.engine import Completion, Turn
 
 Script = Callable[[Sequence[Message], Mapping[str, Any], random.Random], str]
-ENDLESS = 2**62  # tokens: a script has room for what it says
+ENDLESS = 2**62  # tokens: there is room for any script
 
 
 class Played(Source):

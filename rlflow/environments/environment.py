@@ -1,4 +1,4 @@
-"""`Environment`, a user's description of what answers a policy."""
+"""`Environment`: a user's settings of the environment that answers a policy."""
 
 from __future__ import annotations
 

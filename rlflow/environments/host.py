@@ -231,7 +231,7 @@ class OwnDraws:
     def in_place(self) -> Iterator[None]:
         """Use these states for the process-wide `random` and NumPy in a `with` block, for one thread at a time.
 
-        Afterwards the states from before the block are back, and these have moved on by what was drawn.
+        Afterwards the states from before the block are back, and these states are those after the block's draws.
         """
         outside = random.getstate(), np.random.get_state()
         random.setstate(self._states[0])

@@ -48,7 +48,7 @@ class Session:
         row: Row of the dataset, which errors name, on ranks too that make no calls; None where `begin` is given it
             first.
         max_tool_calls: Calls after these are refused, and a turn of them alone ends it; None for any number.
-        seed: Seed of what its environment draws from the process-wide `random` and NumPy.
+        seed: Seed of the environment's draws from the process-wide `random` and NumPy.
         place: The row's number in the dataset, which errors name; None where it has none.
         calls: Calls of tools, that the policy made before, where a conversation is continued.
     """
@@ -153,7 +153,7 @@ class Session:
 
     @naming_row
     def move(self, text: str, seat: str, turn: int) -> Move:
-        """The game's answer to what a seat said in its turn of this number.
+        """The game's answer to a seat's turn of this number.
 
         Raises:
             WorkerError: The environment failed, or gave what is no message, no finite reward or no seat.
@@ -330,7 +330,7 @@ class Move:
 
     Attributes:
         seat: Seat that speaks next; empty where the game is over.
-        messages: Messages that this seat reads: of what was said since it spoke last, what it may know.
+        messages: Messages that this seat reads: those since its last turn that it may know.
         rewards: Rewards by seat.
         done: Whether the game is over.
     """

@@ -22,7 +22,7 @@ from rlflow.errors import UserError, did_you_mean, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SPOKEN = "\u2603answer\u2603"  # in place of what a policy said, where a template is asked what comes after it
+SPOKEN = "\u2603answer\u2603"  # stands for a policy's turn, to see what a template writes after it
 BEGINS_CALL = re.compile(r"(<tool_call>| to=\S+)\s*$")  # before the mark: Qwen3-Coder's, gpt-oss's
 CALL_ID = "000000000"  # of a call that has none, for templates that write ids; Mistral's take nine characters
 

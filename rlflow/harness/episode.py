@@ -244,7 +244,7 @@ class Episode:
             read, first, rewritten = self._tokens(asked, policy, settings, digests, bridge)
         except (
             Exception
-        ) as error:  # a template may fail in any way on what a client sends, which is no fault of the run
+        ) as error:  # a template may fail in any way on a client's messages, which is no fault of the run
             text = f"the model's family cannot write the {asked.reads} ({one_line(error)})"
             raise Refused(text, asked.reads, code="invalid_value") from error
         if not terms.ends.issuperset(bridge.ends):

@@ -153,7 +153,7 @@ def play(
         harness: The agent.
         host: The worker in which it runs.
         row: Row of the dataset.
-        seed: Seed of what it draws from `random` and NumPy.
+        seed: Seed of its draws from `random` and NumPy.
         number: Number of the episode in its loop.
         name: Names the episode and its row in the log.
         door: Server through which it calls the policy; the rank that runs agents has one.

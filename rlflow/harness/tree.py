@@ -27,7 +27,7 @@ class CallTokens:
         wrote: Token ids that it wrote after them.
         number: Number among the calls that read and ask for the same; distinguishes two that wrote the same.
         branch: The name that the agent gives to it.
-        settings: Digest of what it asks for; calls that read the same are other calls where they ask for other things.
+        settings: Digest of its request's settings; calls with equal tokens and other settings are different calls.
     """
 
     read: Tokens

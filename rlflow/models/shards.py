@@ -114,7 +114,7 @@ def _sources(
 
 
 def _stacks(conversion: Any) -> bool:
-    """Whether each tensor of a conversion is a row of what it makes, such as an expert, or some columns of a row."""
+    """Whether each tensor of a conversion becomes a row of the result, such as an expert, or some columns of a row."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     first, *others = conversion.operations

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rlflow.errors import UserError
 
-TEXT = 512  # bytes of what a rank is doing
+TEXT = 512  # bytes of the description of a rank's work
 SLOTS = 1024  # ranks of a machine
 HEARTBEAT_S = 0.5
 SILENT_S = 5.0  # without a heartbeat
@@ -50,7 +50,7 @@ class Status(ctypes.Structure):
         code: The exit code that it was to end with, set by `end`.
         waits: Number of collectives it waits in.
         saved: Number of steps after which the newest checkpoint was saved; 0 for none.
-        text: Description of what the rank does, in UTF-8, cut after `TEXT` bytes; read it by `doing`.
+        text: Description of the rank's work, in UTF-8, cut after `TEXT` bytes; read it by `doing`.
     """
 
     text: bytes

@@ -49,7 +49,7 @@ POLL_S = 1.0
 GRACE_S = 4.0  # how long ranks may still take to end in their own words, after a collective has failed
 SLACK_S = 10.0  # beyond `timeout_s`, in which the ranks that wait find out by themselves
 UNKNOWN_S = 1800.0  # the limit where no other rank waits, or none is known yet
-EXIT_S = 10.0  # for threads, for processes of `multiprocessing` and for what runs at exit
+EXIT_S = 10.0  # for threads, processes of `multiprocessing` and exit handlers
 HELD_S = 30.0  # the limit of a child that has come to its end; `leave` has given it `EXIT_S`, where Python runs
 LEAVING_S = 5.0  # how long what the run started may outlive it
 

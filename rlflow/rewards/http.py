@@ -19,7 +19,7 @@ from rlflow.rewards.reward import EarlyReward, OnError, Reward, RewardInput, Sco
 if TYPE_CHECKING:  # else imported where it is used: `rlflow fit --help` would wait for it
     import httpx
 
-AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # the codes of what may go well another time
+AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}  # status codes of failures that may pass
 LONGEST_WAIT_S = 60.0
 
 
@@ -165,7 +165,7 @@ class HTTPReward(Reward):
         ]
         try:
             answer = self._endpoint.post({"texts": list(texts), "rows": sent})
-        except (httpx.HTTPError, TypeError, ValueError) as error:  # TypeError of what is no JSON
+        except (httpx.HTTPError, TypeError, ValueError) as error:  # TypeError for an answer that is no JSON
             raise ConnectionError(f"got no answer ({type(error).__name__}: {one_line(error)})") from error
         scores = answer.get("scores") if isinstance(answer, Mapping) else None
         if not isinstance(scores, list) or len(scores) != len(texts):

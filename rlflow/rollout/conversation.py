@@ -482,7 +482,7 @@ def to_rollout(
         path: Path of each.
         rows: The dataset's row of each.
         version: Version of the policy, for tokens without a version in their conversation.
-        decode: Token ids to text, of what the policy said last.
+        decode: Function from token ids to the text of the policy's last turn.
         dtype: Dtype of log-probabilities and rewards.
         cut_off: Whether some may be continued.
         pictures: Numbers of the pictures of each prompt, see `Batch`; None where no prompt has any.

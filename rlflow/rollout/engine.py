@@ -137,7 +137,7 @@ class EngineMemory:
     Attributes:
         at_once: Most responses that are generated at the same time; None for as many as the GPU's kind decides.
         share: Share of the device's memory, for weights and cache together; 0 where `cache` is given.
-        cache: Bytes of keys and values on a rank; None for what the weights leave of the share.
+        cache: Bytes of keys and values on a rank; None for the share without the weights.
         asleep: Memory that stays allocated while roles are trained.
     """
 

@@ -76,7 +76,7 @@ def _schedulers(returned: Sequence[torch.optim.Optimizer | LRScheduler]) -> dict
 
 
 def _parts(returned: Any) -> Iterator[torch.optim.Optimizer | LRScheduler]:
-    """The optimizers and schedulers in what `configure_optimizers` returned, in any of Lightning's forms."""
+    """The optimizers and schedulers in the result of `configure_optimizers`, in any of Lightning's forms."""
     if isinstance(returned, list | tuple):
         for each in returned:
             yield from _parts(each)

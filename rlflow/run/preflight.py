@@ -302,7 +302,7 @@ def support_bounds(module: RLModule, graph: Graph, of_datasets: Mapping[str, Res
         if cuts[whose].top_k is None:
             raise UserError(
                 f"{given} without `top_k`; a loss scores over the tokens that are left, which are stored for each token"
-                " of a response. So set `top_k` too, 64 say, to bound their number",
+                " of a response, so set `top_k` too, 64 say, to bound their number",
                 of=of,
             )
         if found := next(iter(environments(module)), None):

@@ -191,7 +191,7 @@ class Saving:
                 self._disk.give_up()
 
     def require_space(self) -> None:
-        """Check before the first step that the disk has room for what the run saves; called by all, with roles loaded.
+        """Check before the first step that the disk has room for the run's saves; called by all, with roles loaded.
 
         Raises:
             UserError: There is too little room, or a checkpoint cannot store the states of an optimizer.

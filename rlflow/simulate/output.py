@@ -1,4 +1,4 @@
-"""Prints a simulation as one screen, draws it, and compares the prediction of a run with what was measured."""
+"""Prints a simulation as one screen, draws it, and compares the prediction of a run with measurements."""
 
 from __future__ import annotations
 

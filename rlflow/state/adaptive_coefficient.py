@@ -20,7 +20,7 @@ class AdaptiveCoefficient:
 
     Args:
         value: Value to begin with.
-        target: Target of what it restrains, above 0; None for a fixed coefficient.
+        target: Target of the number that it restrains, above 0; None for a fixed coefficient.
         horizon: Rows after which an error of 100% would double the coefficient, if it were not clipped.
 
     Attributes:

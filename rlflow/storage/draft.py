@@ -28,7 +28,7 @@ def of_rank(name: str, rank: int, world_size: int) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """The record of what one rank wrote.
+    """The record of one rank's files.
 
     Attributes:
         rank: Number of the rank.

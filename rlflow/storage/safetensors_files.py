@@ -193,7 +193,7 @@ def all_finite(what: str, role: str, entries: Iterable[StoredTensor], tensors: I
     """Yield the tensors, each after a check that it is finite.
 
     Args:
-        what: Name in the error of what is saved, such as `step-00000020`.
+        what: Name of the saved thing in the error, such as `step-00000020`.
         role: Role that has the weights.
         entries: Entries, one for each tensor; the key of an optimizer's state is `<weight>/<kind>`.
         tensors: Tensors in the same order, on any device.

@@ -29,7 +29,7 @@ class RoleIndex:
 
     Attributes:
         updates: Number of optimizer updates that the role has made.
-        untrained: Description of what the state needs and does not contain, such as the model under adapters.
+        untrained: Facts that the state needs and does not contain, such as the model under adapters.
         kinds: Names of the tensors of each parameter: `weight`, and those of the optimizer, such as `exp_avg`.
         files: Files with tensors, one for each rank that holds some.
         shapes: Shape of each parameter.

@@ -32,7 +32,7 @@ class CheckColumn:
 
     Attributes:
         name: Name of the column in the table and in `depends_on`.
-        what: Description of what is changed.
+        what: Description of the change.
         way: Way in which the step is run then.
     """
 
@@ -71,7 +71,7 @@ class Line:
         name: Name of the column.
         apart: Norm of the difference of the gradients, over the norm of the gradient; None where it could not run.
         node: The first node whose value differs; None where the gradient does not differ.
-        what: Description of what differs there.
+        what: Description of the difference there.
         meant: Whether the algorithm is said to depend on it.
         left_out: Why it was not run; empty where it was.
     """

@@ -43,7 +43,7 @@ class Held(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function; what it cuts off from the weights is recorded, or replaced by what was."""
+        """Call the function; a result that is cut off from the weights is recorded, or replaced by the recorded one."""
         found = func(*args, **(kwargs or {}))
         if self.paused or not _carries_none(found) or not any(_carries(each) for each in _inputs(args, kwargs)):
             return found
@@ -98,7 +98,7 @@ def apart(weights: Sequence[Tensor], gradients: Sequence[Tensor], loss: Callable
     Args:
         weights: Trained weights, which are the same afterwards.
         gradients: Gradient of each.
-        loss: Returns the loss at the present weights, with what was detached held where it was.
+        loss: Returns the loss at the present weights, with detached values held at their old ones.
 
     Returns:
         The largest difference, over norm / sqrt(n).

@@ -90,7 +90,7 @@ class Ranks:
             except EOFError:
                 process.join()
                 failures.append((True, f"rank {rank} died with exit code {process.exitcode}", None))
-        if failures:  # what is not of a collective is the cause of what is
+        if failures:  # an error outside collectives is the cause of those within
             raise RankFailure(*min(failures, key=lambda each: each[0])[1:])
         return [pickle.loads(self._file(rank, number).read_bytes()) for rank in range(self._count)]
 

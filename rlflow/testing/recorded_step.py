@@ -93,7 +93,7 @@ class Wrong(Exception):
 
     Args:
         node: Name of the node.
-        what: Description of what it did.
+        what: Description of the fault.
     """
 
     def __init__(self, node: str, what: str) -> None:
@@ -107,7 +107,7 @@ class Outcome:
 
     Attributes:
         order: Nodes in the order in which they ran.
-        values: Rows of what a node made, by path. Rows that were generated are left out: they are recorded.
+        values: Rows of a node's value, by path. Generated rows are left out: they are recorded.
         losses: Losses that a train node returned, for each update.
         gradients: The gradient of a role in each update, by name.
         trained_by: The train node of each role.

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)
-MOST_TEXT = 2**20  # characters of what an error says; more than is shown of any text
+MOST_TEXT = 2**20  # characters of an error's text; more than is shown of any text
 SEEDED: list[Any] = []  # the states of random numbers just after they were seeded
 
 

@@ -97,7 +97,7 @@ class Worker:
         limits: Limits of each call.
 
     Attributes:
-        printed: The end of what the code printed, at most `limits.output_kb`.
+        printed: The end of the code's output, at most `limits.output_kb`.
         starts: Number of times the process was started.
     """
 
