@@ -187,7 +187,7 @@ def test_the_module_of_a_run_with_a_config_has_its_settings_and_the_run_s_weight
     assert type(loaded.reward).__name__ == "ExactMatch"
     other = GRPO.load_from_checkpoint(tmp_path, group_size=4, actor=CausalLM(str(policy)))
     assert (other.group_size, other.actor.model) == (4, str(policy))
-    with pytest.raises(UserError, match="trained GRPO, which is no Mine; load it by that"):
+    with pytest.raises(UserError, match="trained GRPO, not Mine; load it by that class"):
         Mine.load_from_checkpoint(tmp_path)
 
 

@@ -34,7 +34,7 @@ def load_module(cls: type[Module], path: Path, arguments: Mapping[str, Any]) -> 
     if run.config.is_file():
         found = read_fit(["--config", str(run.config)]).module
         if not isinstance(found, cls):
-            raise UserError(f"{run.path} trained {type(found).__name__}, no {cls.__name__}; load it by that class")
+            raise UserError(f"{run.path} trained {type(found).__name__}, not {cls.__name__}; load it by that class")
         module, cls = found, type(found)
     state = path if is_checkpoint else next(iter(checkpoint.newest_first(run.path)), None)
     # Until a run has ended, the checkpoint may be newer than the models: a signal's checkpoint comes without them.

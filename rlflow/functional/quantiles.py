@@ -43,7 +43,7 @@ def quantiles(entries: Tensor, q: float | Sequence[float], total: Callable[[Tens
     entries = entries.detach().double()
     count, missing = total(torch.stack([torch.tensor(len(entries)), entries.isnan().sum().cpu()])).tolist()
     if missing:
-        raise UserError(f"a quantile was asked for over {count} numbers, and {missing} of them are NaN; mask them out")
+        raise UserError(f"a quantile is over {count} numbers, and {missing} of them are NaN; mask them out")
     if not count:
         return torch.full_like(shares, torch.nan)
     place = shares * (count - 1)

@@ -392,7 +392,7 @@ def scored(reward: Reward, responses: RewardInput) -> Scores:
     for i, how in scores.failed.items():
         if i not in range(len(responses)) or how not in get_args(Failed):
             raise UserError(
-                f"{reward} gives {how!r:.60} for sample {i!r:.60}; give places below {len(responses)}, and"
+                f"{reward} has {how!r:.60} for sample {i!r:.60}; give places below {len(responses)}, and"
                 f" {' or '.join(get_args(Failed))} for each"
             )
     if scores.dropped and not reward.drops:

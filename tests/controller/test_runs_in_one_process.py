@@ -36,4 +36,4 @@ def refused(policy: Path, folder: Path) -> str:
 
 def test_a_rank_of_a_run_is_refused_a_run_of_its_own(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
     for said in ranks2.run(refused, policy, tmp_path):
-        assert said.startswith("`trainer.devices` gives 1 rank, and an earlier run in this process had 2, which")
+        assert said.startswith("`trainer.devices` gives 1 rank, and an earlier run in this process had 2; all")

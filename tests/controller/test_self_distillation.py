@@ -183,7 +183,7 @@ class _AverageAlone(SelfDistillation):
         (_NoSuch, {}, "uses `techer`, which names no model handle of the module. Did you mean "),
         (_Trainable, {}, "node `actor_loss` uses `teacher`, which is trainable, and no node trains it"),
         (_AverageAlone, {}, "`teacher` is the moving average of a model that no node trains"),
-        (SelfDistillation, {"placement": {"teacher": Place(0)}}, "`teacher` is a moving average and lives where"),
+        (SelfDistillation, {"placement": {"teacher": Place(0)}}, "`teacher` is a moving average, which lives where"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(

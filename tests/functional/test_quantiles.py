@@ -77,5 +77,5 @@ def test_no_number_at_all_has_no_quantile() -> None:
 def test_a_share_beyond_1_and_a_number_that_is_nan_are_refused() -> None:
     with pytest.raises(UserError, match="a quantile of 80 was asked for; give numbers from 0 to 1"):
         quantiles(torch.ones(2), 80, lambda x: x)
-    with pytest.raises(UserError, match="of 3 numbers, and 1 of them are NaN; mask them out"):
+    with pytest.raises(UserError, match="over 3 numbers, and 1 of them are NaN; mask them out"):
         quantiles(torch.tensor([1.0, math.nan, 2.0]), 0.5, lambda x: x)

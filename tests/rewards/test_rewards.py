@@ -287,8 +287,8 @@ class Gives(Reward):
         (Scores([1.0, math.nan]), "Gives failed on sample 1 (`total`): it returned nan (response 'b', row {'n': 1})"),
         (Scores([1e308, 1.0]), "Gives failed on sample 0 (`total`): it returned 1e+308, which float32 cannot hold ("),
         (Scores([1.0, 1.0], {"p": [1.0, -1e39]}), "Gives failed on sample 1 (`p`): it returned -1e+39, which float32"),
-        (Scores([1.0, 1.0], failed={1: cast(Any, "skip")}), "Gives says 'skip' of sample 1; give places below 2, and"),
-        (Scores([1.0, 1.0], failed={2: "zero"}), "Gives says 'zero' of sample 2; give places below 2, and zero or"),
+        (Scores([1.0, 1.0], failed={1: cast(Any, "skip")}), "Gives has 'skip' for sample 1; give places below 2, and"),
+        (Scores([1.0, 1.0], failed={2: "zero"}), "Gives has 'zero' for sample 2; give places below 2, and zero or"),
         (Scores([1.0, cast(float, None)]), "Gives failed on sample 1 (`total`): it returned None, not a number ("),
     ],
 )
