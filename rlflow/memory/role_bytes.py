@@ -16,10 +16,6 @@ from rlflow.models.sizes import ModelSize
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.layout import Layout
 
-# Bytes of a layer's activations for one token, for each number of the layer's width. Numbers have 16 bits, and
-# attention stores no scores: Korthikanti et al., arXiv 2205.05198, equations 2 and 3 without their last terms. Ranks
-# that divide a layer have parts of those within attention and feed-forward layers, and the others each.
-WHOLE_ACTIVATION_BYTES, DIVIDED_ACTIVATION_BYTES = 10, 24
 FLOAT32 = 4
 ALLREDUCED = 500_000_000  # gradients that DeepSpeed sums at one time at ZeRO 0; it may add those of one more weight
 KEPT = {"adamw": 2, "sgd": 0}  # tensors of a weight; to measure them, torch imports its compiler, which takes seconds
@@ -63,6 +59,7 @@ class LoadedRole:
         adapters: Whether only adapters are trained, and written.
         averaged: Number of parameters that are a moving average of another role's.
         shares_prefixes: Whether its rows may share prefixes: not where layers carry a state, or adapters drop out.
+        fused: Whether one kernel reads and writes all that an update of the optimizer needs, without memory of its own.
     """
 
     size: ModelSize
@@ -92,6 +89,7 @@ class LoadedRole:
     adapters: bool = False
     averaged: int = 0
     shares_prefixes: bool = True
+    fused: bool = False
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -198,8 +196,8 @@ class LoadedRole:
 
     @property
     def stepping(self) -> float:
-        """Bytes that a step of AdamW takes in addition: the root of the second moments."""
-        adam = self.moments - self.copies >= 2 and not self.offloaded
+        """Bytes that a step of an Adam that is not fused takes in addition: the root of the second moments."""
+        adam = self.moments - self.copies >= 2 and not self.offloaded and not self.fused
         return self.trained * self.summed_width / self.states_over if adam else 0.0
 
     @property
@@ -218,11 +216,20 @@ class LoadedRole:
 
     @property
     def _of_decoder(self) -> float:
-        nbytes = WHOLE_ACTIVATION_BYTES + DIVIDED_ACTIVATION_BYTES / self.tensor_parallel_size
-        layer = self._tokens * self.size.hidden * nbytes * self.width / 2
-        if not self.checkpointing:
-            return self.size.layers * layer
-        return self.size.layers * self._tokens * self.size.hidden * self.width + layer
+        """Bytes of the decoder's activations, as transformers' gated layers keep them; attention stores no scores.
+
+        Of a token, each of a layer's two norms keeps its input in float32 and two results. The layer keeps queries,
+        keys, values and the result of attention, and 4 vectors within its feed-forward network. A backward pass adds 2
+        gradients of such vectors, and one of the layer's width. Ranks that divide a layer have parts of what is within
+        attention and feed-forward networks, and all of the rest.
+        """
+        size, width = self.size, self.width
+        inner = size.intermediate * max(1, size.experts_per_token) / self.tensor_parallel_size
+        attention = 2 * (size.heads + size.kv_heads) * size.head_width / self.tensor_parallel_size
+        layer = 2 * (FLOAT32 + 2 * width) * size.hidden + width * (attention + 4 * inner)
+        gradients = width * (2 * inner + size.hidden)
+        kept = size.layers * (width * size.hidden if self.checkpointing else layer)
+        return self._tokens * (kept + gradients + (layer if self.checkpointing else 0))
 
     def logits(self, capacity: float) -> float:
         """Bytes of the chunk of a micro-batch's logits that is in memory at one time, and of gradients.
@@ -405,6 +412,7 @@ def loaded_role(
         adapters=handle.lora is not None,
         averaged=_trainable(handle.owner, size) if isinstance(handle, EMA) else 0,
         shares_prefixes=not size.state and not handle.drops_out,
+        fused=optimizer is not None and bool(optimizer.keywords.get("fused")),
     )
     return replace(role, moments=role.moments + role.copies) if trained else role
 
