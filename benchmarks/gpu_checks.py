@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from rlflow import CausalLM, Optimizer
+from rlflow import CausalLM, LoRA, Optimizer, ValueModel
 from rlflow.models.attention import packed_attention
 from rlflow.models.prefixes import Prefixes
 from rlflow.models.tiny import tiny_tokenizer, write_model, write_tiny_model
@@ -81,6 +82,18 @@ def small_family(folder: Path, family: str) -> Path:
     return write_model(folder / "model", model, tiny_tokenizer(512))
 
 
+def small_critic(folder: Path, model: Path) -> Path:
+    """A model as `model`, with a random value head: one that starts with zeros gives no gradient below it."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(model, num_labels=1, pad_token_id=1)
+    torch.manual_seed(3)
+    critic = AutoModelForSequenceClassification.from_config(config)
+    critic.save_pretrained(folder / "critic")
+    tiny_tokenizer(512).save_pretrained(folder / "critic")
+    return folder / "critic"
+
+
 def strategy_of(name: str, precision: Any, **settings: Any) -> TrainingStrategy:
     """FSDP2 by `fsdp`, DeepSpeed by `zero0` to `zero3`."""
     if name == "fsdp":
@@ -97,18 +110,23 @@ def check_gradients(
     strategy: str,
     precision: str = "fp32",
     experts_over: int = 0,
+    trains: str = "actor",
     **settings: Any,
 ) -> Found:
     """Gradients of the same rows at once and in three micro-batches, against float64 on the CPU in one piece.
 
-    With `experts_over`, of a mixture of experts, which so many ranks divide.
+    With `experts_over`, of a mixture of experts, which so many ranks divide. `trains` is `actor`, `adapters` or
+    `critic`.
     """
     model = small_family(folder, "qwen3_moe") if experts_over else small_model(folder)
-    expected, expected_norm = _gradients(SingleProcess("fp64"), "cpu", 1, model, [1], Layout((0,), 1))[1]
+    if trains == "critic":
+        model = small_critic(folder, model)
+    handle = partial(_handle, str(model), trains)
+    expected, expected_norm = _gradients(SingleProcess("fp64"), "cpu", 1, handle, [1], Layout((0,), 1))[1]
     trained = strategy_of(strategy, precision, **settings)
     layout = Layout(tuple(range(devices)), devices, expert_parallel_size=max(1, experts_over))
     values, limits = {}, {}
-    for parts, (found, norm) in _gradients(trained, device, devices, model, [1, 3], layout).items():
+    for parts, (found, norm) in _gradients(trained, device, devices, handle, [1, 3], layout).items():
         values[f"gradient_error_{parts}"] = _distance(found, expected)
         values[f"norm_error_{parts}"] = abs(norm - expected_norm) / expected_norm
         limits[f"gradient_error_{parts}"] = limits[f"norm_error_{parts}"] = GRADIENT_LIMIT[precision]
@@ -119,7 +137,7 @@ def _gradients(
     strategy: TrainingStrategy,
     device: str,
     devices: int,
-    model: Path,
+    handle: Callable[[], CausalLM | ValueModel],
     all_parts: list[int],
     layout: Layout,
 ) -> dict[int, tuple[dict[str, Tensor], float]]:
@@ -131,23 +149,33 @@ def _gradients(
 
     def updates(_: Fabric) -> dict[int, tuple[dict[str, Tensor], float]]:
         strategy.form_groups({f"actor{parts}": layout for parts in all_parts})
-        return {parts: _update(strategy, model, parts, devices) for parts in all_parts}
+        return {parts: _update(strategy, handle(), parts, devices) for parts in all_parts}
 
     found: dict[int, tuple[dict[str, Tensor], float]] = fabric.launch(updates)
     return found
 
 
-def _update(strategy: TrainingStrategy, model: Path, parts: int, devices: int) -> tuple[dict[str, Tensor], float]:
+def _handle(model: str, trains: str) -> CausalLM | ValueModel:
+    """What is trained: `actor`, `adapters` of one, or a `critic`."""
+    optimizer = Optimizer("sgd", lr=0.1, gradient_clipping=0.0)
+    if trains == "critic":
+        return ValueModel(model, optimizer=optimizer)
+    return CausalLM(model, optimizer=optimizer, lora=LoRA() if trains == "adapters" else None)
+
+
+def _update(
+    strategy: TrainingStrategy, handle: CausalLM | ValueModel, parts: int, devices: int
+) -> tuple[dict[str, Tensor], float]:
     """This rank's share of the rows, every `devices`-th one, in so many micro-batches."""
     name = f"actor{parts}"
-    handle = CausalLM(str(model), optimizer=Optimizer("sgd", lr=0.1, gradient_clipping=0.0))
-    strategy.setup_role(name, handle, model)
+    strategy.setup_role(name, handle, Path(handle.model))
     tokens = int(_rows(range(ROWS), torch.device("cpu")).lengths.sum())
     here = range(strategy.global_rank if devices > 1 else 0, ROWS, devices)
     for part in range(parts):
         rows = _rows(here[part * len(here) // parts : (part + 1) * len(here) // parts], strategy.root_device)
         with handle.training():
-            loss = -(handle.logprobs(rows) * torch.linspace(0.5, 1.5, LONGEST, device=strategy.root_device)).sum()
+            scores = handle.values(rows) if isinstance(handle, ValueModel) else handle.logprobs(rows)
+            loss = -(scores * torch.linspace(0.5, 1.5, LONGEST, device=strategy.root_device)).sum()
         strategy.backward(name, loss / tokens, last=part == parts - 1)
     found = {key: gradient.detach().double().cpu().clone() for key, gradient in strategy.gradients(name).items()}
     return found, strategy.step(name)

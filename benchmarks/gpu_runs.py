@@ -8,6 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from gpu_checks import LOGPROB_LIMIT, Found, small_family, small_model, strategy
 from step.workloads import W1, share_of_digits
 
 from rlflow import Callback, CausalLM, Optimizer, PromptData, Trainer
-from rlflow.algorithms import GRPO
+from rlflow.algorithms import GRPO, PPO
 from rlflow.configs.cells import count
 from rlflow.data import JSONL, RandomRows
+from rlflow.data.mixture import settings_of
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.logprobs import chunk_elements_on, token_logprobs
 from rlflow.models.packing import take
@@ -26,7 +28,11 @@ from rlflow.models.tiny import write_tiny_model, write_tiny_vision_model
 from rlflow.models.weights import fingerprint
 from rlflow.rewards import CallableReward
 from rlflow.rollout import TransformersEngine, VLLMEngine
+from rlflow.run.prepare import read_graph
 from rlflow.settings import Place
+from rlflow.simulate.designs import node_seconds
+from rlflow.simulate.hardware import PRESETS
+from rlflow.simulate.simulation import Simulation
 from rlflow.types import Ragged
 from rlflow.values.batch import TokenRows
 from rlflow.values.columns import to_device
@@ -36,7 +42,8 @@ STEPS = 4
 WARM_UP = 1  # steps that are not counted
 SYNC = ("sync/verified_tensors", "sync/logprob_gap", "time/sync")
 ALARMS = ("logprob_gap_max", "logprob_gap_uncertain", "logprob_spread")  # by which a run ends, see docs/metrics.md
-LONGEST = 512
+PROMPT, LONGEST = 8, 512
+TABLE_LIMIT = 1.1  # of memory that was used, over the memory in the table
 SPEED = {"hidden_size": 2048, "intermediate_size": 8192, "layers": 16, "heads": 16, "kv_heads": 8}
 # Two layers of Qwen2.5-7B, whose matrices are those of the whole model.
 OF_7B = {"hidden_size": 3584, "intermediate_size": 18_944, "layers": 2, "heads": 28, "kv_heads": 4}
@@ -60,10 +67,13 @@ def run_grpo(
     apart: bool = False,
     pictures: bool = False,
     max_staleness: int = 0,
+    critic: bool = False,
+    **of_actor: Any,
 ) -> Found:
     """A few steps that change the weights a lot: finite, every sync verified, engine and trainer agree.
 
-    `layers_over` ranks divide each layer in training, and `experts_over` the experts of a mixture of experts.
+    `layers_over` ranks divide each layer in training, and `experts_over` the experts of a mixture of experts. With
+    `critic`, PPO trains instead of GRPO. `of_actor` are settings of the actor.
     """
     model, prompts = folder / "model", folder / "prompts.jsonl"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # the others are started once this has been written
@@ -93,7 +103,9 @@ def run_grpo(
         callbacks=[kept],
     )
     reward = CallableReward(lambda response: share_of_digits(response))
-    module = GRPO(CausalLM(str(model), optimizer=Optimizer(lr=3e-3)), reward, group_size=4, max_response_length=32)
+    algorithm = PPO if critic else GRPO
+    actor = CausalLM(str(model), optimizer=Optimizer(lr=3e-3), **of_actor)
+    module = algorithm(actor, reward, group_size=4, max_response_length=32)
     data = PromptData(JSONL(str(prompts)), prompts_per_step=8, prompt="prompt")
     if pictures:
         data = PromptData(RandomRows(count, 8 * STEPS), prompts_per_step=8, prompt="question", images="image")
@@ -121,19 +133,19 @@ def measure_speed(
 
     Medians over the steps: tokens generated and trained a second, the share of the chip's dense bf16 peak that training
     reaches (6 operations for each weight and token; what checkpointing computes twice is not counted), and the GPU
-    memory that each role took to set up, with the peak of torch's allocator over the whole run.
+    memory that each role took to set up. Then what `against_predictions` compares.
     """
     write_tiny_model(folder / "model", **SHAPES[shape])
     W1.write_prompts(folder / "prompts.jsonl", W1.prompts * (WARM_UP + steps))
     memory: dict[str, float] = {}
-    kept = Kept(skip=WARM_UP)
+    kept, peaks = Kept(skip=WARM_UP), Peaks()
     trainer = Trainer(
         run_dir=str(folder / "run"),
         max_steps=WARM_UP + steps,
         accelerator=device,  # type: ignore[arg-type]
         strategy=weighed(strategy_of(strategy, "bf16"), "setup_role", "actor_gib", memory),
         rollout=weighed(ENGINES[engine](), "setup", "rollout_gib", memory),
-        callbacks=[kept],
+        callbacks=[kept, peaks],
     )
     module = GRPO(
         CausalLM(str(folder / "model"), gradient_checkpointing=True),
@@ -141,7 +153,9 @@ def measure_speed(
         group_size=W1.group,
         max_response_length=LONGEST,
     )
-    trainer.fit(module, PromptData(JSONL(str(folder / "prompts.jsonl")), prompts_per_step=W1.prompts, prompt="prompt"))
+    rows = JSONL(str(folder / "prompts.jsonl"))
+    data = PromptData(rows, prompts_per_step=W1.prompts, max_prompt_length=PROMPT, prompt="prompt")
+    trainer.fit(module, data)
     trained = kept.median(lambda step: step["rollout/tokens"] / step["time/actor_loss"])
     values = {
         "step_s": kept.median(lambda step: step["time/step"]),
@@ -149,14 +163,51 @@ def measure_speed(
         "trained_tokens_per_s": trained,
         "sync_s": kept.median(lambda step: step["time/sync"]),
         "logprob_gap": max(step["sync/logprob_gap"] for step in kept.steps),
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
         **memory,
     }
+    predicted, limits = against_predictions(trainer, module, data, kept, peaks)
+    values |= predicted
     chip = torch.cuda.get_device_name()
     peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in chip), None)
     if peak is not None:
         values["share_of_peak"] = 6 * weights_of(folder / "run" / "model") * trained / (peak * 1e12)
-    return {"values": values, "limits": {"logprob_gap": LOGPROB_LIMIT["bf16"]}}
+    return {"values": values, "limits": {"logprob_gap": LOGPROB_LIMIT["bf16"], **limits}}
+
+
+def against_predictions(
+    trainer: Trainer, module: GRPO, data: PromptData, kept: Kept, peaks: Peaks
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What was measured beside the memory table of the run, and beside the seconds of `rlflow simulate`.
+
+    `generating_of_table` is the largest memory of torch's allocator while the step generates, over that in the table,
+    and `training_of_table` the same while it trains. vLLM's memory is not in torch's allocator. `gpu_gib` is all memory
+    of the GPU that is in use, as in `nvidia-smi`.
+    """
+    chip = torch.cuda.get_device_properties(0)
+    preset = next((name for name in PRESETS if name in chip.name.lower()), None)
+    simulation = Simulation(
+        module,
+        read_graph(module, settings_of(data.train)),
+        data,
+        trainer,
+        nodes=1,
+        name=chip.name,
+        hardware=replace(PRESETS[preset or "h100"], memory=float(chip.total_memory), gpus_per_node=1),
+        scaling="strong",
+        prompt_tokens=None,
+        response_tokens=kept.median(lambda step: step["rollout/length"]),
+    )
+    memory = simulation.predicted.memory
+    values = {"gpu_gib": peaks.used / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB}
+    limits = {}
+    for phase, table in (("generating", memory.generating), ("training", memory.training)):
+        values |= {f"{phase}_gib": peaks.allocated[phase] / GIB, f"{phase}_of_table": peaks.allocated[phase] / table}
+        limits[f"{phase}_of_table"] = TABLE_LIMIT
+    if preset is not None:
+        timeline = simulation.predicted.timelines["rlflow"]
+        seconds = node_seconds(timeline.works.values()) | {"step": timeline.seconds}
+        values |= {f"predicted_{name}_s": predicted for name, predicted in seconds.items() if predicted > 0.01}
+    return values, limits
 
 
 def weighed(part: Any, method: str, name: str, memory: dict[str, float]) -> Any:
@@ -207,7 +258,10 @@ def measure_prefixes(folder: Path, device: str, devices: int, *, prompt: int, re
 
 
 def measure_head(folder: Path, device: str, devices: int) -> Found:
-    """The output layer of Qwen2.5-7B in bf16 over 16,384 tokens, forward and backward, by the logits of a chunk."""
+    """The output layer of Qwen2.5-7B in bf16 over 16,384 tokens, forward and backward, by the logits of a chunk.
+
+    Seconds, and GiB that the passes add to torch's peak.
+    """
     hidden = torch.randn(TOKENS, OF_7B["hidden_size"], dtype=torch.bfloat16, device=device, requires_grad=True)
     shape = VOCABULARY_OF_7B, OF_7B["hidden_size"]
     weight = (0.01 * torch.randn(shape, dtype=torch.bfloat16, device=device)).requires_grad_()
@@ -217,8 +271,13 @@ def measure_head(folder: Path, device: str, devices: int) -> Found:
         token_logprobs(hidden, weight, targets, chunk_elements=chunk)[0].sum().backward()
         hidden.grad = weight.grad = None
 
-    values = {f"seconds_2**{power}": median_seconds(lambda power=power: passes(2**power)) for power in (26, 27, 28)}
-    return {"values": values | {"default": float(chunk_elements_on(weight.device))}, "limits": {}}
+    values = {"default": float(chunk_elements_on(weight.device))}
+    for power in (26, 27, 28):
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        values[f"seconds_2**{power}"] = median_seconds(lambda power=power: passes(2**power))
+        values[f"gib_2**{power}"] = (torch.cuda.max_memory_allocated() - held) / GIB
+    return {"values": values, "limits": {}}
 
 
 def measure_fingerprint(folder: Path, device: str, devices: int) -> Found:
@@ -240,6 +299,31 @@ def median_seconds(compute: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
+
+
+class Peaks(Callback):
+    """The most bytes that torch's allocator gave out while the steps generated and trained, and that the GPU had used.
+
+    A node that scores counts as generating.
+    """
+
+    def __init__(self) -> None:
+        self.allocated = {"generating": 0, "training": 0}
+        self.used = 0
+        self._phase = "generating"
+
+    def on_task_start(self, trainer: Any, module: Any, task: str, step: int) -> None:
+        self._note()
+        self._phase = "training" if task.startswith("train") else "generating"
+
+    def on_step_end(self, trainer: Any, module: Any, step: int, metrics: Any) -> None:
+        self._note()
+
+    def _note(self) -> None:
+        free, total = torch.cuda.mem_get_info()
+        self.used = max(self.used, total - free)
+        self.allocated[self._phase] = max(self.allocated[self._phase], torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
 
 
 class Kept(Callback):
