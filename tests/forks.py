@@ -37,3 +37,10 @@ def forked_rows(vocabulary: int = 120, seed: int = 0) -> TokenRows:
     pairs += [(first, []), (first[:7], draw(9)), (draw(3), draw(3))]
     order = torch.randperm(len(pairs), generator=generator).tolist()
     return rows_of([pairs[place] for place in order])
+
+
+def rows_alike(prompt: int, response: int, samples: int) -> TokenRows:
+    """Samples of as many tokens to one prompt."""
+    tokens = torch.randint(2, 120, (samples + 1, max(prompt, response)), generator=torch.Generator().manual_seed(0))
+    first, *others = tokens.tolist()
+    return rows_of([(first[:prompt], other[:response]) for other in others])

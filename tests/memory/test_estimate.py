@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from rlflow.memory.estimate import Memory, does_not_fit, memory_lines
 from rlflow.memory.role_bytes import LoadedRole, loaded_role
 from rlflow.memory.workload import Engine, loaded_engine
 from rlflow.models.causal_lm import CausalLM
+from rlflow.models.handle import ForwardPlan
 from rlflow.models.lora import LoRA
 from rlflow.models.optimizer import GroupedOptimizer, Optimizer
 from rlflow.models.scalar import ValueModel
@@ -29,6 +31,7 @@ from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.values.layout import Layout
 from tests.families.towers import TOWERS, noise, rows_of, write_tower
+from tests.forks import rows_alike
 from tests.ranks import RankPool
 from tests.strategies.update import Stage, backward, launch, trained
 
@@ -109,6 +112,48 @@ def test_what_a_tower_keeps_for_its_backward_pass_is_what_the_table_counts(
         model.model.get_image_features(**processor.inputs([picture]))
     counted = size_of(str(folder)).tower_kept * processor.patches(picture) * 4
     assert sum(kept.values()) == pytest.approx(counted, rel=0.15)
+
+
+def kept(folder: Path, samples: int, shares: bool) -> tuple[int, int, float]:
+    """Of samples of 12 tokens to one prompt of 400: tokens of their line; bytes that a forward pass keeps for its
+    backward pass; and the bytes of activations in the table, at the smallest budget of which they are one micro-batch.
+    """
+    rows = rows_alike(400, 12, samples)
+    handle = CausalLM(str(folder), optimizer=Optimizer())
+    model = handle.load(folder, torch.float32, torch.device("cpu"))
+
+    def is_one(budget: int) -> bool:
+        handle.attach(model, ForwardPlan(budget, share_prefixes=shares))
+        return len(handle.plan.micro_batches(rows)) == 1
+
+    budget = bisect.bisect_left(range(2 * samples * 412), True, lo=1, key=is_one)
+    assert is_one(budget)
+    storages: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := tensor.untyped_storage()).data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    with handle.training(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        handle.logprobs(rows)
+    strategy = SingleProcess(token_budget=budget)
+    role = loaded_role(handle, size_of(str(folder)), strategy, Layout((0,), 1), samples=samples)
+    return handle.plan.model_input(rows).useful_tokens, sum(storages.values()), role.activations
+
+
+def test_the_table_counts_the_keys_that_rows_of_one_prompt_gather(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=768, layers=4, heads=8, kv_heads=4)
+    tokens_whole, whole, whole_counted = kept(folder, 4, shares=False)
+    tokens, shared, counted = kept(folder, 32, shares=True)
+    # A token of the line keeps what one of whole rows does. Besides, of each of the 411 tokens of each row that are
+    # fed, a layer keeps a key and a value of 4 heads of width 32, in float32.
+    gathered = 4 * 32 * 411 * 2 * 4 * 32 * 4
+    assert shared == pytest.approx(tokens * whole / tokens_whole + gathered, rel=0.02)
+    assert shared / counted < whole / whole_counted
 
 
 def test_zero_3_holds_the_largest_piece_whole() -> None:
