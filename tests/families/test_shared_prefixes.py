@@ -21,24 +21,26 @@ from tests.strategies.reference import distance
 Family = Callable[[str], Path]
 MOE = ("qwen3_moe", "mixtral", "gpt_oss")
 SHARING = [name for name in FAMILIES if name not in STATEFUL]
-ROWS = forked_rows()
-NOISE = torch.randn(3, *ROWS.response_ids.shape, generator=torch.Generator().manual_seed(1))
 
 
-def outcome(folder: Path, dtype: torch.dtype, shares: bool, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
+def outcome(
+    folder: Path, dtype: torch.dtype, shares: bool, seed: int = 0, **settings: object
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Logprobs and entropies `[2, B, T]`, and the gradient of a clipped loss, of entropy and of routers."""
+    rows = forked_rows(seed=seed)
+    noise = torch.randn(3, *rows.response_ids.shape, generator=torch.Generator().manual_seed(seed + 1))
     handle = CausalLM(str(folder), temperature=0.7, **settings)  # type: ignore[arg-type]
     model = handle.load(folder, dtype, torch.device("cpu"))
     handle.attach(model, ForwardPlan(share_prefixes=shares))
-    line = handle.plan.model_input(ROWS)
+    line = handle.plan.model_input(rows)
     assert (line.prefixes is not None) == shares
     with handle.training():
-        logprobs, entropy = handle.score(ROWS)
+        logprobs, entropy = handle.score(rows)
         routed, _, _ = handle.take_routed()
-    old, advantages, weights = NOISE.to(logprobs.dtype)
+    old, advantages, weights = noise.to(logprobs.dtype)
     ratio = (logprobs - (logprobs.detach() + 0.3 * old)).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) + 0.1 * weights * entropy
-    loss = loss.masked_fill(torch.arange(loss.shape[1]) >= ROWS.lengths[:, None], 0).sum()
+    loss = loss.masked_fill(torch.arange(loss.shape[1]) >= rows.lengths[:, None], 0).sum()
     (loss if routed is None else loss + routed).backward()
     gradient = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all(part is not None for part in gradient.values())
@@ -77,9 +79,11 @@ def test_in_float32_they_are_equal_to_its_precision(name: str, family: Family) -
 
 @pytest.mark.parametrize("name", slow_but(("qwen2",), SHARING))
 def test_bfloat16_is_no_farther_from_float32_than_whole_rows_are(name: str, family: Family) -> None:
-    values, gradient = outcome(family(name), torch.float32, False)
-    far = [outcome(family(name), torch.bfloat16, shares) for shares in (True, False)]
-    shared, whole = (float((found - values).abs().mean()) for found, _ in far)
-    assert shared < 1.1 * whole
-    shared, whole = (distance(found, gradient) for _, found in far)
-    assert shared < 1.1 * whole
+    # Sums in another order are rounded differently: single ratios are 0.94 to 1.05, and their means about 1.
+    ratios = []
+    for seed in range(4):
+        values, gradient = outcome(family(name), torch.float32, False, seed)
+        far = [outcome(family(name), torch.bfloat16, shares, seed) for shares in (True, False)]
+        shared, whole = (torch.tensor([(own - values).abs().mean(), distance(of, gradient)]) for own, of in far)
+        ratios.append(shared / whole)
+    assert bool((torch.stack(ratios).mean(0) < 1.03).all()), ratios
