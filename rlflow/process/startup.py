@@ -39,6 +39,12 @@ def passed(name: str) -> None:
         _seconds[name] = _seconds.get(name, 0.0) + _previous - began
 
 
+def set_aside() -> None:
+    """Leave the objects that there are out of searches for garbage: vLLM starts three of them, which take seconds."""
+    if _pauses_gc:
+        gc.freeze()
+
+
 def collect_again() -> None:
     """Collect garbage again, after models and engine are loaded."""
     if _pauses_gc:

@@ -75,6 +75,17 @@ def test_a_process_of_a_run_collects_garbage_again_when_all_is_set_up(ready: Cal
     startup.end()
 
 
+@pytest.mark.parametrize("of_process", [True, False])
+def test_only_a_process_of_a_run_leaves_what_it_imported_out_of_searches_for_garbage(of_process: bool) -> None:
+    before = gc.get_freeze_count()
+    startup.begin(of_process)
+    startup.set_aside()
+    left_out = gc.get_freeze_count() - before
+    gc.unfreeze()
+    startup.end()
+    assert (left_out > 0) == of_process
+
+
 def test_a_config_is_read_without_what_its_run_may_not_use() -> None:
     ended = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -326,6 +326,13 @@ def test_old_keys_and_values_are_forgotten(engine: RolloutEngine, model: Any) ->
         assert logprob_gap(model, prompt, completions) < 1e-4
 
 
+def test_generating_on_the_cpu_compiles_nothing(engine: RolloutEngine, model: Any) -> None:
+    torch.compiler.reset()  # forget what an engine of another test has compiled
+    torch._dynamo.utils.counters.clear()
+    engine.generate(PROMPTS, SEEDS, Sampling(8, 1.0, STOP), _sync(engine, model))
+    assert not torch._dynamo.utils.counters["frames"]
+
+
 def test_blocks_of_a_prompt_are_found_until_the_next_step_begins(engine: Any, model: Any) -> None:
     prompt, sampling, found = [32 + index % 90 for index in range(100)], Sampling(2, 1.0, STOP), []
     _sync(engine, model)

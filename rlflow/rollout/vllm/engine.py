@@ -23,6 +23,7 @@ from torch import Tensor
 from rlflow.errors import UserError, require
 from rlflow.models.mixers import has_states
 from rlflow.models.picture_processor import PictureProcessor, reads_pictures
+from rlflow.process import startup
 from rlflow.process.environment_variables import place_kept
 from rlflow.rollout.engine import (
     NO_VERSION,
@@ -42,6 +43,7 @@ from rlflow.rollout.vllm import delta_rule
 from rlflow.rollout.vllm.process import (
     import_vllm,
     installed,
+    leave_token_ranks_out,
     machines_counted_at_once,
     make_rewindable,
     model_classes_kept,
@@ -280,6 +282,7 @@ class VLLMEngine(InProcessEngine):
                 os.environ.update(
                     RANK=str(rank_info.rank), LOCAL_RANK=str(rank_info.local_rank)
                 )  # what the external launcher reads
+            startup.set_aside()
             self._llm = vllm.LLM(
                 model_path,
                 load_format="dummy",  # the first sync brings the weights, and nothing is generated before
@@ -313,6 +316,7 @@ class VLLMEngine(InProcessEngine):
         (self._model,) = self._llm.apply_model(lambda model: model)
         if on_cpu:
             self._llm.collective_rpc(lambda worker: make_rewindable(worker.model_runner))
+            leave_token_ranks_out()
         self._model_type = self._llm.model_config.hf_text_config.model_type
         self._pieces = tuple(pieces_of(self._model, self._model_type, self._processor is not None))
         self._dtype = rank_info.dtype

@@ -167,6 +167,16 @@ def machines(group: dist.ProcessGroup) -> int:
     return len(torch.unique(torch.stack(of_ranks), dim=0))
 
 
+def leave_token_ranks_out() -> None:
+    """Let vLLM on the CPU not count, for each sampled token, how many tokens are likelier: rlflow does not read it.
+
+    vLLM compiles this count with a C++ compiler when the first token is sampled, which takes seconds.
+    """
+    from vllm.v1.sample import sampler
+
+    sampler.batched_count_greater_than = lambda logprobs, of_tokens: of_tokens.new_zeros(len(logprobs)).long()
+
+
 TOKEN = 4  # by which vLLM moves the offset to take one token back
 
 
