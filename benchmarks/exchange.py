@@ -6,9 +6,10 @@ Every rank holds 1,024 ragged rows and reads as many others, evened out by token
 each repeat: `DataBuffer` as it is; the same rows in the same buffer over a transport that gathers messages to rank 0,
 regroups and scatters them (rows are packed and unpacked by the ranks that hold and read them, as in the first way);
 one `all_to_all_single` of the first way's bytes into memory that is there already, neither packed nor unpacked; and
-the rows as a right-padded tensor in `DataBuffer`, which reads twice the bytes that it receives into memory. The time
-of a repeat is that of the slowest rank. Where rows go is worked out once for all values of a step, and timed apart as
-`route_ms`. The last line printed is JSON.
+the rows as a right-padded tensor in `DataBuffer`, which reads twice the bytes that it receives into memory; the first
+way with nothing sent, over a transport on which all has arrived already; and one copy of the first way's bytes in the
+order of memory. The time of a repeat is that of the slowest rank, its processor time the mean of the ranks. Where rows
+go is worked out once for all values of a step, and timed apart as `route_ms`. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -91,16 +92,22 @@ def _compare(ranks: int, megabytes: int, repeats: int, even: bool) -> dict[str, 
     direct, hub = _Recorded(), _Hub()
     assert torch.equal(bring(direct, ragged).values, bring(hub, ragged).values), "both ways bring the same rows"
     message, send_sizes, receive_sizes = direct.last
-    received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
+    received, copied = torch.empty(sum(receive_sizes), dtype=torch.uint8), torch.empty_like(message)
+    unsent = _Unsent(direct.arrived[-2:])  # sizes of rows, and the rows
     ways: dict[str, Callable[[], object]] = {
         "databuffer": lambda: bring(direct, ragged),
         "hub": lambda: bring(hub, ragged),
         "bare": lambda: dist.all_to_all_single(received, message, receive_sizes, send_sizes),
         "padded": lambda: bring(direct, padded),
+        "unsent": lambda: bring(unsent, ragged),
+        "copy": lambda: copied.copy_(message),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    processor: dict[str, list[float]] = {name: [] for name in ways}
     for _, (name, way) in itertools.product(range(repeats), ways.items()):
-        seconds[name].append(_slowest(way))
+        slowest, mean = _times(way)
+        seconds[name].append(slowest)
+        processor[name].append(mean)
     payload, rank = ragged.values.nbytes, dist.get_rank()
     assert sum(send_sizes) <= payload, "no rank sends more than it holds, what it sends to itself included"
     of_others = [sum(sizes) - sizes[rank] for sizes in (send_sizes, receive_sizes)]
@@ -110,6 +117,7 @@ def _compare(ranks: int, megabytes: int, repeats: int, even: bool) -> dict[str, 
         "route_ms": 1000 * _largest(route_s),
         **{f"{name}_ms": 1000 * statistics.median(times) for name, times in seconds.items()},
         "spread_ms": {name: [1000 * min(times), 1000 * max(times)] for name, times in seconds.items()},
+        "processor_ms": {name: 1000 * statistics.median(times) for name, times in processor.items()},
         "payload_bytes": int(_largest(payload)),
         "busiest_rank_bytes": {
             "databuffer": int(_largest(max(of_others))),
@@ -136,11 +144,13 @@ def _rows(lengths: Tensor, tokens: Tensor, home: Layout) -> tuple[RowSpace, Ragg
     return space, ragged, pad_sequence(list(ragged.rows()), batch_first=True)
 
 
-def _slowest(way: Callable[[], object]) -> float:
+def _times(way: Callable[[], object]) -> tuple[float, float]:
+    """The seconds of the slowest rank, and the processor time of a rank, the mean of all."""
     dist.barrier()
-    began = time.perf_counter()
+    began, computed = time.perf_counter(), time.process_time()
     way()
-    return _largest(time.perf_counter() - began)
+    computed = time.process_time() - computed
+    return _largest(time.perf_counter() - began), _mean(computed)
 
 
 def _largest(number: float) -> float:
@@ -150,14 +160,40 @@ def _largest(number: float) -> float:
     return float(largest)
 
 
+def _mean(number: float) -> float:
+    """Over all ranks."""
+    total = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
 class _Recorded(Transport):
-    """Remembers its last message, to send the same bytes bare."""
+    """Remembers its last message, to send the same bytes bare, and what arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived: list[Tensor] = []
 
     def all_to_all(
         self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
     ) -> tuple[Tensor, Work]:
         self.last = (send, list(send_sizes), list(receive_sizes))
-        return super().all_to_all(send, send_sizes, receive_sizes, ranks)
+        received, work = super().all_to_all(send, send_sizes, receive_sizes, ranks)
+        self.arrived = [*self.arrived[-1:], received]
+        return received, work
+
+
+class _Unsent(Transport):
+    """Sends nothing: what arrived before arrives again, one message after another."""
+
+    def __init__(self, arrived: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._arrived = itertools.cycle(arrived)
+
+    def all_to_all(
+        self, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: tuple[int, ...]
+    ) -> tuple[Tensor, Work]:
+        return next(self._arrived), _Done()
 
 
 class _Hub(Transport):
@@ -204,7 +240,11 @@ def _line(row: dict[str, Any]) -> str:
     ways = ", ".join(
         f"{name} {row[f'{name}_ms']:.1f} ms ({low:.1f} to {high:.1f})" for name, (low, high) in row["spread_ms"].items()
     )
-    return f"{row['ranks']} ranks, {row['megabytes']} MB each: {ways}; routes {row['route_ms']:.1f} ms"
+    processor = ", ".join(f"{name} {taken:.2f}" for name, taken in row["processor_ms"].items())
+    return (
+        f"{row['ranks']} ranks, {row['megabytes']} MB each: {ways}; routes {row['route_ms']:.1f} ms;"
+        f" processor time of a rank: {processor} ms"
+    )
 
 
 def _summary(table: list[dict[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig
 
-from benchmarks.exchange import _Hub, _largest, _Recorded, _slowest
+from benchmarks.exchange import _Hub, _largest, _Recorded, _times
 from rlflow.commands.simulate import read_simulate
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.rows import RowSpace
@@ -119,7 +119,7 @@ def _edge(ranks: int, megabytes: int, edge: str, repeats: int) -> dict[str, Any]
             ("patches", lambda: bring(sent, of_prompts, patches, PROMPTS)),
             ("hub", lambda: bring(hub, of_prompts, patches, PROMPTS)),
         ):
-            seconds.setdefault(name, []).append(_slowest(way))
+            seconds.setdefault(name, []).append(_times(way)[0])
     return {
         "edge": edge,
         "ranks": ranks,
