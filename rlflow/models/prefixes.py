@@ -25,8 +25,8 @@ Tokens = NDArray[np.int64]  # `[tokens]` of one row, as the model reads them
 # takes longer than computing the tokens.
 SHORTEST = 8
 # The memory of a token, divided by that of a token that a row shares. The latter has a key and a value in each layer in
-# place of all activations: 4 of 34 widths (arXiv 2205.05198, equation 1), and half of that or less where keys have
-# fewer heads than queries. So about a sixteenth.
+# place of all activations: with as many heads of keys as of queries 4 of 60 bytes for each unit of the hidden size (see
+# `LoadedRole`), and half of that or less with fewer. So about a sixteenth.
 SHARED_COST = 16
 
 

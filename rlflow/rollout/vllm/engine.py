@@ -41,9 +41,9 @@ from rlflow.rollout.engine import (
 )
 from rlflow.rollout.vllm import delta_rule
 from rlflow.rollout.vllm.process import (
+    count_ranks_uncompiled,
     import_vllm,
     installed,
-    leave_token_ranks_out,
     machines_counted_at_once,
     make_rewindable,
     model_classes_kept,
@@ -316,7 +316,7 @@ class VLLMEngine(InProcessEngine):
         (self._model,) = self._llm.apply_model(lambda model: model)
         if on_cpu:
             self._llm.collective_rpc(lambda worker: make_rewindable(worker.model_runner))
-            leave_token_ranks_out()
+            count_ranks_uncompiled()
         self._model_type = self._llm.model_config.hf_text_config.model_type
         self._pieces = tuple(pieces_of(self._model, self._model_type, self._processor is not None))
         self._dtype = rank_info.dtype

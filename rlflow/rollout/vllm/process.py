@@ -167,14 +167,15 @@ def machines(group: dist.ProcessGroup) -> int:
     return len(torch.unique(torch.stack(of_ranks), dim=0))
 
 
-def leave_token_ranks_out() -> None:
-    """Let vLLM on the CPU not count, for each sampled token, how many tokens are likelier: rlflow does not read it.
+def count_ranks_uncompiled() -> None:
+    """Let vLLM on the CPU count uncompiled how many tokens are likelier than a sampled one; rlflow does not read it.
 
-    vLLM compiles this count with a C++ compiler when the first token is sampled, which takes seconds.
+    vLLM compiles this count with a C++ compiler when the first token is sampled, which takes seconds in each process.
     """
     from vllm.v1.sample import sampler
 
-    sampler.batched_count_greater_than = lambda logprobs, of_tokens: of_tokens.new_zeros(len(logprobs)).long()
+    counts = sampler.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(counts, "_torchdynamo_orig_callable", counts)
 
 
 TOKEN = 4  # by which vLLM moves the offset to take one token back
