@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -16,24 +17,14 @@ import pytest
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 RLFLOW = [sys.executable, "-m", "rlflow.cli"]
-REWARDS = '''
-def graded(response, answer):
+REWARD = '''
+def exact(response, answer):
     """1 for the answer, else half of the share of digits."""
     said = response.strip()
     return 1.0 if said == answer else 0.5 * sum(letter.isdigit() for letter in said) / max(1, len(said))
 
-def exact(response, answer):
-    return float(response.strip() == answer)
+
 '''
-MINE = """
-module:
-  init_args:
-    reward: my_functions.graded
-data:
-  train: {class_path: mixture, init_args: {datasets: {sums: sums.jsonl, others: {data: others.jsonl, weight: 2}}}}
-  validation: held_out.jsonl
-trainer: {run_dir: runs/mine}
-"""
 GREEDY = """
 import json, sys
 library, folder, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -67,6 +58,14 @@ def ran(*command: str, folder: Path) -> str:
     return done.stdout
 
 
+def commanded(name: str, folder: Path, *more: str, number: int = 0) -> str:
+    """The output of the README's command of this name on the newcomer's files, the first or a later one."""
+    *_, shell = blocks(folder, "Your own data, reward and tool")
+    commands = [shlex.split(line, comments=True) for line in shell.replace("\\\n", "").splitlines()]
+    (*_, command) = [each for each in commands if each[1] == name][: number + 1]
+    return ran(*RLFLOW, *command[1:], *more, folder=folder)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the newcomer has cloned the repository, installed it, written files and trained."""
@@ -77,9 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"
     ran(*pip, "--target", "installed", "./clone", folder=folder)  # what it needs is here already
     algorithm, config, _ = blocks(folder, "Write your own algorithm")
-    with_a_tool, tool = blocks(folder, "Your own data, reward and tool")
-    files = {"my_algorithm.py": algorithm, "my.yaml": config, "my_functions.py": REWARDS + "\n\n" + tool}
-    files |= {"mine.yaml": with_a_tool, "learns.yaml": MINE}
+    mine, tool, _ = blocks(folder, "Your own data, reward and tool")
+    files = {"my_algorithm.py": algorithm, "my.yaml": config, "mine.yaml": mine, "my_functions.py": REWARD + tool}
     for name, sign in ("sums", 1), ("others", -1):
         rows = [
             {"prompt": f"{a}{'+' if sign > 0 else '-'}{b}=", "answer": str(a + sign * b)}
@@ -91,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(text, encoding="utf-8")
     where = ran(sys.executable, "-c", "import rlflow; print(rlflow.__file__)", folder=folder)
     assert Path(where.strip()).is_relative_to(folder / "installed")
-    ran(*RLFLOW, "fit", "--config", "my.yaml", "--config", "learns.yaml", folder=folder)
+    commanded("fit", folder)
     return folder
 
 
@@ -107,8 +105,7 @@ def test_the_reward_of_two_datasets_rises(folder: Path) -> None:
 
 
 def test_a_tool_takes_part_in_a_step(folder: Path) -> None:
-    one_step = "--trainer.max_steps", "1", "--trainer.run_dir", "runs/tool"
-    ran(*RLFLOW, "fit", "--config", "my.yaml", "--config", "mine.yaml", *one_step, folder=folder)
+    commanded("fit", folder, "--trainer.max_steps", "1", number=1)
     (step, *_) = (folder / "runs/tool/metrics.jsonl").read_text().splitlines()
     assert {"rollout/tool_calls", "reward/sums/mean", "reward/others/mean"} <= json.loads(step).keys()
     (sample, *_) = (folder / "runs/tool/samples.jsonl").read_text().splitlines()
@@ -119,7 +116,7 @@ def test_a_browser_opens_the_report(folder: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium here: install Debian's package `chromium`")
-    ran(*RLFLOW, "report", "runs/mine", "--html", folder=folder)
+    commanded("report", folder)
     page = (folder / "runs/mine/report.html").as_uri()
     options = "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"
     shown = subprocess.run(
@@ -130,18 +127,8 @@ def test_a_browser_opens_the_report(folder: Path) -> None:
 
 
 def test_the_model_is_scored_exported_and_the_same_in_transformers_and_vllm(folder: Path) -> None:
-    asked = (
-        "--config",
-        "my.yaml",
-        "--config",
-        "learns.yaml",
-        "--module.actor",
-        "runs/mine",
-        "--trainer.val_samples",
-        "2",
-    )
-    assert "pass@2" in ran(*RLFLOW, "test", *asked, folder=folder)
-    ran(*RLFLOW, "export", "--model", "runs/mine", "--to", "exported", folder=folder)
+    assert "pass@2" in commanded("test", folder)
+    commanded("export", folder)
     assert (folder / "exported" / "README.md").is_file()
     prompts, made = json.dumps([[1, 5, 9, 12], [7, 3], [20, 21, 22, 23, 24, 25, 26]]), {}
     for library in "transformers", "vllm":
