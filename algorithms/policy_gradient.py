@@ -49,7 +49,7 @@ from rlflow.functional import (
     Importance,
     KLEstimator,
     at_turns,
-    beside_tokens,
+    broadcast_to_tokens,
     overlong_penalty,
     overlong_tokens,
     policy_objective,
@@ -420,7 +420,7 @@ class PolicyGradient(OnPolicy):
         Returns:
             `[B, T]`, or `[B]` for a loss of whole sequences; not masked, since the aggregation leaves padding out.
         """
-        return -beside_tokens(advantages, logprobs) * logprobs
+        return -broadcast_to_tokens(advantages, logprobs) * logprobs
 
 
 @dataclass(eq=False)

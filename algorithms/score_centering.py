@@ -6,7 +6,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from rlflow import PerSample, PerToken, UserError, node
-from rlflow.functional import beside_tokens, expected_logprobs, group_normalized_advantages, policy_objective
+from rlflow.functional import broadcast_to_tokens, expected_logprobs, group_normalized_advantages, policy_objective
 from rlflow.types import Grouped, Sampled
 
 from .policy_gradient import GroupBaseline, PolicyGradient, Scored
@@ -55,7 +55,7 @@ class ScoreCentering(GroupBaseline, PolicyGradient, Scored):
         ref_logprobs: PerToken | None = None,
     ) -> PerToken:
         logprobs, entropy, of_each = self.actor.score_support(rollout)
-        old, A = self.anchored(rollout, logprobs, old_logprobs), beside_tokens(advantages, logprobs)
+        old, A = self.anchored(rollout, logprobs, old_logprobs), broadcast_to_tokens(advantages, logprobs)
         settings = rollout.loss_mask, self.log, self.importance, self.kl, self.entropy_coef
         loss = policy_objective(-A * logprobs, logprobs, entropy, old, rollout.logprobs, ref_logprobs, *settings)
         return loss + A * expected_logprobs(of_each, rollout.sampler_logprobs, self.importance)

@@ -179,6 +179,7 @@ def return_freed_memory() -> None:
 
 
 def _serve(connection: Connection, environment: dict[str, str]) -> None:
+    faulthandler.enable()  # a crash in C leaves the stacks of all threads
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from typing import Any
 from rlflow.errors import UserError, did_you_mean
 from rlflow.storage.safetensors_files import sha256
 
-FORMAT = 14
+FORMAT = 15
 LAST = "last"
 AUTO = "auto"  # `last` if there is one
 BEST = "best"

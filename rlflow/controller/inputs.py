@@ -33,7 +33,7 @@ from rlflow.dag.graph import Graph
 from rlflow.dag.node import Node
 from rlflow.databuffer.groups import Groups, GroupValue, space_without_rows
 from rlflow.databuffer.route import Partition
-from rlflow.databuffer.rows import RowSpace, ancestors, beside_parents
+from rlflow.databuffer.rows import RowSpace, ancestors, with_parents
 from rlflow.databuffer.transport import of_a_collective
 from rlflow.errors import UserError, one_line, readable, shown
 from rlflow.state.tensors import with_tensors, without_tensors
@@ -113,7 +113,7 @@ class NodeInputs:
                 of = step.spaces[graph.space_of(name)]
                 below = None
                 if key != of.name:
-                    below = beside_parents(ancestors(reader.path, of.path), reader.partition(layout))
+                    below = with_parents(ancestors(reader.path, of.path), reader.partition(layout))
                 spaces[key] = self._laid(of, node, layout, step, below)
             values[name] = GroupValue(graph.type_of(name), key, layout, rows)
         written = self._write_groups(step, node.id, Groups(rank, spaces, values), {"draw": step.draw})

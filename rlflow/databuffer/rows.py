@@ -181,7 +181,7 @@ class RowSpace:
 
     def below(self, of: RowSpace, layout: Layout, rank: int) -> Tensor:
         """Positions in the space `of` of the rows below those that `rank` holds here in `layout`, in their order."""
-        read = beside_parents(self._ancestors_of(of), self.partition(layout))
+        read = with_parents(self._ancestors_of(of), self.partition(layout))
         return read.shards[layout.shard(rank)]
 
     def partition(self, layout: Layout) -> Partition:
@@ -213,7 +213,7 @@ class RowSpace:
         if key not in self._routes:
             made, read, position = self.partition(source), reader.partition(target), None
             if reader.path.shape[1] < self.path.shape[1]:
-                read = beside_parents(reader._ancestors_of(self), read)
+                read = with_parents(reader._ancestors_of(self), read)
             elif reader is not self:
                 position = self._ancestors_of(reader)
             self._routes[key] = Route(rank, source, target, made, read, position)
@@ -389,7 +389,7 @@ def ancestors(above: Tensor, below: Tensor) -> Tensor:
     return positions.where(mine[positions] == theirs, -1)
 
 
-def beside_parents(parents: Tensor, read: Partition) -> Partition:
+def with_parents(parents: Tensor, read: Partition) -> Partition:
     """The partition of rows that are read with their ancestors: ordered by ancestor, then by their own order.
 
     Args:

@@ -47,7 +47,7 @@ from rlflow.functional.returns import reinforce_returns as reinforce_returns
 from rlflow.functional.returns import rewards_to_go as rewards_to_go
 from rlflow.functional.returns import subtree_rewards as subtree_rewards
 from rlflow.functional.returns import value_loss as value_loss
-from rlflow.functional.shapes import beside_tokens as beside_tokens
+from rlflow.functional.shapes import broadcast_to_tokens as broadcast_to_tokens
 from rlflow.functional.surrogates import cispo_loss as cispo_loss
 from rlflow.functional.surrogates import cpgd_drift as cpgd_drift
 from rlflow.functional.surrogates import cpgd_loss as cpgd_loss

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.functional.shapes import beside_tokens, token_mean, token_sum
+from rlflow.functional.shapes import broadcast_to_tokens, token_mean, token_sum
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant", "episode-mean"]
 ImportanceLevel = Literal["token", "sequence", "geometric"]
@@ -223,7 +223,7 @@ def ppo_is_clipped(
 
 def _ratio_and_advantages(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
     ratio = log_ratio(logprobs, old_logprobs).exp()
-    return ratio, beside_tokens(advantages.detach(), ratio)
+    return ratio, broadcast_to_tokens(advantages.detach(), ratio)
 
 
 @dataclass(frozen=True)

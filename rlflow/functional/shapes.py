@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def beside_tokens(x: Tensor, tokens: Tensor) -> Tensor:
+def broadcast_to_tokens(x: Tensor, tokens: Tensor) -> Tensor:
     """`x` in a shape that broadcasts against `tokens` `[B, T]`: one number per sample `[B]` becomes `[B, 1]`.
 
     Without this, torch would broadcast `[B]` as one number per position if `B` happens to equal `T`.

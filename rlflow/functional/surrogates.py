@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.functional.policy_gradient import log_ratio, ppo_clip_loss, ppo_is_clipped
-from rlflow.functional.shapes import beside_tokens, token_mean
+from rlflow.functional.shapes import broadcast_to_tokens, token_mean
 
 
 def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_high: float) -> Tensor:
@@ -31,7 +31,7 @@ def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_
         `[B, T]`.
     """
     ratio = log_ratio(logprobs.detach(), old_logprobs).exp()
-    return -ratio.clamp(max=1 + clip_high) * beside_tokens(advantages.detach(), ratio) * logprobs
+    return -ratio.clamp(max=1 + clip_high) * broadcast_to_tokens(advantages.detach(), ratio) * logprobs
 
 
 def cpgd_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
@@ -50,7 +50,7 @@ def cpgd_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_l
     Returns:
         `[B, T]`.
     """
-    advantages = beside_tokens(advantages.detach(), logprobs)
+    advantages = broadcast_to_tokens(advantages.detach(), logprobs)
     old = old_logprobs.detach()
     clipped = logprobs.clamp(old + math.log1p(-clip_low), old + math.log1p(clip_high))
     return -torch.minimum(advantages * logprobs, advantages * clipped)
@@ -132,7 +132,7 @@ def gmpo_loss(
         `[B]`.
     """
     log_r = log_ratio(logprobs, old_logprobs)
-    advantages = beside_tokens(advantages.detach(), log_r).expand_as(log_r)
+    advantages = broadcast_to_tokens(advantages.detach(), log_r).expand_as(log_r)
     clipped = torch.where(advantages > 0, log_r.clamp(max=clip_high), log_r.clamp(min=-clip_low))
     return -token_mean(advantages, mask) * token_mean(clipped, mask).exp()
 
@@ -156,7 +156,7 @@ def sapo_loss(
         `[B, T]`.
     """
     ratio = log_ratio(logprobs, old_logprobs).exp()
-    advantages = beside_tokens(advantages.detach(), ratio)
+    advantages = broadcast_to_tokens(advantages.detach(), ratio)
     tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg))
     return -(tau * (ratio - 1)).sigmoid() * 4 / tau * advantages
 
@@ -178,7 +178,7 @@ def dppo_tv_mask(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, del
         `[B, T]`, 0 or 1 in the dtype of `logprobs`, detached.
     """
     new, old = logprobs.detach(), old_logprobs.detach()
-    advantages = beside_tokens(advantages.detach(), new)
+    advantages = broadcast_to_tokens(advantages.detach(), new)
     moves_on = ((advantages > 0) & (new > old)) | ((advantages < 0) & (new < old))
     far = (new.exp() - old.exp()).abs() > delta
     return (~(moves_on & far)).to(logprobs.dtype)
@@ -204,5 +204,5 @@ def off_policy_sequence_mask(
     """
     new = logprobs.detach()
     divergence = token_mean(old_logprobs.detach() - new, mask)  # [B]
-    dropped = (beside_tokens(advantages.detach(), new) < 0) & (divergence > delta)[:, None]
+    dropped = (broadcast_to_tokens(advantages.detach(), new) < 0) & (divergence > delta)[:, None]
     return (~dropped).to(logprobs.dtype).expand_as(logprobs)

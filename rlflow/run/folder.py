@@ -57,7 +57,7 @@ class RunFolder:
 
     @property
     def code(self) -> Path:
-        """The versions of packages and the commit, a line for each start of the run, see `rlflow.run.code`."""
+        """The versions of packages and the commit, a line for each start of the run, see `rlflow.run.code_state`."""
         return self.path / "code.jsonl"
 
     @property

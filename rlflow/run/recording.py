@@ -16,7 +16,7 @@ from rlflow.loggers.jsonl import JSONLLogger
 from rlflow.loggers.lightning import LightningLogger, LoggerLike
 from rlflow.loggers.logger import Logger
 from rlflow.process import startup
-from rlflow.run.code import code_of, note_start
+from rlflow.run.code_state import code_of, note_start
 from rlflow.run.folder import RunFolder, from_here
 from rlflow.run.resume import Resume
 from rlflow.run.setup import plain_hparams
@@ -64,7 +64,7 @@ class Recording:
     def __enter__(self) -> Self:
         if self._loggers:
             self._code = code_of(self._run.module)
-            self._graph = text(self._run.graph, self._run.plan, rank=0)
+            self._graph = text(self._run.graph, self._run.plan, rank=0).encode(errors="replace").decode()  # of any path
         try:
             self._start([each for each in self._loggers if not (self._goes_on and each in self._own)])
         except BaseException:

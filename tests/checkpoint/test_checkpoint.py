@@ -248,7 +248,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(model: Path, written: Path
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"format": 5, "step": 2, "files": {"actor.json": 7}}))
     assert checkpoint.find(str(tmp_path), tmp_path) == tmp_path
-    with pytest.raises(UserError, match=r"has the checkpoint format 5; this version of rlflow reads format 14"):
+    with pytest.raises(UserError, match=r"has the checkpoint format 5; this version of rlflow reads format 15"):
         checkpoint.read_progress(tmp_path, 0, "rows")
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlflow.databuffer.balance import Balance
 from rlflow.databuffer.buffer import DataBuffer
 from rlflow.databuffer.route import Partition
-from rlflow.databuffer.rows import RowSpace, ancestors, beside_parents, space_from_message, space_to_message
+from rlflow.databuffer.rows import RowSpace, ancestors, space_from_message, space_to_message, with_parents
 from rlflow.databuffer.transport import Transport
 from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.layout import Layout
@@ -84,7 +84,7 @@ def test_descendants_follow_the_order_of_their_ancestors_then_their_paths(
     paths = torch.tensor(below, dtype=torch.int64).view(len(below), 3)
     parents = ancestors(torch.tensor(above), paths)
     assert parents.tolist() == [above.index(row[:2]) for row in below]
-    found = [rows.tolist() for rows in beside_parents(parents, read).shards]
+    found = [rows.tolist() for rows in with_parents(parents, read).shards]
     shares = (order[:cut], order[cut:])
     assert found == [[i for of in share for i, row in enumerate(below) if row[:2] == above[of]] for share in shares]
 

@@ -1,4 +1,8 @@
-"""Configs and options that are wrong, each with a part of the line that refuses it."""
+"""Configs and options that are wrong, each with a part of the line that refuses it.
+
+They are a row of `make faults`, run as commands with an exit code. `tests/bad_input` has mistakes for `make test`, in
+process.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from rlflow.trainer import Trainer
 from tests.controller.runs import answers
 from tests.loggers.test_lightning import Recorded
 from tests.making import made
-from tests.run.test_code import git, repository
+from tests.run.test_code_state import git, repository
 
 __all__ = ["repository"]
 

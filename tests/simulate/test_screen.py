@@ -12,7 +12,7 @@ from rlflow.algorithms.judged import Judged
 from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError
 from rlflow.simulate.hardware import this_machine
-from rlflow.simulate.output import compared, with_lengths
+from rlflow.simulate.screen import compared, with_lengths
 from tests.own_folder import make, write
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -53,22 +54,35 @@ def _own_file(cls: type) -> Path | None:
 def _repository(file: Path | None) -> dict[str, Any]:
     """The repository of a file, or of the working directory; empty if there is none, or no git."""
     folder = Path() if file is None else file.parent
-    found = _git(folder, "rev-parse", "--show-toplevel", "HEAD")
-    if found is None:
+    try:
+        root, commit, *_ = _git(folder, "rev-parse", "--show-toplevel", "HEAD").split("\n")
+    except (OSError, subprocess.SubprocessError):
         return {}
-    root, commit = found.splitlines()
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
-    changed = None if changes is None else changes != ""
-    if file is not None and _git(folder, "ls-files", "--error-unmatch", file.name) is None:
-        changed = True
+    changed = None
+    with suppress(OSError, subprocess.SubprocessError):
+        changes = _git(folder, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
+        is_tracked = file is None or _git(folder, "ls-files", "--", file.name) != ""
+        changed = changes != "" or not is_tracked
     return {"repository": root, "commit": commit, "changed": changed}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """What a command of git prints that changes nothing; None if it fails or takes too long."""
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
-    try:
-        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
+def _git(folder: Path, *arguments: str) -> str:
+    """The output of a command of git that changes nothing.
+
+    Raises:
+        OSError: There is no git.
+        subprocess.SubprocessError: The command failed, or took more than `PATIENCE_S`.
+    """
+    command = ["git", "-c", "core.fsmonitor=false", *arguments]
+    given = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    ran = subprocess.run(
+        command,
+        cwd=folder,
+        env=given,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=PATIENCE_S,
+        check=True,
+    )
     return ran.stdout

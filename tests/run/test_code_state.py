@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -11,7 +13,7 @@ import pytest
 
 from rlflow import RLModule
 from rlflow.algorithms import SFT
-from rlflow.run.code import code_of
+from rlflow.run.code_state import code_of
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -61,6 +63,27 @@ def test_a_module_of_ones_own_counts_and_not_the_working_directory(
     assert code_of(module)["code"]["changed"] is True  # the commit does not have the file
 
 
+def test_names_of_files_in_another_encoding_are_no_problem(repository: Path) -> None:
+    git(repository, "config", "core.quotepath", "false")
+    name = os.fsencode(repository) + b"/caf\xe9.txt"
+    Path(os.fsdecode(name)).write_text("one")
+    git(repository, "add", ".")
+    Path(os.fsdecode(name)).write_text("two")
+    assert code_of(SFT("tiny"))["code"]["changed"] is True
+
+
+def test_whether_files_changed_is_unknown_where_git_is_slow_to_say(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, program = mine(repository, monkeypatch), repository / "git"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *ls-files*) sleep 60;; esac\nexec {shutil.which("git")} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{repository}:{os.environ['PATH']}")
+    monkeypatch.setattr("rlflow.run.code_state.PATIENCE_S", 1.0)
+    found = code_of(module)["code"]
+    assert (found["repository"], found["changed"]) == (str(repository), None)
+
+
 def test_without_git_there_are_versions_alone(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(repository))
     found = code_of(SFT("tiny"))
@@ -72,5 +95,5 @@ def test_a_git_that_hangs_is_not_waited_for(repository: Path, monkeypatch: pytes
     (repository / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (repository / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{repository}:/usr/bin:/bin")
-    monkeypatch.setattr("rlflow.run.code.PATIENCE_S", 0.1)
+    monkeypatch.setattr("rlflow.run.code_state.PATIENCE_S", 0.1)
     assert code_of(SFT("tiny"))["code"] == {}
