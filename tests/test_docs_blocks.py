@@ -87,7 +87,7 @@ def test_the_blocks_that_are_not_run_are_these() -> None:
 # Files that configs and commands of the documents name, by the beginnings of the blocks that are in them.
 MODULES = {
     "my_agent": ["import json\n\nfrom openai import AsyncOpenAI\n"],
-    "my_algorithm": ['"""GRPO whose reward loses', "from rlflow import Batch, CausalLM, PerSample, PerToken"],
+    "my_algorithm": ["from rlflow import PerSample, RolloutWithTexts", "from rlflow import Batch, CausalLM, PerSample, PerToken"],
     "my_algorithms": ["from dataclasses import dataclass\n\nfrom rlflow.algorithms import GRPO\n"],
     "my_callbacks": ["from rlflow import Callback\n"],
     "my_env": ["class WordGame", "class CountDown", "def first_guess"],

@@ -241,7 +241,7 @@ def test_an_algorithm_that_cannot_converse_takes_no_environment(policy: Path, al
 def test_a_prompt_that_is_too_long_with_what_begins_the_conversation_is_refused(policy: Path, tmp_path: Path) -> None:
     short = run(talking(policy), tmp_path / "run")
     short.data.max_prompt_length = 30
-    with pytest.raises(UserError, match=r"a conversation begins with \d+ tokens, .*`data.max_prompt_length` is 30"):
+    with pytest.raises(UserError, match=r"a conversation begins with \d+ tokens .*`data.max_prompt_length` is 30"):
         fit(short)
 
 

@@ -371,7 +371,7 @@ def test_no_environment_runs_on_where_one_ended_the_run(engine: RolloutEngine, t
 
 
 def test_a_prompt_that_is_too_long_is_refused(engine: RolloutEngine, tokenizer: Any) -> None:
-    with pytest.raises(UserError, match=r"begins with \d+ tokens, .* and `data.max_prompt_length` is 10, .*row is {"):
+    with pytest.raises(UserError, match=r"begins with \d+ tokens .* and `data.max_prompt_length` is 10, .*row is {"):
         held(engine, tokenizer, longest_prompt=10)
 
 
@@ -404,7 +404,7 @@ def test_ranks_that_call_no_environment_name_the_row_too(engine: RolloutEngine, 
     """They hear the messages of the first turn, of which each makes the prompt."""
     answers = [[0, {"value": [message("user", "go")]}]]
     sharing = SharedCalls(False, lambda message: json.dumps(answers).encode(), 60)
-    with pytest.raises(UserError, match=r"begins with \d+ tokens, .*row is {'turns': 1, 'place': 0}"):
+    with pytest.raises(UserError, match=r"begins with \d+ tokens .*row is {'turns': 1, 'place': 0}"):
         held(engine, tokenizer, places=[0], sharing=sharing, longest_prompt=5)
 
 

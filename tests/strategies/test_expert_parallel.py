@@ -206,8 +206,8 @@ def test_loading_reads_from_files_the_experts_of_a_rank_and_no_more(
     [
         ({}, 3, 1, "`placement.actor.expert_parallel_size` is 3, which does not divide the 8 experts"),
         ({}, 1, 2, "set `expert_parallel_size` to 2 or more"),
-        ({"model_type": "olmoe"}, 2, 1, "of the type 'olmoe'; experts are divided of gpt_oss, mixtral"),
-        ({"model_type": "qwen3"}, 2, 1, "of the type 'qwen3'; experts are divided of gpt_oss, mixtral"),
+        ({"model_type": "olmoe"}, 2, 1, "of the type 'olmoe'; experts can be divided in gpt_oss, mixtral"),
+        ({"model_type": "qwen3"}, 2, 1, "of the type 'qwen3'; experts can be divided in gpt_oss, mixtral"),
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused_in_a_line(

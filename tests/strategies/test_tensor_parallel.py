@@ -221,7 +221,7 @@ def test_loading_reads_from_files_what_a_rank_holds_and_no_more(tmp_path: Path, 
         ({"intermediate_size": 50}, 4, CausalLM("m"), "does not divide the 50 columns"),
         ({"vocab_size": 15}, 4, CausalLM("m"), "has 15 tokens, so a rank may get none; give at most 3"),
         ({}, 2, CausalLM("m", lora=LoRA(dropout=0.1)), "`lora.dropout` of `actor` is 0.1"),
-        ({"model_type": "gpt_oss"}, 2, CausalLM("m"), "of the type 'gpt_oss'; layers are divided of llama, mistral"),
+        ({"model_type": "gpt_oss"}, 2, CausalLM("m"), "of the type 'gpt_oss'; layers can be divided in llama, mistral"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_in_a_line(
