@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
-from rlflow.cli import _tell
+from rlflow.cli import _tell, main
+from rlflow.process import supervisor
 from tests.own_folder import TWO_RANKS, make, rewarded_by, write
 
 HERE = re.escape(socket.gethostname())
@@ -127,6 +129,62 @@ def test_a_reward_that_leaves_with_code_0_on_rank_0_is_named_and_the_run_has_fai
     (line,) = ended.errors.splitlines()
     left = rf"rlflow: error: rank 0 on {HERE} exited with code 0"
     assert re.fullmatch(rf"{left} \(step 1, run rewards: .*\), before the run came to its end", line)
+
+
+def ends_at_its_reward(folder: Path, reward: str, *arguments: str) -> int | None:
+    """The exit code of `rlflow` where the module of the config's reward, while it is imported, does this."""
+    make(folder)
+    (folder / "my_rewards.py").write_text(f"import os, sys, threading, time\n{reward}\n")
+    write(folder / "my.yaml", rewarded_by("points"))
+
+    def command() -> None:
+        os.chdir(folder)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+        sys.argv = ["rlflow", *arguments, "--config", "my.yaml"]
+        supervisor.EXIT_S = 0.5
+        main()
+
+    process = get_context("fork").Process(target=command)  # what it needs is imported
+    process.start()
+    process.join(60)
+    process.kill()
+    return process.exitcode
+
+
+@pytest.mark.parametrize(
+    ("reward", "code", "line"),
+    [
+        (
+            "os._exit(0)",
+            1,
+            rf"rank 0 on {HERE} exited with code 0 \(before its first step\), before the run came to its",
+        ),
+        ("sys.exit(0)", 2, r"rank 0 called `sys.exit\(0\)` \(before its first step\), before the run came to its end"),
+    ],
+)
+def test_code_0_before_the_end_of_a_run_is_a_failure(
+    reward: str, code: int, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ends_at_its_reward(tmp_path, reward, "fit") == code
+    assert re.match(f"rlflow: error: {line}", capfd.readouterr().err)
+
+
+def test_a_thread_that_outlives_a_run_is_ended_and_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    uploads = "threading.Thread(target=time.sleep, args=(50,), name='uploads').start()\nsys.exit(0)"
+    assert ends_at_its_reward(tmp_path, uploads, "fit") == 2
+    assert re.match(rf"rlflow: rank 0 on {HERE}: thread uploads still ran", capfd.readouterr().err.splitlines()[-1])
+
+
+def test_a_terminal_that_is_gone_changes_no_exit_code(tmp_path: Path) -> None:
+    full = "full = os.open('/dev/full', os.O_WRONLY); os.dup2(full, 1); os.dup2(full, 2); sys.exit(0)"
+    assert ends_at_its_reward(tmp_path, full, "fit") == 2
+
+
+def test_an_answer_that_nobody_reads_on_is_no_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gone = "reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1)"
+    points = "\ndef points(response, row): return 1.0"
+    assert ends_at_its_reward(tmp_path, gone + points, "graph") == 141
+    assert capfd.readouterr().err == ""
 
 
 def test_a_text_of_others_can_forge_no_line_and_does_nothing_to_the_terminal(

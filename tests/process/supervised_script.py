@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -14,6 +15,9 @@ from rlflow.process.supervisor import supervise
 
 def main(happening: str) -> None:
     supervisor.HELD_S = 2.0
+    supervisor.GRACE_S = supervisor.LEAVING_S = 0.5
+    if happening == "is stopped":
+        supervisor.UNKNOWN_S = 1.0
     supervise()
     print(f"process {os.getpid()}", flush=True)
     status.report(3, "step 7, run   rewards")
@@ -37,6 +41,18 @@ def main(happening: str) -> None:
         case "is held by C at the end of a failure":
             status.end(2)
             ctypes.PyDLL(None).sleep(20)
+        case "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "waits for a rank that does something else":
+            other = status.board()[1]
+            other.write(1, "step 7, run rewards")
+            other.process, other.limit_s, other.beat = os.getpid(), 60.0, time.monotonic() + 60
+            status.failed()
+            time.sleep(60)
+        case "leaves a program":
+            nowhere = subprocess.DEVNULL
+            print(subprocess.Popen(["sleep", "60"], stdout=nowhere, stderr=nowhere).pid, flush=True)
+            status.end()
         case "takes long to leave":
             status.end()
             time.sleep(6)
@@ -51,8 +67,9 @@ def main(happening: str) -> None:
                     print(received[printed], flush=True)
                     printed += 1
             status.end()
-        case "counts interrupts":
-            signal.signal(signal.SIGINT, lambda number, _: received.append(signal.Signals(number).name))
+        case "counts signals":
+            for number in (signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
             print("waits", flush=True)
             deadline = time.monotonic() + 60
             while not received and time.monotonic() < deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -30,6 +31,9 @@ HAPPENINGS = [
     "exits with 2 after a word of its own",
     "is held by C at its end",
     "is held by C at the end of a failure",
+    "is stopped",
+    "waits for a rank that does something else",
+    "leaves a program",
     "takes long to leave",
     "handles signals",
     "waits",
@@ -116,6 +120,28 @@ def test_what_code_in_c_holds_at_its_end_is_ended_with_its_own_code_and_named(
     assert ending(scripts[f"is held by C at {happening}"]) == (code, line)
 
 
+def test_what_is_stopped_is_named_and_ended(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    code, line = ending(scripts["is stopped"])
+    assert code == 1
+    assert line.startswith(f"rlflow: error: rank 3 on {HERE} has not answered for ")
+    assert line.endswith("(step 7, run rewards): it is stopped, or code in C holds its interpreter; ended the run\n")
+
+
+def test_a_rank_that_others_wait_for_is_named_and_all_are_ended(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    late = f"rank 1 on {HERE} did not join the other ranks within `timeout_s` (60 s): it is at step 7, run rewards"
+    assert ending(scripts["waits for a rank that does something else"]) == (
+        1,
+        f"rlflow: error: {late}; ended the run\n",
+    )
+
+
+def test_a_program_that_it_leaves_running_is_ended(scripts: dict[str, subprocess.Popen[str]]) -> None:
+    script = scripts["leaves a program"]
+    written, errors = script.communicate(timeout=120)
+    assert (script.returncode, errors) == (0, "")
+    assert not _runs(int(written.split()[-1]))
+
+
 def test_what_runs_at_its_end_is_not_held(scripts: dict[str, subprocess.Popen[str]]) -> None:
     assert ending(scripts["takes long to leave"]) == (0, "")
 
@@ -130,7 +156,9 @@ def test_signals_that_are_sent_to_the_parent_reach_the_child(scripts: dict[str, 
     assert ending(script) == (0, "")
 
 
-def test_ctrl_c_on_a_terminal_reaches_the_child_once() -> None:
+@contextlib.contextmanager
+def on_a_terminal(happening: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A script that waits as the first process of a terminal's session, and the terminal's other end."""
     master, terminal = pty.openpty()
 
     def take_terminal() -> None:
@@ -138,20 +166,32 @@ def test_ctrl_c_on_a_terminal_reaches_the_child_once() -> None:
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
     with subprocess.Popen(
-        [sys.executable, str(SCRIPT), "counts interrupts"],
+        [sys.executable, str(SCRIPT), happening],
         env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])},
         stdin=terminal,
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=take_terminal,
     ) as script:
+        os.close(terminal)
         waiting(script)
+        yield script, master
+        assert script.wait(60) == 0
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_child_once() -> None:
+    with on_a_terminal("counts signals") as (script, master):
         os.write(master, b"\x03")
         assert script.stdout is not None
         assert script.stdout.readline() == "SIGINT\n"
-        assert script.wait(60) == 0
     os.close(master)
-    os.close(terminal)
+
+
+def test_a_terminal_that_is_closed_is_told_to_the_child_too() -> None:
+    with on_a_terminal("counts signals") as (script, master):
+        os.close(master)
+        assert script.stdout is not None
+        assert script.stdout.readline() == "SIGHUP\n"
 
 
 def test_the_child_of_a_parent_that_is_killed_dies_too(scripts: dict[str, subprocess.Popen[str]]) -> None:
@@ -176,6 +216,18 @@ def test_a_status_longer_than_its_place_is_cut() -> None:
     assert board[0].doing == board[2].doing == AT_FIRST
     board[1].write(1, ENDED)
     assert StatusBoard(board.path)[1].ended
+
+
+def test_a_missing_rank_is_one_that_is_stopped_else_one_that_does_not_wait() -> None:
+    board, now = StatusBoard.make(), time.monotonic()
+    for rank in range(4):
+        board[rank].write(rank, f"step {rank}")
+        board[rank].process, board[rank].beat = 1, now + 30
+    assert board.missing() is None
+    board[0].failed, board[1].waits, board[3].beat = now, 1, now - 60
+    assert str(board.missing()).startswith(f"rank 3 on {HERE} has not answered for 60 s (step 3)")
+    board[3].write(3, ENDED)
+    assert board.missing() == f"rank 2 on {HERE} did not join the other ranks within their time limit: it is at step 2"
 
 
 def test_an_exit_within_a_run_is_the_user_s_error() -> None:

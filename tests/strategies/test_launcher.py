@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,8 @@ from rlflow.errors import UserError
 from rlflow.process import status
 from rlflow.process.environment_variables import PLACE
 from rlflow.process.status import StatusBoard
-from rlflow.strategies.launcher import RankLauncher, _say, _Watch, require_command
+from rlflow.strategies import launcher
+from rlflow.strategies.launcher import RankLauncher, _say, _started, _Watch, require_command
 
 HERE = socket.gethostname()
 SCRIPT = Path(__file__).with_name("ranks_script.py")
@@ -140,6 +143,80 @@ def test_the_line_of_a_rank_says_how_its_process_ended(
         board[1].write(1, "step 2, run rewards")
         assert _Watch({1: process}, 0)._reported(1) == code
     assert capfd.readouterr().err.startswith(f"rank 1 on {HERE} {how} (step 2, run rewards)")
+
+
+def ends_beside(end: str, function: Callable[[], object]) -> int | None:
+    """The exit code of a rank 0 that calls the function while its rank 1 ends so; both are processes."""
+
+    def rank_0() -> None:
+        status.use(StatusBoard.make())
+        status.board()[1].write(1, "step 2, run rewards")
+        launcher.POLL_S, launcher.GRACE_S = 0.05, 0.5
+        rank_1 = subprocess.Popen([sys.executable, "-c", f"import os, signal, sys, time; {end}"])
+        print(f"rank 1 is process {rank_1.pid}", flush=True)
+        _Watch({1: rank_1}, 0).over(function)
+
+    process = get_context("fork").Process(target=rank_0)  # what it needs is imported
+    process.start()
+    process.join(30)
+    process.kill()
+    return process.exitcode
+
+
+def hangs() -> None:
+    time.sleep(60)
+
+
+def fails() -> None:
+    time.sleep(0.2)
+    raise RuntimeError("Connection closed by peer")
+
+
+def refuses() -> None:
+    raise UserError("`stage` is 7")
+
+
+@pytest.mark.parametrize(
+    ("end", "function", "how", "code"),
+    [
+        ("os._exit(0)", hangs, "exited with code 0 (step 2, run rewards), before the run came to its end", 1),
+        ("sys.exit(3)", hangs, "exited with code 3 (step 2, run rewards), before the run came to its end", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", fails, "was killed by SIGKILL (step 2, run rewards)", 1),
+    ],
+)
+def test_a_rank_that_dies_ends_rank_0_with_its_line_and_code(
+    end: str, function: Callable[[], object], how: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ends_beside(end, function) == code
+    assert capfd.readouterr().err == f"rank 1 on {HERE} {how}; ended the other ranks\n"
+
+
+def test_an_error_of_rank_0_ends_the_other_ranks_and_is_its_caller_s(capfd: pytest.CaptureFixture[str]) -> None:
+    assert ends_beside("time.sleep(60)", refuses) == 1
+    written, errors = capfd.readouterr()
+    assert errors.endswith("UserError: `stage` is 7\n")
+    assert "ended the other ranks" not in errors
+    assert not _runs(int(written.split()[-1]))
+
+
+def test_a_rank_that_finishes_after_rank_0_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    board = StatusBoard.make()
+    monkeypatch.setattr(status, "_board", board)
+    board[1].write(1, status.ENDED)
+    rank_1 = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+    _Watch({1: rank_1}, 0)._wait_for_all()
+    assert (rank_1.returncode, capfd.readouterr().err) == (0, "")
+
+
+def test_a_rank_leaves_its_error_to_rank_0_which_has_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_by_rank_0", True)
+    monkeypatch.setattr(launcher, "GRACE_S", 0.3)
+    began = time.monotonic()
+    with pytest.raises(UserError):
+        _started(refuses)
+    assert time.monotonic() - began > 0.3
 
 
 def test_a_terminal_that_is_gone_does_not_stop_the_ending() -> None:
