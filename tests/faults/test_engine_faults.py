@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import (
+    Completion,
     EngineProcessError,
     EngineSubprocess,
     Sampling,
@@ -18,16 +19,31 @@ from rlflow.rollout import (
     VLLMEngine,
     WeightSyncError,
 )
+from rlflow.rollout.engine import Turn
 from tests import own_folder
 from tests.faults.running import fit, left_over
-from tests.rollout.stepping import assert_alike, stepped
+from tests.rollout.stepping import assert_alike, stepped, turns
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
 
 pytestmark = pytest.mark.row("engine faults")
 
 SEEDS = list(range(len(PROMPTS)))
 SAMPLING = Sampling(24, 1.0, STOP)
-ENGINES = {"transformers": TransformersEngine, "vllm": lambda: VLLMEngine(kv_cache_gib=0.25)}
+
+
+class Later(TransformersEngine):
+    """Ends each turn in the step after the one in which it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun: dict[int, Turn] = {}
+
+    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+        before, self._begun = self._begun, dict(new)
+        return super().step(before, sampling, version)
+
+
+ENGINES = {"transformers": Later, "vllm": lambda: VLLMEngine(kv_cache_gib=0.25)}
 EACH = ["transformers", pytest.param("vllm", marks=pytest.mark.slow)]
 
 
@@ -65,7 +81,13 @@ def test_a_killed_engine_is_restarted_with_its_weights_and_answers_as_before(
         engine.update_weights(buckets(model), version)
     before = engine.generate(PROMPTS, SEEDS, SAMPLING, 1)
     perturb(model, 2)  # which the engine must not be given
+    first, second, *_ = turns(SAMPLING).items()
+    engine.step(dict([first]), SAMPLING, 1)
     killed = fall(engine, signal.SIGKILL)
+    ended = engine.step(dict([second]), SAMPLING, 1)
+    for _ in range(SAMPLING.max_tokens):
+        ended |= engine.step({}, SAMPLING, 1)
+    assert_alike([ended[0], ended[1]], before[:2])
     assert engine.generate(PROMPTS, SEEDS, SAMPLING, 1) == before
     assert engine.policy_version == 1
     assert engine._running()._popen.pid != killed
@@ -74,6 +96,8 @@ def test_a_killed_engine_is_restarted_with_its_weights_and_answers_as_before(
     fall(engine, signal.SIGKILL)
     with pytest.raises(EngineProcessError, match=r"^rank 0: .* was killed by SIGKILL when it should generate"):
         engine.generate(PROMPTS, SEEDS, SAMPLING, 1)
+    engine.sleep()  # of a process that is gone; the next sync starts another
+    engine.wake_up()
     seen("killed: one restart, the weights read back, the same tokens; killed again: the run ends")
 
 

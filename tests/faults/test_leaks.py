@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -11,13 +12,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from rlflow.callbacks import Callback
 from rlflow.loggers import trace as traces
 from rlflow.loggers.console import LogLimit
 from rlflow.loggers.trace import Trace, read_events, step_windows
+from rlflow.models.tiny import write_tiny_model
 from tests import own_folder
+from tests.controller.runs import Fit, grpo, sums
+from tests.controller.runs import fit as controlled_fit
 from tests.faults.running import Running, fit
 
 pytestmark = pytest.mark.row("leaks")
@@ -87,6 +94,31 @@ def test_temporary_files_of_a_run_that_was_killed_are_removed(tmp_path: Path) ->
     os.utime(left, (0, 0))  # a run takes one that is new for one that begins
     assert run("import os; from rlflow.process.scratch import make_scratch; os.rmdir(make_scratch())") == 0
     assert list(tmp_path.iterdir()) == []
+
+
+class Counts(Callback):
+    """Counts what this process holds after some steps: objects of Python, files and threads."""
+
+    def __init__(self, steps: tuple[int, ...]) -> None:
+        self.steps = steps
+        self.held: list[tuple[int, int, int]] = []
+
+    def on_step_end(self, trainer: Any, module: Any, step: int, metrics: Any) -> None:
+        if step in self.steps:
+            gc.collect()
+            process = psutil.Process()
+            self.held.append((len(gc.get_objects()), process.num_fds(), process.num_threads()))
+
+
+def test_a_step_leaves_no_object_file_or_thread(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "layers": 1, "max_position": 256}
+    policy = write_tiny_model(tmp_path / "policy", **sizes)  # type: ignore[arg-type]
+    counts = Counts((8, 16))
+    settings = {"max_steps": 16, "callbacks": [counts]}
+    controlled_fit(Fit(grpo(policy, max_response_length=4), sums(8, 2), tmp_path / "run", settings=settings))
+    (objects, *before), (objects_later, *later) = counts.held
+    assert objects_later - objects < 16 - 8  # less than one a step
+    assert later == before
 
 
 @pytest.mark.slow

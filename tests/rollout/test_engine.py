@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
+import numpy as np
 import pytest
 
 from rlflow.errors import UserError
-from rlflow.rollout import Sampling, sampling_seed
+from rlflow.rollout import Completion, Sampling, sampling_seed
 
 
 def test_a_sampling_seed_is_the_same_everywhere() -> None:
@@ -53,6 +55,12 @@ def test_a_sampling_seed_has_63_bits() -> None:
     seeds = [sampling_seed(0, 0, "rollout", (prompt,), 0) for prompt in range(256)]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) >= 2**62
+
+
+def test_what_an_engine_recorded_comes_out_of_its_process_too() -> None:
+    experts = np.arange(6).reshape(3, 2)
+    sent = pickle.loads(pickle.dumps(Completion((20, 21, 2), (-0.1, -0.2, -0.3), True, {"experts": experts})))
+    assert sent.columns["experts"].tolist() == experts.tolist()
 
 
 def test_a_response_has_at_least_one_token() -> None:

@@ -50,6 +50,21 @@ def test_the_folder_before_is_there_until_the_new_one_is_complete(tmp_path: Path
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "new"]
 
 
+def test_while_it_is_renamed_the_folder_before_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/old").touch()
+    draft, rename = opened(tmp_path), Path.rename
+    found: list[bool] = []
+
+    def look(path: Path, target: Path) -> Path:
+        found.append(any(tmp_path.glob("model*/old")))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", look)
+    draft.complete()
+    assert found == [True, True]
+
+
 def test_what_a_run_renamed_that_was_killed_then_has_its_name_again(tmp_path: Path) -> None:
     (tmp_path / "model.before").mkdir()
     (tmp_path / "model.before/old").write_text("old")
