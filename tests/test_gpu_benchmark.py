@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import own_folder
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,6 +28,28 @@ def report(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     written = json.loads(file.read_text())
     assert written["machine"]["versions"]["torch"]
     return ran.returncode, written["cases"], ran.stdout + ran.stderr
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    """The benchmark's module, which finds its others beside it."""
+    folder = ROOT / "benchmarks"
+    with own_folder.forgotten(folder):
+        sys.path.insert(0, str(folder))
+        yield import_module("gpu")
+
+
+def test_each_case_has_a_name_of_its_own_and_settings_that_it_takes(gpu: Any) -> None:
+    assert len({case.name for case in gpu.CASES}) == len(gpu.CASES)
+    for case in gpu.CASES:
+        signature(case.run).bind(ROOT, "cpu", case.devices, **case.settings)
+
+
+def test_attention_passes_on_the_cpu(gpu: Any, tmp_path: Path) -> None:
+    (case,) = (case for case in gpu.CASES if case.name == "attention-shared-window-sinks")
+    found = case.run(tmp_path, "cpu", case.devices, **case.settings)
+    assert len(found["values"]) == 5
+    assert all(0 < value <= found["limits"][name] for name, value in found["values"].items())
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tests.controller.runs import Fit, sums
 from tests.device.runs import Where, fit_on_device
 from tests.device.test_steps import APART, dpo, grpo, pairs, ppo
 from tests.ranks import RankPool
+from tests.slow import slow_but
 
 Waits = list[Counter[Where]]
 
@@ -68,8 +69,7 @@ def test_a_step_on_pairs_waits_twice_whatever_its_size(tmp_path: Path, device1: 
     assert small.total() == 2, small  # the norm, and the metrics
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"balance": "off"}, {"placement": APART}])
+@pytest.mark.parametrize("settings", slow_but([{"placement": APART}], [{"balance": "off"}, {"placement": APART}]))
 def test_among_ranks_no_size_adds_a_wait(settings: dict[str, Any], tmp_path: Path, device2: RankPool) -> None:
     small, large = small_and_large(grpo, tmp_path, device2, prompts, **settings)
     assert small == large

@@ -149,6 +149,17 @@ def test_two_ranks_meet_by_gloo_and_a_network_that_is_not_there_is_broken(
     assert "eth77" in str(ill)
 
 
+def test_a_trial_that_fails_is_broken_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDES.format(hidden=("torch",)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for found in (
+        trials._meet("gloo", tmp_path, 60),
+        trials._train(False, "here", 1, "single", "transformers", tmp_path, 60),
+    ):
+        assert found.state == "broken"
+        assert "No module named 'torch'" in found.what
+
+
 def test_a_trial_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     sleeps = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
     ran = tried(tmp_path, ["-c", sleeps], seconds=6)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig
 
 import rlflow.rollout.vllm.engine
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import ScoringModel
 from rlflow.rollout import EngineSubprocess, RolloutEngine, VLLMEngine, WeightSyncError
+from rlflow.rollout.vllm.weights import pieces_of_experts
 from tests.families.gap import LIMIT, SEEDS, follow_three_syncs, tensors
 from tests.families.models import COMMON
 from tests.ranks import RankPool
@@ -46,6 +50,44 @@ def test_each_rank_reads_back_its_part_of_each_expert(name: str, family: Family,
         whole = any(word in tensor for word in ("norm", "o_proj.bias", "router", "gate.weight"))
         assert first[tensor].startswith(f"{tensor} (in ") == (added_once or whole)
         assert second[tensor].startswith(f"{tensor} (in ") == (not added_once)
+
+
+class Experts(nn.Module):
+    """As vLLM's layer of experts is on one of two ranks: 4 experts of the size 6, of a model of the width 5."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.w13_weight, self.w2_weight = (nn.Parameter(torch.zeros(4, *of)) for of in ((6, 5), (5, 3)))
+        self.w13_bias, self.w2_bias = (nn.Parameter(torch.zeros(4, size)) for size in (6, 5))
+        self.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_size=2, tp_rank=rank))
+
+
+def test_pieces_of_two_ranks_are_each_element_of_each_expert_once() -> None:
+    """All gates before all ups where they are stacked, by turns in GPT-OSS; a bias after the sum is the first's."""
+    sent = {"gate_up_proj": (4, 12, 5), "down_proj": (4, 5, 6)}
+    turned = {
+        "gate_up_proj": (4, 5, 12),
+        "down_proj": (4, 6, 5),
+        "gate_up_proj_bias": (4, 12),
+        "down_proj_bias": (4, 5),
+    }
+    for model_type, shapes in (("qwen3_moe", sent), ("gpt_oss", turned)):
+        for name, shape in shapes.items():
+            tensor = torch.arange(math.prod(shape)).view(shape)
+            found = []
+            for rank in range(2):
+                layer = Experts(rank)
+                if model_type != "gpt_oss":
+                    del layer.w13_bias, layer.w2_bias
+                pieces = pieces_of_experts(layer, "layer.mlp.experts.routed_experts", model_type)
+                found.append([piece.sent(tensor) for piece in pieces if piece.name == f"layer.mlp.experts.{name}"])
+            assert sorted(element for rank in found for one in rank for element in one.flatten().tolist()) == [
+                *range(tensor.numel())
+            ], name
+            if name == "gate_up_proj" and model_type == "qwen3_moe":  # rows 0 to 5 are gates
+                assert [one[0, :, 0].tolist() for one in found[1]] == [[15, 20, 25], [45, 50, 55]]
+            if name == "gate_up_proj" and model_type == "gpt_oss":
+                assert [one[0, 0].tolist() for one in found[1]] == [[6, 7, 8, 9, 10, 11]]
 
 
 @pytest.fixture

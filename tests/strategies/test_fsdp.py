@@ -162,6 +162,16 @@ print("norm", update(launch("fsdp"), Path(sys.argv[1]), Optimizer()).norms[0] > 
 """
 
 
+def norm_without_deepspeed(tiny: Path) -> float:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "deepspeed", None)  # an import of it fails
+        return float(update(launch("fsdp"), tiny, Optimizer()).norms[0])
+
+
+def test_an_update_imports_no_deepspeed(tiny: Path, ranks1: RankPool) -> None:
+    assert ranks1.run(norm_without_deepspeed, tiny)[0] > 0
+
+
 @pytest.mark.slow
 def test_it_needs_no_deepspeed(tiny: Path) -> None:
     run = subprocess.run(
