@@ -204,8 +204,7 @@ def test_equal_rewards_move_no_weight(name: str, recording: Recording, tmp_path:
     assert all((tensor == 0.0).all() for tensor in gradient.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.objective is not None])
+@pytest.mark.parametrize("name", slow_but(["GRPO"], [name for name, case in ALL.items() if case.objective is not None]))
 def test_every_setting_of_the_recorded_step_matters(name: str, recording: Recording, expected: Truth) -> None:
     for other in without_one_setting(ALL[name]):
         updates = truth(other, recording)

@@ -310,6 +310,14 @@ class TestTheFormOfTRL:
         assert len(scored(CallableReward(wrong, on_error="zero"), self.texts).failed) == count
 
 
+def test_a_cancelled_call_is_a_failure_of_its_sample() -> None:
+    def cancelled(response: str) -> float:
+        raise asyncio.CancelledError  # which is no `Exception`
+
+    reward = CallableReward(cancelled, on_error="zero")
+    assert scored(reward, RewardInput(["a", "b"], [{}] * 2)).failed == {0: "zero", 1: "zero"}
+
+
 async def lengths(completions: list[str], trainer_state: Any, log_extra: Any, log_metric: Any) -> list[float]:
     log_metric("step", trainer_state.global_step)
     log_extra("n", [len(each) for each in completions])
