@@ -116,3 +116,10 @@ def test_a_closed_terminal_asks_it_to_end_but_not_below_nohup(at_hangup: int, re
     with waiting(until=until, at_hangup=at_hangup) as process:
         process.send_signal(signal.SIGHUP)
         assert ended(process) == (0, f"{received}\n")
+
+
+def test_a_signal_that_another_rank_received_is_one_of_this_rank_too() -> None:
+    agrees = f"preemption.agree({signal.SIGTERM.value}) or preemption.received()"
+    with waiting(grace_s=0.2, until=agrees, busy_s=20) as process:
+        why = "0.2 s (`trainer.grace_s`) were over before the run had ended"
+        assert ended(process) == (3, f"rlflow: ended by SIGTERM: {why}; {BEFORE}\n")
