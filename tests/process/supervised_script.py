@@ -46,7 +46,7 @@ def main(happening: str) -> None:
         case "waits for a rank that does something else":
             other = status.board()[1]
             other.write(1, "step 7, run rewards")
-            other.process, other.limit_s, other.beat = os.getpid(), 60.0, time.monotonic() + 60
+            other.process, other.limit_s, other.heartbeat = os.getpid(), 60.0, time.monotonic() + 60
             status.failed()
             time.sleep(60)
         case "leaves a program":

@@ -222,9 +222,9 @@ def test_a_missing_rank_is_one_that_is_stopped_else_one_that_does_not_wait() -> 
     board, now = StatusBoard.make(), time.monotonic()
     for rank in range(4):
         board[rank].write(rank, f"step {rank}")
-        board[rank].process, board[rank].beat = 1, now + 30
+        board[rank].process, board[rank].heartbeat = 1, now + 30
     assert board.missing() is None
-    board[0].failed, board[1].waits, board[3].beat = now, 1, now - 60
+    board[0].failed, board[1].waits, board[3].heartbeat = now, 1, now - 60
     assert str(board.missing()).startswith(f"rank 3 on {HERE} has not answered for 60 s (step 3)")
     board[3].write(3, ENDED)
     assert board.missing() == f"rank 2 on {HERE} did not join the other ranks within their time limit: it is at step 2"
