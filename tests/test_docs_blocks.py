@@ -87,14 +87,21 @@ def test_the_blocks_that_are_not_run_are_these() -> None:
 # Files that configs and commands of the documents name, by the beginnings of the blocks that are in them.
 MODULES = {
     "my_agent": ["import json\n\nfrom openai import AsyncOpenAI\n"],
-    "my_algorithm": ["from rlflow import PerSample, RolloutWithTexts", "from rlflow import Batch, CausalLM, PerSample, PerToken"],
+    "my_algorithm": [
+        "from rlflow import PerSample, RolloutWithTexts\nfrom rlflow.algorithms import GRPO\n\nPRICE",
+        "from rlflow import Batch, CausalLM, PerSample, PerToken",
+    ],
     "my_algorithms": ["from dataclasses import dataclass\n\nfrom rlflow.algorithms import GRPO\n"],
     "my_callbacks": ["from rlflow import Callback\n"],
     "my_env": ["class WordGame", "class CountDown", "def first_guess"],
+    "my_functions": ["def add"],
     "my_rewards": ["def graded", "def boxed"],
     "my_steps": ["from rlflow import PerSample, RLModule, Rollout\n"],
 }
-CALCULATOR = "class Calculator:\n    def __init__(self, digits): ...\n    def step(self, message): ...\n"
+ADDED = {  # what a sentence says of a file, by module
+    "my_env": "class Calculator:\n    def __init__(self, digits): ...\n    def step(self, message): ...\n",
+    "my_functions": "def exact(response, answer): ...\n",
+}
 ROWS = [
     {
         "prompt": "1+1=",
@@ -107,7 +114,18 @@ ROWS = [
         "target": "2",
     }
 ] * 4
-DATA = ("mine", "problems", "preferences", "conversations", "words", "sums", "cells_train", "cells_test")
+DATA = (
+    "mine",
+    "problems",
+    "preferences",
+    "conversations",
+    "words",
+    "sums",
+    "cells_train",
+    "cells_test",
+    "others",
+    "held_out",
+)
 BASE = {
     "module": {"class_path": "GRPO", "init_args": {"actor": "tiny", "reward": "exact_match"}},
     "data": {"train": "problems.jsonl", "prompts_per_step": 4},
@@ -127,10 +145,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module, beginnings in MODULES.items():
         parts = [block.code for begins in beginnings for block in ALL if block.code.startswith(begins)]
         assert len(parts) == len(beginnings), module
-        (folder / f"{module}.py").write_text("\n\n".join(parts) + (CALCULATOR if module == "my_env" else ""))
+        (folder / f"{module}.py").write_text("\n\n".join(parts) + ADDED.get(module, ""))
     for name in DATA:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
+    (folder / "mine.yaml").write_text(next(block.code for block in ALL if "my_functions.exact" in block.code))
     (folder / "machine.yaml").write_text("like: h100\n")
     for stage in ("sft", "grpo"):
         write_tiny_model(folder / "runs" / "quickstart" / stage / "model")
