@@ -29,7 +29,7 @@ class KTO(RLModule):
 
     Args:
         actor: The model to train.
-        beta: How soon gains and losses saturate, above 0.
+        beta: Factor on log ratios, above 0; gains and losses saturate sooner if it is larger.
         reference: The frozen model in the denominator of log ratios; None for the actor's initial weights.
         good_weight: lambda_D. If the numbers of good and bad rows, n_D and n_U, differ, the paper takes lambda_D n_D
             from 1 to 1.5 times lambda_U n_U (equation 9).

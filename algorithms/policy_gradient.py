@@ -302,11 +302,11 @@ class PolicyGradient(OnPolicy):
     surrogate_t = -A_t log pi_t; subclasses override `surrogate`. Where KL is in the reward, the loss is without it.
 
     Args:
-        kl: How the divergence from the reference restrains the policy, in the loss or in the reward.
+        kl: Term by which the divergence from the reference restrains the policy, in the loss or in the reward.
         reference: The frozen reference of the KL; None for the actor's initial weights (with LoRA: without adapters).
         entropy_coef: Weight of the entropy bonus.
         importance: Correction w for the difference between rollout and training logprobs; None is off.
-        loss_aggregation: How per-token losses become one number.
+        loss_aggregation: Reduction of per-token losses to one number.
     """
 
     kl: KL = KL()

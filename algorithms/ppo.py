@@ -61,7 +61,7 @@ class PPO(Clipped, Scored):
         lam: Decay of the sum over temporal differences in the actor's advantages.
         critic_lam: Decay of the critic's targets, as `lam` for advantages.
         value_clip: Largest change of a value from its old value before it is clipped; None is off.
-        on_truncation: How to treat a response that was cut: as one that has ended (`terminal`); with the critic's value
+        on_truncation: Treatment of a response that was cut: as one that has ended (`terminal`); with the critic's value
             after its last token (`bootstrap`); or leave it out of both losses (`mask`).
     """
 

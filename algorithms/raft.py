@@ -20,7 +20,7 @@ class RAFT(RLModule):
         reward: The reward function that scores a response.
         group_size: Responses to each prompt, at least 2; one of them is trained on.
         max_response_length: Tokens after which a response is cut.
-        loss_aggregation: How per-token losses become one number.
+        loss_aggregation: Reduction of per-token losses to one number.
     """
 
     actor: CausalLM | str

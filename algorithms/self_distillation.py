@@ -25,7 +25,7 @@ class SelfDistillation(RLModule):
         decay: Decay of the teacher's average per step, from 0 to below 1; 0 is the policy of the step before.
         group_size: Responses to each prompt.
         max_response_length: Tokens after which a response is cut.
-        loss_aggregation: How per-token losses become one number.
+        loss_aggregation: Reduction of per-token losses to one number.
         reward: The reward function that scores responses in validation; None for no validation.
     """
 

@@ -32,7 +32,7 @@ class SelfPlay(RLModule):
         questions: Questions to each prompt, at least 2.
         answers: Answers to each question, at least 2.
         max_response_length: Tokens after which a question or an answer is cut.
-        loss_aggregation: How per-token losses become one number.
+        loss_aggregation: Reduction of per-token losses to one number.
     """
 
     solver: CausalLM | str

@@ -16,7 +16,7 @@ class SFT(RLModule):
         actor: The model to train. Its temperature is used in validation, and divides the logits of the loss, too.
         reward: The reward function that scores sampled responses in validation; None to sample none.
         max_response_length: Tokens after which a response is cut in validation.
-        loss_aggregation: How per-token losses become one number.
+        loss_aggregation: Reduction of per-token losses to one number.
         stop_token_ids: Tokens that end a response, in addition to those of the model and its tokenizer.
         environment: The environment of the dataset's conversations. They use its tools, and it answers the actor in
             validation. None where responses are texts.

@@ -22,7 +22,7 @@ _PLACE = "_place_in_config"
 
 @dataclass(frozen=True)
 class ConfigPlace:
-    """Where the arguments of an object's constructor are in a config.
+    """Place in a config of the arguments of an object's constructor.
 
     Example:
         For the optimizer of `module: {class_path: grpo, init_args: {actor: {model: tiny, optimizer: {lr: 1e-5}}}}`,
@@ -247,7 +247,7 @@ def no_file(path: str, wanted: str, *endings: str) -> str:
 
     Args:
         path: Path as the user wrote it.
-        wanted: What to give, for the error.
+        wanted: The thing to give instead, for the error.
         endings: Endings of such a file's name. If the path is a folder that has such a file, the error mentions it.
     """
     if not path:

@@ -19,7 +19,7 @@ _COMPARED = ("largest", "smallest", "seconds")  # of ranks; the others are added
 
 
 class How(NamedTuple):
-    """How a metric is logged and reduced; each name has one way.
+    """Logging and reduction of a metric; each name has one way.
 
     Attributes:
         kind: Way in which the values of calls and ranks become one number.

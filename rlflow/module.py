@@ -66,7 +66,7 @@ class RLModule:
     Attributes:
         reward: The reward that scores responses; `reward_function` calls it. A `Reward`, a function, its dotted path,
             or a list or dict of these; `rlflow.rewards.as_reward` makes it a `Reward`. None for no scores.
-        loss_aggregation: How per-token losses become one number; see `rlflow.functional.aggregate`.
+        loss_aggregation: Reduction of per-token losses to one number; see `rlflow.functional.aggregate`.
         group_size: Number of samples of each prompt in one step.
         max_response_length: Tokens after which a response is cut, and the divisor of the `constant` aggregation.
         stop_token_ids: Tokens that end a response, in addition to the end tokens of the model and its tokenizer.

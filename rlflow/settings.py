@@ -40,7 +40,7 @@ class Place:
 
 
 Placed = Place | list[int | str] | int | str
-"""What a config may write for a role: a `Place`, or just its ranks: `0`, `1-3`, `[0, "2-3"]`."""
+"""Forms that a config may write for a role: a `Place`, or just its ranks: `0`, `1-3`, `[0, "2-3"]`."""
 
 
 @dataclass(eq=False)
@@ -61,9 +61,9 @@ class Settings:
         val_check_interval: Steps between validations. There is also one before the first step and one after the last.
         limit_val_batches: Maximum number of batches in a validation, each of `data.prompts_per_step` held-out prompts.
         val_samples: Responses to each held-out prompt, sampled by `val_sampling`; with 2 or more, pass@k is logged.
-        val_sampling: How validations, `rlflow test` and `rlflow predict` sample responses; a response at temperature 0
-            is generated in addition. None of them is trained on, so `top_p` and `min_p` need no `top_k` here. None to
-            sample them as in training.
+        val_sampling: Settings with which validations, `rlflow test` and `rlflow predict` sample responses; a response
+            at temperature 0 is generated in addition. None of them is trained on, so `top_p` and `min_p` need no
+            `top_k` here. None to sample them as in training.
         log_every_n_steps: Log metrics and samples once in this number of steps. Steps with a validation are always
             logged.
         log_samples: Maximum number of samples that are logged in one step.

@@ -64,8 +64,8 @@ class Trainer(RunningTrainer):
         ```
 
     Args:
-        strategy: How training is distributed over ranks. None for ZeRO-2 on several ranks, and for `SingleProcess` on
-            one rank (for FSDP if `precision` is mixed).
+        strategy: Strategy that distributes training over ranks. None for ZeRO-2 on several ranks, and for
+            `SingleProcess` on one rank (for FSDP if `precision` is mixed).
         rollout: The engine that generates; None for `TransformersEngine`.
         engines: For policies that do not use `rollout`: by policy, another engine, or a `Share` of another policy's.
         logger: One or several loggers, of rlflow or Lightning, in addition to the run's own files. As in Lightning,

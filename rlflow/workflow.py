@@ -39,7 +39,7 @@ class Workflow(RLModule):
         max_response_length: Tokens after which a response is cut.
         stop_token_ids: Tokens that end a response, in addition to those of the model and its tokenizer.
         mask_truncated: Leave responses that were cut out of losses; they stay in their group's baseline.
-        loss_aggregation: How per-token losses become one number.
+        loss_aggregation: Reduction of per-token losses to one number.
         max_draws: Batches of prompts that a filter draws at most to fill a step.
     """
 

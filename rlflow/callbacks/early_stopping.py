@@ -116,7 +116,7 @@ class EarlyStopping(Callback):
             trainer.print(f"EarlyStopping: `{self.monitor}` is {value:.4g}, {reason or 'the best so far'}")
 
     def _reason(self, value: float) -> str | None:
-        """Why the run should stop after this value of the metric; None if it should continue."""
+        """Reason to stop the run after this value of the metric; None if the run should continue."""
         if math.isfinite(value) and (self._best is None or self._gain(value, self._best) > self.min_delta):
             self._best = value
             self._looks_without_better = 0

@@ -66,7 +66,7 @@ def newest_first(run_dir: Path) -> list[Path]:
 
 
 def lacks(folder: Path) -> str | None:
-    """What is wrong with a checkpoint: a missing file, a file of another size, or a damaged `state.json`; else None.
+    """Damage of a checkpoint: a missing file, a file of another size, or a damaged `state.json`; else None.
 
     Sizes of files are compared here; `changed_files` compares their contents.
     """

@@ -20,8 +20,8 @@ class Retention:
         -> [step_20, step_30, step_40]
 
     Args:
-        last: How many of the newest checkpoints stay.
-        top_k: How many of the best by `monitor` stay in addition; they may be among the newest. -1 for all checkpoints.
+        last: Number of the newest checkpoints that stay.
+        top_k: Number of the best by `monitor` that stay in addition; they may be among the newest. -1 for all of them.
         monitor: The metric that says which are best.
         mode: Whether a smaller (`min`) or a larger (`max`) value is better.
     """

@@ -51,8 +51,8 @@ def conform(
         aggregation: Function of a loss per token and a mask that returns one number.
         normalization: Function of numbers and a mask that whitens them.
         logprobs: Function of logits, or of a model, and token ids that returns logprobs.
-        micro: How a trainer joins the values of micro-batches: it adds them up, or takes their mean.
-        ranks: How a trainer joins the values of ranks.
+        micro: Reduction of the values of micro-batches in the trainer: it adds them up, or takes their mean.
+        ranks: Reduction of the values of ranks in the trainer.
         settings: Numbers of the algorithm, or arguments of the function, by name: --settings.kl_coef 0.04.
         names: Quantities of parameters whose names do not say them: --names.lp logprobs.
         dtype: Dtype of the tensors that it is called with.

@@ -235,5 +235,5 @@ def _is_free(place: tuple[float, float], taken: Sequence[tuple[float, float, flo
 
 
 def _reach(height: float) -> float:
-    """How far an edge past other boxes is bent away from the middle of a box."""
+    """Distance by which an edge past other boxes is bent away from the middle of a box."""
     return BOX_WIDTH / 2 + 40 + height / 4

@@ -170,7 +170,7 @@ class Unhealthy:
         metric: Name of the metric.
         found: The finding, with the value.
         healthy: The healthy range in words.
-        advice: What to do.
+        advice: Advice that names a change to the run.
     """
 
     metric: str

@@ -81,7 +81,7 @@ class ReportedRun:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Its summary; empty until it has ended.
+        """Summary of the run; empty until the run has ended.
 
         Raises:
             UserError: The file is damaged.
@@ -327,7 +327,7 @@ def chosen_samples(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], s
 
 
 def _counted(run: ReportedRun) -> tuple[dict[int, int], list[int]]:
-    """How many samples of each step there are, and the prompts that come in most steps, if in more than one."""
+    """Number of samples in each step, and the prompts that come in most steps, if in more than one."""
     if not (run.folder / SAMPLES_FILE).is_file():
         return {}, []
     steps: dict[int, int] = defaultdict(int)

@@ -46,7 +46,7 @@ class Mistake:
 
     Attributes:
         keys: Place in the tree in which classes are written whole.
-        found: What is wrong there; `{value}` is replaced by the value.
+        found: Description of the mistake; `{value}` is replaced by the value.
         value: The value there; None if it is missing.
         of_type: Whether the value is not of its type. Such mistakes are reported before jsonargparse parses the config;
             the others only if it fails.

@@ -65,7 +65,7 @@ class WrittenKeys:
 
 
 def _along(tree: Any, keys: Sequence[str]) -> tuple[int, tuple[str, ...]]:
-    """How many of the keys a tree has, and the keys without the `class_path` and `init_args` that it leaves out."""
+    """Number of the keys that a tree has, and the keys without the `class_path` and `init_args` that it leaves out."""
     found: list[str] = []
     for count, key in enumerate(keys):
         if isinstance(tree, Mapping) and key in tree:

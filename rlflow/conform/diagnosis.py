@@ -378,7 +378,7 @@ class _Watched:
         return bool(((entries - observed.entries).abs() <= tolerance * largest).all())
 
     def _matched(self, choice: Choice, all_or_none: bool) -> int:
-        """How many observations these options give; with `all_or_none` 0 if it is not all."""
+        """Number of observations that these options give; with `all_or_none` 0 if they do not give all."""
         if not all_or_none:
             return sum(self._is_near(each, choice) for each in self._telling)
         for place, each in enumerate(self._telling):
@@ -508,7 +508,7 @@ class _Watched:
         return [] if len(self._cuts) > 1 or function.has("parts", "reduce") else [self._parts_note()]
 
     def _parts_note(self) -> str:
-        """How the values of two micro-batches become the value of the whole, where the user did not say."""
+        """Note on how the values of two micro-batches become the value of the whole, where the user did not say."""
         whole = [each for each in self.observed if each.view.case.parts and not each.gradient]
         for combine in ("sum", "mean"):
             if all(self._of_parts(each, combine) for each in whole):

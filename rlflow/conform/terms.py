@@ -69,7 +69,7 @@ class Case:
         parts: Rows of each part into which the batch is cut; empty for a case that is called whole alone.
         is_even: Groups are of one size and stand in order, so that a function that knows the size alone is right.
         tolerance: Largest difference allowed in an output, relative to the largest or to 1.
-        edge: Why a right function may have no answer: an error or NaN is then only noted; empty for most cases.
+        edge: Reason why a right function may have no answer: an error or NaN is then only noted; empty for most cases.
         needs: A quantity that a function must take to be called with it.
     """
 

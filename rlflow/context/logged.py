@@ -33,7 +33,7 @@ def check_value(name: str, value: Any, mask: Any) -> None:
 
 
 def how_logged(name: str, prog_bar: bool, logger: bool | None, reduce_fx: ReduceFx) -> How:
-    """How the metric of a module is logged."""
+    """Logging and reduction of a module's metric."""
     word = reduce_fx if isinstance(reduce_fx, str) else next((w for w, f in _OF_TORCH.items() if f is reduce_fx), "")
     if word.lower() not in _KINDS:
         raise _refused(name, f"`reduce_fx={reduce_fx!r:.60}`; give mean, sum, max or min")

@@ -533,7 +533,7 @@ class NodeContext:
         self.off_loggers |= metrics.off_loggers()
 
     def _rows(self, now: Running) -> int:
-        """How many rows this rank has of the node, or of the micro-batch that a train node is called with."""
+        """Number of rows that this rank has of the node, or of the micro-batch that a train node is called with."""
         return len(now.space.held(now.layout, self.transport.rank)) if now.rows is None else len(now.rows)
 
     @property

@@ -141,7 +141,7 @@ class Graph:
         return tuple(dict.fromkeys(name for node in self.order for name in self.changed_by(node)))
 
     def changed_before(self, node: Node) -> Counter[str]:
-        """How often each model's weights have changed in the step when a node runs."""
+        """Number of changes of each model's weights in the step, by the time when a node runs."""
         before = self.order[: self.order.index(node)]
         return Counter(name for other in before for name in self.changed_by(other))
 

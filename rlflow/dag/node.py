@@ -215,7 +215,7 @@ class NodeConfig:
         uses: Model handles as in `@node`.
         inputs: Values, or fields of values (`rollout.group`), for parameters whose names are not those of the values.
         settings: Arguments that are not values of the graph, by parameter.
-        returns: How the value is cut by rows, where the function is annotated `Tensor` or not at all.
+        returns: Kind of column of the value, for a function that is annotated `Tensor` or not at all.
     """
 
     call: str
@@ -238,7 +238,7 @@ class Call:
         reads: The value that a parameter gets, or `value.field`, by parameter.
         settings: Arguments of other parameters, by parameter.
         renamed: The parameters whose values are named in the config.
-        returns: How the value is cut by rows, if the config says it; else None.
+        returns: Kind of column of the value, if the config says it; else None.
     """
 
     function: Callable[..., Any]

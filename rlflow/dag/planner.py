@@ -53,7 +53,7 @@ class Plan:
 
     Attributes:
         tasks: The tasks. While tasks without lag work on step s, a task of lag n works on step s - n.
-        max_staleness: How many steps generation runs ahead of training: the largest lag.
+        max_staleness: Number of steps by which generation runs ahead of training: the largest lag.
     """
 
     tasks: tuple[Task, ...]
@@ -134,7 +134,7 @@ def plan(
         layouts: The layout of each role that the graph uses, and of each policy's engines under `engine_of(policy)`:
             `{"actor": ..., "actor.rollout": ...}`.
         world_size: The number of ranks.
-        max_staleness: How many steps generation runs ahead; 0 for steps that do not overlap.
+        max_staleness: Number of steps by which generation runs ahead; 0 for steps that do not overlap.
         cuts_off: Whether long responses are cut off and continued in the next draw of prompts.
         shared: Policies that take turns in the engine of another policy, each with that other policy.
 

@@ -19,7 +19,7 @@ class _InStep:
     """A task of a step. Its `ranks`, ascending, run it at its place in the global order; others skip it.
 
     Attributes:
-        lag: How many steps it is behind: while step s is generated, a task of lag 1 works on step s - 1.
+        lag: Number of steps by which it is behind: while step s is generated, a task of lag 1 works on step s - 1.
     """
 
     lag: int = field(default=0, kw_only=True)

@@ -43,9 +43,9 @@ class MixedDataset:
             `{prompt}` is the column `prompt`.
         max_response_length: Tokens after which responses to these prompts are cut, at most the module's own limit. None
             for the module's limit.
-        sampling: How responses to these prompts are sampled, in place of the policy's temperature, `top_p`, `top_k` and
-            `min_p`, and of `trainer.val_sampling`. Losses are computed at the same temperature and over the same
-            tokens. None for those settings.
+        sampling: Settings with which responses to these prompts are sampled. They replace the policy's temperature,
+            `top_p`, `top_k` and `min_p`, and those of `trainer.val_sampling`. Losses are computed at the same
+            temperature and over the same tokens. None for those settings.
     """
 
     data: DataLike

@@ -79,8 +79,8 @@ class PromptData:
             dataset's file, a `file:` or `data:` URL, bytes, or an image of Pillow or of `datasets`. None if messages
             have the pictures, as `{"type": "image", "image": PATH}`, or there are none. In a prompt that is a text,
             `<image>` marks the place of a picture. Without this mark, pictures come first.
-        curriculum: Which prompts an epoch draws, by the share of each prompt's samples that passed; None for all
-            prompts. For algorithms that sample responses and score them.
+        curriculum: Rule for the prompts that an epoch draws, by the share of each prompt's samples that passed; None
+            for all prompts. For algorithms that sample responses and score them.
         allow_remote: Whether pictures may be `http:` and `https:` URLs, which each rank downloads.
     """
 
@@ -190,7 +190,7 @@ class Example:
         prompt_ids: Token ids of the prompt, in the chat template if there is one.
         response_ids: Token ids of the response to learn; for pairs, of the chosen one.
         rejected_ids: Token ids of the rejected response of a pair, else empty.
-        written: Which tokens of a response that is a conversation the policy wrote; None where it wrote all.
+        written: For a response that is a conversation, True at tokens that the policy wrote; None where it wrote all.
         pictures: Number of pictures of the prompt; None where one cannot be read, in a row that will be dropped.
         picture_tokens: Tokens of the prompt that stand for pictures, beyond one of each.
     """

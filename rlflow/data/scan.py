@@ -75,7 +75,7 @@ class Scan:
 
     @property
     def dropped(self) -> int:
-        """How many rows are too long, or have a picture that cannot be read."""
+        """Number of rows that are too long, or have a picture that cannot be read."""
         return self.rows - len(self.kept)
 
     def __str__(self) -> str:

@@ -85,9 +85,9 @@ class Finding:
         broken   MASTER_ADDR=node7: [Errno -2] Name or service not known; give the first machine's name or address
 
     Attributes:
-        what: What was checked and found: `5.2 GB of memory free, 2 cores`.
+        what: The thing checked, and the finding: `5.2 GB of memory free, 2 cores`.
         state: `missing` if it is not there, `broken` if it is there and does not work.
-        mend: What mends it, in a few words; empty if it is ok.
+        mend: Mending step in a few words; empty if the finding is ok.
         needed: Whether runs on this machine need it.
     """
 
@@ -356,7 +356,7 @@ class Tried:
 
     @property
     def why(self) -> str:
-        """Why it failed: the last line of its errors, such as `ModuleNotFoundError: No module named 'vllm'`."""
+        """Cause of the failure: the last line of its errors, such as `ModuleNotFoundError: No module named 'vllm'`."""
         if self.code is None:
             return f"did not end within {self.seconds:.0f} s"
         said = [line.strip() for line in self.errors.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""How a run's model writes conversations: a bridge for each environment, and the tokens of those written down."""
+"""Form in which a run's model writes conversations: a bridge for each environment, and tokens of those written."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Environment:
             killed. None to run it in the rank's own process, with no limit.
         workers: Number of such processes on each rank, which is also its number of conversations at the same time.
         memory_mb: Memory limit of each of these processes, in MB; needs `seconds`.
-        on_failure: What happens to a conversation whose environment raises, takes too long or dies. `raise` ends the
+        on_failure: Treatment of a conversation whose environment raises, takes too long or dies. `raise` ends the
             run. `zero` replaces the environment's rewards by 0. `mask` does the same, and leaves the conversation out
             of the loss. A tool that raises is not a failure: the policy reads the error.
         lockstep: With `seconds`, let all open conversations of a rank take their turns together. Then engines compute
@@ -190,7 +190,7 @@ class Environment:
         return ", ".join(each.path or "tools" for each in self.definitions.values())
 
     def host(self, coroutines: Coroutines | None = None) -> Host:
-        """Where the environment of one conversation runs; in the rank's own process it runs with `coroutines`."""
+        """Host of the environment of one conversation; in the rank's own process it runs with `coroutines`."""
         return InProcess(coroutines, self.overlaps) if self.limits is None else Worker(self.limits)
 
 

@@ -1,4 +1,4 @@
-"""Where an environment's code runs: in the rank's own process, or in a worker that can be killed."""
+"""Hosts of an environment's code, which runs in the rank's own process, or in a worker that can be killed."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ToolCall:
     Attributes:
         name: Name of the tool; empty where the call cannot be read.
         arguments: Values by the names of parameters.
-        problem: Why the call cannot be read, in words for the policy; empty where it can.
+        problem: Reason why the call cannot be read, in words for the policy; empty where it can.
         id: Id that the policy gave the call, where its family does so; else empty.
     """
 
@@ -51,7 +51,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolForm:
-    """How a family writes calls.
+    """Form in which a family of models writes calls.
 
     Attributes:
         mark: Text with which a call begins, or may; a special token in the families that have it.

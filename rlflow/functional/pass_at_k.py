@@ -1,4 +1,4 @@
-"""How often at least one of several responses is right, and the confidence interval of a mean over prompts."""
+"""Probability that at least one of several responses is right, and the confidence interval of a mean over prompts."""
 
 from __future__ import annotations
 

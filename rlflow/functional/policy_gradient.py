@@ -337,7 +337,7 @@ def expected_logprobs(logprobs: Tensor, sampler_logprobs: Tensor, importance: Im
 
 @dataclass(frozen=True)
 class KL:
-    """How the divergence from a reference restrains a policy.
+    """Term by which the divergence from a reference restrains a policy.
 
     Attributes:
         coef: Weight of the divergence. With 0 no reference is loaded.

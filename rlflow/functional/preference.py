@@ -60,7 +60,7 @@ def kto_loss(
         log_ratios: r `[B]`: log-probability of each response under the policy, minus that under the reference.
         divergence: z, 0-dim: divergence of the policy from the reference, at least 0.
         good: `[B]` bool, True for good responses.
-        beta: How soon gains and losses saturate.
+        beta: Factor on log ratios; gains and losses saturate sooner if it is larger.
         good_weight: Weight of good responses.
         bad_weight: Weight of bad responses.
 

@@ -308,7 +308,7 @@ class Episode:
         return (*before, *bridge.plain(rest, begins=not known)) if rest else before
 
     def _first(self, read: Tokens, policy: str) -> int:
-        """How many of these tokens the first call of their row read."""
+        """Number of these tokens that the first call of their row read."""
         longest = 0, -len(read)  # the tokens of the call that these continue, and the first read of its row
         for choice in self._of(policy):
             whole = choice.sampled.whole

@@ -48,7 +48,7 @@ class Harness(Environment):
         ignore: Fields of requests that are ignored, such as `temperature`. Requests with other fields that cannot be
             served are refused.
         memory_mb: Memory limit of each process, in MB; None for no limit.
-        on_failure: What happens to an episode whose agent raises, takes too long or dies: `raise` ends the run, `zero`
+        on_failure: Treatment of an episode whose agent raises, takes too long or dies: `raise` ends the run, `zero`
             gives the episode the reward 0, `mask` also leaves it out of the loss.
 
     Raises:

@@ -160,7 +160,9 @@ def read_events(
 
 
 def step_windows(folder: Path) -> dict[int, Window]:
-    """When the tasks of each step, from 1, began and ended on any rank: microseconds of the wall clock, by step."""
+    """Time from the first beginning to the last end of the tasks of each step, from 1, over ranks: microseconds of the
+    wall clock, by step.
+    """
     windows: dict[int, Window] = {}
     for event in _written(folder):
         if event.get("cat") in (None, WAIT, FLIGHT, TURN):

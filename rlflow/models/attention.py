@@ -115,10 +115,10 @@ def packed_attention(
         sliding_window: Number of the last tokens that a token sees, itself included; None for all.
         softcap: Bound of the scores: a score s becomes `softcap * tanh(s / softcap)`; None for no bound.
         s_aux: `[all heads]`, attention sinks: the score of a token that every token sees and that has no value.
-        divided: Where ranks divide the line among them, the function that gathers the line, calls this function and
+        divided: If ranks divide the line among them, the function that gathers the line, calls this function and
             divides the result; else None.
-        share: Where ranks divide the heads among them, the number of this rank's part; the part's sinks are used.
-        prefixes: Where rows share tokens of the line, the keys that each row sees; else None.
+        share: If ranks divide the heads among them, the number of this rank's part; the part's sinks are used.
+        prefixes: Keys that each row sees, if rows share tokens of the line; else None.
         others: Further arguments that transformers passes.
     """
     assert attention_mask is None

@@ -30,8 +30,8 @@ def block_attention(
         key: `[S, kv_heads, K, head_dim]`, K at least L; a head of keys serves `heads / kv_heads` heads of queries.
         value: Shaped as `key`.
         scale: Factor on the products of queries and keys.
-        starts: Where a line has several rows, on the host: `[rows + 1]` each, where their queries start and where their
-            keys do. A row attends to itself. None where each line is one row.
+        starts: Starts of the queries and of the keys of each row, `[rows + 1]` each, on the host, for a line of several
+            rows. A row attends to itself. None where each line is one row.
     """
     if starts is None:
         starts = torch.tensor([0, query.shape[2]]), torch.tensor([0, key.shape[2]])

@@ -40,7 +40,7 @@ class CausalLM(ModelHandle):
     Args:
         model: A folder in Hugging Face form, a Hugging Face name, or `tiny`.
         trainable: Whether the model is trained. A frozen model has no optimizer and no gradients.
-        optimizer: How the model is trained; a trainable model without this argument has `Optimizer()`.
+        optimizer: Optimizer of the model; a trainable model without this argument has `Optimizer()`.
         temperature: Temperature of sampling, in validation too. All logits are divided by it before they are scored.
             A dataset of a mixture may set another one for its rows, see `MixedDataset`.
         top_p: Sample from the smallest set of likeliest tokens with at least this total probability, in validation too;
@@ -54,7 +54,7 @@ class CausalLM(ModelHandle):
         start_step: The first step that trains the model, counted from 0. Earlier steps skip its train nodes.
         gradient_checkpointing: Compute activations again in the backward pass, which saves memory and takes time.
         lora: Settings of adapters, which are trained instead of the model's weights.
-        moe: How routers and experts of a mixture of experts are trained; None to train them like all weights.
+        moe: Settings for training the routers and experts of a mixture of experts; None to train them like all weights.
         freeze_vision_tower: In a model that reads pictures, do not train the vision tower and the layers between it
             and the decoder. LoRA adapts only the decoder.
         vision_tower_lr: Learning rate of the vision tower and these layers, in place of `optimizer.lr`. Warm-up and
@@ -624,7 +624,7 @@ class TokenHead(nn.Module):
 
     Args:
         weight: `[V, H]`, the weight of the layer that it replaces.
-        softmax: How the model turns products into a distribution; each forward sets the temperature.
+        softmax: Map of the model's products to a distribution; each forward sets the temperature.
     """
 
     def __init__(self, weight: nn.Parameter, softmax: Softmax) -> None:

@@ -59,7 +59,7 @@ OF_TRAINING = (
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How rows are split into micro-batches and laid out for forward passes.
+    """Plan by which rows are split into micro-batches and laid out for forward passes.
 
     Attributes:
         token_budget: Most tokens of a micro-batch; a longer row is alone in one.
@@ -138,7 +138,7 @@ class ModelHandle(ABC):
     Args:
         model: A folder in Hugging Face form, a Hugging Face name, or `tiny`.
         trainable: Whether the model is trained. A frozen model has no optimizer and no gradients.
-        optimizer: How the model is trained; a trainable model without this argument has `default_optimizer`.
+        optimizer: Optimizer of the model; a trainable model without this argument has `default_optimizer`.
         epochs: Number of passes of each step over its rows.
         samples_per_update: Number of rows of one optimizer update, over all ranks. If `loss_aggregation` is
             `episode-mean`, it counts episodes. None for one update with all rows of the step.
@@ -149,7 +149,7 @@ class ModelHandle(ABC):
             and the decoder. LoRA adapts only the decoder.
         vision_tower_lr: Learning rate of the vision tower and these layers, in place of `optimizer.lr`. Warm-up and
             schedule are the same. None for `optimizer.lr`.
-        loss_aggregation: How the model's losses per token become one number; None for the module's own way.
+        loss_aggregation: Reduction of the model's losses per token to one number; None for the module's own way.
         trust_remote_code: Run the code in the folder of the model's weights (`auto_map`) to load it; read it first.
 
     Attributes:
@@ -260,7 +260,7 @@ class ModelHandle(ABC):
 
         Args:
             forward: The module that `load` returned, or a wrapper of it with the same `forward`.
-            plan: How rows are laid out for forward passes.
+            plan: Plan by which rows are laid out for forward passes.
         """
         forward.eval()  # not chained: that of a DeepSpeed engine returns nothing
         self._forward = forward

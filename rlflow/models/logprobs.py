@@ -41,7 +41,7 @@ LOGIT_SETTINGS = {
 
 @dataclass(frozen=True)
 class Softmax:
-    """How an output layer's products z become a distribution: `softmax(cap * tanh(scale * z / cap) / temperature)`.
+    """Map of an output layer's products z to a distribution: `softmax(cap * tanh(scale * z / cap) / temperature)`.
 
     Attributes:
         temperature: Temperature that divides the logits, above 0; or `[N]`, one for each token.
@@ -134,7 +134,7 @@ def token_logprobs(
         hidden: `[N, H]`.
         weight: `[V, H]`.
         targets: `[N]` int64.
-        softmax: How the model turns products into a distribution.
+        softmax: Map of the model's products to a distribution.
         chunk_elements: Most logits in memory at one time, see `chunk_elements_on`; those of one token always are.
         support: `[N, K]` int64, the tokens that have a probability at each place, the target among them, in any order
             and any number of times. Where the first is -1, and where this is None, all tokens have one.
@@ -161,7 +161,7 @@ def logprobs_of_tokens(
         hidden: `[N, H]`.
         weight: `[V, H]`.
         ids: `[N, K]` int64.
-        softmax: How the model turns products into a distribution.
+        softmax: Map of the model's products to a distribution.
         top: Number of the likeliest tokens that are added, likeliest first.
         chunk_elements: Most logits in memory at one time, see `chunk_elements_on`; those of one token always are.
         support: See `token_logprobs`.
@@ -269,7 +269,7 @@ def divided_logprobs(
         targets: `[N]` int64, the same on all ranks.
         first: The token of the first of these rows.
         group: Ranks that divide the weight.
-        softmax: How the model turns products into a distribution.
+        softmax: Map of the model's products to a distribution.
         chunk_elements: Most logits in memory at one time, see `chunk_elements_on`; those of one token always are.
     """
     apply: Any = _DividedLogprobs.apply
@@ -412,10 +412,10 @@ def token_kl(
         hidden: `[N, H]`.
         weight: `[V, H]`.
         targets: `[N]` int64.
-        softmax: How the products `hidden @ weight.T` become p.
+        softmax: Map of the products `hidden @ weight.T` to p.
         other_hidden: `[N, H']`.
         other_weight: `[V, H']`.
-        other_softmax: How the products `other_hidden @ other_weight.T` become q.
+        other_softmax: Map of the products `other_hidden @ other_weight.T` to q.
         over_other: Compute KL(q || p).
         chunk_elements: Most logits in memory at one time, of both models together, see `chunk_elements_on`.
 

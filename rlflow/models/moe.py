@@ -168,7 +168,7 @@ def watch_routers(model: Any) -> None:
 
 
 def load_balancing_loss(logits: Tensor, used: Tensor, lengths: Tensor) -> Tensor:
-    """How unevenly experts are loaded within each sequence: 1 if all have the same load, at most `E / k`.
+    """Unevenness of the experts' loads within each sequence: 1 if all have the same load, at most `E / k`.
 
     For a sequence of T tokens and a layer, Switch Transformer's loss (arXiv 2101.03961, equations 4 to 6):
 

@@ -161,7 +161,7 @@ class PackedModel(nn.Module):
             forward: This module, or what training runs it through; the ranks make equally many passes.
             device: Device of the inputs.
             share_prefixes: Whether rows that begin alike share the tokens of it.
-            peers: Who has the other parts of lines, where they are divided.
+            peers: Ranks that have the other parts of lines, where lines are divided.
 
         Raises:
             UserError: The packed forward gives other scores, or that of divided lines does: a layer looks at other

@@ -28,7 +28,7 @@ def make_scratch() -> Path:
 
 
 def scratch_folder() -> str | None:
-    """Where this run's temporary files go; None for Python's choice, of a process that nobody waits for."""
+    """Folder of this run's temporary files; None for Python's choice, in a process that nobody waits for."""
     given = os.environ.get(SCRATCH_VARIABLE)
     return given if given is not None and os.path.isdir(given) else None
 

@@ -99,7 +99,7 @@ class Status(ctypes.Structure):
         )
 
     def ending(self, code: int) -> str:
-        """How the process ended, and where: `exited with code 0 (step 1, run rewards), before the run came to its end`.
+        """End of the process in words: `exited with code 0 (step 1, run rewards), before the run came to its end`.
 
         Args:
             code: Exit code of the process, or the negative number of the signal that ended it.
@@ -143,7 +143,7 @@ class StatusBoard:
 
     @property
     def how_to_go_on(self) -> str:
-        """How to continue, after a line that says how the run ended; empty where nothing is known to be saved."""
+        """Advice to continue, after a line that says how the run ended; empty where nothing is known to be saved."""
         steps = self[0].saved
         return f"; continue with `--trainer.ckpt_path last`, after step {steps}" if steps else ""
 

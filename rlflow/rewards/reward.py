@@ -215,7 +215,7 @@ class Reward(ABC):
         return None
 
     def scored_early(self) -> list[EarlyReward]:
-        """How responses that have ended are scored while others are generated; empty if all are scored together."""
+        """Rewards that score ended responses while others are generated; empty if all responses are scored together."""
         return []
 
     def __str__(self) -> str:
@@ -287,7 +287,7 @@ class Reward(ABC):
 
 @dataclass(frozen=True)
 class EarlyReward:
-    """How a reward scores responses that have ended, while others are generated.
+    """Part of a reward that scores responses that have ended, while others are generated.
 
     Attributes:
         reward: The reward, whose `score` asks `RewardInput.begun` for the calls that have begun.

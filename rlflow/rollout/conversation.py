@@ -286,7 +286,7 @@ def _reply(conversation: Conversation, parsed: ParsedTurn) -> dict[str, Any]:
 
 
 def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
-    """Why a conversation is over. A turn that was cut might have gone on to call a tool."""
+    """Ending of a conversation, with its reason. A turn that was cut might have gone on to call a tool."""
     if reply.over == "limit":
         return Ending.TURNS, "as many tools were called as `max_tool_calls` allows"
     if reply.over == "environment":

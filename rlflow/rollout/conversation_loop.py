@@ -256,7 +256,7 @@ class EnvironmentCalls:
 
     Args:
         at_once: Most calls that run at the same time.
-        sharing: How the ranks of one engine share the calls; None where a rank has an engine alone.
+        sharing: Division of the calls among the ranks of one engine; None where a rank has an engine alone.
         limited: Whether each call ends by a limit of its own.
 
     Attributes:

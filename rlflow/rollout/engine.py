@@ -41,7 +41,7 @@ class Sampling:
         limits: The longest response to each prompt; the largest of them is `max_tokens`. None where all have that.
             Three responses that continue others of 2, 5 and 0 tokens to at most 8 have `max_tokens` 8 and the limits
             `(6, 3, 8)`.
-        truncation: Which tokens are sampled from. A temperature of 0 takes the likeliest token all the same.
+        truncation: Limits on the tokens that are sampled from. At temperature 0 the likeliest token is taken anyway.
         of_prompts: Settings of each prompt in place of `temperature` and `truncation`, None for a prompt that has none
             of its own; None where no prompt has.
     """

@@ -370,8 +370,8 @@ def sampling_seed(
         node: Id of the node that samples.
         parent: Path of the row that is answered or continued; `(id,)` of a prompt.
         child: Number of the response among those to this parent in this call.
-        call: How often this node generated from this parent before, in this draw. It counts for the row, not for the
-            rank, so it does not depend on which rank has the row.
+        call: Number of times that this node generated from this parent before, in this draw. It counts for the row,
+            not for the rank, so it does not depend on which rank has the row.
         turn: Turn of the response, from 0.
     """
     where = node + (f"#{call}" if call else "") + (f"@{turn}" if turn else "")

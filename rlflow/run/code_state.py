@@ -67,7 +67,7 @@ def _repository(file: Path | None) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """The output of a command of git that changes nothing.
+    """Output of a command of git that changes nothing.
 
     Raises:
         OSError: There is no git.

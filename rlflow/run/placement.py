@@ -108,7 +108,7 @@ def layouts(
 
 
 def _shards(role: str, place: Place, ranks: tuple[int, ...]) -> int:
-    """How many shards of rows the ranks of a role hold, after those that share rows are counted as one."""
+    """Number of shards of rows that the ranks of a role hold; ranks that share rows count as one."""
     count = len(ranks)
     if (size := place.expert_parallel_size) < 1 or count % size:
         raise UserError(

@@ -110,7 +110,7 @@ def _listed(run: Run, run_dir: Path) -> list[Path]:
 
 
 def _damage(run: Run, folder: Path) -> str | None:
-    """What is wrong with a checkpoint, the same on all ranks; each file is read by one rank."""
+    """Damage of a checkpoint, the same on all ranks; None if there is none. Each file is read by one rank."""
     transport = run.transport
     here = checkpoint.damage(folder, transport.rank, transport.world_size)
     return next((what for what in transport.gather_json(here) if what is not None), None)

@@ -1,4 +1,4 @@
-"""How long the parts of a step take: pure arithmetic on sizes and hardware, a formula each. Seconds, bytes, FLOP."""
+"""Time that the parts of a step take: pure arithmetic on sizes and hardware, a formula each. Seconds, bytes, FLOP."""
 
 from __future__ import annotations
 

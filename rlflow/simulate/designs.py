@@ -51,7 +51,7 @@ def works(workload: Workload, hardware: Hardware, design: Design) -> list[WorkIt
     Args:
         workload: The rows, models and plan of the step.
         hardware: Hardware of a machine.
-        design: How values move between nodes; `rlflow` moves them as its plan says.
+        design: Way in which values move between nodes; `rlflow` moves them as its plan says.
     """
     return list(_Step(workload, hardware, design).works())
 
@@ -264,7 +264,7 @@ class WorkItem:
 
     @property
     def end(self) -> float:
-        """When it ends, in seconds after the step's start."""
+        """End of the work, in seconds after the step's start."""
         return self.start + self.seconds
 
 

@@ -34,7 +34,7 @@ class Record:
         rank: Number of the rank.
         files: SHA-256 and size of each file by name.
         more: Further JSON-able values for the rank that completes the folder.
-        error: Why the rank could not write; None if it could.
+        error: Reason why the rank could not write; None if it could.
     """
 
     rank: int
@@ -112,7 +112,7 @@ class Draft:
         """Write the record of this rank, or of its error.
 
         Args:
-            error: Why the rank could not write its files; None if it could.
+            error: Reason why the rank could not write its files; None if it could.
             record: Function that makes the record; None for a record without files.
             written: Files to remove if there is an error, to make room for its record.
             part: See `add`.

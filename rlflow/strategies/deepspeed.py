@@ -48,8 +48,8 @@ class DeepSpeedStrategy(DistributedStrategy):
           init_args: {stage: 3, precision: bf16, offload_optimizer: true}
 
     Args:
-        stage: What is sharded over ranks: 0 nothing, 1 optimizer states, 2 optimizer states and gradients, 3 optimizer
-            states, gradients and weights.
+        stage: Stage of ZeRO. Sharded over ranks are: in 0 nothing, in 1 optimizer states, in 2 optimizer states and
+            gradients, in 3 optimizer states, gradients and weights.
         precision: Precision of weights and forward passes. With `bf16` and `fp16`, master weights are float32, and
             gradients are summed in float32. `fp16` scales the loss, and skips updates whose gradient overflows.
         token_budget: Maximum number of tokens in a micro-batch. A longer sequence gets its own micro-batch.

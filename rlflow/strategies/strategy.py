@@ -58,7 +58,7 @@ class TrainingStrategy:
         precisions: The dtypes in which it trains, by their names in a config: `{"bf16": torch.bfloat16, ...}`.
         otherwise: Advice for another precision, at the end of an error.
         dtype: Dtype of forward passes.
-        forward_plan: How rows are split into micro-batches, before what is of one role.
+        forward_plan: Plan by which rows are split into micro-batches, before the settings of one role are added.
         float32_head: Whether logits are computed in float32.
         timeout: Time after which a collective that a rank does not join fails; None on one rank.
         stage: Stage of ZeRO, or the one that divides as much: 0 nothing, 1 optimizer states, 2 also gradients, 3 also

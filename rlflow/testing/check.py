@@ -73,7 +73,7 @@ class Line:
         node: The first node whose value differs; None where the gradient does not differ.
         what: Description of the difference there.
         meant: Whether the algorithm is said to depend on it.
-        left_out: Why it was not run; empty where it was.
+        left_out: Reason why it was not run; empty where it was.
     """
 
     name: str

@@ -569,7 +569,7 @@ class Observer:
 
 
 def _versions(values: dict[str, Any]) -> list[int]:
-    """How often each tensor of these values was changed in place."""
+    """Number of changes in place of each tensor of these values."""
     fields = [vars(value).values() if dataclasses.is_dataclass(value) else [value] for value in values.values()]
     return [part._version for each in fields for part in each if isinstance(part, Tensor) and not part.is_inference()]
 

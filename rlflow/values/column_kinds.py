@@ -1,4 +1,4 @@
-"""How columns of values are cut by rows, and the types that nodes annotate them with.
+"""Kinds of columns, which say how values are cut by rows, and the types that nodes annotate them with.
 
 `B` is the number of rows on this rank, `T` the longest response among them.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class ColumnKind(Enum):
-    """How a column is cut by rows, and so how it is packed, padded and masked."""
+    """Kind of a column: the way it is cut by rows, and so packed, padded and masked."""
 
     SAMPLE = "per sample"  # [B, ...]: one entry a row
     TOKEN = "per token"  # [B, T, ...]: right-padded; a row's entries are its response tokens

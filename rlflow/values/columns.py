@@ -79,7 +79,7 @@ def optional(entry: torch.dtype | type, model_input: Literal["per token", "any",
 
     Args:
         entry: Dtype of its entries, or the type of its JSON objects.
-        model_input: How a model reads the column, which is then packed and sent with the tokens of its rows.
+        model_input: Way in which a model reads the column, which is then packed and sent with the tokens of its rows.
             `per token`: a ragged column has an entry for each token that the model reads (prompt and response without
             the last token), a `PerToken` column has one for each response token. `any`: a row of a ragged column has
             any number of entries, such as patches of images. `output layer`: as `any`, and only the output layer reads

@@ -1,4 +1,4 @@
-"""Where the rows of a role live: ranks, shards, and the peers that hold copies."""
+"""Places of the rows of a role: ranks, shards, and the peers that hold copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ ShardBy = Literal["groups", "balanced"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How rows lie over ranks. Two equal layouts hold the same rows in the same order, so nothing moves between them.
+    """Distribution of rows over ranks.
+
+    Two equal layouts hold the same rows in the same order, so nothing moves between them.
 
     On the ranks 0 to 7:
 

@@ -12,7 +12,7 @@ HOTTEST = 1e4  # highest temperature; logits divided by its inverse, the lowest,
 
 @dataclass(frozen=True)
 class SamplingSettings(Truncation):
-    """How responses to some prompts are sampled, in place of the policy's own settings.
+    """Settings with which responses to some prompts are sampled, in place of the policy's own settings.
 
     Args:
         top_p: Sample from the smallest set of likeliest tokens with at least this total probability; 1 for all tokens.
@@ -34,7 +34,7 @@ class ResponseSettings:
 
     Attributes:
         max_tokens: Tokens of the longest response; None for those of the run.
-        sampling: How the responses are sampled; None for the policy's settings.
+        sampling: Settings with which the responses are sampled; None for the policy's settings.
     """
 
     max_tokens: int | None = None

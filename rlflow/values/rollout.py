@@ -26,7 +26,7 @@ from rlflow.values.truncation import END, NOTED, by_token
 
 
 class Ending(IntEnum):
-    """Why a conversation is over."""
+    """Reason why a conversation is over."""
 
     DONE = 0  # its environment ended it, or a policy with tools called none
     TURNS = 1  # it reached the limit of turns, or of tool calls

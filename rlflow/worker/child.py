@@ -135,7 +135,7 @@ def batch_call(
         function: The function, plain or `async`.
         given: Keyword arguments such as `completions`, lists with an entry for each sample.
         state: Attributes of the argument `trainer_state`; None where the function does not take it.
-        logs: Which of the arguments `log_extra` and `log_metric` the function takes.
+        logs: Those of the arguments `log_extra` and `log_metric` that the function takes.
 
     Returns:
         `[value, columns, metrics]`: what the function returned, the columns that it gave to `log_extra`, and the values

@@ -88,7 +88,7 @@ class Sandbox:
 
 @cache
 def why_not() -> str:
-    """Why this system cannot isolate a program; empty where it can."""
+    """Reason why this system cannot isolate a program; empty where it can."""
     if sys.platform != "linux":
         return f"namespaces are Linux's, and this is {sys.platform}"
     ran = _run("print('isolated')", "", Limits(seconds=30), 1)

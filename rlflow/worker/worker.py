@@ -292,7 +292,7 @@ class Worker:
         self._socket.settimeout(max(0.001, until - time.monotonic()))
 
     def _ending(self) -> str:
-        """How the process ended, such as `was killed by SIGKILL; its last line was 'loading'`; closes the worker."""
+        """End of the process in words: `was killed by SIGKILL; its last line was 'loading'`; closes the worker."""
         process = self._process
         assert process is not None
         left = _ended(process, 1.0)
@@ -317,7 +317,7 @@ class WorkerPool:
 
     Args:
         limits: Limits of each call.
-        workers: How many workers; the process of each starts with its first call.
+        workers: Number of workers; the process of each starts with its first call.
     """
 
     def __init__(self, limits: Limits, workers: int) -> None:

@@ -101,8 +101,8 @@ class VLLMEngine(InProcessEngine):
             more tokens, they are computed in parts. None for vLLM's own number.
         block_size: Number of tokens in a block of the key-value cache. Responses to the same prompt share whole blocks.
             None for 32 on the CPU, where it must be a multiple of 32, and for vLLM's own number on GPUs.
-        model_runner: Which of vLLM's two implementations runs the model, `v1` or `v2`. None for vLLM's own choice: `v2`
-            on GPUs. On the CPU there is only `v1`.
+        model_runner: The one of vLLM's two implementations that runs the model, `v1` or `v2`. None for vLLM's own
+            choice: `v2` on GPUs. On the CPU there is only `v1`.
         enforce_eager: Run without compilation and CUDA graphs: it starts sooner and generates more slowly. None for
             True on the CPU, and False on GPUs.
         allow_untested: Accept a version of vLLM that this version of rlflow was not tested with.
@@ -539,7 +539,7 @@ UNSERVED = {
 
 
 def unserved_pictures(config: PretrainedConfig, tensor_parallel_size: int) -> str | None:
-    """Why `VLLMEngine` refuses a model that reads pictures, as in `unserved`; None if it takes it."""
+    """Reason why `VLLMEngine` refuses a model that reads pictures, as in `unserved`; None if it takes it."""
     if not reads_pictures(config):
         return f"is part of a {config.model_type!r}, which reads more than text and was not tried in vLLM"
     if tensor_parallel_size > 1:
@@ -551,7 +551,7 @@ def unserved_pictures(config: PretrainedConfig, tensor_parallel_size: int) -> st
 
 
 def unserved(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
-    """Why `VLLMEngine` refuses a model; None where it takes it.
+    """Reason why `VLLMEngine` refuses a model; None where it takes it.
 
     Args:
         config: The transformers configuration of the model's text part.

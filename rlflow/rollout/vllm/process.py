@@ -158,7 +158,7 @@ def machines_counted_at_once() -> Iterator[None]:
 
 
 def machines(group: dist.ProcessGroup) -> int:
-    """How many machines, or containers, the ranks of a group are on; called by all of them."""
+    """Number of machines, or containers, that the ranks of a group are on; called by all of them."""
     started = Path("/proc/sys/kernel/random/boot_id")  # two machines may have one name
     here = f"{socket.gethostname()} {started.read_text() if started.exists() else ''}"
     mine = torch.frombuffer(bytearray(hashlib.sha256(here.encode()).digest()), dtype=torch.uint8)

@@ -130,7 +130,7 @@ def pieces_of(model: Any, model_type: str, reads_pictures: bool = False) -> Iter
 
 
 def _beginnings(model: Any) -> dict[str, str]:
-    """How names in vLLM begin, the longest first, and those of transformers for them: vLLM's own mapping, reversed.
+    """Beginnings of names in vLLM, longest first, and those of transformers for them: vLLM's own mapping, reversed.
 
     Where it lists several, the first is that of transformers' models; others are of older files.
     """
@@ -322,7 +322,8 @@ TRANSPOSED = {  # GPT-OSS's: [E, in, out], gate and up alternate
 
 
 def unserved_experts(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
-    """Why `VLLMEngine` refuses a mixture of experts, as in `unserved`; None if it takes it, or it is no mixture.
+    """Reason why `VLLMEngine` refuses a mixture of experts, as in `unserved`; None if it takes the model, or the model
+    is no mixture.
 
     Args:
         config: The transformers configuration of the model's text part.
