@@ -267,7 +267,7 @@ def read_ahead(loader: Loader, draws: int | None) -> Prefetch:
 
 
 class ReadOnTheSpot(SlowLoader):
-    """In the place of `Prefetch`, without reading ahead."""
+    """Loader in the place of `Prefetch`, without reading ahead."""
 
     def __init__(self, loader: Loader, draws: int | None) -> None:
         super().__init__(loader)

@@ -114,7 +114,7 @@ def _rank(rank: int, most: int, counts: Sequence[int], folder: str) -> None:
 
 
 def _sharing(rank: int, counts: Sequence[int], rounds: int = 5) -> dict[int, float]:
-    """How much slower so many processes compute than one, in turns."""
+    """Slowdown of so many processes that compute, against one, in turns."""
     cores = len(os.sched_getaffinity(0))
     found: dict[int, list[float]] = {ranks: [] for ranks in counts}
     for _, ranks in itertools.product(range(rounds), counts):

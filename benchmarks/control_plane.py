@@ -131,7 +131,7 @@ class _Alone(Transport):
 
 
 def _once(name: str, way: Callable[[], Any]) -> None:
-    """Not timed: names are learned, files opened."""
+    """Run one way without timing it: names are learned, files opened."""
     way()
 
 

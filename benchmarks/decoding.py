@@ -1,4 +1,4 @@
-"""Where the processor's time goes while vLLM decodes on the CPU: rlflow, vLLM's parts, the model.
+"""Division of the processor's time while vLLM decodes on the CPU: rlflow, vLLM's parts, the model.
 
     python -m benchmarks.decoding [--workload W2] [--tokens 200] [--set enforce_eager=false]
 
@@ -41,7 +41,7 @@ PARTS = {
 
 
 def part_of(frame: FrameType | None) -> str:
-    """Whose time a stack is: that of a part of vLLM if it is in vLLM, else rlflow's."""
+    """The part to which the time of a stack belongs: a part of vLLM if the stack is in vLLM, else rlflow."""
     places = []
     while frame is not None:
         places.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")

@@ -1,4 +1,4 @@
-"""How `rlflow simulate --suggest` would divide models of five sizes on 8 to 1,024 GPUs, for `docs/simulate.md`.
+"""Divisions that `rlflow simulate --suggest` gives models of five sizes on 8 to 1,024 GPUs, for `docs/simulate.md`.
 
     python -m benchmarks.divisions
 

@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def left_out(case: Case, device: str, devices: int) -> dict[str, Any] | None:
-    """Why a case does not run here, if it does not."""
+    """Reason why a case does not run here; None if it runs."""
     if case.needs_cuda and device != "cuda":
         return {"outcome": "left out", "reason": "needs CUDA"}
     if case.devices > devices:

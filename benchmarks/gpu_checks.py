@@ -156,7 +156,7 @@ def _gradients(
 
 
 def _handle(model: str, trains: str) -> CausalLM | ValueModel:
-    """What is trained: `actor`, `adapters` of one, or a `critic`."""
+    """Handle of the model to train: `actor`, `adapters` of one, or a `critic`."""
     optimizer = Optimizer("sgd", lr=0.1, gradient_clipping=0.0)
     if trains == "critic":
         return ValueModel(model, optimizer=optimizer)

@@ -177,7 +177,7 @@ def measure_speed(
 def against_predictions(
     trainer: Trainer, module: GRPO, data: PromptData, kept: Kept, peaks: Peaks
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What was measured beside the memory table of the run, and beside the seconds of `rlflow simulate`.
+    """Measured memory over that in the run's memory table, and seconds over those of `rlflow simulate`.
 
     `generating_of_table` is the largest memory of torch's allocator while the step generates, over that in the table,
     and `training_of_table` the same while it trains. vLLM's memory is not in torch's allocator. `gpu_gib` is all memory
@@ -342,7 +342,7 @@ class Kept(Callback):
 
 
 def weights_of(model: Path) -> int:
-    """How many weights a saved model has."""
+    """Number of weights of a saved model."""
     from safetensors import safe_open
 
     index = model / "model.safetensors.index.json"

@@ -127,7 +127,7 @@ class Hub(Transport):
     """Gathers every message to rank 0, regroups there by receiver, and scatters: as one controller would.
 
     Attributes:
-        counted_bytes: What this rank sent or received, whichever is more.
+        counted_bytes: Bytes that this rank sent, or bytes that it received if these are more.
         last_bytes: Bytes that came to the hub and that left it for the last message, those of the hub itself left out.
     """
 

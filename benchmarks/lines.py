@@ -53,7 +53,7 @@ def code_lines(source: str) -> set[int]:
 
 
 def function_lines(source: str, names: tuple[str, ...]) -> int:
-    """How many lines with code these functions of a module have, decorators included."""
+    """Number of lines with code in these functions of a module, decorators included."""
     code, count = code_lines(source), 0
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name in names:

@@ -83,7 +83,7 @@ class EndlessVLLM(VLLMEngine):
 
 
 class Memory(Callback):
-    """By task: resident bytes when it began, and the most of them until the next."""
+    """Resident bytes when each task began, and the most of them until the next."""
 
     def __init__(self) -> None:
         self.of_tasks: dict[str, tuple[int, int]] = {}

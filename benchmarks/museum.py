@@ -161,7 +161,7 @@ def fit(
 
 
 def folder(algorithm: type, seed: int) -> Path:
-    """Where a run lies."""
+    """Folder of a run."""
     return RUNS / algorithm.__name__ / str(seed)
 
 

@@ -1,4 +1,4 @@
-"""How far the engine's logprobs are from the trainer's, by precision; from the root of the repository:
+"""Distance of the engine's logprobs from the trainer's, by precision; from the root of the repository:
 
     python benchmarks/precision.py transformers
     python benchmarks/precision.py vllm
@@ -48,7 +48,7 @@ def main(engine_name: str) -> None:
 
 
 def write_model(folder: Path) -> Path:
-    """In Hugging Face form."""
+    """Write a small model in Hugging Face form."""
     torch.manual_seed(0)
     size = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def cures() -> list[dict[str, Any]]:
-    """At three contexts: prompts that fit many times, and one prompt that fills the context."""
+    """Cases at three contexts: prompts that fit many times, and one prompt that fills the context."""
     return [
         {"context": context, "whole": whole, "budget": context if whole else None, "block": None}
         | {"prompts": [context // 8] * 16 + [context - 64], "samples": 1, "max_tokens": 16}

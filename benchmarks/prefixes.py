@@ -37,7 +37,7 @@ class Case:
     """Rows of one update.
 
     Attributes:
-        prompts: How many there are.
+        prompts: Number of prompts.
         prompt: Tokens of each.
         samples: Responses to each.
         response: Tokens of each response, from the fewest to the most.

@@ -60,10 +60,10 @@ class Trained:
 
     Attributes:
         seconds: Of each step after those that warm up, from the end of the step before.
-        cpu_seconds: What this rank computed for each of these steps, whoever else was on its core meanwhile.
+        cpu_seconds: Processor time of this rank in each of these steps, whoever else was on its core meanwhile.
         metrics: Of each of these steps.
         weights: Of the actor, in full; none on ranks without.
-        counted: What the transport counted, by the name of its attribute, `counted_...`.
+        counted: Counts of the transport, by the name of its attribute, `counted_...`.
     """
 
     seconds: list[float]

@@ -52,7 +52,7 @@ def reward(response: str) -> float:
 
 
 def functions_that_ran() -> dict[Path, set[int]]:
-    """By file, the first lines of the functions that ran in it."""
+    """First lines of the functions that ran, by file."""
     walk, found = Walk(), defaultdict(set)
     rows = [{"prompt": f"{i}+{i}="} for i in range(64)]
     with tempfile.TemporaryDirectory() as folder:

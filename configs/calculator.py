@@ -24,10 +24,10 @@ class Sums(Source):
     """Sums of two numbers, such as `7+8`; those of the two splits differ.
 
     Args:
-        size: How many.
+        size: Number of sums.
         digits: Of each number.
         seed: Of the draws.
-        split: Which sums these are: one in five is for validation.
+        split: Part of the sums; one in five is for validation.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ def count(draws: random.Random, noise: bool = False) -> dict[str, Any]:
     """A row: a picture of 4 x 4 cells, a colour, and how many cells have it.
 
     Args:
-        draws: Where the row is drawn from.
+        draws: Generator from which the row is drawn.
         noise: Draw random pixels in place of the cells.
     """
     from PIL import Image

@@ -17,13 +17,13 @@ from openenv.core.env_server import create_fastapi_app
 
 
 class Guess(Action):
-    """What the policy says."""
+    """Answer of the policy."""
 
     text: str
 
 
 class Question(Observation):
-    """What it is asked."""
+    """Question that the policy is asked."""
 
     text: str = ""
 

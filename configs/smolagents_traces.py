@@ -18,7 +18,7 @@ class Traces(Sums):
     The script answers as the agent wants it every other time, else by a number that it guesses.
 
     Args:
-        size: How many.
+        size: Number of sums.
         code: Whether the agent writes code, else it calls tools.
         split: See `Sums`.
     """

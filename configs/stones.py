@@ -29,7 +29,7 @@ class Moves(RandomRows):
     """Moves in games of two scripts that take any number: what one of them read, and what it took.
 
     Args:
-        size: How many games.
+        size: Number of games.
         seed: Of the draws.
     """
 

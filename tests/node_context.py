@@ -9,7 +9,7 @@ from rlflow.databuffer.transport import Transport
 
 
 def node_context(transport: Transport | None = None, dtype: torch.dtype = torch.float64) -> NodeContext:
-    """On the CPU; what is scored is kept nowhere, and nothing can be generated."""
+    """Context of a node on the CPU; scores are stored nowhere, and nothing can be generated."""
     return NodeContext(
         engines={},
         transport=Transport() if transport is None else transport,

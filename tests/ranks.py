@@ -52,7 +52,7 @@ class RankPool:
             assert ranks.run(dist.get_rank) == [0, 1]
 
     Args:
-        world_size: How many processes.
+        world_size: Number of processes.
         environment: More environment variables for them, set before the first function's module is imported there.
     """
 

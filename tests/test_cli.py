@@ -77,7 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def ends(folders: dict[str, Path]) -> Callable[[str], Ended]:
-    """How `rlflow fit` on two ranks ends in a folder; each is run once."""
+    """End of `rlflow fit` on two ranks in a folder; each is run once."""
     return cache(lambda name: end(start(folders[name], "fit", "--config", "my.yaml")))
 
 

@@ -32,7 +32,7 @@ def run(folder: Path, *command: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the problems were written."""
+    """Folder to which the problems were written."""
     folder = tmp_path_factory.mktemp("own")
     run(folder, str(ROOT / "benchmarks/word_problems.py"), "write")
     return folder

@@ -15,12 +15,12 @@ CALLS, TURNS, REWARD = "val/tool_calls", "val/turns", "val/reward"
 
 @dataclass(frozen=True)
 class Move:
-    """How a number of validation must move, from before the first step to after the last.
+    """Change that a number of validation must show, from before the first step to after the last.
 
     Attributes:
-        metric: Which one.
-        by: How much more it must be afterwards; negative where it must be less.
-        to: What it must exceed afterwards.
+        metric: Name of the metric.
+        by: Amount by which it must rise; negative if it must fall.
+        to: Value that it must exceed afterwards.
     """
 
     metric: str

@@ -42,7 +42,7 @@ class Fault:
     """Something wrong, as somebody might write it.
 
     Attributes:
-        what: What is wrong, as the page says it.
+        what: The mistake, in the words of the page.
         plant: Puts it in this process.
         test: The test that must notice, as pytest takes it.
         lesson: The config of a training whose gates must notice too; None where the test says enough.

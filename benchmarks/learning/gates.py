@@ -39,7 +39,7 @@ def gain(least: float) -> Gate:
 
 
 def explained_variance(least: float) -> Gate:
-    """How much of the outcome the critic foresees, late in training; of returns with lambda 1."""
+    """Share of the outcome that the critic foresees, late in training; of returns with lambda 1."""
     return Gate("explained variance", lambda run: tenths(run, "critic/explained_variance")[1], above=least)
 
 

@@ -1,4 +1,4 @@
-"""Which test notices each planted fault: runs it on the code with the fault, where it must fail.
+"""Tests that notice each planted fault: runs the test on the code with the fault, where it must fail.
 
     python -m benchmarks.learning.noticed [FAULT ...]
 

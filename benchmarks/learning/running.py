@@ -17,7 +17,7 @@ def run_all(tasks: Iterable[Task], jobs: int) -> list[str]:
     """Every seed of every task, what they start from first; a line for each that failed.
 
     Args:
-        tasks: What to run.
+        tasks: Tasks to run.
         jobs: Runs at a time.
     """
     failed: list[str] = []

@@ -36,7 +36,7 @@ class Task:
     seeds: tuple[int, ...] = SEEDS
 
     def folder(self, seed: int) -> Path:
-        """Where a run's results lie."""
+        """Folder of a run's results."""
         return ROOT / "runs" / self.name / str(seed)
 
     def command(self, seed: int) -> list[str]:

@@ -112,7 +112,7 @@ def table(claims: Iterable[Claim]) -> list[str]:
 
 
 def moved(claim: Claim) -> str:
-    """How the claim's metric of training moved, over seeds."""
+    """Change of the claim's metric of training, over seeds."""
     if claim.trained is None:
         return ""
     if claim.beside is not None:

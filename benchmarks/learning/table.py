@@ -33,7 +33,7 @@ def kept(lines: Sequence[str], before: Sequence[str]) -> list[str]:
 
     Args:
         lines: A name in backquotes begins each but those of the head.
-        before: What the page has.
+        before: Lines of the page.
     """
     known: dict[str, list[str]] = {}
     lines, (head, *rest) = list(lines), before

@@ -23,10 +23,10 @@ class Parts:
     """Measures the parts of the step that has just ended.
 
     Args:
-        workload: What is trained.
-        folder: With its model.
-        engine: Which generated.
-        strategy: Which trained.
+        workload: Workload that is trained.
+        folder: Folder with its model.
+        engine: Engine that generated.
+        strategy: Strategy that trained.
     """
 
     def __init__(self, workload: Workload, folder: Path, engine: RecordedVLLM, strategy: RecordedStrategy) -> None:

@@ -28,7 +28,7 @@ def run_rlflow(workload: Workload, folder: Path, engine: str, steps: int) -> Non
     """Train, and leave the seconds of each step in `found.json`.
 
     Args:
-        workload: What is trained.
+        workload: Workload to train.
         folder: With model and prompts.
         engine: `vllm`, whose steps are followed by their parts, `compiled` for vLLM with its model compiled, or
             `transformers`.

@@ -47,7 +47,7 @@ class Workload:
         prompt_tokens: Of a prompt, the fewest and the most; None for sums such as `17+4=`.
         group: Responses to a prompt.
         longest: Tokens of a response at most.
-        algorithm: Who trains.
+        algorithm: Algorithm that trains.
         kl_coef: Weight of the divergence from a reference; 0 for no reference.
         updates: Of a step; of more than one the logprobs before the first are a pass of their own.
         lora: Settings of adapters; None to train all weights.

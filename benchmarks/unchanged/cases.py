@@ -37,7 +37,7 @@ class Case:
 
     @property
     def effort(self) -> tuple[bool, int]:
-        """By which the quick ones come first: an engine to start takes longer than ranks, and they than one process."""
+        """Sort key, quick cases first: to start an engine takes longer than ranks, and they longer than one process."""
         return self.engine == VLLM, self.ranks
 
 

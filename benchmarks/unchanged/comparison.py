@@ -26,7 +26,7 @@ class Difference:
 
 
 def compared(base: Values, present: Values, allowed: Collection[str]) -> tuple[int, list[Difference]]:
-    """How many values were compared, and those that differ, in the base's order.
+    """Number of values that were compared, and those that differ, in the base's order.
 
     Args:
         base: Of the run before.

@@ -16,10 +16,10 @@ def python(revision: Revision, arguments: list[str], folder: Path, log: Path) ->
     """Run Python with one thread; its exit code.
 
     Args:
-        revision: Whose code is imported.
+        revision: Revision whose code is imported.
         arguments: Of Python.
-        folder: Where it runs.
-        log: Where it prints; beside it, as `.imported`, stands where its processes took `rlflow` from.
+        folder: Folder in which it runs.
+        log: File to which it prints. A file `.imported` next to it says where its processes took `rlflow` from.
     """
     imported = log.with_suffix(".imported")
     imported.unlink(missing_ok=True)

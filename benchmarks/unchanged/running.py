@@ -26,13 +26,13 @@ from benchmarks.unchanged.shortened import shortened
 
 @dataclass(frozen=True)
 class Runs:
-    """Those of one revision from given models.
+    """Runs of one revision from given models.
 
     Attributes:
-        revision: Whose code runs.
-        starts: What stands for `runs` in each.
+        revision: Revision whose code runs.
+        starts: Folder that stands for `runs` in each.
         names: New names of keys and classes, by the base's.
-        defaults: What the base sets where a config says nothing, see `renamed.DEFAULTS`.
+        defaults: Values that the base sets where a config says nothing, see `renamed.DEFAULTS`.
     """
 
     revision: Revision
@@ -75,8 +75,8 @@ def run_all(runs: Runs, cases: Iterable[Case], jobs: int) -> list[str]:
     """Every case that is not finished, the quick ones first; a line for each that failed.
 
     Args:
-        runs: Whose.
-        cases: What to run.
+        runs: Runs of one revision.
+        cases: Cases to run.
         jobs: Runs at a time.
     """
     missing = sorted((case for case in cases if runs.record(case) is None), key=lambda case: case.effort)

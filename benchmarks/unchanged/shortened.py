@@ -31,8 +31,8 @@ def shortened(settings: Any, case: Case, folder: Path, names: Mapping[str, str] 
 
     Args:
         settings: A config, as read.
-        case: Which run.
-        folder: Where its results go.
+        case: Case of the run.
+        folder: Folder for its results.
         names: New names of keys and classes, by the old ones that stand here.
     """
     short = deepcopy(settings)

@@ -12,12 +12,12 @@ from benchmarks.unchanged.record import Values
 
 @dataclass(frozen=True)
 class Row:
-    """A case, how many values were compared, and what differs.
+    """A case, the number of values that were compared, and the differences.
 
     Attributes:
-        case: Which.
-        values: Compared; 0 where a run is missing.
-        differences: In order.
+        case: The case.
+        values: Number of values compared; 0 where a run is missing.
+        differences: Differences, in order.
         missing: `before` and `now`, where a run is not there.
     """
 
@@ -33,7 +33,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """In a few words."""
+        """Result in a few words."""
         if self.missing:
             return f"missing: {', '.join(self.missing)}"
         if self.differences:
@@ -45,9 +45,9 @@ def row(case: Case, base: Values | None, present: Values | None, allowed: Collec
     """Compare a case's runs.
 
     Args:
-        case: Which.
-        base: What the run before left; None where it is not there.
-        present: What the run now left, likewise.
+        case: The case.
+        base: Values of the run before; None where it is not there.
+        present: Values of the run now; None where it is not there.
         allowed: Names that one side may lack.
     """
     if base is None or present is None:

@@ -133,5 +133,5 @@ class EarlyStopping(Callback):
         return None
 
     def _gain(self, value: float, over: float) -> float:
-        """By how much `value` is better than `over`."""
+        """Amount by which `value` is better than `over`."""
         return value - over if self.mode == "max" else over - value

@@ -202,7 +202,7 @@ def _marked(now: Mapping[str, str], before: Mapping[str, str]) -> dict[str, Dige
 
 
 def _changed_by(of_ranks: Sequence[Mapping[str, Digest]]) -> dict[str, list[int]]:
-    """By name of an entry, the ranks that changed it since the run began; if none did, the ranks that have it."""
+    """Ranks that changed each entry since the run began, by its name; if none did, the ranks that have it."""
     ranks = {}
     for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
         having = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]

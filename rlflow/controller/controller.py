@@ -173,7 +173,7 @@ class Controller:
         self._sampler.count = state["draws"]
 
     def carried_over(self) -> dict[str, Groups]:
-        """For a checkpoint, the groups of rows that later steps need, by name.
+        """Groups of rows that later steps need, by name, for a checkpoint.
 
         `surplus` has groups beyond those of the last step. `unfinished` has groups with responses that were cut off.
         `step-00000007` has the values that this rank made in a step that is generated and not yet trained.

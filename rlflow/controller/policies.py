@@ -111,7 +111,7 @@ class Policies(dict[str, Policy]):
         self[name].compare(version, metrics, f"/{name}" if len(self) > 1 else "")
 
     def bring(self, name: str, steps: int) -> None:
-        """For validation, send a policy's weights after `steps` steps to its engines; called by all ranks.
+        """Send a policy's weights after `steps` steps to its engines, for validation; called by all ranks.
 
         The next step logs and compares them. So a run that resumes in between logs the same.
         """

@@ -263,7 +263,7 @@ class UpdateWatch:
     _norms: dict[str, deque[float]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """By role, the norms with which the next is compared, and the updates skipped in a row; JSON-able."""
+        """Norms with which the next is compared, and number of updates skipped in a row, by role; JSON-able."""
         roles = sorted({*self._norms, *self._skipped})
         return {role: {"norms": [*self._norms.get(role, ())], "skipped": self._skipped[role]} for role in roles}
 

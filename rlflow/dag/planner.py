@@ -533,7 +533,7 @@ def _rows_of(task: Task, graph: Graph) -> tuple[str, ...]:
 
 
 def _frees(order: Sequence[Node], graph: Graph) -> dict[str, tuple[str, ...]]:
-    """By node, the values that no later node reads, its own included; a filter's value is read by `DynamicSampling`."""
+    """Values that no later node reads, its own included, by node; a filter's value is read by `DynamicSampling`."""
     freed: dict[str, tuple[str, ...]] = {}
     for place, node in enumerate(order):
         last = [name for name in node.reads if not _reads(order[place + 1 :], name)]

@@ -116,7 +116,7 @@ class Played(Source):
 
 
 class _TextBridge(Bridge):
-    """For turns whose "tokens" are the characters of a text: a dataset has no tokenizer.
+    """Bridge for turns whose "tokens" are the characters of a text: a dataset has no tokenizer.
 
     Attributes:
         messages: Messages of its one conversation so far.

@@ -262,7 +262,7 @@ class Episode:
         """The tokens of a request; how many of them the first call of its row read; and whether it is `rewritten`."""
 
         def order(choice: Choice) -> tuple[bool, bool, str, int, Tokens]:
-            """Of answers with the same words, those in the request's own branch and to its own settings come first."""
+            """Sort key for answers with the same words: own branch and own settings of the request come first."""
             request = choice.request
             other_branch = request.asked.branch != asked.branch
             return other_branch, request.settings != settings, request.settings, choice.number, request.read

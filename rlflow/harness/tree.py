@@ -51,6 +51,13 @@ class CallTokens:
 class EpisodeRow:
     """A row of an episode.
 
+    In the calls of the example at the top, numbered 0 to 2:
+
+        field      row 0        row 1
+        turns      0 1          0 2
+        trained    True True    False True
+        inherited  0            2, the tokens 3 4
+
     Attributes:
         turns: Numbers of the calls along the row, from its first; indices into the calls that `rows_of` was given.
         trained: Whether the tokens of each turn are trained in this row.

@@ -160,9 +160,7 @@ def read_events(
 
 
 def step_windows(folder: Path) -> dict[int, Window]:
-    """Time from the first beginning to the last end of the tasks of each step, from 1, over ranks: microseconds of the
-    wall clock, by step.
-    """
+    """Beginning and end of the tasks of each step, over all ranks, by step from 1: microseconds of the wall clock."""
     windows: dict[int, Window] = {}
     for event in _written(folder):
         if event.get("cat") in (None, WAIT, FLIGHT, TURN):
@@ -175,7 +173,7 @@ def step_windows(folder: Path) -> dict[int, Window]:
 
 
 def window_of(windows: Mapping[int, Window], steps: Sequence[int]) -> Window:
-    """From the beginning of the first of `steps` to the end of the last."""
+    """Time from the beginning of the first of `steps` to the end of the last."""
     return min(windows[step][0] for step in steps), max(windows[step][1] for step in steps)
 
 

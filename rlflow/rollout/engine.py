@@ -451,6 +451,13 @@ class RolloutEngine(ABC):
 class Turn:
     """One response, asked for while others are in progress.
 
+    The two turns of row 3 in the example of `Rollout`, if `max_response_length` is 7:
+
+        field    first turn    second turn
+        prompt   12 13 14      12 13 14 30 31 40 41 42
+        seed     one number    another
+        longest  7             2, since 5 of the 7 tokens are used
+
     Attributes:
         prompt: Token ids.
         seed: See `sampling_seed`.

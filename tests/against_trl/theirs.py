@@ -68,11 +68,11 @@ def grpo(scratch: Path, models: Models, *, off_policy: bool, sampler: Tensor | N
     """A step of `GRPOTrainer`: its advantages, old and reference logprobs, importance weights, loss and gradient.
 
     Args:
-        scratch: For the trainer's output.
-        models: Whose policy is trained, from `old` on.
+        scratch: Folder for the trainer's output.
+        models: Models whose policy is trained, from `old` on.
         off_policy: Train `models.policy` on the samples of `models.old`; else train `models.old`.
         sampler: The rollout engine's logprobs `[B, T]`, which TRL knows of vLLM only; None is without.
-        settings: Of `GRPOConfig`.
+        settings: Settings of `GRPOConfig`.
     """
     arguments = GRPOConfig(
         **_common(scratch),

@@ -195,7 +195,7 @@ def refusal(model: Path, optimizer: Optimizer, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def written(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a checkpoint of one process lies."""
+    """Folder with a checkpoint of one process."""
     folder = tmp_path_factory.mktemp("written")
     strategy = SingleProcess()
     handle = trained(model, ADAMW)
@@ -269,7 +269,7 @@ class Spoils(Callback):
         rank: On this one alone; None for all.
         after: The step.
         kind: Of what a checkpoint has of the first weight; None for the weight that forward passes read.
-        role: Whose weight it is.
+        role: Role whose weight it is.
         value: Of the entry.
     """
 

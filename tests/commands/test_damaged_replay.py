@@ -23,7 +23,7 @@ RANK0 = "-00000-of-00001"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a run of one rank has kept steps 1 and 2, and has ended in step 3."""
+    """Folder where a run of one rank has kept steps 1 and 2, and has ended in step 3."""
     folder = tmp_path_factory.mktemp("damaged")
     config = {
         **CONFIG,

@@ -72,7 +72,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, ranks2: RankPool) -> Path:
-    """Where a run of two ranks has kept steps 1 and 2, and has ended in step 3, in which a node raised on rank 1."""
+    """Folder where a run of two ranks has kept steps 1 and 2, and has ended in step 3: a node raised on rank 1."""
     folder = tmp_path_factory.mktemp("replayed")
     (folder / "mine.py").write_text(MINE)
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))

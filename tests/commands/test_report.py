@@ -1,4 +1,4 @@
-"""Where a run's time went: the numbers of a trace worked by hand, and the report of a real run on two ranks."""
+"""Report on a run's time: the numbers of a trace worked by hand, and the report of a real run on two ranks."""
 
 from __future__ import annotations
 

@@ -57,10 +57,10 @@ class Result:
 
     Attributes:
         steps: The metrics of each step that was done.
-        weights: Of the actor, full.
-        record: What the module recorded, if it does.
-        summary: Of the run; empty if it failed.
-        error: What ended it, if it failed.
+        weights: Weights of the actor, full.
+        record: Record of the module, if it has one.
+        summary: Summary of the run; empty if it failed.
+        error: Error that ended it, if it failed.
     """
 
     steps: list[dict[str, float]]

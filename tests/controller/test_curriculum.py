@@ -62,7 +62,7 @@ def curriculum() -> Curriculum:
 
 
 def passed(record: Record) -> Counter[int]:
-    """How many samples of each row passed."""
+    """Number of samples of each row that passed."""
     return Counter(row for rows, rewards in record for row, reward in zip(rows, rewards, strict=True) if reward >= 0.5)
 
 

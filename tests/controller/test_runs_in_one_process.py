@@ -12,7 +12,7 @@ from tests.ranks import RankPool
 
 
 def groups_after_each(policy: Path, folder: Path, runs: int) -> list[int]:
-    """How many loops of gloo there are in this process after each run: one for each process group."""
+    """Number of loops of gloo in this process after each run: one for each process group."""
     counts = []
     settings = {"max_steps": 1, "placement": {"rollout": 0}}
     for run in range(runs):

@@ -1,4 +1,4 @@
-"""How a row becomes token ids. The tokenizer gives each character its code, so ids are read as text."""
+"""Token ids of a row. The tokenizer gives each character its code, so ids are read as text."""
 
 from __future__ import annotations
 

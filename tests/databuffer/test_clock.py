@@ -62,7 +62,7 @@ class OrdersTheStream:
 
 
 class OverAStream(Transport):
-    """Whose collectives take a quarter of a second of the stream's time, and none of the host's."""
+    """Transport whose collectives take a quarter of a second of the stream's time, and none of the host's."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()

@@ -35,8 +35,8 @@ class Case:
     """Samples of some prompts in a layout, and a layout to bring them to.
 
     Attributes:
-        source: Where they are made, in whole groups.
-        target: Where they are read.
+        source: Layout in which they are made, in whole groups.
+        target: Layout in which they are read.
         dealt: For each shard of `source` the groups that it makes, in its order.
         group_size: Samples of each group.
         lengths: Response length by id; the samples of group g are g * group_size, g * group_size + 1, ...

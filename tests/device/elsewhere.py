@@ -132,7 +132,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _target(packet: Any, args: Any, kwargs: Any, there: list[Elsewhere]) -> torch.device:
-    """Where the result is."""
+    """Device of the result."""
     if packet is _aten.copy_:
         return DEVICE if isinstance(args[0], Elsewhere) else CPU
     if kwargs.get("device") is None:

@@ -47,7 +47,7 @@ class ManyElsewhere(ManyProcesses):
 
 
 class SingleProcessElsewhere(SingleProcess):
-    """In this process.
+    """Strategy that trains in this process.
 
     Args:
         token_budget: Tokens of a micro-batch.

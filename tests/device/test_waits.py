@@ -1,4 +1,4 @@
-"""How often the host waits for its device in a step: a number that no size makes grow."""
+"""Number of times that the host waits for its device in a step, which no size makes grow."""
 
 from __future__ import annotations
 

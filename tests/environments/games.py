@@ -132,8 +132,8 @@ def read_file(path: str, method: str = "r") -> str:
     """Read a file.
 
     Args:
-        path: Of the file.
-        method: How it is opened.
+        path: Path of the file.
+        method: Mode in which it is opened.
     """
     return f"{path} {method}"
 

@@ -29,17 +29,17 @@ class Case:
 
     Attributes:
         algorithm: Its class.
-        objective: What the reference computes; its settings are the algorithm's too. None where nothing is sampled.
-        more: Settings of the algorithm beside those.
+        objective: Objective that the reference computes; its settings are the algorithm's too. None without sampling.
+        more: Further settings of the algorithm.
         prompts: Those that the step trains on.
         data: The dataset, which may hold more.
         models: Folders of other models than the trained one, by role, by their names in the recording.
         past: Whether old logprobs and old values are the recorded ones; else the models themselves say them.
         model: The folder of the model to train.
-        columns: What is read of the dataset beside the prompts.
+        columns: Columns of the dataset that are read in addition to the prompts.
         turns: Whether the responses are conversations, in which an environment wrote some of the tokens.
         noise: The engine's logprobs of those.
-        paid: What the environment pays for: each of the turns, or all of them at the end; "" for nothing.
+        paid: Things that the environment pays for: each of the turns, or all of them at the end; "" for nothing.
     """
 
     algorithm: str

@@ -128,7 +128,7 @@ def record(
     """Make models and a recording whose old policy and old critic are apart from the models given.
 
     Args:
-        folder: Where they are written.
+        folder: Folder for them.
         write: Writes a language model into a folder by a seed; None for a small Qwen2.
         empty: (prompt, response) without a token; the dataset's answer is then the end of text alone.
         pictures: Pictures with which each prompt begins; none for a model that reads text alone.

@@ -14,7 +14,7 @@ RANKS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step is run; by the claim under test nothing of it matters.
+    """Way in which a step is run; by the claim under test, it does not matter.
 
     Attributes:
         stage: Of ZeRO, or FSDP; None for a single process without either.

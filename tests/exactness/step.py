@@ -84,7 +84,7 @@ class RecordedTurns:
     """The responses are conversations: of some of their tokens an environment is the author.
 
     Attributes:
-        noise: What the engine's logprobs of those tokens are.
+        noise: The engine's logprobs of those tokens.
     """
 
     recording: Recording

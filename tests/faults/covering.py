@@ -47,7 +47,7 @@ def pairs(kind: Kind) -> set[tuple[tuple[str, object], tuple[str, object]]]:
 
 
 def points(kind: Kind) -> list[str]:
-    """Where a run of this kind comes by."""
+    """Points that a run of this kind passes."""
     nodes = [*NODES, *(OF_PPO if kind.algorithm == "ppo" else ())]
     if kind.algorithm == "turns":
         nodes.remove("rewards")

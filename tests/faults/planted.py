@@ -80,7 +80,7 @@ SALT_BEFORE = "3"  # of the syncs before the third step: the third's
 
 
 def positions_are_wrong_after_packing(patch: pytest.MonkeyPatch) -> None:
-    """Where responses begin."""
+    """The fault: positions are wrong where responses begin."""
     pack = handle.pack  # type: ignore[attr-defined]
 
     def moved(rows: Any, *_: Any) -> ModelInput:

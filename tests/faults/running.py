@@ -24,7 +24,7 @@ RANK_STARTS_S = 120.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
+    """Result of a command.
 
     Attributes:
         code: Its exit code; negative for the signal that killed it.
@@ -49,10 +49,10 @@ class Running:
     """A command that runs. With it ends every process that it has started.
 
     Args:
-        folder: Where it runs; modules in it are found.
+        folder: Folder in which it runs; modules in it are found.
         arguments: After `rlflow`; or a whole command where `command` is given.
         environment: More variables.
-        command: What to start.
+        command: Program to start.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Running:
             )
 
     def ended(self, within: float = 240.0) -> Ended:
-        """How it ends; it is an error of the test if it does not.
+        """Wait for its end; it is an error of the test if it does not end.
 
         Args:
             within: Seconds from its start.

@@ -35,7 +35,7 @@ def stall(point: str) -> None:
 
 
 class StallingEngine(TransformersEngine):
-    """At points of its own: the ranks have not met at the first."""
+    """Engine that stalls at points of its own; at the first, the ranks have not met."""
 
     def check_model(self, *given: Any) -> None:
         stall("start")
@@ -56,7 +56,7 @@ class StallingEngine(TransformersEngine):
 
 
 class Stalls(Callback):
-    """Where an engine has no part."""
+    """Stalls where an engine has no part."""
 
     def on_task_start(self, trainer: Any, module: Any, task: str, step: int) -> None:
         if task.startswith("train"):

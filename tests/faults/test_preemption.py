@@ -31,10 +31,10 @@ class Sends(Callback):
     """Sends this process a signal before the first task of a step whose text begins so, on some ranks.
 
     Args:
-        number: Of the signal.
+        number: Number of the signal.
         task: As `rlflow graph` prints it, or the hook of a callback.
-        ranks: Which receive it.
-        step: From 0.
+        ranks: Ranks that receive it.
+        step: The step, from 0.
     """
 
     def __init__(self, number: int, task: str, ranks: tuple[int, ...], step: int = AT) -> None:

@@ -19,7 +19,7 @@ PROJECT = Path(__file__).parents[2]
 
 
 def killed(folder: Path, *cases: str) -> dict[str, int]:
-    """How often a save of each case was killed."""
+    """Number of times that a save of each case was killed."""
     command = [sys.executable, "-m", "tests.faults.killed_saves", str(folder), *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=500)

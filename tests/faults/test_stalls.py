@@ -31,7 +31,7 @@ SILENT = "it is stopped, or code in C holds its interpreter"
 
 
 def ended(folder: Path, how: str, rank: int, point: str, *command: str) -> tuple[Ended, float]:
-    """How the run ended, and how many seconds after the rank stood still."""
+    """End of the run, and the seconds from when the rank stood still until then."""
     own_folder.make(folder)
     shutil.copy(STALLS, folder)
     write(folder / "my.yaml", CHANGES)

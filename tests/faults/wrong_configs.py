@@ -23,11 +23,11 @@ class Wrong:
     """A mistake.
 
     Attributes:
-        name: Of the case.
-        line: What the refusal holds.
-        changes: Of the config at dotted keys.
-        content: Of the file instead.
-        options: Behind the config.
+        name: Name of the case.
+        line: Text that the refusal contains.
+        changes: Changes of the config at dotted keys.
+        content: Content of the file, in place of a config.
+        options: Options after the config.
     """
 
     name: str

@@ -38,8 +38,8 @@ class Script:
         path: Of the API that it calls.
         opening: Its first message.
         more: Fields of its requests.
-        steps: What it does after its first call.
-        twins: How many do the same at the same time.
+        steps: Steps that it takes after its first call.
+        twins: Number of agents that do the same at the same time.
         odd: Whether the policy may say a token that no text shows.
     """
 

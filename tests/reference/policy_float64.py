@@ -46,7 +46,7 @@ class Objective:
         clip_high: Upper clip range of the ratio.
         dual_clip: Bound of the ratio where the advantage is negative; None is off.
         drift_coef: Weight of CPGD's drift.
-        anchor: Whose logprobs stand below the ratio: the `old` policy's, or those of the `rollout`.
+        anchor: Policy whose logprobs stand below the ratio: the `old` policy, or that of the `rollout`.
         tau_pos: Of SAPO.
         tau_neg: Of SAPO.
         delta: Of DPPO and of off-policy sequence masking.
@@ -260,7 +260,7 @@ def _with_old_logprobs(policy: torch.nn.Module, samples: Sequence[Sample], objec
 
 
 def _go_on(model: torch.nn.Module, update: Update) -> None:
-    """From the weights that SGD left."""
+    """Continue from the weights that SGD left."""
     model.zero_grad()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ class Example:
     Attributes:
         prompt_ids: Token ids, at least one.
         response_ids: Token ids, the end-of-sequence token included.
-        loss_mask: Which tokens of the response count; None is all.
+        loss_mask: True at tokens of the response that count; None for all.
     """
 
     prompt_ids: Sequence[int]

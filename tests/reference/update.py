@@ -136,7 +136,7 @@ def mean_loss(losses: Sequence[Tensor], masks: Sequence[Sequence[bool]], mode: s
 
     Args:
         losses: One tensor for each response.
-        masks: Which tokens of each response count.
+        masks: True at tokens of each response that count.
         mode: `token-mean`, `sequence-mean-token-mean`, `sequence-mean-token-sum` or `constant`.
         max_length: The divisor of `constant`.
     """

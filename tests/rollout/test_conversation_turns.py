@@ -174,7 +174,7 @@ def test_logprobs_are_those_of_the_model_reading_the_whole_conversation(
 
 
 def test_what_the_policy_reads_is_what_the_template_writes(engine: RolloutEngine, tokenizer: Any) -> None:
-    """Where every turn ended by itself; a turn that was cut gets its end."""
+    """In conversations in which every turn ended by itself; a turn that was cut gets its end."""
     several = 0
     for one in held(engine, tokenizer):
         text = tokenizer.decode(one.prompt + one.tokens)
@@ -218,7 +218,7 @@ def test_conversations_end_as_the_environment_or_the_limits_say(engine: RolloutE
 
 
 def test_a_conversation_is_cut_where_tokens_ran_out_and_nowhere_else(engine: RolloutEngine, tokenizer: Any) -> None:
-    """Who had all turns, or whose environment failed under `zero`, stays in the loss of `mask_truncated`."""
+    """One that had all turns, or whose environment failed under `zero`, stays in the loss of `mask_truncated`."""
     conversations = [*held(engine, tokenizer), *held(engine, tokenizer, longest=30)]
     conversations[0].end(Ending.FAILED, "as under `zero`")
     path = RowPath(torch.arange(2 * PLACES)[:, None], ("batch",))
@@ -305,7 +305,7 @@ class Waiting(Echo):
 
 @pytest.mark.parametrize("at_once", [2, PLACES])
 def test_an_environment_that_takes_long_holds_up_nobody(engine: RolloutEngine, tokenizer: Any, at_once: int) -> None:
-    """Where there are two workers, all others take their turn in the second."""
+    """With two workers, all others take their turn in the second."""
     Waiting.over = 0
     conversations = held(engine, tokenizer, Waiting, at_once=at_once, max_turns=4)
     assert conversations[0].rewards == [1.0]

@@ -128,7 +128,7 @@ def test_a_seat_reads_what_the_game_tells_it_and_speaks_in_its_turns(
 
 
 def starts(view: Conversation) -> list[int]:
-    """Where its segments begin."""
+    """Beginnings of its segments."""
     return [sum(view.segments[:count]) for count in range(len(view.segments))]
 
 

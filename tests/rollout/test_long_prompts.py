@@ -158,7 +158,7 @@ def test_requests_that_were_preempted_get_the_same_responses(folder: Path) -> No
 
 @pytest.mark.slow
 def test_vllm_still_needs_random_numbers_that_it_can_take_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When this fails, rlflow/rollout/rewind.py can go."""
+    """If this fails, rlflow/rollout/rewind.py can go."""
     monkeypatch.setattr(rlflow.rollout.vllm.engine, "make_rewindable", lambda runner: None)
     with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
         answers(vllm(IN_PARTS), folder)

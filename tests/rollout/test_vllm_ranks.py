@@ -123,7 +123,7 @@ def test_an_engine_for_two_ranks_answers_alike_on_both(
 
 
 def _machines(names: list[str]) -> tuple[int, int]:
-    """How many machines are counted where ranks have these names for theirs, and in how many rounds."""
+    """Number of machines that are counted if ranks have these names for theirs, and the number of rounds."""
     rounds = []
     with pytest.MonkeyPatch.context() as patched:
         gather = dist.all_gather

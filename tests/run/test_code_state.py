@@ -1,4 +1,4 @@
-"""What a run records of the code that it was started with."""
+"""Record that a run makes of the code that it was started with."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def weights_divided_twice(model: Path, state: State) -> tuple[dict[str, Tensor],
 
 
 def elements_read(model: Path, stage: Stage, precision: str, state: State) -> int:
-    """How many this rank reads of a state that it is given."""
+    """Number of elements that this rank reads of a state that it is given."""
     strategy = launch(stage, precision)
     strategy.setup_role("actor", trained(model, ADAMW), model)
     stored = InMemory(state)

@@ -66,7 +66,7 @@ def _runs(pid: int) -> bool:
 
 
 def ends(happening: str) -> Ending:
-    """How the script ends."""
+    """End of the script."""
     environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "MASTER_PORT")}
     script = subprocess.Popen(
         [sys.executable, str(SCRIPT), happening],

@@ -128,7 +128,7 @@ def multiply() -> None:
 
 
 def run_a_program_without_end() -> None:
-    """In a sandbox; 123457 seconds, by which its processes are known."""
+    """Run it in a sandbox; it sleeps 123457 seconds, by which its processes are known."""
     from rlflow.worker import Limits, Sandbox
 
     Sandbox(Limits(seconds=123457)).run("while True: pass")
@@ -150,7 +150,7 @@ def close_the_pipes() -> None:
 
 
 def sockets_of_a_program() -> int:
-    """How many sockets a program has that inherits all it can."""
+    """Number of sockets of a program that inherits all it can."""
     listed = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
     return listed.stdout.count("socket:")
 

@@ -13,7 +13,7 @@ from tests.reference.papers.ragged import Ragged, sum_of
 
 
 def weights(r: Sequence[float]) -> list[float]:
-    """What multiplies S_i = grad log pi(y_i) in eq. 10: r_i / K - 1 / N of N responses with K right; all 0 if K is 0
+    """Factors on S_i = grad log pi(y_i) in eq. 10: r_i / K - 1 / N of N responses with K right; all 0 if K is 0
     (section 4.3).
 
     N times that is (r_i - mean) / mean, the advantage of the authors' code.
@@ -27,7 +27,7 @@ def advantages(r: Sequence[float]) -> list[float]:
 
 
 def loss(log_pi: Ragged, groups: Sequence[Sequence[float]]) -> Tensor:
-    """Its gradient is minus the mean over prompts of eq. 10's estimator, with log pi(y) the sum over a response's
+    """Loss; its gradient is minus the mean over prompts of eq. 10's estimator, with log pi(y) the sum over a response's
     tokens.
     """
     total, i = [], 0
