@@ -7,7 +7,7 @@ sleeps**, because cores that all ranks share hide nothing: 0.6 s to generate, 40
 score and to train, rows of log-normal lengths (mean 48, sigma 1). A message takes 2 ms and its bytes, those that this
 rank sends or receives, over a link of 100 kB/s, one message after another; a rank that waits for it sleeps. The link is
 so slow that an exchange of the samples takes a fifth of the time of their rewards; the texts of a large model on a fast
-network take far less of a step. Beside this, everything is really computed and moved, by a very small model.
+network take far less of a step. Everything else is really computed and moved, by a very small model.
 
 - kept: a value that is read where it was made is the same object. Without, each such read brings the value from a store
   whose rows lie on ranks at random: its bytes cross the link, of which this rank has one in four itself.

@@ -4,9 +4,9 @@
 
 The step: GRPO on two gloo ranks of one thread, 64 responses of random tokens whose lengths are log-normal (mean 128,
 sigma 1, at most 1,024) and cost nothing to make. `balance: auto` and `off` take turns with the same responses, and are
-compared step by step, in two ways. *Emulated*: beside a very small model, training **sleeps** 0.5 ms a token; what is
-told is the time of the step. *Computed*: a Qwen2 of 0.4 million random weights is trained without a sleep; what is told
-is how long the busier rank is on a core, whoever else uses it. On cores that ranks share, the time of such a step shows
+compared step by step, in two ways. *Emulated*: training **sleeps** 0.5 ms a token and trains a very small model; the
+time of the step is printed. *Computed*: a Qwen2 of 0.4 million random weights is trained without a sleep; it is printed
+how long the busier rank is on a core, whoever else uses it. On cores that ranks share, the time of such a step shows
 nothing: an idle rank gives its core to the busy one. What could be gained at most is the tokens of the fuller rank over
 the mean, where rows stay.
 

@@ -5,11 +5,11 @@
 Bare operations, in as many processes at once as there will be ranks: a product of matrices, a copy, forward and
 backward passes of a small model, an all-to-all, a tiny gather, an exchange of the databuffer. Then the config with ONE
 rank, at its own number of prompts, a half and an eighth of it, for a few steps: their seconds by node give rates and
-fixed costs. The rate of forward passes is known from a step that has one beside training: of the quickstart with `--set
+fixed costs. The rate of forward passes is known from a step that has one and training: of the quickstart with `--set
 module.anchor=old`. No run of more than one rank is looked at, so what `benchmarks/predicted.py` compares at 2 and 4 is
 a prediction. Medians all along.
 
-Processes slow each other down by what a pass costs of the CPU beside the others, in turns with one alone, times
+Processes slow each other down by what a pass costs of the CPU while the others run, in turns with one alone, times
 processes over cores where there are more; so that does not depend on who else uses the machine. The rest does: keep it
 quiet.
 """

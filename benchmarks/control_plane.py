@@ -5,7 +5,7 @@
 One process does what each rank of a large run does between two collectives, for 1,024 rows a rank of log-normal
 lengths: the row space from what was gathered, the partition into as many shards, balanced by tokens in each of four
 mini-batches, its route to there, the mini-batches of its rows, the reduction of its metrics, its trace, and once for
-the run the plan. The processor's seconds are told beside the clock's, for a machine that others share. **No message is
+the run the plan. The processor's seconds are printed with the clock's, for a machine that others share. **No message is
 sent**: what collectives take is not measured at these sizes. For the metrics' two reductions it is worked out as
 `rlflow simulate` does, on nodes of 8 H100s, and measured with gloo among as many real processes as `--processes` says.
 The bytes are those of the tensors that the row space refers to in the end. The last line printed is JSON.

@@ -61,7 +61,7 @@ def small_model(folder: Path) -> Path:
     return write_tiny_model(folder / "model", seed=3, **sizes)
 
 
-# Beside Qwen2: experts, and layers that carry a state beside attention. 128 tokens, as `small_model`.
+# Other than Qwen2: experts, and layers that carry a state in addition to attention. 128 tokens, as `small_model`.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2},

@@ -7,7 +7,7 @@ one thread: two prompts, one response to each, which no token ends. One step is 
 `sequence_parallel_size` 1, where each rank trains on the whole of one response, and one with 2, where both train on one
 half of each; each in fresh processes. Memory is that of the slot of a rank that needs most: resident in all, and what a
 phase adds at its peak to what was there when it began; the processes hold torch, DeepSpeed and vLLM with a cache of
-0.25 GiB besides. `held` is what the databuffer holds of values and messages. The last line is JSON.
+0.25 GiB in addition. `held` is what the databuffer holds of values and messages. The last line is JSON.
 """
 
 from __future__ import annotations

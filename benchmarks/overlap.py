@@ -3,11 +3,11 @@
     python benchmarks/overlap.py
 
 GRPO on two gloo ranks. **Computation is emulated by sleeps**: 2 ms a token to generate, 2 ms a token to train, so that
-both take about the same and neither takes a core from the other; beside it a small model is really trained. Lengths are
+both take about the same and neither takes a core from the other; a small model is really trained, too. Lengths are
 log-normal (sigma 0.5). The ways, with the same prompts: both ranks generate and train (colocated); rank 0 generates
 and rank 1 trains, one after the other (`max_staleness` 0); the same with generation one step ahead (`max_staleness` 1).
-Beside them stands what sleeps alone take, rows divided evenly: half of both, the sum of both, and the longer of both.
-The last line is JSON.
+Next to them stands the time of sleeps alone, rows divided evenly: half of both, the sum of both, and the longer of
+both. The last line is JSON.
 """
 
 from __future__ import annotations

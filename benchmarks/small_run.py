@@ -212,7 +212,7 @@ class ScriptedEngine(TransformersEngine):
         mean: Tokens of a response, on average; none is longer than what is asked for.
         sigma: Of the logarithm of its length.
         seconds: For one call, whatever it is asked for.
-        seconds_per_token: Beside that, of all responses of a call together.
+        seconds_per_token: Further seconds for each token of all responses of a call.
     """
 
     def __init__(self, mean: float, sigma: float, seconds: float = 0.0, seconds_per_token: float = 0.0) -> None:

@@ -1,6 +1,6 @@
 """A program in which the policy does a task of verifiers, one sum to answer; the reward is the task's.
 
-It runs where verifiers is installed, which is not beside rlflow: `make door-envs`, `build/door/verifiers/bin/python`.
+It runs where verifiers is installed, in an environment of its own: `build/door/verifiers/bin/python`, by `make door-envs`.
 """
 
 import asyncio

@@ -385,7 +385,7 @@ def test_the_best_checkpoint_is_the_later_of_equal_ones_and_has_a_value() -> Non
         assert (callback.best_model_path, callback.best_model_score) == (best, trainer.checkpoints[best])
         assert callback.last_model_path == "e"
         assert callback.best_k_models == {"a": 0.5, "b": 0.1, "c": 0.5}
-    for monitor, best in ((None, "b"), ("val/reward", "")):  # the last, or none of which a value is known
+    for monitor, best in ((None, "b"), ("val/reward", "")):  # the last one; or none, since no value is known
         callback = ModelCheckpoint(monitor=monitor, every_n_train_steps=1)
         trainer = Trainer(callbacks=callback)
         trainer.checkpoints = {"a": None, "b": None}

@@ -18,7 +18,7 @@ class Claim:
     Attributes:
         config: The name of its file.
         validated: The validation metric that must rise.
-        trained: A metric of training that must move besides, from the mean of its first tenth to that of its last.
+        trained: A metric of training that must also move, from the mean of its first tenth to that of its last.
         falls: Whether it must fall.
         beside: A config whose mean of it over all steps must be smaller, instead of the move.
     """

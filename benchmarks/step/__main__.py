@@ -20,7 +20,7 @@ The sides, one after another in each round, in processes of their own:
   the fastest of three ways (`ways.py`). Each counts with its slower rank.
 - TRL's `GRPOTrainer` with micro-batches of 8, 16, 32 and all rows, where it has the algorithm (`trl_side.py`).
 
-What a part reaches of the rate of matrix products that was measured beside it: the operations of products that it
+What a part reaches of the rate of matrix products that was measured with it: the operations of products that it
 needs, padding not counted, over its seconds (`gemm.py`).
 
 Results are kept in a file as they come, so a run that was cut short goes on where it was; `--again` begins anew.

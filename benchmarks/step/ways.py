@@ -2,7 +2,7 @@
 
 - `ours`: rlflow's packed model, on the micro-batches of the run, where prompts are in a line once.
 - `padded`: transformers' own model, rows of like length side by side, right-padded.
-- `packed`: transformers' own model on packed lines, told apart by position ids that start again; its mask grows with
+- `packed`: transformers' own model on packed lines, distinguished by position ids that start again; its mask grows with
   the square of a line, so lines are short.
 """
 

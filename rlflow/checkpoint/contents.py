@@ -131,7 +131,7 @@ class Checkpoint:
                 if changed and digest_of_other != expected:
                     raise UserError(
                         f"`{name}` of the module's state is one tensor on rank {first} and another on rank {other}, and"
-                        " a checkpoint has one; compute it from values that all ranks share, as of `all_rows` or `mean`"
+                        " a checkpoint has one; compute it from what all ranks share, such as `all_rows` or `mean`"
                     )
             if first == rank:
                 tensors[name] = here.tensors[name]

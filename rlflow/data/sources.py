@@ -423,7 +423,8 @@ def datasets_of(module: LightningDataModule, of: str = "data.train", split: str 
     if ranks.partition("(")[0] != "1" and type(module).prepare_data is not _base_of(module).prepare_data:
         raise UserError(
             f"`{of}` is a {type(module).__name__} with a `prepare_data`, and torchrun or Slurm started several ranks of"
-            " this machine, none of which waits for another; run it in a command before, and leave it out of the class"
+            " this machine, and these do not wait for each other; run it in a command before, and leave it out of the"
+            " class"
         )
     if os.environ.get("LOCAL_RANK", "0") == "0":
         module.prepare_data()

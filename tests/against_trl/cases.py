@@ -89,7 +89,7 @@ def pairs() -> list[tuple[list[int], list[int], list[int]]]:
 def points(text: str) -> float:
     """The reward of a response: 10,000 for each 1.
 
-    So much that what the two add to a group's standard deviation, 1e-4 in TRL and 1e-6 here, is nothing beside it.
+    It is so large that the 1e-4 of TRL and the 1e-6 here, added to a group's standard deviation, do not matter.
     """
     return 1e4 * text.count("1")
 

@@ -2,7 +2,7 @@
 
 What both compute alike has other names and defaults in TRL:
 
-- Advantages are divided by the group's standard deviation plus 1e-4 (here 1e-6); both are nothing beside the rewards.
+- Advantages are divided by the group's standard deviation plus 1e-4 (here 1e-6); both are tiny against the rewards.
 - `delta` is `dual_clip`; `epsilon` and `epsilon_high` are `clip_low` and `clip_high`, but CISPO's `epsilon_high` is the
   largest weight, here `1 + clip_high`.
 - `loss_type` chooses the denominator: `dapo` and `bnpo` are `token-mean`, `grpo` is `sequence-mean-token-mean`,
@@ -147,7 +147,7 @@ class WholeResponses(RLOO):
         return ppo_clip_loss(whole, old, advantages, self.clip.low, self.clip.high)
 
 
-KL_IN_REWARD = {"kl_coef": 900.0}  # beside rewards of 10,000
+KL_IN_REWARD = {"kl_coef": 900.0}  # the rewards are 10,000
 RLOO_CASES = {
     "the first update": Case(
         RLOO, {"loss_aggregation": "sequence-mean-token-sum", **KL_IN_REWARD}, {"beta": 900.0}, off_policy=False

@@ -438,7 +438,7 @@ def test_the_page_in_the_documentation_is_as_it_is_made_now(tmp_path: Path) -> N
 
 
 FORK = {"sample": "0.0", "tokens": 2, "text": "12"}
-TREES = [  # leaves of row 9, two of which go on from the first; and of row 8 an agent's episode of two rows
+TREES = [  # leaves of row 9, two continue the first; and of row 8 an agent's episode of two rows
     sample(9, path="0.0", response="1234"),
     sample(9, path="0.1", sample=1, response=f"12{ATTACK}", continues=FORK, reward=0.5),
     sample(9, path="0.2", sample=2, response="129", continues=FORK),

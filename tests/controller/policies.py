@@ -64,7 +64,7 @@ class SelfPlay(RLModule):
 
     @node
     def answer_advantages(self, answer: Rollout, solved: PerSample, worth: PerSample) -> PerSample:
-        return group_normalized_advantages(solved, answer.group) + 0 * worth  # `worth` is seen beside each answer
+        return group_normalized_advantages(solved, answer.group) + 0 * worth  # each answer gets the `worth`
 
     @node(role="solver", type="train")
     def solver_loss(self, answer: Rollout, answer_advantages: PerSample) -> PerToken:

@@ -185,7 +185,7 @@ def test_the_trace_shows_turns_of_the_first_conversations_within_their_node(alon
         wanted = [rows[path]["turns"] for path in sorted(rows)]
         assert len(wanted) > CONVERSATIONS
         assert spoken == [*wanted[:CONVERSATIONS], *[0] * (20 - CONVERSATIONS)]
-        # Beside the answers: one that begins, and one for the reward of the whole.
+        # In addition to the answers: one that begins, and one for the reward of the whole.
         asked = sum(event["name"] == "environment" for event in turns)
         assert asked == sum(spoken) + 2 * CONVERSATIONS
     assert "Turn" not in {span.category for span in spans(events)}, "the report is of tasks"

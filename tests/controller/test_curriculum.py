@@ -118,7 +118,7 @@ class Filters(Records):
 
 def test_groups_that_a_filter_drops_are_measured_too(policy: Path, tmp_path: Path) -> None:
     record = fit(run(policy, tmp_path, Filters, max_steps=4)).record
-    assert drawn(record) == {*range(ROWS)}  # twelve of which never give a signal, and are in no step
+    assert drawn(record) == {*range(ROWS)}  # twelve of them never give a signal, and are in no step
     assert remembered(tmp_path)["data_curriculum"]["prompts"] == [*range(ROWS)]
 
 

@@ -97,7 +97,7 @@ def alone(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Resul
 def test_the_policy_comes_nearer_to_its_teacher_and_the_engine_is_compared(alone: tuple[Result, Path]) -> None:
     steps = alone[0].steps
     assert steps[0]["actor/loss"] > 0
-    assert all(0 < step["sync/logprob_gap"] < 1e-4 for step in steps)  # told of by the pass that `kl` makes
+    assert all(0 < step["sync/logprob_gap"] < 1e-4 for step in steps)  # measured by the pass that `kl` makes
 
 
 @pytest.mark.parametrize("stage", [3, "fsdp"])

@@ -98,7 +98,7 @@ def test_a_node_without_a_role_holds_one_shard_on_each_rank_that_made_its_value(
 
 
 class Apart(GRPO):
-    """Nodes without a role, some of which could be elsewhere."""
+    """Nodes without a role; some of them could run on other ranks."""
 
     @node
     def gaps(self, rewards: PerSample, old_logprobs: PerToken) -> PerSample: ...
@@ -122,11 +122,11 @@ class Apart(GRPO):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("gaps", Layout((2, 3), 2, "balanced")),  # most of what it reads is there: a number a token, beside one a row
+        ("gaps", Layout((2, 3), 2, "balanced")),  # most of what it reads is there: a number a token, against one a row
         ("grouped", Layout((2, 3), 2)),  # on these ranks, and in whole groups
         ("said", Layout((0, 1), 2)),  # texts stay at home
         ("numbers", Layout((0, 1), 2)),  # both are there
-        ("masked", Layout((2, 3), 2, "balanced")),  # where the mask is needed anyway, beside what it reads
+        ("masked", Layout((2, 3), 2, "balanced")),  # where the mask is needed anyway, with what it reads
         ("read_there", Layout((2, 3), 2, "balanced")),
     ],
 )

@@ -27,7 +27,7 @@ def test_values_keep_the_rows_of_what_they_read() -> None:
         "greedy": "greedy",
         "greedy_rewards": "greedy",
         "baseline": "batch",  # reads `greedy_rewards` as Each
-        "advantages": "rollout",  # reads `rewards` of samples beside `baseline` of prompts
+        "advantages": "rollout",  # reads `rewards` of samples and `baseline` of prompts
         "actor_loss": "rollout",
     }
 

@@ -131,7 +131,7 @@ def test_a_digest_is_of_the_rows_and_not_of_their_place(written, tmp_path: Path)
             patch.setattr("tests.data.test_sources.ROWS", rows)
             digests.append(written(tmp_path / name).digest())
 
-    if written is not saved_split:  # of which every saving has a fingerprint of its own
+    if written is not saved_split:  # each save of it has another fingerprint
         assert digests[0] == digests[1]
     assert digests[2] not in digests[:2]
 

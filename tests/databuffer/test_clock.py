@@ -48,9 +48,9 @@ class OrdersTheStream:
     """A `Work` whose `wait` returns at once, as NCCL's does: the stream stands still for it.
 
     Args:
-        work: Done by real ranks.
-        stream: Told to wait.
-        seconds: For how long.
+        work: Work that real ranks do.
+        stream: Stream that is made to wait.
+        seconds: Seconds of the wait.
     """
 
     def __init__(self, work: Any, stream: Stream, seconds: float) -> None:

@@ -161,7 +161,7 @@ def _count(
         _wait(packet.__name__)
     elif packet in _BY_INDEX and there:
         if any(isinstance(i, Elsewhere) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
-            _wait("index by a mask")  # but for `x[mask] = number`, which cannot be told apart here
+            _wait("index by a mask")  # but for `x[mask] = number`, which cannot be distinguished here
         if any(isinstance(i, Tensor) and not isinstance(i, Elsewhere) for i in args[1]):
             _wait("index on the CPU")  # copied first
     elif packet in (_aten._to_copy, _aten.copy_):

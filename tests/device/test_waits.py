@@ -58,7 +58,7 @@ def test_a_grpo_step_waits_nine_times_whatever_its_size(tmp_path: Path, device1:
 def test_a_ppo_step_waits_twenty_one_times_whatever_its_size(tmp_path: Path, device1: RankPool) -> None:
     (small,), (large,) = small_and_large(ppo, tmp_path, device1, prompts)
     assert small == large
-    # Moments of advantages, returns and values: 12. Two norms; fingerprints and metrics. Groups beside all rows: 3.
+    # Moments of advantages, returns and values: 12. Two norms; fingerprints and metrics. Groups and all rows: 3.
     # Whether rewards and advantages are finite: 2.
     assert small.total() == 21, small
 

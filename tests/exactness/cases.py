@@ -77,7 +77,7 @@ CASES = {
         "DAPO",
         of_samples("grpo", clip_high=0.28, overlong_buffer=8, importance_mode="mask"),
         prompts=tuple(p for p in range(PROMPTS) if p not in USELESS),
-        data="all",  # half of which the filter drops, so a step takes two draws
+        data="all",  # the filter drops half of them, so a step takes two draws
     ),
     "RLOO": Case(
         "RLOO",
@@ -212,7 +212,7 @@ VARIATIONS = {
         objective=of_samples("cpgd", "cpgd", drift_coef=0.01, weight_cap=1.5),
         more={"weight": "filter", "weight_cap": 1.5},
         prompts=tuple(range(PROMPTS)),
-        data="all",  # half of which are useless
+        data="all",  # half of them are useless
     ),
     "ReMax with KL in the reward": Case(
         "ReMax",

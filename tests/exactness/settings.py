@@ -21,8 +21,8 @@ class Setting:
         token_budget: Of a micro-batch.
         packing: Whether forward passes go without padding.
         balance: Whether rows move to even out tokens.
-        seed: Of the run: of the order of the rows, and so of which ranks have which groups.
-        precision: Of the weights.
+        seed: Seed of the run. It sets the order of the rows, and so the groups that each rank has.
+        precision: Precision of the weights.
         share_prefixes: Whether rows share the tokens with which they begin, from the first one on.
         checkpointing: Whether layers are computed again in the backward pass.
     """

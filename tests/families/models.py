@@ -90,7 +90,7 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 
-# The prefix of transformers' class names, and what the family's configuration says beside COMMON.
+# The prefix of transformers' class names, and what the family's configuration says in addition to COMMON.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),

@@ -93,7 +93,7 @@ def plain_moe_update(name: str, folder: Path, coef: float, replay: bool, frozen:
     """The gradient of the same update in float64, by name; without routers' where they are frozen."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager)
-    seen: list[tuple[Tensor, Tensor]] = []  # of each layer of the row under way, logits and experts used
+    seen: list[tuple[Tensor, Tensor]] = []  # logits and experts used in each layer, of the row in progress
     experts, row = replayed(name), 0
     for number, layer in enumerate(model.model.layers):
         router = layer.mlp.router if name == "gpt_oss" else layer.mlp.gate

@@ -162,5 +162,5 @@ def test_rows_are_side_by_side_where_one_of_them_is_missing(
     with wide_casts():
         logprobs, _, handle = together(family(name), torch.float64, ForwardPlan())
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-10)
-    assert called  # with rows padded, of which it is told nothing
+    assert called  # with padded rows, without knowing that they are padded
     assert handle.plan.side_by_side

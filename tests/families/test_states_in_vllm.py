@@ -35,7 +35,7 @@ LIMITS = {
     "qwen3_5_moe": 1e-5,
     "qwen3_next": 1e-5,
 }
-# Settings beside the family's: Nemotron-H without experts, which vLLM has on GPUs alone.
+# Settings in addition to the family's: Nemotron-H without experts, which vLLM has on GPUs alone.
 DENSE = {"nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}}
 KERNEL_HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # that vLLM's own delta rule takes
 BF16: dict[str, dict[str, int]] = {

@@ -79,7 +79,7 @@ class Kind:
         place: `one` rank, or two that do all `together`, live `apart`, or have steps `overlapping`.
         strategy: Of training.
         engine: Of generation.
-        async_save: Whether it writes beside the steps.
+        async_save: Whether it writes while steps run.
     """
 
     algorithm: str

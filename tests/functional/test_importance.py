@@ -100,7 +100,7 @@ def test_the_dropped_fraction_of_noise_grows_with_the_length_of_sequences() -> N
 
 @pytest.mark.parametrize("importance", [None, Importance(), Importance(mode="mask"), Importance(high=math.inf)])
 def test_the_expected_score_of_what_a_sampler_draws_is_0_once_it_is_centered(importance: Importance | None) -> None:
-    """Four tokens, of which the last was cut off; each is sampled once, and counts as often as it is drawn."""
+    """Four tokens, the last of them cut off; each is sampled once, and counts as often as it is drawn."""
     logits = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
     sampler = torch.tensor([0.6, 0.05, 0.35], dtype=torch.float64).log()
     logprobs = logits.log_softmax(0)

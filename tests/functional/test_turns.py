@@ -22,7 +22,7 @@ from rlflow.functional import (
 GROUP = torch.tensor([0, 0, 0])
 RETURNS = torch.tensor([[1.0, 2.0, 4.0], [3.0, 0.0, 0.0], [5.0, 1.0, 0.0]])
 TURNS = torch.tensor([3, 1, 2])
-REWARDS = torch.tensor([7.5, 3.0, 6.0])  # the first has a score of 0.5 beside what was given for turns
+REWARDS = torch.tensor([7.5, 3.0, 6.0])  # the first has a score of 0.5 in addition to the rewards of turns
 # 7.5 - 1 = 6.5, 6.5 - 2 = 4.5; the second stays at its only turn, the third at 6 - 5 = 1 from its second on.
 TO_GO = torch.tensor([[7.5, 6.5, 4.5, 4.5], [3.0, 3.0, 3.0, 3.0], [6.0, 1.0, 1.0, 1.0]])
 

@@ -115,8 +115,8 @@ def test_what_a_tower_keeps_for_its_backward_pass_is_what_the_table_counts(
 
 
 def kept(folder: Path, samples: int, shares: bool) -> tuple[int, int, float]:
-    """Of samples of 12 tokens to one prompt of 400: tokens of their line; bytes that a forward pass keeps for its
-    backward pass; and the bytes of activations in the table, at the smallest budget of which they are one micro-batch.
+    """For samples of 12 tokens to one prompt of 400: tokens of their line; bytes that a forward pass keeps for its
+    backward pass; and bytes of activations in the table, at the smallest budget that makes one micro-batch of them.
     """
     rows = rows_alike(400, 12, samples)
     handle = CausalLM(str(folder), optimizer=Optimizer())
@@ -149,7 +149,7 @@ def test_the_table_counts_the_keys_that_rows_of_one_prompt_gather(tmp_path: Path
     folder = write_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=768, layers=4, heads=8, kv_heads=4)
     tokens_whole, whole, whole_counted = kept(folder, 4, shares=False)
     tokens, shared, counted = kept(folder, 32, shares=True)
-    # A token of the line keeps what one of whole rows does. Besides, of each of the 411 tokens of each row that are
+    # A token of the line keeps what one of whole rows does. In addition, of each of the 411 tokens of each row that are
     # fed, a layer keeps a key and a value of 4 heads of width 32, in float32.
     gathered = 4 * 32 * 411 * 2 * 4 * 32 * 4
     assert shared == pytest.approx(tokens * whole / tokens_whole + gathered, rel=0.02)

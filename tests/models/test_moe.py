@@ -14,7 +14,7 @@ from rlflow.models.moe import MoE, Routing, load_balancing_loss
 
 
 def test_the_loss_of_a_sequence_is_that_of_its_fractions_and_mean_probabilities() -> None:
-    # One layer of two experts, of which each token takes one. The first sequence of two tokens takes expert 0 twice
+    # One layer of two experts; each token takes one. The first sequence of two tokens takes expert 0 twice
     # with probabilities 3/4 and 1/2: 2 (1 * 5/8 + 0 * 3/8) = 5/4. The second takes both, and has 3/4 and 1/4: 1.
     logits = torch.tensor([[3.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 3.0]]).log()[:, None]
     used = torch.tensor([0, 0, 0, 1])[:, None, None]

@@ -57,7 +57,7 @@ def cpgd_filtered(rewards: Sequence[float], groups: Sequence[int], cap: float) -
 def rewards_to_go(rewards: Sequence[float], turn_rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     """For each turn that any conversation has, of each: what it was given from this turn on, or from its last one.
 
-    What a reward has beside those of its turns is given at the end. Returns of turns: arXiv 2511.14846, undiscounted.
+    The part of a reward that is not of a turn is given at the end. Returns of turns: arXiv 2511.14846, undiscounted.
     """
     columns = []
     for k in range(max(len(each) for each in turn_rewards)):

@@ -401,7 +401,7 @@ def test_ranks_that_share_an_engine_hear_what_the_first_answers() -> None:
 
 
 def test_ranks_that_call_no_environment_name_the_row_too(engine: RolloutEngine, tokenizer: Any) -> None:
-    """They hear the messages of the first turn, of which each makes the prompt."""
+    """They receive the messages of the first turn, and each rank makes the prompt from them."""
     answers = [[0, {"value": [message("user", "go")]}]]
     sharing = SharedCalls(False, lambda message: json.dumps(answers).encode(), 60)
     with pytest.raises(UserError, match=r"begins with \d+ tokens .*row is {'turns': 1, 'place': 0}"):

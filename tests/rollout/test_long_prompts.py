@@ -243,7 +243,7 @@ def test_a_prompt_of_a_hundred_tokens_is_computed_once_for_its_eight_responses(
 
 
 def test_the_transformers_engine_computes_prompts_in_parts(folder: Path) -> None:
-    """No more tokens at once than it is told, and the logits of the last of each prompt alone."""
+    """It computes no more tokens together than its setting allows, and logits only for each prompt's last token."""
     whole = answers(TransformersEngine(max_prefill_tokens=10**6), folder)
     engine, sizes = TransformersEngine(max_batch=16, max_prefill_tokens=300), []
     setup(engine, folder)

@@ -49,7 +49,7 @@ def test_a_run_is_predicted_before_and_compared_after(folder: Path, capfd: pytes
 def test_a_run_that_cannot_fit_ends_before_it_begins(folder: Path) -> None:
     (folder / "small.yaml").write_text("like: h100\nmemory: 1.0e+6\n")
     configured = read_fit(["--config", "my.yaml", "--predict", "small.yaml"])
-    # 0.4 million float32 numbers: weights, gradients and two moments of 1.6 MB each, beside the engine's.
+    # 0.4 million float32 numbers: weights, gradients and two moments of 1.6 MB each, in addition to the engine's.
     with pytest.raises(
         UserError, match=r"cannot fit on small.yaml: rank 0 .* by .* of 1.0 MB while .+ing; `actor` holds 6.6 MB"
     ):
