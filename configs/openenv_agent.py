@@ -1,6 +1,6 @@
 """A program that lets the policy play an environment of OpenEnv, a server which it starts: one sum to answer.
 
-It runs where OpenEnv is installed, in an environment of its own: `build/door/openenv/bin/python`, by `make door-envs`.
+It runs where OpenEnv is installed, in its own environment: `build/door/openenv/bin/python`, by `make door-envs`.
 """
 
 import json

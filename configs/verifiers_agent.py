@@ -1,6 +1,6 @@
 """A program in which the policy does a task of verifiers, one sum to answer; the reward is the task's.
 
-It runs where verifiers is installed, in an environment of its own: `build/door/verifiers/bin/python`, by `make door-envs`.
+It runs where verifiers is installed, in its own environment: `build/door/verifiers/bin/python`, by `make door-envs`.
 """
 
 import asyncio
