@@ -228,7 +228,7 @@ def _ratio_and_advantages(logprobs: Tensor, old_logprobs: Tensor, advantages: Te
 
 @dataclass(frozen=True)
 class Importance:
-    """Correction for the difference between the log-probs of the engine, which sampled, and those of the trainer.
+    """Correction for the difference between the logprobs of the engine, which sampled, and those of the trainer.
 
     Attributes:
         level: Tokens over which the ratio is taken: each `token`, the whole `sequence`, or the `geometric` mean of the
