@@ -73,15 +73,15 @@ class PromptData:
             limit.
         overlong: Treatment of longer rows: stop with an error, or drop them before rows are distributed to ranks.
             Rows that are dropped must still have the columns that the reward reads. `drop` also drops rows with a
-            picture that cannot be read.
+            image that cannot be read.
         shuffle: Draw the rows in another order in every epoch.
-        images: Column of a row's picture, or of a list of pictures, for a model that reads pictures: a path from the
+        images: Column of a row's image, or of a list of images, for a model that reads images: a path from the
             dataset's file, a `file:` or `data:` URL, bytes, or an image of Pillow or of `datasets`. None if messages
-            have the pictures, as `{"type": "image", "image": PATH}`, or there are none. In a prompt that is a text,
-            `<image>` marks the place of a picture. Without this mark, pictures come first.
+            have the images, as `{"type": "image", "image": PATH}`, or there are none. In a prompt that is a text,
+            `<image>` marks the place of an image. Without this mark, images come first.
         curriculum: Rule for the prompts that an epoch draws, by the share of each prompt's samples that passed; None
             for all prompts. For algorithms that sample responses and score them.
-        allow_remote: Whether pictures may be `http:` and `https:` URLs, which each rank downloads.
+        allow_remote: Whether images may be `http:` and `https:` URLs, which each rank downloads.
     """
 
     def __init__(

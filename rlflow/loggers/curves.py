@@ -1,4 +1,4 @@
-"""A picture of a run: its reward and validation curves."""
+"""Chart of a run: its reward and validation curves."""
 
 from __future__ import annotations
 

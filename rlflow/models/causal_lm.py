@@ -55,7 +55,7 @@ class CausalLM(ModelHandle):
         gradient_checkpointing: Compute activations again in the backward pass, which saves memory and takes time.
         lora: Settings of adapters, which are trained instead of the model's weights.
         moe: Settings for training the routers and experts of a mixture of experts; None to train them like all weights.
-        freeze_vision_tower: In a model that reads pictures, do not train the vision tower and the layers between it
+        freeze_vision_tower: In a model that reads images, do not train the vision tower and the layers between it
             and the decoder. LoRA adapts only the decoder.
         vision_tower_lr: Learning rate of the vision tower and these layers, in place of `optimizer.lr`. Warm-up and
             schedule are the same. None for `optimizer.lr`.

@@ -145,7 +145,7 @@ class ModelHandle(ABC):
         start_step: The first step that trains the model, counted from 0. Earlier steps skip its train nodes.
         gradient_checkpointing: Compute activations again in the backward pass, which saves memory and takes time.
         lora: Settings of adapters, which are trained, with an output layer of one label, instead of all weights.
-        freeze_vision_tower: In a model that reads pictures, do not train the vision tower and the layers between it
+        freeze_vision_tower: In a model that reads images, do not train the vision tower and the layers between it
             and the decoder. LoRA adapts only the decoder.
         vision_tower_lr: Learning rate of the vision tower and these layers, in place of `optimizer.lr`. Warm-up and
             schedule are the same. None for `optimizer.lr`.

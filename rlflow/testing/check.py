@@ -141,7 +141,7 @@ def check(
             `depends_on`.
         row: A row of the dataset, for nodes that read its columns.
         parts: Names of the reward's parts, if nodes read parts and the names do not follow from the reward.
-        pictures: Whether prompts have pictures.
+        pictures: Whether prompts have images.
 
     Returns:
         The report, if nothing is wrong.

@@ -96,7 +96,7 @@ class VLLMEngine(InProcessEngine):
             takes and the cache holds.
         max_num_seqs: Number of responses that are generated at the same time. None for 256 on the CPU, and for vLLM's
             own number on GPUs: in vLLM 0.32 it is 1,024 on an H100, and 256 on an A100 or a GPU of less than 70 GiB.
-        max_pictures: Maximum number of pictures in a prompt. vLLM plans memory for them if the model reads pictures.
+        max_pictures: Maximum number of images in a prompt. vLLM plans memory for them if the model reads images.
         max_num_batched_tokens: Number of tokens of prompts and responses that are computed together. If prompts have
             more tokens, they are computed in parts. None for vLLM's own number.
         block_size: Number of tokens in a block of the key-value cache. Responses to the same prompt share whole blocks.
