@@ -41,9 +41,9 @@ class Case:
     """Something to run in a process of its own.
 
     Attributes:
-        name: In the report.
+        name: Name in the report.
         run: Called with a folder, the device, the number of devices, and `settings`; gives values and their limits.
-        settings: Its own.
+        settings: Its own settings.
         devices: Ranks.
         needs_cuda: Whether the CPU cannot run it.
     """

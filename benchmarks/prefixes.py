@@ -41,8 +41,8 @@ class Case:
         prompt: Tokens of each.
         samples: Responses to each.
         response: Tokens of each response, from the fewest to the most.
-        sizes: Of the model.
-        dtype: Of its weights.
+        sizes: Sizes of the model.
+        dtype: Dtype of its weights.
         budget: Tokens of a micro-batch.
     """
 

@@ -44,8 +44,8 @@ class Parts:
     """The parts of a run that benchmarks may replace.
 
     Args:
-        transport: Of the ranks.
-        buffer: Of a step's values.
+        transport: Makes the transport of the ranks.
+        buffer: Makes the buffer of a step's values.
         prompts: Reads them.
     """
 
@@ -59,10 +59,10 @@ class Trained:
     """The results of a run on one rank.
 
     Attributes:
-        seconds: Of each step after those that warm up, from the end of the step before.
+        seconds: Seconds of each step after those that warm up, from the end of the step before.
         cpu_seconds: Processor time of this rank in each of these steps, whoever else was on its core meanwhile.
-        metrics: Of each of these steps.
-        weights: Of the actor, in full; none on ranks without.
+        metrics: Metrics of each of these steps.
+        weights: Weights of the actor, in full; none on ranks without.
         counted: Counts of the transport, by the name of its attribute, `counted_...`.
     """
 
@@ -99,11 +99,11 @@ def train(
 
     Args:
         module: The algorithm.
-        data: Its prompts.
-        steps: That count.
+        data: Prompts of the run.
+        steps: Steps that count.
         parts: Other than a run's own.
         engine: Generates; transformers' where None.
-        settings: Of the `Trainer`.
+        settings: Settings of the `Trainer`.
     """
     parts, clock, strategy = parts or Parts(), Clock(), settings.pop("strategy", None) or DeepSpeedStrategy(stage=2)
     made: list[Transport] = []
@@ -210,8 +210,8 @@ class ScriptedEngine(TransformersEngine):
 
     Args:
         mean: Tokens of a response, on average; none is longer than what is asked for.
-        sigma: Of the logarithm of its length.
-        seconds: For one call, whatever it is asked for.
+        sigma: Standard deviation of the logarithm of its length.
+        seconds: Seconds for one call, whatever it is asked for.
         seconds_per_token: Further seconds for each token of all responses of a call.
     """
 

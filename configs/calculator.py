@@ -25,8 +25,8 @@ class Sums(Source):
 
     Args:
         size: Number of sums.
-        digits: Of each number.
-        seed: Of the draws.
+        digits: Number of digits of each number.
+        seed: Seed of the draws.
         split: Part of the sums; one in five is for validation.
     """
 

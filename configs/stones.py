@@ -30,7 +30,7 @@ class Moves(RandomRows):
 
     Args:
         size: Number of games.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:

@@ -25,9 +25,9 @@ def made(algorithm: type[Algorithm], model: str | Path, *more: Any, **settings: 
 
     Args:
         algorithm: The class.
-        model: Of the actor.
+        model: Model of the actor.
         more: Arguments after the actor.
-        settings: Of the actor, of the algorithm, and of its parts: `kl_coef` is that of `kl`.
+        settings: Settings of the actor, of the algorithm, and of its parts: `kl_coef` is that of `kl`.
     """
     of_actor = {name: settings.pop(name) for name in OF_A_MODEL & settings.keys()}
     fields = {field.name: field for field in dataclasses.fields(algorithm)}  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ class RankPool:
         Args:
             function: A function at the top of an importable module. Its rank is `torch.distributed.get_rank()`.
             args: Picklable, the same on every rank.
-            timeout_s: For all ranks together, their start included.
+            timeout_s: Seconds for all ranks together, their start included.
 
         Raises:
             RankError: A rank raised, died, or was not done in time. Ranks that hang are killed; the next `run`

@@ -26,7 +26,7 @@ class Chains(Source):
 
     Args:
         size: Rows, each of a prompt drawn by the seed; None for all 90 prompts once.
-        seed: Of prompts and slips.
+        seed: Seed of prompts and slips.
         slip: A digit is another, drawn at random, with a probability of `slip` k.
     """
 

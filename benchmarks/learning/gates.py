@@ -17,8 +17,8 @@ class Gate:
     """A number of a run, and the ends between which it must lie; a number that is not finite fails.
 
     Attributes:
-        name: As tables call it.
-        measure: Of a run's records.
+        name: Name in tables.
+        measure: Function of a run's records.
         above: The number must be more.
         below: The number must be less.
     """

@@ -22,11 +22,11 @@ class Task:
     """One training with several seeds.
 
     Attributes:
-        name: Of its folder under `runs`.
+        name: Name of its folder under `runs`.
         config: The file that it reads, from the root of the project.
         start: Arguments of Python that start it, before `--config`, `--seed` and `--trainer.run_dir`.
         needs: Tasks whose models it starts from.
-        seeds: Of its runs.
+        seeds: Seeds of its runs.
     """
 
     name: str

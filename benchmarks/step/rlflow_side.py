@@ -29,10 +29,10 @@ def run_rlflow(workload: Workload, folder: Path, engine: str, steps: int) -> Non
 
     Args:
         workload: Workload to train.
-        folder: With model and prompts.
+        folder: Folder with model and prompts.
         engine: `vllm`, whose steps are followed by their parts, `compiled` for vLLM with its model compiled, or
             `transformers`.
-        steps: That are counted.
+        steps: Steps that are counted.
     """
     strategy = RecordedStrategy(stage=2, precision=workload.precision)
     recorded = RecordedVLLM()

@@ -40,16 +40,16 @@ class Workload:
     A response of random weights ends at each token with a probability of 1 / 128, so lengths have a long tail.
 
     Attributes:
-        name: Of the workload.
-        sizes: Of the model.
-        precision: Of weights and forward passes.
-        prompts: Of a step.
-        prompt_tokens: Of a prompt, the fewest and the most; None for sums such as `17+4=`.
+        name: Name of the workload.
+        sizes: Sizes of the model.
+        precision: Precision of weights and forward passes.
+        prompts: Number of prompts of a step.
+        prompt_tokens: Tokens of a prompt, the fewest and the most; None for sums such as `17+4=`.
         group: Responses to a prompt.
         longest: Tokens of a response at most.
         algorithm: Algorithm that trains.
         kl_coef: Weight of the divergence from a reference; 0 for no reference.
-        updates: Of a step; of more than one the logprobs before the first are a pass of their own.
+        updates: Number of updates of a step; of more than one the logprobs before the first are a pass of their own.
         lora: Settings of adapters; None to train all weights.
         trl: Whether TRL can do it.
     """

@@ -19,7 +19,7 @@ class Case:
     """One config at one number of ranks.
 
     Attributes:
-        config: Its path in `configs`, without suffix.
+        config: Path in `configs`, without suffix.
         ranks: Processes that train.
         divisor: Prompts and samples of a step and of an update are fewer by this factor.
         engine: Class of the rollout engine.

@@ -29,8 +29,8 @@ def compared(base: Values, present: Values, allowed: Collection[str]) -> tuple[i
     """Number of values that were compared, and those that differ, in the base's order.
 
     Args:
-        base: Of the run before.
-        present: Of the run now.
+        base: Values of the run before.
+        present: Values of the run now.
         allowed: Names that one side may lack.
     """
     number, found = 0, []

@@ -17,7 +17,7 @@ def python(revision: Revision, arguments: list[str], folder: Path, log: Path) ->
 
     Args:
         revision: Revision whose code is imported.
-        arguments: Of Python.
+        arguments: Arguments of Python.
         folder: Folder in which it runs.
         log: File to which it prints. A file `.imported` next to it says where its processes took `rlflow` from.
     """

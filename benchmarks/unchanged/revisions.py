@@ -35,8 +35,8 @@ class Revision:
     """Code that trains, apart from any checkout.
 
     Attributes:
-        name: As the table calls it.
-        folder: Of this code's runs; named by the digest of the code.
+        name: Name in the table.
+        folder: Folder of this code's runs; named by the digest of the code.
     """
 
     name: str
@@ -57,7 +57,7 @@ def committed(revision: str, runs: Path) -> Revision:
     """A commit's code.
 
     Args:
-        revision: As git takes it.
+        revision: Revision as git takes it.
         runs: The folder of all revisions.
     """
     sha = git("rev-parse", "--short", f"{revision}^{{commit}}").decode().strip()
@@ -78,7 +78,7 @@ def placed(name: str, files: dict[str, bytes], runs: Path) -> Revision:
     """A revision of these files; where it is there already, nothing is written.
 
     Args:
-        name: As the table calls it.
+        name: Name in the table.
         files: Contents by path from the root of the project.
         runs: The folder of all revisions.
     """

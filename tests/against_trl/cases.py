@@ -99,8 +99,8 @@ class Result:
     """The results of a library for a step, by Hugging Face name.
 
     Attributes:
-        loss: Of the whole batch.
-        gradient: Of the loss.
+        loss: Loss of the whole batch.
+        gradient: Gradient of the loss.
         advantages: `[B]`, where there are any.
     """
 

@@ -263,14 +263,14 @@ def test_files_are_read_once_by_ranks_in_equal_shares_to_see_whether_they_change
 
 
 class Spoils(Callback):
-    """Makes an entry NaN after a step, or what else it is given.
+    """Makes an entry NaN after a step, or sets another value.
 
     Args:
-        rank: On this one alone; None for all.
+        rank: The only rank on which it happens; None for all.
         after: The step.
-        kind: Of what a checkpoint has of the first weight; None for the weight that forward passes read.
+        kind: Kind of state of the first weight, as a checkpoint has it; None for the weight that forward passes read.
         role: Role whose weight it is.
-        value: Of the entry.
+        value: Value of the entry.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ class Elsewhere(Tensor):
     """A tensor of the device.
 
     Args:
-        held: Its numbers, on the CPU.
+        held: Numbers that it holds, on the CPU.
     """
 
     held: Tensor

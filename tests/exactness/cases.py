@@ -28,10 +28,10 @@ class Case:
     """One algorithm as it is run here.
 
     Attributes:
-        algorithm: Its class.
+        algorithm: Name of its class.
         objective: Objective that the reference computes; its settings are the algorithm's too. None without sampling.
         more: Further settings of the algorithm.
-        prompts: Those that the step trains on.
+        prompts: Prompts that the step trains on.
         data: The dataset, which may hold more.
         models: Folders of other models than the trained one, by role, by their names in the recording.
         past: Whether old logprobs and old values are the recorded ones; else the models themselves say them.
@@ -377,8 +377,8 @@ def truth_of_updates(
     """The reference's result of each update of one step, by trained role.
 
     Args:
-        case: Of an algorithm that samples.
-        recording: Of the step.
+        case: Case of an algorithm that samples.
+        recording: Recording of the step.
         mini_batches: For each update the numbers of its samples, as `samples` gives them.
     """
     assert case.objective is not None

@@ -96,7 +96,7 @@ class Recording:
         judge: The policy with another such head; None where the critic is.
         data: Folder of datasets, of the first `five` prompts, `all`, and the `useless` ones.
         prompts: Their tokens.
-        answers: To each prompt; the last one is the greedy one.
+        answers: Answers to each prompt; the last one is the greedy one.
         pairs: The two responses that the dataset has for each prompt, the better one first.
     """
 

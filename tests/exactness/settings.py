@@ -17,8 +17,8 @@ class Setting:
     """Way in which a step is run; by the claim under test, it does not matter.
 
     Attributes:
-        stage: Of ZeRO, or FSDP; None for a single process without either.
-        token_budget: Of a micro-batch.
+        stage: Stage of ZeRO, or `fsdp`; None for a single process without either.
+        token_budget: Largest number of tokens of a micro-batch.
         packing: Whether forward passes go without padding.
         balance: Whether rows move to even out tokens.
         seed: Seed of the run. It sets the order of the rows, and so the groups that each rank has.

@@ -40,9 +40,9 @@ class Outcome:
     """The result of a role, by Hugging Face name.
 
     Attributes:
-        adapters: As they were before the first update; none where all weights are trained.
-        gradients: Of what is trained, of each update.
-        weights: After the last update, adapters merged.
+        adapters: Adapters as they were before the first update; none where all weights are trained.
+        gradients: Gradients of the trained weights in each update.
+        weights: Weights after the last update, adapters merged.
     """
 
     adapters: dict[str, Tensor]

@@ -77,8 +77,8 @@ class Kind:
             `partial` with responses cut off; `turns` with an environment, `cut turns` with conversations cut off;
             `dpo` of pairs and `sft` of rows, which generate nothing; `pictures` in prompts, for PPO.
         place: `one` rank, or two that do all `together`, live `apart`, or have steps `overlapping`.
-        strategy: Of training.
-        engine: Of generation.
+        strategy: Strategy of training.
+        engine: Engine of generation.
         async_save: Whether it writes while steps run.
     """
 

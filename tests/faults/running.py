@@ -27,10 +27,10 @@ class Ended:
     """Result of a command.
 
     Attributes:
-        code: Its exit code; negative for the signal that killed it.
-        output: Of the terminal.
-        errors: Of the terminal.
-        seconds: It took.
+        code: Exit code; negative for the signal that killed it.
+        output: Text on standard output.
+        errors: Text on standard error.
+        seconds: Seconds that it took.
     """
 
     code: int
@@ -50,7 +50,7 @@ class Running:
 
     Args:
         folder: Folder in which it runs; modules in it are found.
-        arguments: After `rlflow`; or a whole command where `command` is given.
+        arguments: Arguments after `rlflow`; or a whole command where `command` is given.
         environment: More variables.
         command: Program to start.
     """

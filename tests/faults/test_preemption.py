@@ -32,7 +32,7 @@ class Sends(Callback):
 
     Args:
         number: Number of the signal.
-        task: As `rlflow graph` prints it, or the hook of a callback.
+        task: Task as `rlflow graph` prints it, or the hook of a callback.
         ranks: Ranks that receive it.
         step: The step, from 0.
     """

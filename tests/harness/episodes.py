@@ -129,7 +129,7 @@ def played(
     """Episodes of an agent of `agents.py`, or of a program.
 
     Args:
-        agent: Its name; or the dotted path of another one; or a program.
+        agent: Name of the agent; or the dotted path of another one; or a program.
         engine: Takes the policy's turns.
         rows: Rows of the dataset.
         n: Episodes of each.
@@ -137,7 +137,7 @@ def played(
         longest: Tokens of a row after its prompt, at most.
         players: Policies that answer to names in the policy's place, and how they are sampled.
         rivals: Engines of these policies.
-        settings: Of the harness.
+        settings: Settings of the harness.
     """
     if runner is None:
         with running() as own:

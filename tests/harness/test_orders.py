@@ -35,8 +35,8 @@ class Script:
     """The actions of a sub-agent.
 
     Attributes:
-        path: Of the API that it calls.
-        opening: Its first message.
+        path: Path of the API that it calls.
+        opening: First message of the agent.
         more: Fields of its requests.
         steps: Steps that it takes after its first call.
         twins: Number of agents that do the same at the same time.

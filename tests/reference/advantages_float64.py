@@ -88,8 +88,8 @@ def gae(
     """`A_t = sum_l (gamma lam)^l delta_{t + l}` and `A_t + V_t`: arXiv 1506.02438, equation 16, the sum as it stands.
 
     Args:
-        rewards: Of each token.
-        values: Before each token.
+        rewards: Rewards of each token.
+        values: Values before each token.
         gamma: Discount.
         lam: Decay.
         after: The value after the last token.

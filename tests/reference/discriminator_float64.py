@@ -24,7 +24,7 @@ def discriminator_update(
     Args:
         folder: The discriminator, in Hugging Face form.
         given: Responses of the dataset.
-        sampled: Of the policy.
+        sampled: Responses that the policy sampled.
         step: Settings of the optimizer.
 
     Returns:

@@ -66,9 +66,9 @@ def kto_update(
     Args:
         folder: The policy, in Hugging Face form.
         reference: The reference policy.
-        rows: Of each response its prompt, its tokens, and whether it is good.
-        beta: Of the value function.
-        weights: Of good responses and of bad ones.
+        rows: Prompt and tokens of each response, and whether it is good.
+        beta: Beta of the value function.
+        weights: Weights of good responses and of bad ones.
         step: Settings of the optimizer.
     """
     policy, ref = load_float64(folder), load_float64(reference)

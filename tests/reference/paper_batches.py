@@ -34,9 +34,9 @@ class Batch:
 
     Attributes:
         log_pi: Logprobs of the policy in training.
-        log_old: Of the policy at the start of the step.
-        log_mu: Of the engine.
-        log_ref: Of the reference.
+        log_old: Logprobs of the policy at the start of the step.
+        log_mu: Logprobs of the engine.
+        log_ref: Logprobs of the reference.
         mask: Bool.
         A: `[B]`, an advantage of each response.
         A_t: An advantage of each token.

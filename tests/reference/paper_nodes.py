@@ -34,10 +34,10 @@ class Step:
     """The values of the nodes.
 
     Attributes:
-        values: Of every node that ran or was given, by name.
+        values: Values of every node that ran or was given, by name.
         nodes: The graph's, by name.
-        loss: Of the actor, aggregated as the algorithm does.
-        gradient: Of it to the logprobs, `[B, T]`.
+        loss: Loss of the actor, aggregated as the algorithm does.
+        gradient: Gradient of it with respect to the logprobs, `[B, T]`.
     """
 
     values: dict[str, Any]

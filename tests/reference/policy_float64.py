@@ -47,32 +47,32 @@ class Objective:
         dual_clip: Bound of the ratio where the advantage is negative; None is off.
         drift_coef: Weight of CPGD's drift.
         anchor: Policy whose logprobs stand below the ratio: the `old` policy, or that of the `rollout`.
-        tau_pos: Of SAPO.
-        tau_neg: Of SAPO.
-        delta: Of DPPO and of off-policy sequence masking.
-        part_weights: Of GDPO, whose parts are the reward and whether it is above 1.
+        tau_pos: Temperature of SAPO for positive advantages.
+        tau_neg: Temperature of SAPO for negative advantages.
+        delta: Threshold of DPPO and of off-policy sequence masking.
+        part_weights: Weights of GDPO, whose parts are the reward and whether it is above 1.
         drift_clip: The largest gradient of it.
         weight_cap: The largest weight of its filter.
         kl_coef: Weight of the divergence from the reference.
-        kl_kind: As in `surrogates_float64.divergence`.
+        kl_kind: Estimator, as in `surrogates_float64.divergence`.
         kl_in_reward: The divergence of the old policy is taken off the reward, instead of standing in the loss.
         entropy_coef: Weight of the entropy.
-        importance_level: As in `surrogates_float64.importance`.
-        importance_mode: As there.
-        importance_low: As there.
-        importance_high: As there.
+        importance_level: Level, as in `surrogates_float64.importance`.
+        importance_mode: Mode, as there.
+        importance_low: Lower bound, as there.
+        importance_high: Upper bound, as there.
         overlong_buffer: Tokens before `max_response_length` over which DAPO's penalty grows; None is off.
         mask_truncated: Leave responses that did not end by themselves out of the loss, not out of their group.
         reward_model_coef: Weight of the reward model's score.
         gamma: Discount.
         lam: Decay of the advantage estimation.
         critic_lam: Decay of the estimation of the critic's targets.
-        critic_loss_aggregation: As in `mean_loss`, of the critic.
+        critic_loss_aggregation: Mode of `mean_loss` for the critic.
         value_clip: Clip range of the critic's values; None is off.
         bootstrap: Take the critic's value after a response that did not end by itself; else 0.
-        loss_aggregation: As in `mean_loss`.
+        loss_aggregation: Mode of `mean_loss`.
         max_response_length: The divisor of the `constant` aggregation.
-        temperature: Of sampling.
+        temperature: Temperature of sampling.
         by_turn: Turns of conversations have advantages, of what was given from each on.
     """
 
@@ -119,8 +119,8 @@ class Folders:
 
     Attributes:
         reference: The policy that a divergence is taken from, or the teacher of a distillation.
-        reward_model: Its score is added to the reward.
-        critic: Of PPO.
+        reward_model: Model whose score is added to the reward.
+        critic: Critic of PPO.
     """
 
     reference: Path | None = None
@@ -133,14 +133,14 @@ class Scored:
     """A sample before the update: its tokens that count, with their scores.
 
     Attributes:
-        sample: As recorded.
+        sample: Sample as recorded.
         counted: The positions of those tokens.
-        reward: Of the whole response.
+        reward: Reward of the whole response.
         new: Logprobs of the policy in training, with a gradient.
-        entropy: Of its distribution at each token, with a gradient.
+        entropy: Entropy of its distribution at each token, with a gradient.
         old: Logprobs of the old policy.
         ref: Logprobs of the reference; None without one.
-        rewards: Of each token; their sum is the reward less the penalties.
+        rewards: Rewards of each token; their sum is the reward less the penalties.
     """
 
     sample: Sample
@@ -187,7 +187,7 @@ def policy_updates(
 
     Args:
         folder: The policy, in Hugging Face form.
-        samples: Of the step.
+        samples: Samples of the step.
         objective: Settings of the loss.
         mini_batches: For each update the numbers of its samples.
         step: Settings of the optimizer.

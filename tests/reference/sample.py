@@ -13,15 +13,15 @@ class Sample:
     Attributes:
         prompt_ids: Token ids, at least one.
         response_ids: Token ids, the end-of-sequence token included.
-        reward: Of the response, by its verifier.
+        reward: Reward of the response, by its verifier.
         group: Number of the prompt that it answers.
         loss_mask: True at tokens of the response that count; None for all.
         rollout_logprobs: The engine's; None leaves the importance weights out.
         old_logprobs: The policy's at the start of the step; None for those of the policy that is being updated.
         finished: Whether it ended by itself.
-        greedy_reward: Of the greedy response to the same prompt, for ReMax.
+        greedy_reward: Reward of the greedy response to the same prompt, for ReMax.
         old_values: The critic's before each token at the start of the step; None for those of the critic given.
-        segments: Of a conversation, how many tokens each turn and each answer to it has, by turns.
+        segments: Segments of a conversation: how many tokens each turn and each answer to it has, by turns.
         turn_rewards: Reward of each turn; `reward` has them in it.
     """
 

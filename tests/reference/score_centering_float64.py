@@ -18,8 +18,8 @@ class Centered:
     Attributes:
         prompt_ids: Token ids.
         response_ids: Token ids.
-        advantage: Of all its tokens.
-        choices: Of each token, the tokens that it could have been, itself first, and the engine's log-probabilities.
+        advantage: Advantage of all its tokens.
+        choices: For each token, the tokens that it could have been, itself first, and the engine's log-probabilities.
     """
 
     prompt_ids: Sequence[int]

@@ -37,7 +37,7 @@ def sft_update(
     Args:
         folder: The model, in Hugging Face form.
         examples: The batch.
-        loss_aggregation: As in `mean_loss`.
+        loss_aggregation: Mode of `mean_loss`.
         max_response_length: The divisor of the `constant` aggregation.
         temperature: Logits are divided by it.
         step: Settings of the optimizer.

@@ -20,8 +20,8 @@ class Update:
     """One update of all weights, by their names in the Hugging Face model (tied weights once), on the CPU in float64.
 
     Attributes:
-        loss: Of the whole batch.
-        gradient: Of the loss, before clipping.
+        loss: Loss of the whole batch.
+        gradient: Gradient of the loss, before clipping.
         gradient_norm: L2 norm over all parameters, before clipping.
         after_sgd: The weights after one step of plain SGD.
         after_adamw: The weights after the first step of AdamW. Its size hardly depends on the gradient's: where a
@@ -42,8 +42,8 @@ class Step:
     Attributes:
         lr: Learning rate.
         gradient_clipping: Largest norm of the gradient; 0 is off.
-        weight_decay: Of AdamW, decoupled.
-        eps: Of AdamW.
+        weight_decay: Weight decay of AdamW, decoupled.
+        eps: Epsilon of AdamW.
     """
 
     lr: float = 1e-2

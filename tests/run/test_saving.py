@@ -176,7 +176,7 @@ class KeepsSecond(Callback):
 
     Args:
         disk: Writes once it is set.
-        folder: Of the run.
+        folder: Folder of the run.
     """
 
     def __init__(self, disk: threading.Event, folder: Path) -> None:

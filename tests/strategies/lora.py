@@ -29,7 +29,7 @@ class Adapted:
     """The results on one rank.
 
     Attributes:
-        gradients: Of the last update.
+        gradients: Gradients of the last update.
         merged: The weights handed out after it.
         base_kept: Whether the syncs left what is frozen as it was, to the bit.
         reference: Logprobs of the view before the first update and after the last.
