@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlflow.commands.parser import call, writing
 from rlflow.errors import UserError
+from rlflow.models.checkpoint_weights import is_checkpoint, of_checkpoint, rewrite
 from rlflow.models.lora import CONFIG, merge, require_peft
 from rlflow.run.pretrained import load_tokenizer
-from rlflow.storage.stored_role import RoleIndex, StoredRole, index_name
 
 Form = Literal["merged", "adapter"]
 Dtype = Literal["bf16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-OF_ADAPTER = "base_model.model."  # before a weight's name in peft's files
 CARD = "README.md"
 
 
@@ -57,7 +53,7 @@ def export(
     source = model / "model" if (model / "model").is_dir() else model
     wanted = None if dtype is None else DTYPES[dtype]
     with tempfile.TemporaryDirectory() as scratch:
-        if (model / "state.json").is_file():
+        if is_checkpoint(model):
             source = of_checkpoint(model, role, wanted, Path(scratch) / "checkpoint")
         is_adapter = (source / CONFIG).is_file()
         if not is_adapter and not (source / "config.json").is_file():
@@ -89,67 +85,6 @@ def export(
     if not (to / CARD).exists():
         (to / CARD).write_text(card(model), encoding="utf-8")
     print(f"wrote {to}/ ({form}{f', {dtype}' if dtype else ''})")
-
-
-def of_checkpoint(checkpoint: Path, role: str, dtype: torch.dtype | None, to: Path) -> Path:
-    """Write a role's weights in a checkpoint as a folder like the run's `model`, in its dtype or this; returns it.
-
-    Raises:
-        UserError: The checkpoint has no such role, or the run's folder no model, from which all other files come.
-    """
-    if not (checkpoint / index_name(role)).is_file():
-        found = sorted(path.stem for path in checkpoint.glob("*.json") if "shapes" in json.loads(path.read_text()))
-        raise UserError(f"`--role` is {role!r}, and {checkpoint} has {', '.join(found)}; name one of these")
-    run = checkpoint.resolve().parents[1]
-    like = next((path for path in (run / f"model-{role}", run / "model") if path.is_dir()), None)
-    if like is None:
-        raise UserError(f"{run} has no `model`, whose config and tokenizer are needed; let the run save its model once")
-    index = RoleIndex.read(checkpoint / index_name(role))
-    stored = StoredRole(checkpoint, role, index)
-    if missing := index.shapes.keys() - {name.removeprefix(OF_ADAPTER) for name in weight_names(like)}:
-        raise UserError(
-            f"{checkpoint} has `{min(missing)}` of `{role}`, which transformers' files name otherwise; resume from the"
-            f" checkpoint, which saves the model at its end, or take {like}, which may be of an earlier step"
-        )
-
-    def trained(name: str, tensor: Tensor) -> Tensor:
-        name = name.removeprefix(OF_ADAPTER)
-        if name not in index.shapes:
-            return tensor
-        shape = index.shapes[name]
-        return stored.read(name, "weight", 0, tensor.numel()).view(shape).to(dtype or tensor.dtype)
-
-    rewrite(like, to, trained)
-    return to
-
-
-def weight_names(folder: Path) -> set[str]:
-    """The names of the weights in a model's folder."""
-    names = set[str]()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names |= set(file.keys())
-    return names
-
-
-def rewrite(source: Path, to: Path, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Copy a model's folder, with each weight changed; one file of weights at a time is in memory.
-
-    Args:
-        source: Folder in Hugging Face's or peft's form.
-        to: Folder to write.
-        change: Function of a weight's name and value that returns the value to write.
-    """
-    shutil.copytree(source, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    for path in sorted(source.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            changed = {name: change(name, file.get_tensor(name)).contiguous() for name in file.keys()}  # noqa: SIM118
-            save_file(changed, to / path.name, file.metadata())
-    for path in to.glob("*.safetensors.index.json"):
-        index = json.loads(path.read_text())
-        sizes = [file.stat().st_size for file in to.glob("*.safetensors")]
-        index["metadata"] = {**index.get("metadata", {}), "total_size": sum(sizes)}
-        path.write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _cast(dtype: torch.dtype | None, _: str, tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class CausalLM(ModelHandle):
     Every method that scores is a collective: all ranks of the role must call it, even ranks that have no rows.
 
     Args:
-        model: A folder in Hugging Face form, a Hugging Face name, or `tiny`.
+        model: A folder in Hugging Face form, of a run or of a checkpoint, a Hugging Face name, or `tiny`.
         trainable: Whether the model is trained. A frozen model has no optimizer and no gradients.
         optimizer: Optimizer of the model; a trainable model without this argument has `Optimizer()`.
         temperature: Temperature of sampling, in validation too. All logits are divided by it before they are scored.

@@ -136,7 +136,7 @@ class ModelHandle(ABC):
     Every method that scores is a collective: all ranks of the role must call it, even ranks that have no rows.
 
     Args:
-        model: A folder in Hugging Face form, a Hugging Face name, or `tiny`.
+        model: A folder in Hugging Face form, of a run or of a checkpoint, a Hugging Face name, or `tiny`.
         trainable: Whether the model is trained. A frozen model has no optimizer and no gradients.
         optimizer: Optimizer of the model; a trainable model without this argument has `default_optimizer`.
         epochs: Number of passes of each step over its rows.

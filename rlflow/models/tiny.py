@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rlflow.errors import UserError
+from rlflow.models.checkpoint_weights import is_checkpoint, model_of_checkpoint
 from rlflow.process.hub import offline_unless_reached
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
@@ -42,14 +43,16 @@ EMBEDDED = ("tiny", "tiny_bpe", "tiny_moe", "tiny_vision")
 MERGES = Path(__file__).with_name("tiny_merges.txt")  # of the byte BPE, see benchmarks/tiny_merges.py
 
 
-def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
+def resolve_model(model: str, scratch: Path, said_by: str = "`model`", role: str = "actor") -> Path:
     """The place of the weights of `model`: a folder, or the Hugging Face name itself.
 
     Args:
-        model: `tiny`, `tiny_bpe`, `tiny_moe`, `tiny_vision`, a folder in Hugging Face form, the folder of a run, or a
-            Hugging Face name `organisation/name`.
-        scratch: Folder in which embedded models are written. All ranks may call this at the same time.
+        model: `tiny`, `tiny_bpe`, `tiny_moe`, `tiny_vision`, a folder in Hugging Face form, the folder of a run or of
+            one of its checkpoints, or a Hugging Face name `organisation/name`.
+        scratch: Folder in which embedded models, and those of checkpoints, are written. All ranks may call this at the
+            same time.
         said_by: Name in errors of the setting that named the model.
+        role: Role of a checkpoint whose weights are taken; if it has no such role, those of `actor` or of its only one.
 
     Raises:
         UserError: `model` is none of these.
@@ -65,6 +68,8 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`") -> Path:
     folder = Path(model)
     if os.path.exists(folder / "model") and not os.path.exists(folder / "config.json"):  # the folder of a run
         folder = folder / "model"
+    elif is_checkpoint(folder):
+        folder = model_of_checkpoint(folder, role, scratch)
     if os.path.exists(folder):  # False for names that no folder can have, for which `Path.exists` raises
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise UserError(

@@ -361,14 +361,14 @@ def model_path(module: RLModule, role: str, scratch: Path) -> Path:
     Args:
         module: Module with its models configured.
         role: Role of the model.
-        scratch: Folder for the embedded model `tiny`.
+        scratch: Folder for the embedded model `tiny`, and for models of checkpoints.
 
     Raises:
         UserError: The role's `model` is neither.
     """
     handle = handles(module)[role]
     with about(handle):
-        return resolve_model(handle.model, scratch, _said_by(module, role))
+        return resolve_model(handle.model, scratch, _said_by(module, role), role)
 
 
 def _absolute(paths: Mapping[str, Path]) -> dict[str, Path]:

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from rlflow import CausalLM, RewardModel, Trainer, UserError
-from rlflow.algorithms import GAIL, GRPO, SFT
+from rlflow.algorithms import GAIL, GRPO, PPO, SFT
 from rlflow.callbacks import EarlyStopping
 from rlflow.commands.fit import read_fit
 from rlflow.data import Mixture, PromptData
 from rlflow.functional import bootstrap_interval
-from rlflow.models.tiny import write_tiny_model
+from rlflow.models.optimizer import Optimizer
+from rlflow.models.tiny import resolve_model, write_tiny_model
 from rlflow.state import Curriculum
 from tests.slow import slow_but
 
@@ -115,6 +117,41 @@ def test_gail_asks_responses_of_the_rows_that_it_trains_on_alone(model: Path, tm
     assert 0 <= trainer(tmp_path, max_steps=1).fit(gail(), learned)["reward_after"] <= 1
     with pytest.raises(UserError, match="has no column `response`"):
         trainer(tmp_path, max_steps=1).fit(gail(), ROWS)
+
+
+def test_a_checkpoint_is_tested_as_the_model_of_a_run_that_ends_there(model: Path, tmp_path: Path) -> None:
+    rows = [{**row, "response": f"{row['answer']}b"} for row in ROWS]
+    sft = SFT(CausalLM(str(model), optimizer=Optimizer(lr=0.03)))
+    for steps in (1, 2):
+        run = Trainer(tmp_path / f"{steps}", accelerator="cpu", max_steps=steps, save_every_n_steps=1)
+        run.fit(sft, PromptData(rows, prompts_per_step=3))
+
+    def tested(folder: str) -> tuple[dict[str, Any], str]:
+        algorithm, name = grpo(tmp_path / folder), folder.replace("/", "-")
+        found = trainer(tmp_path / "of" / name, val_samples=4).test(algorithm, PromptData(ROWS, ROWS))
+        return found, (tmp_path / "of" / name / "run-test/responses.jsonl").read_text()
+
+    expected, last = tested("1/model"), tested("2/model")
+    assert tested("2/checkpoint/step-00000001") == expected
+    assert tested("2/checkpoint/step-00000002") == last
+    assert expected[1] != last[1]
+
+
+def test_of_several_roles_in_a_checkpoint_the_model_is_that_of_its_own_or_the_actor(
+    model: Path, tmp_path: Path
+) -> None:
+    ppo = PPO(CausalLM(str(model)), reward=has_a_letter, max_response_length=3)
+    trainer(tmp_path, max_steps=1, save_every_n_steps=1).fit(ppo, PromptData(ROWS, prompts_per_step=2))
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoint/step-00000001"
+    for role, expected in (("critic", "model-critic"), ("reference", "model"), ("actor", "model")):
+        found = resolve_model(str(checkpoint), tmp_path / "scratch", role=role)
+        written, of_run = (load_file(each / "model.safetensors") for each in (found, run / expected))
+        assert written.keys() == of_run.keys()
+        assert all(torch.equal(written[name], of_run[name]) for name in written)
+    (checkpoint / "actor.json").rename(checkpoint / "student.json")
+    with pytest.raises(UserError, match="has critic, student, and neither `reference` nor `actor`; write one of them"):
+        resolve_model(str(checkpoint), tmp_path / "scratch", role="reference")
 
 
 class Splits(LightningDataModule):
