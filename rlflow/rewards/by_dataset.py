@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlflow.errors import UserError
-from rlflow.rewards.reward import Reward, RewardInput, Scores, read_column, scored
+from rlflow.rewards.reward import EarlyReward, Reward, RewardInput, Scores, read_column, scored
 from rlflow.rewards.weighted_sum import OneReward, as_reward, checked_by_parts, strictest
 
 
@@ -16,7 +17,8 @@ class ByDataset(Reward):
 
         ByDataset({"math": MathVerify(), "sums": ExactMatch()})
 
-    Parts of these rewards are not logged. Responses are scored after the last one has ended.
+    Parts of these rewards are not logged. A reward that sends requests with several responses begins to score after the
+    last response has ended.
 
     Args:
         rewards: The rewards by the name of the dataset, in any form that `as_reward` takes.
@@ -38,6 +40,17 @@ class ByDataset(Reward):
     @property
     def checked_by(self) -> str | None:
         return checked_by_parts(self.rewards)
+
+    def scored_early(self) -> list[EarlyReward]:
+        return [
+            replace(each, scores=partial(self._scores, reward, each))
+            for reward in dict.fromkeys(self.rewards.values())
+            for each in reward.scored_early()
+            if each.batch == 1  # which rows are in a larger one is not known before all have ended
+        ]
+
+    def _scores(self, reward: Reward, early: EarlyReward, row: dict[str, Any]) -> bool:
+        return self.of(row) is reward and early.scores(row)
 
     def check(self, row: dict[str, Any]) -> None:
         reward = self.of(row)
@@ -98,4 +111,5 @@ def taken(responses: RewardInput, places: list[int]) -> RewardInput:
         rows=[responses.rows[i] for i in places],
         conversations=[responses.conversations[i] for i in places] if responses.conversations else (),
         token_ids=lambda: [ids for i, ids in enumerate(responses.token_ids()) if i in wanted],
+        places=[responses.place(i) for i in places],
     )

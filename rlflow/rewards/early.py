@@ -24,7 +24,7 @@ class EarlyScores:
     called.
 
     Args:
-        reward: The reward, or a sum of rewards; some of them may score early.
+        reward: The reward, a sum of rewards, or those of datasets; some of them may score early.
         prompt_column: See `RewardInput`.
 
     Attributes:
@@ -46,7 +46,7 @@ class EarlyScores:
         self._ended[place] = text, row, messages
         for how, calls in self._rewards:
             first = place // how.batch * how.batch
-            if all(each in self._ended for each in range(first, first + how.batch)):
+            if all(each in self._ended for each in range(first, first + how.batch)) and how.scores(row):
                 self._begin(how, calls, first)
 
     def taken(self, reward: Reward, responses: RewardInput) -> RewardCalls | None:
@@ -54,7 +54,7 @@ class EarlyScores:
         found = next((at for at, (how, _) in self._untaken.items() if how.reward is reward), None)
         if found is None:
             return None
-        if not self._scored(responses):
+        if not self._scored(self._untaken[found][0], responses):
             self._untaken[found][1].close()  # before it makes others: no more run at once than it allows
             return None
         return self._untaken.pop(found)[1]
@@ -77,11 +77,11 @@ class EarlyScores:
         with suppress(UserError):  # the reward raises it again when all responses are there
             calls.begin(first, how.call(RewardInput(texts, rows, self._prompt_column, conversations)))
 
-    def _scored(self, responses: RewardInput) -> bool:
-        """Whether these are the responses that have ended, each in its place."""
-        if responses.prompt_column != self._prompt_column or any(at >= len(responses) for at in self._ended):
+    def _scored(self, how: EarlyReward, responses: RewardInput) -> bool:
+        """Whether these are the responses that have ended and that the reward scores, each in its place."""
+        if responses.prompt_column != self._prompt_column:
             return False
         messages = responses.conversations or [[]] * len(responses)
-        return all(
-            (responses.texts[at], responses.rows[at], messages[at]) == ended for at, ended in self._ended.items()
-        )
+        samples = enumerate(zip(responses.texts, responses.rows, messages, strict=True))
+        given = {responses.place(i): sample for i, sample in samples}
+        return all(given.get(at) == ended for at, ended in self._ended.items() if how.scores(ended[1]))

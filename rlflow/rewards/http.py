@@ -144,7 +144,7 @@ class HTTPReward(Reward):
         starts = range(0, len(texts), size)
         with responses.begun(self, responses) or RewardCalls(self._at_once) as calls:
             asked = [partial(self._answer, texts[at : at + size], rows[at : at + size]) for at in starts]
-            answers = [calls.begin(at, ask) for at, ask in zip(starts, asked, strict=True)]
+            answers = [calls.begin(responses.place(at), ask) for at, ask in zip(starts, asked, strict=True)]
 
             def score_of(place: int) -> Any:
                 return answers[place // size].result()[place % size]

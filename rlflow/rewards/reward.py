@@ -65,6 +65,7 @@ class RewardInput:
         state: Progress of the run.
         begun: Function that returns the calls with which a reward has begun to score these responses, see
             `EarlyScores.taken`; or None.
+        places: The place of each response among all of its rank, if a reward is given only some; else empty.
     """
 
     texts: Sequence[str]
@@ -74,9 +75,14 @@ class RewardInput:
     token_ids: Callable[[], list[list[int]]] = list
     state: TrainerState = TrainerState()
     begun: Callable[[Reward, RewardInput], RewardCalls | None] = field(default=_none, compare=False)
+    places: Sequence[int] = field(default=(), compare=False)
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def place(self, i: int) -> int:
+        """The place of a sample among all of its rank, by which the calls of `begun` are known."""
+        return self.places[i] if len(self.places) == len(self) else i
 
     def prompt(self, i: int) -> Any:
         """The prompt of a sample as the dataset has it: a text, or a list of messages; None if it has no prompt."""
@@ -294,12 +300,14 @@ class EarlyReward:
         at_once: Most calls that run at the same time.
         batch: Responses of one call, which are consecutive rows: the call of the rows 8 to 15 has the place 8.
         call: Returns the call that scores these responses.
+        scores: Whether it scores a response to this row; only if `batch` is 1 it may leave some out.
     """
 
     reward: Reward
     at_once: int
     batch: int
     call: Callable[[RewardInput], Callable[[], Any]]
+    scores: Callable[[dict[str, Any]], bool] = lambda row: True
 
 
 class SampleReward(Reward):
@@ -360,7 +368,7 @@ class SampleReward(Reward):
         if begun is None and self.at_once == 1:
             return self.scores_of(calls, responses)
         with begun or RewardCalls(self.at_once) as running:
-            scores = [running.begin(i, call) for i, call in enumerate(calls)]
+            scores = [running.begin(responses.place(i), call) for i, call in enumerate(calls)]
             return self.scores_of((score.result for score in scores), responses)
 
 

@@ -17,7 +17,8 @@ from rlflow import Batch, CausalLM, Environment, PerSample, Rollout, RolloutWith
 from rlflow.algorithms import DAPO, GRPO
 from rlflow.callbacks import Callback
 from rlflow.context.node_context import NodeContext
-from rlflow.rewards import CallableReward, HTTPReward, Reward, SampleReward, WeightedSum
+from rlflow.data import Mixture, PromptData
+from rlflow.rewards import ByDataset, CallableReward, HTTPReward, Reward, SampleReward, WeightedSum
 from rlflow.rewards.early import EarlyScores
 from rlflow.rewards.reward import OnError
 from rlflow.rollout import RolloutEngine, TransformersEngine, VLLMEngine
@@ -161,15 +162,31 @@ def summed() -> Reward:
     return WeightedSum({"odd": limited(), "plain": OddCharacters(), "some": limited("fails_on_some", "drop", 2)})
 
 
+def mixed(policy: Path, folder: Path, on_error: OnError = "raise", **settings: Any) -> Fit:
+    """A run on three datasets, of which two have rewards that score early, one of them as a part of a sum."""
+    function = "odd" if on_error == "raise" else "fails_on_some"
+    parts = {"slow": limited(function, on_error), "plain": OddCharacters()}
+    reward = ByDataset({"a": InThreads(function, on_error), "b": WeightedSum(parts), "c": OddCharacters()})
+    source = Mixture({name: [{"question": f"{i}+{name}="} for i in range(3)] for name in "abc"})
+    run = run_of(policy, folder, reward, **settings)
+    return dataclasses.replace(run, data=PromptData(source, None, prompts_per_step=9))
+
+
 KINDS: dict[str, Callable[[Path, Path], Fit]] = {
     "a sum of which a part scores early": lambda policy, to: run_of(policy, to, summed()),
     "a filter that draws again": lambda policy, to: run_of(policy, to, limited(), DAPO),
+    "a mixture of datasets": mixed,
+    "a mixture with samples that are dropped": lambda policy, to: mixed(policy, to, "drop"),
+    "a mixture with samples that count 0": lambda policy, to: mixed(policy, to, "zero"),
     "two rollouts in a step": lambda policy, to: run_of(policy, to, limited(), RaggedReMax),
     "conversations": conversing,
 }
 
 
-@pytest.mark.parametrize("kind", slow_but(["a sum of which a part scores early", "conversations"], KINDS))
+FAST_KINDS = ["a sum of which a part scores early", "a mixture with samples that are dropped", "conversations"]
+
+
+@pytest.mark.parametrize("kind", slow_but(FAST_KINDS, KINDS))
 def test_runs_of_other_kinds_leave_the_same(kind: str, policy: Path, tmp_path: Path, monkeypatch: Any) -> None:
     fit(KINDS[kind](policy, tmp_path / "early"))
     late(monkeypatch, KINDS[kind](policy, tmp_path / "late"))
@@ -371,10 +388,15 @@ def fit_late(run: Fit) -> None:
         late(patch, run)
 
 
-def test_a_run_that_is_continued_leaves_the_same(policy: Path, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("of_datasets", slow_but([False], [False, True]))
+def test_a_run_that_is_continued_leaves_the_same(
+    of_datasets: bool, policy: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     def run(name: str, **more: Any) -> Fit:
-        reward = limited("fails_on_some", "drop")
-        return run_of(policy, tmp_path / name, reward, max_steps=3, save_every_n_steps=1, **more)
+        more |= {"max_steps": 3, "save_every_n_steps": 1}
+        if of_datasets:
+            return mixed(policy, tmp_path / name, "drop", **more)
+        return run_of(policy, tmp_path / name, limited("fails_on_some", "drop"), **more)
 
     stopped(run("early"), 2)
     fit(run("early", ckpt_path="last"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.rewards import ExactMatch, RewardInput, SampleReward, WeightedSum
+from rlflow.rewards import ByDataset, ExactMatch, RewardInput, SampleReward, WeightedSum
 from rlflow.rewards.calls import RewardCalls
 from rlflow.rewards.early import EarlyScores
 from rlflow.rewards.http import HTTPReward
@@ -62,6 +62,34 @@ def test_a_part_of_a_sum_is_scored_early_and_the_other_is_not() -> None:
     early = begun(both, [3, 1])
     assert both.score(RewardInput(TEXTS, ROWS, begun=early.taken)).total == [1, 3, 3, 4, 5, 6]
     assert len(part.asked) == len(TEXTS)
+
+
+def test_the_reward_of_a_dataset_scores_its_rows_early_and_each_once() -> None:
+    own, part, batched = Counts(), Counts(), HTTPReward("http://127.0.0.1:9", batch=2)
+    inner = ByDataset({"d": WeightedSum({"long": part}), "r": ExactMatch()}, column="answer")
+    mixed = ByDataset({"a": own, "b": inner, "c": batched})
+    rows = [{"dataset": name[0], "answer": name[1]} for name in ("bd", "a-", "br", "a-", "bd", "a-")]
+    early = EarlyScores(mixed, None)
+    for place in (5, 4, 2, 1):
+        early.add(place, TEXTS[place], rows[place], [])
+    until = time.monotonic() + 10
+    while len(own.asked + part.asked) < 3 and time.monotonic() < until:
+        time.sleep(0.001)
+    assert (sorted(own.asked), part.asked) == (["ab", "abcdef"], ["abcde"])
+    assert mixed.score(RewardInput(TEXTS, rows, begun=early.taken)).total == [1, 2, 0, 4, 5, 6]
+    assert (sorted(own.asked), part.asked, early.unused) == (["ab", "abcd", "abcdef"], ["abcde", "a"], False)
+
+
+def test_scores_of_a_datasets_responses_are_not_taken_for_others() -> None:
+    mixed = ByDataset({"a": Counts(), "b": Counts()})
+    rows = [{"dataset": name} for name in "abab"]
+    early = EarlyScores(mixed, None)
+    for place in (0, 2, 3):
+        early.add(place, TEXTS[place], rows[place], [])
+    others = ["a", "ab", "other", "abcd"]
+    assert mixed.score(RewardInput(others, rows, begun=early.taken)).total == [1, 2, 5, 4]
+    assert early.unused
+    early.close()
 
 
 @pytest.mark.parametrize(
