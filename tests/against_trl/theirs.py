@@ -19,6 +19,8 @@ with warnings.catch_warnings():
         DPOTrainer,
         GRPOConfig,
         GRPOTrainer,
+        KTOConfig,
+        KTOTrainer,
         RewardConfig,
         RewardTrainer,
         RLOOConfig,
@@ -29,6 +31,7 @@ with warnings.catch_warnings():
 
 from tests.against_trl.cases import (
     GROUP,
+    LABELS,
     LONGEST,
     PROMPTS,
     TEMPERATURE,
@@ -124,6 +127,23 @@ def dpo(scratch: Path, models: Models, beta: float) -> Result:
         processing_class=_tokenizer(models.policy),
     )
     rows = [dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), pair, strict=True)) for pair in pairs()]
+    return _differentiated(trainer, trainer.data_collator(rows))
+
+
+def kto(scratch: Path, policy: Path, reference: Path, beta: float, weights: tuple[float, float]) -> Result:
+    """The loss of `KTOTrainer` on the recorded responses, each prompt also with the response of the next row."""
+    words = Dataset.from_list([{"prompt": "1", "completion": each, "label": each == "2"} for each in "23"])
+    good, bad = weights
+    trainer = KTOTrainer(
+        _model(policy),
+        _model(reference),
+        KTOConfig(**_common(scratch), beta=beta, desirable_weight=good, undesirable_weight=bad, max_length=None),
+        train_dataset=words,
+        processing_class=_tokenizer(policy),
+    )
+    names, responses = ("prompt_ids", "completion_ids", "KL_completion_ids", "label"), response_ids()
+    columns = (prompt_ids(), responses, [*responses[1:], responses[0]], LABELS)
+    rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     return _differentiated(trainer, trainer.data_collator(rows))
 
 
