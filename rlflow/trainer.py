@@ -292,7 +292,7 @@ class Trainer(RunningTrainer):
                     f"`trainer.num_nodes` is {settings.num_nodes}; SingleProcess runs on 1. For more use"
                     " `strategy: deepspeed` or `strategy: fsdp`."
                 )
-            require_started(settings.world_size)
+            require_started(settings.world_size, settings.num_nodes)
             require_no_rank(settings.world_size)
             if is_initialized() and (ranks := Transport().world_size) != settings.world_size:
                 raise UserError(

@@ -21,15 +21,25 @@ ARGUMENTS = "RLFLOW_ARGUMENTS"  # of a rank; they may hold secrets, and every us
 _takes_arguments = False
 
 
-def require_started(world_size: int) -> None:
+# Of a process that a launcher started, or that was told its machine by hand: torchrun, Slurm, LSF, MPI.
+LAUNCHED = ("MASTER_ADDR", "NODE_RANK", "GROUP_RANK", "SLURM_JOB_ID", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
+
+
+def require_started(world_size: int, num_nodes: int = 1) -> None:
     """Refuse a run of fewer or more ranks than torchrun has started: each would train alone, or wait.
 
     Args:
         world_size: Ranks of the run.
+        num_nodes: Machines of the run.
 
     Raises:
-        UserError: Torchrun started another number of processes.
+        UserError: Torchrun started another number of processes, or nothing says which of several machines this is.
     """
+    if num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
+        raise UserError(
+            f"`trainer.num_nodes` is {num_nodes}, and nothing says which machine this is; start the run by torchrun or"
+            " srun on each machine, or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
+        )
     started = os.environ.get("WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
     if started is not None and int(started) != world_size:
         raise UserError(

@@ -55,6 +55,14 @@ def test_processes_of_torchrun_that_a_run_does_not_count_are_refused(
         require_started(1)
 
 
+@pytest.mark.parametrize("name", [None, "NODE_RANK", "SLURM_JOB_ID"])
+def test_several_machines_without_a_launcher_are_refused(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {} if name is None else {name: "1"})
+    said = r"^`trainer.num_nodes` is 2, and nothing says which machine this is; start the run by torchrun or srun"
+    with pytest.raises(UserError, match=said) if name is None else contextlib.nullcontext():
+        require_started(4, 2)
+
+
 def test_kernels_are_stored_on_the_machine_unless_a_variable_says_where(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
