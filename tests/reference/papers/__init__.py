@@ -6,5 +6,5 @@ the start of the step, the sampling engine's and the reference. Rewards and adva
 Every loss is one number to be minimised, so autograd through it gives the paper's gradient.
 
 A page is named where the text that was read had pages, else the section. "Source" says what was read where that was not
-the paper itself.
+the paper itself. The exception to the first sentence is `score_centering`, which says so.
 """
