@@ -216,18 +216,24 @@ class LoadedRole:
 
     @property
     def _of_decoder(self) -> float:
-        """Bytes of the decoder's activations, as transformers' gated layers keep them; attention stores no scores.
+        """Bytes of the decoder's activations, as transformers' layers keep them; attention stores no scores.
 
-        Of a token, each of a layer's two norms keeps its input in float32 and two results. The layer keeps queries,
-        keys, values and the result of attention, and 4 vectors within its feed-forward network. A backward pass adds 2
-        gradients of such vectors, and one of the layer's width. Ranks that divide a layer have parts of what is within
-        attention and feed-forward networks, and all of the rest.
+        Of a token, each of a layer's norms keeps two vectors, and an RMS norm its input in float32 too. The layer keeps
+        queries, keys, values and the result of attention. If queries and keys are normed, it also keeps them before
+        that, in float32 and once in the weights' dtype. Within its feed-forward network it keeps 2 vectors, with a gate
+        4, and in GPT-OSS 7; of each expert that the token goes to, also the input and the result. A backward pass adds
+        a gradient of an inner vector, with a gate 2, or 3 of experts' results where these are larger; and one of the
+        layer's width. Ranks that divide a layer have parts of what is within attention and feed-forward networks, and
+        all of the rest.
         """
-        size, width = self.size, self.width
-        inner = size.intermediate * max(1, size.experts_per_token) / self.tensor_parallel_size
-        attention = 2 * (size.heads + size.kv_heads) * size.head_width / self.tensor_parallel_size
-        layer = 2 * (FLOAT32 + 2 * width) * size.hidden + width * (attention + 4 * inner)
-        gradients = width * (2 * inner + size.hidden)
+        size, width, ranks = self.size, self.width, self.tensor_parallel_size
+        inner = size.intermediate * max(1, size.experts_per_token) / ranks
+        routed = size.hidden * size.experts_per_token / ranks
+        queries_and_keys = (size.heads + size.kv_heads) * size.head_width / ranks
+        norms = size.norms * (size.rms * FLOAT32 + 2 * width) * size.hidden
+        attention = (2 * width + size.qk_norm * (FLOAT32 + width)) * queries_and_keys
+        layer = norms + attention + width * ((2 + 2 * size.gated + 3 * size.sinks) * inner + 2 * routed)
+        gradients = width * (max((1 + size.gated) * inner, 3 * routed) + size.hidden)
         kept = size.layers * (width * size.hidden if self.checkpointing else layer)
         return self._tokens * (kept + gradients + (layer if self.checkpointing else 0))
 

@@ -15,7 +15,7 @@ from rlflow.models.picture_processor import FAMILIES, QWEN
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A decoder of the Llama family: gated feed-forward layers, grouped queries, norms without bias.
+    """A decoder, as those of the Llama family are unless an attribute differs: grouped queries, norms without bias.
 
     Attributes:
         hidden: Width of the hidden states.
@@ -39,6 +39,10 @@ class ModelSize:
         patches: Patches of a picture that become one token; 0 without a tower.
         tower_width: Widths of the tower's layers, added up.
         tower_kept: Numbers that the tower's layers keep of a patch for the backward pass.
+        norms: Norms of hidden states in each layer.
+        rms: Whether these are RMS norms, which transformers computes in float32; torch's own norms are in the weights'
+            dtype.
+        gated: Whether one of two factors within a feed-forward layer is a gate.
     """
 
     hidden: int
@@ -62,6 +66,9 @@ class ModelSize:
     patches: int = 0
     tower_width: int = 0
     tower_kept: int = 0
+    norms: int = 2
+    rms: bool = True
+    gated: bool = True
 
     @property
     def head_width(self) -> int:
@@ -81,7 +88,7 @@ class ModelSize:
     @property
     def expert(self) -> int:
         """Parameters of one expert of one layer, or of a layer's one feed-forward network."""
-        return 3 * self.hidden * self.intermediate + self.sinks * (2 * self.intermediate + self.hidden)
+        return (2 + self.gated) * self.hidden * self.intermediate + self.sinks * (2 * self.intermediate + self.hidden)
 
     @property
     def active(self) -> int:
@@ -143,7 +150,7 @@ class ModelSize:
         Layers that carry a state count as layers of attention.
         """
         queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
-        feed_forward = 0 if self.experts else 3 * (self.hidden + self.intermediate)
+        feed_forward = 0 if self.experts else (2 + self.gated) * (self.hidden + self.intermediate)
         return self.layers * rank * (2 * (self.hidden + queries) + 2 * (self.hidden + keys) + feed_forward)
 
 
@@ -170,7 +177,8 @@ KNOWN: dict[str, ModelSize] = {
         248_320,
         tied=True,
         head_dim=256,
-        others=107_992_896,
+        qk_norm=True,
+        others=107_980_608,
         attending=6,
         state=5_160_960,
         tower=100_592_896,
@@ -259,15 +267,6 @@ EXPERT_WIDTH = {
     "qwen3_moe": "moe_intermediate_size",
     "qwen3_next": "moe_intermediate_size",
 }
-# Types of models with layers that carry a state, whose parameters transformers counts.
-WITH_STATES = {
-    "falcon_h1",
-    "granitemoehybrid",
-    "lfm2",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-}
 
 
 def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
@@ -300,14 +299,15 @@ def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
             bias=bool(config.get("attention_bias", kind in ("qwen2", "gpt_oss"))),
             experts=0 if found is None else found[1],
             experts_per_token=0 if found is None else config["num_experts_per_tok"],
-            qk_norm=kind in ("qwen3", "qwen3_moe"),
             sinks=kind == "gpt_oss",
         )
-        return _with_states(size, model) if kind in WITH_STATES else size
     except KeyError as error:
         raise UserError(
             f"`model` is {model!r}, whose config does not say {error}; only decoders of the Llama family are known"
         ) from error
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return _as_made(size, model) if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else size
 
 
 def _tied_by_itself(kind: str | None) -> bool:
@@ -326,9 +326,11 @@ def _with_tower(model: str) -> ModelSize:
     text = config.get_text_config()
     with torch.device("meta"):
         made: Any = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    of_text = {*made.get_decoder().parameters(), *made.get_output_embeddings().parameters()}
+    decoder = made.get_decoder()
+    of_text = {*decoder.parameters(), *made.get_output_embeddings().parameters()}
     tower = sum(parameter.numel() for parameter in {*made.parameters()} - of_text)
     size = _read(model, {**text.to_dict(), "model_type": None})  # what its kind adds is among the others
+    size = replace(size, **_norms(decoder, size.layers))
     others = sum(parameter.numel() for parameter in of_text) - size.parameters
     attending = [each in ("full_attention", "hybrid") for each in getattr(text, "layer_types", None) or ()]
     merged, width, kept = _of_pass(config)
@@ -358,17 +360,31 @@ def _of_pass(config: Any) -> tuple[int, int, int]:
     return merged, layers * tower.hidden_size, layers * kept
 
 
-def _with_states(size: ModelSize, model: str) -> ModelSize:
-    """The size with the parameters that transformers' model has beyond it, and without those that it lacks."""
+def _as_made(size: ModelSize, model: str) -> ModelSize:
+    """The size with what transformers' model has beyond it, and without what that lacks."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device("meta"):
         made: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    return replace(
-        size,
-        others=sum(parameter.numel() for parameter in made.parameters()) - size.parameters,
-        attending=sum(kind in ("full_attention", "hybrid") for kind in config.layer_types),
-        state=state_size(made),
-    )
+    parameters, state = sum(parameter.numel() for parameter in made.parameters()), state_size(made)
+    size = replace(size, **_norms(made, size.layers))
+    lacking = (size.parameters - parameters) / size.layers
+    size = replace(size, gated=bool(size.experts) or lacking < size.expert / 6)  # a gate is a third of the parameters
+    attending = sum(kind in ("full_attention", "hybrid") for kind in config.layer_types) if state else None
+    return replace(size, others=parameters - size.parameters, attending=attending, state=state)
+
+
+def _norms(decoder: Any, layers: int) -> dict[str, Any]:
+    """What the modules of transformers' decoder say of norms: `norms`, `rms` and `qk_norm` of a `ModelSize`."""
+    from torch import nn
+
+    within = [(type(module).__name__, norm) for module in decoder.modules() for norm in module.children()]
+    found = [(name, norm) for name, norm in within if "Norm" in type(norm).__name__]
+    of_hidden = [norm for name, norm in found if "Layer" in name or "Block" in name]
+    return {
+        "norms": len(of_hidden) // layers,
+        "rms": not any(isinstance(norm, nn.LayerNorm) for norm in of_hidden),
+        "qk_norm": any("Attention" in name for name, _ in found),
+    }

@@ -69,7 +69,10 @@ def test_a_known_size_is_that_of_transformers_model(name: str) -> None:
     assert KNOWN[name].parameters == parameters(prefix, **settings)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral", "gpt_oss"])
+READ = ["qwen3", "qwen3_moe", "mixtral", "gpt_oss", "gemma2", "olmo2", "starcoder2"]
+
+
+@pytest.mark.parametrize("name", READ)
 def test_a_size_is_read_from_a_configuration(name: str, tmp_path: Path) -> None:
     prefix, settings = FAMILIES[name]
     config = getattr(transformers, f"{prefix}Config")(**COMMON | settings)
