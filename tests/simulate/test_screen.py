@@ -70,7 +70,7 @@ def test_a_policy_that_takes_turns_in_an_engine_is_synced_in_every_draw(folder: 
     write(
         folder / "my.yaml",
         {
-            "module.class_path": "tests.simulate.test_report.JudgedDAPO",
+            "module.class_path": "tests.simulate.test_screen.JudgedDAPO",
             "module.init_args.judge": "tiny",
             "module.init_args.judge_length": 4,
             "engines": {"judge": {"share": "actor"}},
