@@ -16,7 +16,8 @@ class Range:
     """A metric's healthy range.
 
     Attributes:
-        metric: Name of the metric; `actor/` stands for any model, unless the model has a range of its own.
+        metric: Name of the metric; `<role>/` stands for any model, and so does `actor/` unless the model has a range of
+            its own.
         healthy: The range in words, as in the documentation.
         otherwise: Advice where the metric is outside, as in the documentation.
         low: Smallest healthy value.
@@ -35,6 +36,9 @@ class Range:
 RANGES = (
     Range("reward/errors", "0", "read the warning in `logs/`; it names the first such sample", high=0),
     Range("val/errors", "0", "correct the reward, because each failure lowers `val/accuracy`", high=0),
+    Range(
+        "<role>/skipped_updates", "not logged", "look for NaN in rewards and loss, or lower the learning rate", high=0
+    ),
     Range(
         "rollout/truncated",
         "below 0.05",
@@ -182,7 +186,8 @@ class Unhealthy:
 def findings(lines: Sequence[MetricsLine], placed: bool = False) -> Iterator[Unhealthy]:
     """The unhealthy metrics of a run.
 
-    A metric is judged by the median of its last `RECENT` records, a count of failures by its largest value.
+    A metric is judged by the median of its last `RECENT` records, a count of failures by its largest value. Such counts
+    come first.
 
     Args:
         lines: Lines of `metrics.jsonl`, in order.
@@ -193,12 +198,10 @@ def findings(lines: Sequence[MetricsLine], placed: bool = False) -> Iterator[Unh
         if not_finite := [line["step"] for line in lines if name in line and line[name] is None]:
             found = f"NaN or infinite in {len(not_finite)} steps, the last of them {not_finite[-1]}"
             yield Unhealthy(name, found, "a finite number", NOT_FINITE)
-    for name in names:
-        of = None if placed and name == "time/straggler_share" else _range_of(name)
-        values = (
-            [] if of is None else [value for line in lines if (value := _value(line, name, of.share_of)) is not None]
-        )
-        if of is None or not values:
+    judged = [(name, of) for name in names if (of := _range_of(name)) is not None]
+    for name, of in sorted(judged, key=lambda each: each[1].high != 0):  # others often follow from a failure
+        values = [value for line in lines if (value := _value(line, name, of.share_of)) is not None]
+        if not values or (placed and name == "time/straggler_share"):
             continue
         value = max(values) if of.high == 0 else statistics.median(values[-RECENT:])
         if not of.low <= value <= of.high:
@@ -211,8 +214,8 @@ def findings(lines: Sequence[MetricsLine], placed: bool = False) -> Iterator[Unh
 
 def _range_of(name: str) -> Range | None:
     exact = next((each for each in RANGES if each.metric == name), None)
-    of_role = "actor/" + name.partition("/")[2]
-    return exact or next((each for each in RANGES if each.metric == of_role), None)
+    of_role = [f"{role}/{name.partition('/')[2]}" for role in ("actor", "<role>")]
+    return exact or next((each for each in RANGES if each.metric in of_role), None)
 
 
 def _value(line: MetricsLine, name: str, share_of: str | None) -> float | None:

@@ -193,6 +193,8 @@ def test_a_share_of_the_step_and_a_count_of_failures_are_judged() -> None:
     assert [(each.metric, each.found[:21]) for each in findings(slow)] == [("time/sync", "0.15 of `time/step` (")]
     assert [(each.metric, each.found[:11]) for each in findings(failed)] == [("reward/errors", "2 (at most)")]
     assert [each.metric for each in findings([{"step": 1, "actor/loss": None}])] == ["actor/loss"]
+    skipped = [{**line, "critic/skipped_updates": 1.0} for line in slow]  # first, since the rest may follow from it
+    assert [each.metric for each in findings(skipped)] == ["critic/skipped_updates", "time/sync"]
     uneven = [{"step": 1, "time/straggler_share": 0.5}]
     assert [len(list(findings(uneven, placed))) for placed in (False, True)] == [1, 0]
 
