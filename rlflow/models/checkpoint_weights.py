@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -46,16 +47,27 @@ def model_of_checkpoint(checkpoint: Path, role: str, scratch: Path) -> Path:
     role = known[0]
     to = scratch.joinpath(f"checkpoint-{role}", *checkpoint.resolve().parts[1:])
     if not to.exists():
-        to.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(dir=to.parent))
-        of_checkpoint(checkpoint, role, None, draft)
-        try:
-            draft.rename(to)
-        except OSError:
-            if not to.exists():  # else another rank was first
-                raise
-            shutil.rmtree(draft)
+        with model_folder(to) as draft:
+            of_checkpoint(checkpoint, role, None, draft)
     return to
+
+
+@contextmanager
+def model_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write a model into; it gets the name `folder` when the context ends.
+
+    All ranks may write the same model at the same time. The first one to end gives its folder the name.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    yield draft
+    try:
+        os.rename(draft, folder)
+    except OSError:
+        # Another rank was first; its folder holds the same bytes.
+        if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise
+        shutil.rmtree(draft)
 
 
 def roles_in(checkpoint: Path) -> list[str]:

@@ -377,7 +377,7 @@ def _as_made(size: ModelSize, model: str) -> ModelSize:
 
 
 def _norms(decoder: Any, layers: int) -> dict[str, Any]:
-    """What the modules of transformers' decoder say of norms: `norms`, `rms` and `qk_norm` of a `ModelSize`."""
+    """The `norms`, `rms` and `qk_norm` of a `ModelSize`, by the modules of transformers' decoder."""
     from torch import nn
 
     within = [(type(module).__name__, norm) for module in decoder.modules() for norm in module.children()]

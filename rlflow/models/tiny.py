@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +16,7 @@ import torch
 from torch import nn
 
 from rlflow.errors import UserError
-from rlflow.models.checkpoint_weights import is_checkpoint, model_of_checkpoint
+from rlflow.models.checkpoint_weights import is_checkpoint, model_folder, model_of_checkpoint
 from rlflow.process.hub import offline_unless_reached
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
@@ -243,22 +241,13 @@ def write_model(folder: Path, model: Any, processor: Any, dtype: torch.dtype = t
     """
     from safetensors.torch import save_file
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    # Not `model.save_pretrained`, which writes only on the first rank of a process group.
-    weights = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
-    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
-    model.config.save_pretrained(draft)
-    model.generation_config.save_pretrained(draft)
-    processor.save_pretrained(draft)
-
-    try:
-        os.rename(draft, folder)
-    except OSError:
-        # Another rank was first; its folder holds the same bytes.
-        if not (folder / "config.json").is_file():
-            raise
-        shutil.rmtree(draft)
+    with model_folder(folder) as draft:
+        # Not `model.save_pretrained`, which writes only on the first rank of a process group.
+        weights = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
+        save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+        model.config.save_pretrained(draft)
+        model.generation_config.save_pretrained(draft)
+        processor.save_pretrained(draft)
     return folder
 
 
