@@ -36,6 +36,7 @@ PRELOADED = [
     "tests.controller.runs",
 ]
 LARGEST = 2**30  # bytes of a rank between two functions
+PATIENCE_S = 300.0  # for what ends on its own: only a hang takes longer, also on a busy machine
 GRACE_S = 5.0  # after one rank has failed, how long the others may still take to answer
 
 
@@ -61,7 +62,7 @@ class RankPool:
         self.environment = environment or {}
         self._ranks: list[tuple[BaseProcess, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = PATIENCE_S) -> list[Any]:
         """Call `function(*args)` on every rank at once; the results by rank.
 
         Args:
@@ -184,7 +185,7 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     pictures.leave_empty()
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_S))
     gc.freeze()  # what the libraries made stays, and need not be looked through after each function
     while True:
         try:

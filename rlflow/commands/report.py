@@ -1,4 +1,4 @@
-"""`rlflow report`: shows where the time of a run's steps went, or writes a page about whole runs."""
+"""`rlflow report`: shows where the time of a run went and what is unhealthy, or writes a page about whole runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report(
     to: Path | None = None,
     watch: bool = False,
 ) -> None:
-    """Show where the time of a run's steps went, rank by rank; or write a page with all that runs left behind.
+    """Show where the time of a run's steps went and which metrics are unhealthy; or write a page about whole runs.
 
     Only events of these steps are held in memory.
 
@@ -74,6 +74,7 @@ def report(
     picture = draw or run_dir / PICTURE_FILE
     with writing("draw"):
         draw_timeline(timeline, shown, picture)
+    print("\n".join(["", *health(run_dir)]))
     print(f"drew {picture}")
 
 
@@ -151,6 +152,24 @@ def screen(timeline: Timeline, steps: Sequence[int], last: int) -> Iterator[str]
             longest = timeline.ranks[int(slowest["time/straggler_rank"])]
             above = f"{slowest['time/straggler_share']:.1%} above the median"
             yield f"    step {step}: rank {longest} worked longest, {above}"
+
+
+def health(run_dir: Path) -> Iterator[str]:
+    """The lines about metrics outside their healthy range, as the page has them; or why there are none."""
+    from rlflow.commands.report_page import ReportedRun
+
+    try:
+        found = ReportedRun(run_dir).unhealthy
+    except UserError as error:
+        yield f"metrics are not compared with their healthy ranges: {error}"
+        return
+    if not found:
+        yield "all metrics that are compared with a range are within it"
+        return
+    yield f"{len(found)} metrics are outside their healthy range:"
+    for each in found:
+        yield f"    {each.metric}: {each.found}"
+        yield f"        healthy: {each.healthy}; otherwise: {each.advice}"
 
 
 def _row(name: str, seconds: dict[int, float]) -> str:

@@ -21,7 +21,7 @@ from rlflow.commands.configuration import Configured
 from rlflow.commands.fit import read_fit
 from rlflow.commands.replay import config_of
 from rlflow.commands.report_charts import Curve, chart, graph_drawing, in_bytes
-from rlflow.commands.report_health import MetricsLine, findings
+from rlflow.commands.report_health import MetricsLine, Unhealthy, findings
 from rlflow.commands.report_pictures import MOST_BYTES as MOST_PICTURE_BYTES
 from rlflow.commands.report_pictures import SIDE, PagePictures
 from rlflow.dag.tasks import rank_ranges
@@ -78,6 +78,14 @@ class ReportedRun:
         file = self.folder / "config.yaml"
         found: dict[str, Any] = without_secrets(config_of(file)) if file.is_file() else {}
         return found
+
+    @property
+    def unhealthy(self) -> list[Unhealthy]:
+        """The metrics outside their healthy range, see `report_health.findings`."""
+        placed = (self.config.get("placement") or {}).values()
+        # A placement without ranks only says how the ranks divide the role.
+        apart = any(not isinstance(each, Mapping) or each.get("ranks") is not None for each in placed)
+        return list(findings(self.lines, apart))
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -170,7 +178,7 @@ def page(folders: Sequence[Path], traced: Traced, version: str = "") -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<style>{Path(__file__).with_suffix('.css').read_text(encoding='utf-8')}</style></head>",
             f'<body data-version="{escape(version)}"><h1>{escape(title)}</h1>',
-            '<p id="newer" hidden><b>The run went on: load the page again to see it.</b></p>',
+            *(['<p id="newer" hidden><b>The run went on: load the page again to see it.</b></p>'] if version else []),
             *_overview(runs, names),
             "<h2>Is it healthy?</h2>",
             *_health(runs, names),
@@ -233,16 +241,10 @@ def _overview(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str
     yield "</table></div>"
 
 
-def _has_roles_apart(run: ReportedRun) -> bool:
-    """Whether the config places a role on some ranks, and not only says how ranks divide it."""
-    placed = (run.config.get("placement") or {}).values()
-    return any(not isinstance(each, Mapping) or each.get("ranks") is not None for each in placed)
-
-
 def _health(runs: Sequence[ReportedRun], names: Sequence[str]) -> Iterator[str]:
     for run, name in zip(runs, names, strict=True):
         start = f"{escape(name)}: " if len(runs) > 1 else ""
-        found = list(findings(run.lines, _has_roles_apart(run)))
+        found = run.unhealthy
         if not found:
             yield f'<p class="good">{start}All metrics that are compared with a range are within it.</p>'
             continue

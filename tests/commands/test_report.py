@@ -19,7 +19,7 @@ import yaml
 from rlflow import CausalLM, PerSample, UserError, node
 from rlflow.cli import main
 from rlflow.commands.parser import call
-from rlflow.commands.report import Timeline, report, sent_bytes, spans
+from rlflow.commands.report import Timeline, health, report, sent_bytes, spans
 from rlflow.commands.report_charts import in_bytes
 from rlflow.commands.trace import trace
 from rlflow.loggers.trace import read_events, step_windows, window_of
@@ -63,6 +63,26 @@ def printed(folder: Path) -> list[str]:
 def test_the_report_names_the_slowest_rank_of_each_step(printed: list[str]) -> None:
     named = [line.split()[:4] for line in printed if "worked longest" in line]
     assert named == [["step", "1:", "rank", "1"], ["step", "2:", "rank", "1"]]
+
+
+def test_the_report_names_the_metrics_outside_their_healthy_range(tmp_path: Path, printed: list[str]) -> None:
+    assert any(line.startswith("    time/straggler_share: ") for line in printed)  # rank 1 sleeps
+    lines = [{"step": step, "reward/errors": int(step == 2), "rollout/truncated": 0.01 * step} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    count, found, advice = health(tmp_path)
+    assert count == "1 metrics are outside their healthy range:"
+    assert found == "    reward/errors: 1 (at most); outside in 1 of 3 records"
+    assert advice.startswith("        healthy: 0; otherwise: read the warning in `logs/`")
+
+
+def test_a_run_without_metrics_still_has_a_report_of_its_time(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "traces", tmp_path / "traces")
+    report(tmp_path)
+    shown = capsys.readouterr().out
+    assert "steps 1 to 2 of 2, 2 ranks" in shown
+    assert "metrics are not compared with their healthy ranges: " in shown
 
 
 def test_a_rank_that_waits_for_another_is_seen_to_wait(folder: Path) -> None:

@@ -37,7 +37,6 @@ from rlflow.commands.report_page import (
     MOST_SAMPLES,
     PANELS,
     ReportedRun,
-    _has_roles_apart,
     _of_panel,
     chosen_samples,
     with_pictures,
@@ -207,9 +206,13 @@ def test_a_share_of_the_step_and_a_count_of_failures_are_judged() -> None:
         ("", False),
     ],
 )
-def test_roles_apart_are_read_from_the_config(config: str, apart: bool, tmp_path: Path) -> None:
+def test_a_rank_that_works_longer_is_healthy_if_the_config_places_roles_apart(
+    config: str, apart: bool, tmp_path: Path
+) -> None:
     (tmp_path / "config.yaml").write_text(f"trainer: {{}}\n{config}\n")
-    assert _has_roles_apart(ReportedRun(tmp_path)) is apart
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/straggler_share": 0.5}\n')
+    found = [each.metric for each in ReportedRun(tmp_path).unhealthy]
+    assert found == ([] if apart else ["time/straggler_share"])
 
 
 def test_a_thinned_curve_keeps_its_ends_and_its_spikes() -> None:

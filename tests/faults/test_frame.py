@@ -84,7 +84,7 @@ def table(project: Path, *options: str) -> tuple[int, str]:
     """The exit code of such a call, and what it printed; at once where all has passed."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/faults", *options]
     environment = {**os.environ, "PYTHONPATH": str(project), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 

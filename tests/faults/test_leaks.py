@@ -85,7 +85,7 @@ def test_temporary_files_of_a_run_that_was_killed_are_removed(tmp_path: Path) ->
 
     def run(text: str) -> int:
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        return subprocess.run([sys.executable, "-c", text], env=environment, timeout=60, check=False).returncode
+        return subprocess.run([sys.executable, "-c", text], env=environment, timeout=300, check=False).returncode
 
     assert run(DIES.format(killed="[os.getpid()]")) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []

@@ -45,7 +45,7 @@ def run(log: Path, then: str = "pass", shows: bool = True) -> subprocess.Complet
     # Unbuffered, C would hold nothing back.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", script, str(log)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
 def test_what_libraries_print_goes_to_the_log_and_the_terminal_shows_progress(log: Path) -> None:

@@ -23,7 +23,9 @@ def waits():
 
 
 def ended(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.mark.parametrize("leaves", ["leaving.leave(5); sys.exit(5)", "sys.exit(5)"])

@@ -69,7 +69,7 @@ def waiting(
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Its exit code, and all that it wrote since it waited."""
-    written, errors = process.communicate(timeout=60)
+    written, errors = process.communicate(timeout=300)
     return process.returncode, written + errors
 
 

@@ -80,7 +80,7 @@ def free_port() -> int:
 
 def slurm(known: dict[str, str], *command: str, folder: Path | None = None) -> str:
     """The output of one of Slurm's commands."""
-    return subprocess.run(command, env=known, cwd=folder, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(command, env=known, cwd=folder, capture_output=True, text=True, timeout=300).stdout
 
 
 def until(holds: Callable[[], bool], seconds: float, found: Callable[[], str]) -> None:
