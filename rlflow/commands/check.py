@@ -22,8 +22,8 @@ def check(configured: Configured, /, depends_on: list[str] | None = None, parts:
         parts: Names of the reward's parts, for an algorithm that reads them from a function's dict.
     """
     row, note = _first_row(configured)
-    pictures = configured.data.images is not None
-    report = examine(configured.module, depends_on or (), row, parts or (), pictures)
+    images = configured.data.images is not None
+    report = examine(configured.module, depends_on or (), row, parts or (), images)
     print("\n".join([str(report), *note]))
     return report
 

@@ -24,7 +24,7 @@ function spoken(content, pictures) {
 }
 
 function pictured(picture) {
-  if (picture.why !== undefined) return made("p", "text faint", `no picture ${picture.name}: ${picture.why}`);
+  if (picture.why !== undefined) return made("p", "text faint", `no image ${picture.name}: ${picture.why}`);
   const image = made("img", "");
   image.src = data.pictures[picture.number];
   image.alt = image.title = picture.name;

@@ -387,7 +387,7 @@ def with_pictures(runs: Sequence[ReportedRun], samples: Sequence[dict[str, Any]]
             sample["pictures"] = found.of_sample(sample["row"], names, of_run)
     if not shown:
         return [], ""
-    note = f"{len(found.encoded)} pictures of prompts, {SIDE} pixels a side or less, from the dataset as it is now; "
+    note = f"{len(found.encoded)} images of prompts, {SIDE} pixels a side or less, from the dataset as it is now; "
     if found.left_out:
         note += f"{found.left_out} are left out beyond {MOST_PICTURE_BYTES:,} bytes. "
     else:

@@ -55,7 +55,7 @@ class PagePictures:
                 return {"why": one_line(error)}
             if sum(map(len, self.encoded)) + len(encoded) > MOST_BYTES:
                 self.left_out += 1
-                return {"why": f"left out, as the pictures of the page have {MOST_BYTES:,} bytes"}
+                return {"why": f"left out, as the images of the page have {MOST_BYTES:,} bytes"}
             self._numbers[picture.digest] = len(self.encoded)
             self.encoded.append(encoded)
         return {"number": self._numbers[picture.digest]}
@@ -77,7 +77,7 @@ def _of_row(row: int, names: Sequence[str], data: PromptData) -> list[Picture | 
         return said_pictures(column_of(of, str(data.prompt), place), images, place)
 
     if [str(each) for each in said(without_pictures(found, str(data.prompt), data.images))] != list(names):
-        raise UserError(f"{place} has other pictures now")
+        raise UserError(f"{place} has other images now")
     return [_read(each, source.folder(row), place) for each in said(found)]
 
 

@@ -102,7 +102,7 @@ def show(sample: Mapping[str, Any], screen: Screen) -> None:
     if messages:
         facts.append("1 turn" if sample["turns"] == 1 else f"{sample['turns']} turns")
     facts.append(f"ended: {ended}" + (f", {why}" if why else ""))
-    facts += [f"pictures: {', '.join(sample['pictures'])}"] if sample.get("pictures") else []
+    facts += [f"images: {', '.join(sample['pictures'])}"] if sample.get("pictures") else []
     screen.line("  ".join(facts), "bold")
     if messages:
         if read := sample.get("read"):

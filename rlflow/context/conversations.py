@@ -200,8 +200,8 @@ class ConversationRunner:
         if isinstance(environment, Harness):
             if isinstance(pictures, Ragged) and len(pictures.values):
                 raise UserError(
-                    "the dataset's rows have pictures in their prompts, and an agent that owns its loop writes its own"
-                    " prompts, of text; take rows without pictures"
+                    "the dataset's rows have images in their prompts, and an agent that owns its loop writes its own"
+                    " prompts, of text; take rows without images"
                 )
             return self._run_harness(engines, environment, rows, parents, n, sampling, call, earlier)
         children = SampleIds.of(parents, torch.full((len(parents),), n * len(seats)), call.node, earlier)

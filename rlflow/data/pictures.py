@@ -69,13 +69,13 @@ def read_picture(said: Any, folder: Path | None, allow_remote: bool, place: str)
         UnreadablePicture: There is no such file, or it is no picture.
         UserError: It may not be downloaded, or the row names it by something other than a text.
     """
-    require("PIL", "a picture in a row", "images")
+    require("PIL", "an image in a row", "images")
     if not isinstance(said, str) or not said:
-        raise UserError(f"{place}: a picture is {said!r:.60}; give a path, a URL, bytes or an image of Pillow")
+        raise UserError(f"{place}: an image is {said!r:.60}; give a path, a URL, bytes or a Pillow image")
     kind = said.partition(":")[0] if re.match(r"(data|file|https?):", said) else ""
     if kind.startswith("http") and not allow_remote:
         raise UserError(
-            f"{place}: the picture {said!r:.100} would be downloaded by every rank; set `data.allow_remote: true`, or"
+            f"{place}: the image {said!r:.100} would be downloaded by every rank; set `data.allow_remote: true`, or"
             " give files"
         )
     try:
@@ -92,14 +92,14 @@ def read_picture(said: Any, folder: Path | None, allow_remote: bool, place: str)
         raise UnreadablePicture(f"{place}: {error}") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or one_line(error)
-        raise UnreadablePicture(f"{place}: the picture {said!r:.100} cannot be read ({why}); mend it") from error
+        raise UnreadablePicture(f"{place}: the image {said!r:.100} cannot be read ({why}); mend it") from error
 
 
 def _decoded(url: str) -> bytes:
     """The bytes in a `data:` URL (RFC 2397)."""
     head, comma, data = url.partition(",")
     if not comma:
-        raise UserError(f"the picture {url!r:.60} is no data: URL; write data:;base64,DATA")
+        raise UserError(f"the image {url!r:.60} is no data: URL; write data:;base64,DATA")
     return base64.b64decode(data, validate=True) if head.endswith(";base64") else unquote_to_bytes(data)
 
 
@@ -108,9 +108,9 @@ def _downloaded(url: str) -> bytes:
         with urlopen(Request(url, headers={"User-Agent": "rlflow"}), timeout=TIMEOUT_S) as answer:
             data: bytes = answer.read(MOST_BYTES + 1)
     except (URLError, HTTPException, TimeoutError) as error:  # the second of a URL with a space, say
-        raise UserError(f"the picture {url!r:.100} cannot be downloaded ({one_line(error)}); check it") from error
+        raise UserError(f"the image {url!r:.100} cannot be downloaded ({one_line(error)}); check it") from error
     if len(data) > MOST_BYTES:
-        raise UserError(f"the picture {url!r:.100} has more than {MOST_BYTES:,} bytes; scale it down")
+        raise UserError(f"the image {url!r:.100} has more than {MOST_BYTES:,} bytes; scale it down")
     return data
 
 
@@ -145,7 +145,7 @@ def said_pictures(prompt: Any, images: Any, place: str) -> list[Any]:
     in_parts = [_said_in(part) for part in _parts(prompt) if is_picture(part)] if isinstance(prompt, list) else []
     if images is not None:
         if any(said is not None for said in in_parts):
-            raise UserError(f"{place}: a message names a picture, and so does the column `data.images`; keep one")
+            raise UserError(f"{place}: a message names an image, and so does the column `data.images`; keep one")
         return images if isinstance(images, list) else [images]
     if None in in_parts:
         raise UserError(

@@ -170,7 +170,7 @@ class PromptData:
             found.chat_template = isinstance(prompt, list) or isinstance(response, list) or self.images is not None
         if self.images is not None and not found.chat_template:
             raise UserError(
-                f"`data.images` is {self.images!r} without `data.chat_template`, which writes the place of a picture;"
+                f"`data.images` is {self.images!r} without `data.chat_template`, which writes the place of an image;"
                 " set `data.chat_template: true`"
             )
         if self.system_prompt is not None and not found.chat_template:
@@ -330,11 +330,11 @@ class Encoder:
         said = self._said(row, place)
         if said and self.processor is None:
             raise UserError(
-                f"{place} has a picture, and the model reads text alone; take a model that reads pictures"
-                f" ({', '.join(sorted(FAMILIES))}), or rows without pictures"
+                f"{place} has an image, and the model reads text alone; take a model that reads images"
+                f" ({', '.join(sorted(FAMILIES))}), or rows without images"
             )
         if len(said) > MOST_IN_ROW:
-            raise UserError(f"{place} has {len(said)} pictures, and a row has at most {MOST_IN_ROW}; split the row")
+            raise UserError(f"{place} has {len(said)} images, and a row has at most {MOST_IN_ROW}; split the row")
         return [read_picture(each, folder, self._data.allow_remote, place) for each in said]
 
     def picture_count(self, row: dict[str, Any], place: str) -> int:
@@ -507,8 +507,8 @@ class Encoder:
             raise UserError(f"{where} is a list of messages; set `data.chat_template: true`")
         if self._data.images is not None or self.picture_count(row, place):
             raise UserError(
-                f"{where} is a list of messages to learn, and such rows can have no pictures; leave out `data.images`"
-                " and pictures in the prompt"
+                f"{where} is a list of messages to learn, and such rows can have no images; leave out `data.images`"
+                " and images in the prompt"
             )
         bridge = self.bridge(self._definition_of(row))
         if _is_whole(messages):

@@ -80,7 +80,7 @@ class Scan:
 
     def __str__(self) -> str:
         line = f"{self.source}: {len(self.kept):,} of {self.rows:,} rows kept"
-        broken = f" or with pictures that cannot be read ({self.unreadable:,})" if self.unreadable else ""
+        broken = f" or with images that cannot be read ({self.unreadable:,})" if self.unreadable else ""
         return (
             f"{line}; {self.dropped:,} too long{broken}, such as {', '.join(self.examples)}" if self.dropped else line
         )
@@ -109,7 +109,7 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
     unreadable = (prompts == UNREADABLE).nonzero()[:, 0]
     if len(unreadable) and (data.overlong == "error" or not len(kept)):
         raise UserError(
-            f"{len(unreadable):,} of {len(numbers):,} rows have a picture that cannot be read, the first of them"
+            f"{len(unreadable):,} of {len(numbers):,} rows have an image that cannot be read, the first of them"
             f" {source.where(int(unreadable[0]))}; mend or remove them"
             + (", or set `data.overlong: drop`" * bool(len(kept)))
         )

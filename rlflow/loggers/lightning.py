@@ -132,7 +132,7 @@ class LightningLogger(Logger):
         for number, picture in enumerate(self.pictures(row["row"])[:PICTURES_SHOWN], 1):
             image = picture.opened()
             image.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
-            found[f"picture {number}"] = wandb.Image(image, file_type="png")
+            found[f"image {number}"] = wandb.Image(image, file_type="png")
         return found
 
     def _made(self, folder: Path) -> FabricLogger:

@@ -63,7 +63,7 @@ def check_sequence_parallel(
     if config.get_text_config() is not config:
         raise UserError(
             f"{size} ranks divide the sequences of `{role}`, and its model, of the type {config.model_type!r}, reads"
-            " pictures, whose features no rank would have whole; set `sequence_parallel_size` of its placement to 1"
+            " images, whose features no rank would have whole; set `sequence_parallel_size` of its placement to 1"
         )
     if has_states(config):
         raise UserError(

@@ -369,8 +369,8 @@ class CausalLM(ModelHandle):
             raise UserError(f"`over` of `kl` is {over!r}; it is 'self' or 'other'")
         if given is not None and other.reads_pictures and PICTURES in columns_of(rows):
             raise UserError(
-                f"`kl` was given other prompts for rows with pictures, and {other.model!r} would not see these; leave"
-                " `given` out, or take rows without pictures"
+                f"`kl` was given other prompts for rows with images, and {other.model!r} would not see these; leave"
+                " `given` out, or take rows without images"
             )
         if given is not None and len(given) != len(rows.lengths):
             raise UserError(f"`kl` was given {len(given)} other prompts for {len(rows.lengths)} rows; give one a row")

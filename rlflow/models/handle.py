@@ -443,9 +443,9 @@ class ModelHandle(ABC):
             return
         if bool((on_host(rows.prompt_ids.values) == placeholder).any()):
             why = (
-                "reads text alone, and it is given prompts with pictures; take a model that reads pictures"
+                "reads text alone, and it is given prompts with images; take a model that reads images"
                 if reader is None
-                else "is given prompts that have places for pictures without the pictures; score rows of a step"
+                else "is given prompts that have places for images without the images; score rows of a step"
             )
             raise UserError(f"{self.model!r} {why}, or have the node make prompts of text (`as_prompts`)")
 

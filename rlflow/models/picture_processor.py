@@ -202,7 +202,7 @@ class PictureProcessor:
             )
         except (OSError, ValueError, ImportError) as error:
             raise UserError(
-                f"`model` is {str(path)!r}, which reads pictures, and its image processor cannot be loaded"
+                f"`model` is {str(path)!r}, which reads images, and its image processor cannot be loaded"
                 f" ({one_line(error)}); copy preprocessor_config.json from where the model is from"
             ) from error
         wanted = "merge_size" if config.model_type in QWEN else "max_image_size"
@@ -259,7 +259,7 @@ class PictureProcessor:
         places = [place for place, token in enumerate(ids) if token == self.placeholder_id]
         if len(places) != len(pictures):
             raise UserError(
-                f"the prompt has places for {len(places)} pictures, and the row has {len(pictures)}; name one for each"
+                f"the prompt has places for {len(places)} images, and the row has {len(pictures)}; name one for each"
                 " `<image>` of a text or image part of a message, in a chat template that writes such parts"
             )
         found, start = list[int](), 0
@@ -277,7 +277,7 @@ class PictureProcessor:
             place = start
             while ids[place : place + len(expansion)] != expansion:
                 place += 1
-                assert place < len(ids), "the pictures are those of the ids"
+                assert place < len(ids), "the images are those of the ids"
             found += [*ids[start:place], self.placeholder_id]
             start = place + len(expansion)
         return [*found, *ids[start:]]
@@ -340,7 +340,7 @@ class PictureProcessor:
             )
         except ValueError as error:  # a strip
             raise UserError(
-                f"the model takes no picture of {picture.width} x {picture.height} pixels ({one_line(error)}); cut it"
+                f"the model takes no image of {picture.width} x {picture.height} pixels ({one_line(error)}); cut it"
             ) from error
         return height // side, width // side
 

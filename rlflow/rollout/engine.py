@@ -687,7 +687,7 @@ class InProcessEngine(RolloutEngine):
         most = max(map(len, pictures), default=0)
         if most and self._processor is None:
             raise UserError(
-                f"a prompt has pictures ({most}), and the model reads text alone; take a model that reads pictures, or"
+                f"a prompt has images ({most}), and the model reads text alone; take a model that reads images, or"
                 " leave them out of the dataset"
             )
         self.check_pictures(most)
@@ -697,7 +697,7 @@ class InProcessEngine(RolloutEngine):
             found, wanted = prompt.count(self._processor.placeholder_id), sum(map(self._processor.features, shown))
             if found < wanted:
                 raise UserError(
-                    f"a prompt has places for {found} features of its pictures, which have {wanted}; a node that writes"
+                    f"a prompt has places for {found} features of its images, which have {wanted}; a node that writes"
                     " prompts of its own gives them without `pictures`, as `Rollout.as_prompts` does"
                 )
 

@@ -339,7 +339,7 @@ class TransformersEngine(InProcessEngine):
             read = [starts[each] + at for each in of_row for at in range(self._processor.features(each))]
             # Responses come behind: a placeholder that was sampled is none of the first.
             there = ((ids[row] == self._processor.placeholder_id) & (mask[row] == 1)).nonzero()[: len(read), 0]
-            assert len(there) == len(read), "the pictures are those of the ids"
+            assert len(there) == len(read), "the images are those of the ids"
             places[row, there] = torch.tensor(read, dtype=torch.int64, device=places.device)
         return Features(torch.cat(values), [torch.cat(layer) for layer in zip(*deep, strict=True)], places)
 

@@ -365,8 +365,8 @@ def check_rows(run: Run) -> None:
     most_pictures = max(scan.most_pictures for scan in scans)
     if most_pictures and module.writes_prompts:
         raise UserError(
-            f"rows of the data have pictures, and nodes of {type(module).__name__} write prompts of text in which these"
-            " have no place; take rows without pictures, or an algorithm that reads the dataset's prompts, such as GRPO"
+            f"rows of the data have images, and nodes of {type(module).__name__} write prompts of text in which these"
+            " have no place; take rows without images, or an algorithm that reads the dataset's prompts, such as GRPO"
         )
     longest_row = max(scan.longest_row for scan in scans)
     for role in sorted(run.paths, key=lambda role: positions(run.configs[role]) or inf):

@@ -408,7 +408,7 @@ def _processor(
         elif config.model_type != configs[lead].model_type:
             raise UserError(
                 f"`{role}` is of the type {config.model_type!r} and `{lead}` of the type {configs[lead].model_type!r},"
-                " and a picture has other tokens in each; give models of one type"
+                " and an image has other tokens in each; give models of one type"
             )
     return processor
 

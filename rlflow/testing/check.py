@@ -126,7 +126,7 @@ def check(
     depends_on: Collection[str] = (),
     row: Mapping[str, Any] | None = None,
     parts: Sequence[str] = (),
-    pictures: bool = False,
+    images: bool = False,
 ) -> Report:
     """Check an algorithm in a test: `rlflow.testing.check(MyAlgorithm("tiny", reward=exact))`.
 
@@ -141,7 +141,7 @@ def check(
             `depends_on`.
         row: A row of the dataset, for nodes that read its columns.
         parts: Names of the reward's parts, if nodes read parts and the names do not follow from the reward.
-        pictures: Whether prompts have images.
+        images: Whether prompts have images.
 
     Returns:
         The report, if nothing is wrong.
@@ -150,7 +150,7 @@ def check(
         AssertionError: The gradient depends on another column; the message is the table.
         UserError: The step cannot run.
     """
-    report = examine(module, depends_on, row, parts, pictures)
+    report = examine(module, depends_on, row, parts, images)
     assert not report.wrong, f"\n{report}"
     return report
 
@@ -160,7 +160,7 @@ def examine(
     depends_on: Collection[str] = (),
     row: Mapping[str, Any] | None = None,
     parts: Sequence[str] = (),
-    pictures: bool = False,
+    images: bool = False,
     columns: Sequence[CheckColumn] = COLUMNS,
 ) -> Report:
     """Like `check`, with faults in the report instead of an exception."""
@@ -168,13 +168,13 @@ def examine(
     for name in meant:
         if name not in NAMES:
             raise UserError(f"`depends_on` names {name!r}.{did_you_mean(name, NAMES)} The lines are {', '.join(NAMES)}")
-    rows = recorded_rows(row or {}, pictures)
+    rows = recorded_rows(row or {}, images)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory(prefix="rlflow-check-") as scratch, _quiet():
-            one = small(module, Path(scratch) / "models", tuple(parts), pictures)
-            notes = _notes(module, one, pictures)
+            one = small(module, Path(scratch) / "models", tuple(parts), images)
+            notes = _notes(module, one, images)
             lines = tuple(_lines(one, rows, Path(scratch), meant, columns))
     finally:
         torch.set_num_threads(threads)
@@ -339,7 +339,7 @@ def _row(key: tuple[Any, ...]) -> str:
     return f"prompt {PROMPTS[key[0]]!r}" if len(key) == 1 else f"row {key[-1]}"
 
 
-def _notes(given: RLModule, module: RLModule, pictures: bool) -> tuple[str, ...]:
+def _notes(given: RLModule, module: RLModule, images: bool) -> tuple[str, ...]:
     """Notes on what replaces the user's models and reward."""
     notes = []
     models = handles(given) | dict(given.config_models)
@@ -347,8 +347,8 @@ def _notes(given: RLModule, module: RLModule, pictures: bool) -> tuple[str, ...]
         notes.append(f"seeded models of 2 layers stand for {', '.join(large)}")
     if given.reward is not None:
         notes.append(f"recorded rewards stand for {given.scorer}")
-    if pictures:
-        notes.append("recorded pictures stand for the data's, one or two in each prompt")
+    if images:
+        notes.append("recorded images stand for the data's, one or two in each prompt")
     if environments(given):
         notes.append(f"recorded conversations stand for {', '.join(environments(given))}")
     return tuple(notes)

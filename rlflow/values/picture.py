@@ -27,10 +27,10 @@ class Picture:
     data: bytes = field(repr=False)
     width: int
     height: int
-    name: str = "a picture"
+    name: str = "an image"
 
     @classmethod
-    def read(cls, data: bytes, name: str = "a picture") -> Picture:
+    def read(cls, data: bytes, name: str = "an image") -> Picture:
         """The picture in a file's bytes; only the header is read.
 
         Args:
@@ -49,7 +49,7 @@ class Picture:
         except Image.DecompressionBombError as error:
             raise UserError(f"{name} is too large ({one_line(error)}); scale it down") from error
         except (OSError, ValueError, SyntaxError, EOFError) as error:  # Pillow's formats raise all of these
-            raise UserError(f"{name} is no picture that Pillow reads; mend or remove it") from error
+            raise UserError(f"{name} is no image that Pillow reads; mend or remove it") from error
         if width * height > MOST_PIXELS:
             raise UserError(
                 f"{name} has {width} x {height} pixels, and at most {MOST_PIXELS:,} are decoded; scale it down"

@@ -16,16 +16,16 @@ from rlflow.models.tiny import write_tiny_vision_model
 from tests.bad_input.refusal import Refused
 from tests.own_folder import TWO_RANKS
 
-VLLM = {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"max_pictures": 1}}
+VLLM = {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"max_images": 1}}
 DIVIDED = {"ranks": [0, 1], "sequence_parallel_size": 2}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a model of text": (
         {"module.init_args.actor.model": "tiny"},
-        "line 1 has a picture, and the model reads text alone; take a model that reads pictures",
+        "line 1 has an image, and the model reads text alone; take a model that reads images",
     ),
     "more pictures than the engine takes": (
         {"rollout": VLLM},
-        "`rollout.init_args.max_pictures` is 1, and a prompt has 2; raise it, or give fewer pictures",
+        "`rollout.init_args.max_images` is 1, and a prompt has 2; raise it, or give fewer images",
     ),
     "more tokens than a prompt may have": (
         {"data.max_prompt_length": 8},
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a template without a place": (
         {"module.init_args.actor.model": "no_place"},
-        "line 1: the prompt has places for 0 pictures, and the row has 2; name one for each",
+        "line 1: the prompt has places for 0 images, and the row has 2; name one for each",
     ),
     "a processor of another family": (
         {"module.init_args.actor.model": "other_processor"},

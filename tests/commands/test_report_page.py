@@ -540,7 +540,7 @@ def test_a_picture_is_in_the_page_once_and_scaled_down(tmp_path: Path) -> None:
     first, second = (Image.open(BytesIO(base64.b64decode(each.partition(",")[2]))) for each in encoded)
     assert (first.size, first.getcolors()) == ((8, 4), [(32, (255, 0, 0))])
     assert second.size == (320, 107)
-    assert note.startswith("2 pictures of prompts, 320 pixels a side or less")
+    assert note.startswith("2 images of prompts, 320 pixels a side or less")
     report(run.folder, html=True)
     page = (run.folder / "report.html").read_text()
     data, _ = Parsed(page).scripts  # no third one
@@ -558,7 +558,7 @@ def test_a_picture_that_cannot_be_shown_is_a_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(rows)
     found, encoded, _ = pictures_of(run)
     assert (encoded, [each["name"] for each in found]) == ([], names)
-    reasons = ["No such file", "is no picture", "cannot be decoded", "without a network", "has other pictures now"]
+    reasons = ["No such file", "is no image", "cannot be decoded", "without a network", "has other images now"]
     for each, reason in zip(found, reasons, strict=True):
         assert reason in each["why"]
         assert "\n" not in each["why"]
@@ -572,7 +572,7 @@ def test_pictures_have_a_bound_of_their_own_which_the_page_says(
     monkeypatch.setattr(report_pictures, "MOST_BYTES", sum(map(len, whole[:3])))
     found, encoded, note = pictures_of(run)
     assert encoded == whole[:3]
-    assert found[3]["why"].startswith("left out, as the pictures of the page have")
+    assert found[3]["why"].startswith("left out, as the images of the page have")
     assert "1 are left out beyond" in note
 
 
@@ -586,8 +586,8 @@ def test_a_browser_shows_pictures_whatever_their_names(tmp_path: Path) -> None:
     report(run.folder, html=True)
     read = """document.title = JSON.stringify([
       [...document.querySelectorAll("article img")].map((image) => [image.naturalWidth, image.alt]),
-      [...document.querySelectorAll("article p.text.faint")].map((line) => line.textContent.slice(0, 20)),
+      [...document.querySelectorAll("article p.text.faint")].map((line) => line.textContent.slice(0, 18)),
       [...document.querySelectorAll("article:last-of-type .other:nth-of-type(1) > *")].map((part) => part.tagName)]);"""
     page = (run.folder / "report.html").read_text()
     loaded = f"addEventListener('load', () => {{ {read} }});"
-    assert used(page, loaded, tmp_path) == [2 * [[8, BREAKING]], ["no picture gone.png:"], ["DIV", "P", "IMG"]]
+    assert used(page, loaded, tmp_path) == [2 * [[8, BREAKING]], ["no image gone.png:"], ["DIV", "P", "IMG"]]

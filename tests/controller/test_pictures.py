@@ -42,7 +42,7 @@ def test_an_algorithm_that_writes_its_own_prompts_is_given_no_rows_with_pictures
         "SelfDistillation": SelfDistillation("tiny_vision", reward=OddCharacters()),
     }
     failed = failing_fit(Fit(modules[name], cells(), tmp_path))
-    assert failed.error.startswith(f"rows of the data have pictures, and nodes of {name} write prompts")
+    assert failed.error.startswith(f"rows of the data have images, and nodes of {name} write prompts")
     assert failed.weights == {}  # none was loaded
 
 

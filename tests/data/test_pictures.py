@@ -142,12 +142,12 @@ def test_a_broken_picture_is_named_with_its_row_or_dropped_and_counted(
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(
-        UserError, match=r"rows\.jsonl, line 2: .*/b\.png is no picture that Pillow reads; mend or"
+        UserError, match=r"rows\.jsonl, line 2: .*/b\.png is no image that Pillow reads; mend or"
     ) as error:
         loader(processor, path, images="image")
     assert "\n" not in str(error.value)
     loaded = loader(processor, path, images="image", overlong="drop")
-    dropped = f"2 too long or with pictures that cannot be read (2), such as {path}, line 2, {path}, line 3"
+    dropped = f"2 too long or with images that cannot be read (2), such as {path}, line 2, {path}, line 3"
     assert str(loaded.scan) == f"{path}: 1 of 3 rows kept; {dropped}"
 
 
@@ -162,25 +162,25 @@ def bomb() -> bytes:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a file that is not there": ({"image": "none.png"}, {}, "the picture 'none.png' cannot be read (No such file"),
+    "a file that is not there": ({"image": "none.png"}, {}, "the image 'none.png' cannot be read (No such file"),
     "a bomb": ({"image": data_url(bomb())}, {}, "has 8192 x 8193 pixels, and at most 67,108,864 are decoded"),
     "a remote file": ({"image": "https://x.org/a.png"}, {}, "set `data.allow_remote: true`, or give files"),
     "a URL with a space": (
         {"image": "http://x.org/a b.png"},
         {"allow_remote": True},
-        "`data.train`, row 0: the picture 'http://x.org/a b.png' cannot be downloaded (URL can't contain control",
+        "`data.train`, row 0: the image 'http://x.org/a b.png' cannot be downloaded (URL can't contain control",
     ),
     "no base64": ({"image": "data:;base64,@@"}, {}, "cannot be read"),
-    "a number": ({"image": 3}, {}, "a picture is 3; give a path, a URL, bytes or an image of Pillow"),
+    "a number": ({"image": 3}, {}, "an image is 3; give a path, a URL, bytes or a Pillow image"),
     "more pictures than places": (
         {"prompt": "one <image>", "image": [data_url(png())] * 2},
         {},
-        "the prompt has places for 1 pictures, and the row has 2; name one for each",
+        "the prompt has places for 1 images, and the row has 2; name one for each",
     ),
     "fewer pictures than places": (
         {"prompt": "one <image> two <image>", "image": [data_url(png())]},
         {},
-        "the prompt has places for 2 pictures, and the row has 1; name one for each",
+        "the prompt has places for 2 images, and the row has 1; name one for each",
     ),
     "a part that names none": (
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "image": None},
@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "two names": (
         {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "image": "b.png"},
         {},
-        "a message names a picture, and so does the column `data.images`; keep one",
+        "a message names an image, and so does the column `data.images`; keep one",
     ),
     "no chat template": ({"image": data_url(png())}, {"chat_template": False}, "`data.images` is 'image' without"),
 }
@@ -217,12 +217,12 @@ def test_learned_messages_can_have_no_pictures(
     row = {"prompt": prompt, "messages": said, "image": "none.png"}
     data = PromptData([row], prompts_per_step=1, images=None if in_message else "image").resolved("responses")
     reads = processor if sees else None
-    with pytest.raises(UserError, match="`messages` is a list of messages to learn, and such rows can have no pict"):
+    with pytest.raises(UserError, match="`messages` is a list of messages to learn, and such rows can have no images"):
         Encoder(data, processor._tokenizer, processor=reads)(data.train, [0])
 
 
 def test_a_model_of_text_is_not_given_pictures() -> None:
-    with pytest.raises(UserError, match=r"row 0 has a picture, and the model reads text alone; take a model that"):
+    with pytest.raises(UserError, match=r"row 0 has an image, and the model reads text alone; take a model that"):
         loader(None, [{"prompt": "which?", "image": data_url(png())}], images="image")
 
 
@@ -230,7 +230,7 @@ def test_a_template_without_a_place_for_pictures_is_refused(processor: PicturePr
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     other = PictureProcessor.load(model, AutoConfig.from_pretrained(model), tokenizer)
-    with pytest.raises(UserError, match=r"the prompt has places for 0 pictures, and the row has 1; .* chat template"):
+    with pytest.raises(UserError, match=r"the prompt has places for 0 images, and the row has 1; .* chat template"):
         loader(other, [{"prompt": "which?", "image": data_url(png())}], images="image")
 
 

@@ -243,7 +243,5 @@ def test_a_model_has_no_divergence_from_itself_on_rows_with_pictures(tower: Call
         both.append(handle)
     with torch.no_grad():
         assert float(both[0].kl(tokens, both[1]).abs().max()) < 1e-6
-        with pytest.raises(
-            UserError, match="is given prompts that have places for pictures without the pictures; score"
-        ):
+        with pytest.raises(UserError, match="is given prompts that have places for images without the images; score"):
             both[0].logprobs(TokenRows(tokens.prompt_ids, tokens.response_ids, tokens.lengths))

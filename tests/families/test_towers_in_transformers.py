@@ -64,5 +64,5 @@ def test_an_engine_in_a_process_of_its_own_reads_the_same_pictures(tmp_path: Pat
 def test_a_model_of_text_refuses_pictures(tmp_path: Path) -> None:
     engine = setup(TransformersEngine(), write_tiny_model(tmp_path / "tiny"))
     engine.policy_version = 0  # its random weights
-    with pytest.raises(UserError, match=r"^a prompt has pictures \(2\), and the model reads text alone; take a model"):
+    with pytest.raises(UserError, match=r"^a prompt has images \(2\), and the model reads text alone; take a model"):
         engine.generate([[65], [66]], [0, 1], Sampling(4), 0, [[], [noise(0, 9, 9), noise(1, 9, 9)]])

@@ -35,7 +35,7 @@ def engine(tmp_path: Path) -> Iterator[Callable[..., tuple[Any, Any, Any]]]:
     def make(name: str, dtype: torch.dtype = torch.float32, **text: int) -> tuple[Any, Any, Any]:
         folder = write_tower(name, tmp_path, **text)
         VLLMEngine().check_model(AutoConfig.from_pretrained(folder))
-        settings: Any = {"kv_cache_gib": 0.1, "max_num_batched_tokens": 64, "max_num_seqs": 16, "max_pictures": 2}
+        settings: Any = {"kv_cache_gib": 0.1, "max_num_batched_tokens": 64, "max_num_seqs": 16, "max_images": 2}
         made.append(setup(VLLMEngine(**settings), folder, dtype))
         return made[0], reference(folder), rows_of(folder)
 
@@ -99,7 +99,7 @@ def test_pictures_that_an_engine_cannot_take_are_refused_and_it_goes_on(
     vllm, model, rows = engine("qwen3_vl")
     vllm.update_weights([weights(model)], 0)
     asked = rows.prompts, SEEDS, SAMPLING, 0
-    with pytest.raises(UserError, match=r"^`max_pictures` is 2, and a prompt has 3; raise it"):
+    with pytest.raises(UserError, match=r"^`max_images` is 2, and a prompt has 3; raise it"):
         vllm.generate(*asked, [*rows.pictures[:5], [*rows.pictures[2], rows.pictures[0][0]]])
     completions = vllm.generate(*asked, rows.pictures)
     assert max(gaps(model, rows, completions)) < LIMIT
@@ -114,9 +114,7 @@ def test_ids_expanded_twice_are_refused(
     asked = rows.prompts, SEEDS, SAMPLING, 0
     with monkeypatch.context() as expanded_twice:
         expanded_twice.setattr(vllm._processor, "collapse", lambda ids, pictures: ids)
-        with pytest.raises(
-            UserError, match=r"a prompt has 19 tokens with its pictures, and vLLM has read \d+ that are"
-        ):
+        with pytest.raises(UserError, match=r"a prompt has 19 tokens with its images, and vLLM has read \d+ that are"):
             vllm.generate(*asked, rows.pictures)
     completions = vllm.generate(*asked, rows.pictures)
     assert max(gaps(model, rows, completions)) < LIMIT
@@ -146,5 +144,5 @@ def test_other_models_with_pictures_and_towers_on_ranks_are_refused(tmp_path: Pa
     with pytest.raises(UserError, match=r"'gemma3_text', is part of a 'gemma3', which reads more than text"):
         VLLMEngine().check_model(Gemma3Config())
     config = AutoConfig.from_pretrained(write_tower("idefics3", tmp_path))
-    with pytest.raises(UserError, match=r"reads pictures, and its tower was not tried on 2 ranks that share an engine"):
+    with pytest.raises(UserError, match=r"reads images, and its tower was not tried on 2 ranks that share an engine"):
         VLLMEngine(2).check_model(config)

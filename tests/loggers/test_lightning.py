@@ -142,7 +142,7 @@ def test_wandb_s_table_shows_the_pictures_of_samples_and_none_where_a_row_has_no
     logger.finalize("success")
     files = Recorded(tmp_path).artifacts
     table = json.loads(files["samples.table.json"].read_text())
-    cells = [row[table["columns"].index("picture 1")] for row in table["data"]]
+    cells = [row[table["columns"].index("image 1")] for row in table["data"]]
     assert cells[0] is None
     for cell, colour in zip(cells[1:], colours.values(), strict=True):
         image = Image.open(files[cell["path"]])

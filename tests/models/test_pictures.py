@@ -100,9 +100,7 @@ def test_positions_of_a_picture_are_those_of_the_docstring(tower: Callable[[str]
 
 
 def test_a_strip_that_qwen_does_not_take_is_refused(tower: Callable[[str], Path]) -> None:
-    with pytest.raises(
-        UserError, match=r"^the model takes no picture of 900 x 4 pixels \(absolute aspect ratio .*; cut"
-    ):
+    with pytest.raises(UserError, match=r"^the model takes no image of 900 x 4 pixels \(absolute aspect ratio .*; cut"):
         loaded(tower("qwen3_vl")).features(noise(0, 900, 4))
 
 
@@ -136,7 +134,7 @@ def test_a_file_that_changed_its_size_since_the_scan_is_refused(tower: Callable[
     processor = loaded(tower("qwen3_vl"))
     prompt = processor.expand([65, processor.placeholder_id], [noise(0, 64, 64)])
     rows = TokenRows.padded(Ragged.from_lists([prompt]), Ragged.from_lists([[70]]), Ragged.from_lists([[0]]))
-    with pytest.raises(UserError, match=r"^a prompt has places for 4 features of a picture, whose size now gives 6; "):
+    with pytest.raises(UserError, match=r"^a prompt has places for 4 features of an image, whose size now gives 6; "):
         pack(rows, True, PictureReader(processor, lambda asked: [noise(0, 64, 96)]))
 
 
@@ -149,7 +147,7 @@ def test_a_picture_is_its_file_wherever_it_goes() -> None:
 
 def test_sequences_with_pictures_are_not_divided(vision: Path) -> None:
     with pytest.raises(
-        UserError, match=r"^2 ranks divide the sequences of `actor`, and its model, .*'idefics3', reads pic"
+        UserError, match=r"^2 ranks divide the sequences of `actor`, and its model, .*'idefics3', reads images"
     ):
         check_sequence_parallel(AutoConfig.from_pretrained(vision), 2, "actor")
 
@@ -160,9 +158,7 @@ def test_a_model_of_text_is_given_no_prompt_with_pictures(tmp_path: Path) -> Non
     handle.unread_placeholder = 4
     rows = [TokenRows.padded(Ragged.from_lists([ids]), Ragged.from_lists([[70]])) for ids in ([65, 66], [65, 4])]
     assert handle.logprobs(rows[0]).shape == (1, 1)
-    with pytest.raises(
-        UserError, match=r"^'tiny' reads text alone, and it is given prompts with pictures; take a model"
-    ):
+    with pytest.raises(UserError, match=r"^'tiny' reads text alone, and it is given prompts with images; take a model"):
         handle.logprobs(rows[1])
 
 
@@ -179,5 +175,5 @@ def test_a_placeholder_that_a_policy_sampled_is_a_token_at_a_row_s_end(
         for prompt, response in ([[65, 66], [70, 4]], [[65, 4], [70, 66]])
     )
     assert len(getattr(handle, read)(sampled)) == 1
-    with pytest.raises(UserError, match=r"^'tiny' reads text alone, and it is given prompts with pictures"):
+    with pytest.raises(UserError, match=r"^'tiny' reads text alone, and it is given prompts with images"):
         getattr(handle, read)(shown)

@@ -65,8 +65,8 @@ def configured_report(name: str, columns: tuple[CheckColumn, ...]) -> Report:
     """The report on the algorithm of one of our configs."""
 
     def check(found: Configured) -> Report:
-        pictures = found.data.images is not None
-        return examine(found.module, row=found.data.train.read([0])[0], pictures=pictures, columns=columns)
+        images = found.data.images is not None
+        return examine(found.module, row=found.data.train.read([0])[0], images=images, columns=columns)
 
     return call_configured(check, ["--config", str(CONFIGS / f"{name}.yaml")])
 
@@ -86,11 +86,11 @@ def test_nothing_is_said_of_right_algorithms_that_are_unusual(name: str) -> None
 @pytest.mark.slow
 def test_pictures_that_moved_are_named_and_others_are_right() -> None:
     moved, right = (
-        examine(grpo(algorithm), pictures=True, columns=only("micro-batches", "order of groups"))
+        examine(grpo(algorithm), images=True, columns=only("micro-batches", "order of groups"))
         for algorithm in (PicturesOfTheNextRow, GRPO)
     )
     assert set(named(moved).values()) == {"actor_loss"}
-    assert (named(right), "recorded pictures stand for the data's" in str(right)) == ({}, True)
+    assert (named(right), "recorded images stand for the data's" in str(right)) == ({}, True)
 
 
 @pytest.mark.slow

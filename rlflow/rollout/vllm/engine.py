@@ -96,7 +96,7 @@ class VLLMEngine(InProcessEngine):
             takes and the cache holds.
         max_num_seqs: Number of responses that are generated at the same time. None for 256 on the CPU, and for vLLM's
             own number on GPUs: in vLLM 0.32 it is 1,024 on an H100, and 256 on an A100 or a GPU of less than 70 GiB.
-        max_pictures: Maximum number of images in a prompt. vLLM plans memory for them if the model reads images.
+        max_images: Maximum number of images in a prompt. vLLM plans memory for them if the model reads images.
         max_num_batched_tokens: Number of tokens of prompts and responses that are computed together. If prompts have
             more tokens, they are computed in parts. None for vLLM's own number.
         block_size: Number of tokens in a block of the key-value cache. Responses to the same prompt share whole blocks.
@@ -113,7 +113,7 @@ class VLLMEngine(InProcessEngine):
     kv_cache_gib: float = 1.0
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    max_pictures: int = 16
+    max_images: int = 16
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
     model_runner: Literal["v1", "v2"] | None = None
@@ -142,8 +142,8 @@ class VLLMEngine(InProcessEngine):
             raise UserError(
                 f"`block_size` is {self.block_size}; a block of the cache has tokens. Set 32 or a multiple."
             )
-        if self.max_pictures < 0:
-            raise UserError(f"`max_pictures` is {self.max_pictures}; set how many a prompt has at most, 0 or more")
+        if self.max_images < 0:
+            raise UserError(f"`max_images` is {self.max_images}; set how many a prompt has at most, 0 or more")
         self._float32_head = False
         self._most_kept = 0  # tokens of the largest support that is noted
         self._returned = 0  # likeliest tokens of each place that vLLM returns where a support is noted
@@ -218,9 +218,9 @@ class VLLMEngine(InProcessEngine):
             )
 
     def check_pictures(self, most: int) -> None:
-        if most > self.max_pictures:
+        if most > self.max_images:
             raise UserError(
-                f"`max_pictures` is {self.max_pictures}, and a prompt has {most}; raise it, or give fewer pictures"
+                f"`max_images` is {self.max_images}, and a prompt has {most}; raise it, or give fewer images"
             )
 
     def check_device(self, device: torch.device) -> None:
@@ -292,7 +292,7 @@ class VLLMEngine(InProcessEngine):
                 dtype=str(rank_info.dtype).removeprefix("torch."),
                 seed=rank_info.seed,
                 skip_tokenizer_init=self._processor is None,  # vLLM expands the placeholder of a picture with it
-                limit_mm_per_prompt={} if self._processor is None else {"image": self.max_pictures},
+                limit_mm_per_prompt={} if self._processor is None else {"image": self.max_images},
                 mm_processor_cache_gb=PREPARED_GIB,
                 mm_device_do_normalize=False,  # the image processor does, as the trainer's
                 skip_mm_profiling=on_cpu,  # with the largest picture there is; no memory is measured there
@@ -456,8 +456,8 @@ class VLLMEngine(InProcessEngine):
         read = list(request.prompt_token_ids)
         if read != list(prompt):
             raise UserError(
-                f"a prompt has {len(prompt)} tokens with its pictures, and vLLM has read {len(read)} that are not the"
-                " same: it expands pictures otherwise than the model's image processor; set"
+                f"a prompt has {len(prompt)} tokens with its images, and vLLM has read {len(read)} that are not the"
+                " same: it expands images otherwise than the model's image processor; set"
                 " `rollout: rlflow.rollout.TransformersEngine`"
             )
         output = request.outputs[0]
@@ -544,7 +544,7 @@ def unserved_pictures(config: PretrainedConfig, tensor_parallel_size: int) -> st
         return f"is part of a {config.model_type!r}, which reads more than text and was not tried in vLLM"
     if tensor_parallel_size > 1:
         return (
-            f"reads pictures, and its tower was not tried on {tensor_parallel_size} ranks that share an engine; set"
+            f"reads images, and its tower was not tried on {tensor_parallel_size} ranks that share an engine; set"
             " `tensor_parallel_size: 1`"
         )
     return None
