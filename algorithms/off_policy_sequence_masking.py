@@ -11,7 +11,7 @@ from .policy_gradient import Anchor
 
 @dataclass(eq=False)
 class OffPolicySequenceMasking(GRPO):
-    """GRPO that drops responses with a negative advantage that the policy would hardly give any more.
+    """GRPO without the responses whose advantage is negative and which the policy has become unlikely to give.
 
         A_i = r_i - mean_g
         surrogate_it = -M_i min(r_it A_i, clip(r_it, 1 - clip.low, 1 + clip.high) A_i),    r_it = pi_it / rollout_it

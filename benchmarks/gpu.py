@@ -84,7 +84,7 @@ CASES = [
     Case("run-colocated-zero2", run_grpo, {"strategy": "zero2"}),
     Case("run-colocated-zero3", run_grpo, {"strategy": "zero3"}),
     Case("run-colocated-fsdp", run_grpo, {"strategy": "fsdp"}),
-    Case("run-pictures", run_grpo, {"strategy": "zero2", "pictures": True}),
+    Case("run-images", run_grpo, {"strategy": "zero2", "pictures": True}),
     Case("run-colocated-zero2-bf16", run_grpo, {"strategy": "zero2", "precision": "bf16"}),
     Case("run-transformers-zero3", run_grpo, {"strategy": "zero3", "engine": "transformers"}),
     Case("run-transformers-fsdp", run_grpo, {"strategy": "fsdp", "engine": "transformers"}),

@@ -112,7 +112,7 @@ class Trainer(RunningTrainer):
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first callback of this class; its `best_model_path` is set at the end of `fit`."""
+        """The first `ModelCheckpoint` of the trainer; its `best_model_path` is set at the end of `fit`."""
         return next((each for each in self._callbacks if isinstance(each, ModelCheckpoint)), None)
 
     def fit(self, module: RLModule, train: DataLike | PromptData, validation: DataLike | None = None) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Trainer(RunningTrainer):
             validation: Rows to validate on, in any form that `PromptData` takes; or a `PromptData` that has some.
 
         Raises:
-            UserError: As `fit`; and if there is nothing to validate on.
+            UserError: For the reasons of `fit`, or because there is nothing to validate on.
         """
         data = validation if isinstance(validation, PromptData) else _validated(validation)
         return self._measure(validate, module, data)
@@ -163,7 +163,7 @@ class Trainer(RunningTrainer):
                 `test_dataloader`.
 
         Raises:
-            UserError: As `validate`; and if the module has an environment, or no reward.
+            UserError: For the reasons of `validate`, or because the module has an environment, or no reward.
         """
         data = validation
         if isinstance(data, PromptData) and data.validation is not None:
@@ -184,7 +184,7 @@ class Trainer(RunningTrainer):
                 `LightningDataModule` needs a `predict_dataloader`.
 
         Raises:
-            UserError: As `fit`; and if the module has an environment, or generates nothing.
+            UserError: For the reasons of `fit`, or because the module has an environment, or generates nothing.
         """
         self._require_no_checkpoint("`rlflow predict`")
         data = copy.copy(prompts) if isinstance(prompts, PromptData) else _validated(prompts, "predict")

@@ -134,6 +134,7 @@ BASE = {
 SECTIONS = {"reward": "module.init_args", "environment": "module.init_args", "train": "data"}  # of shorter blocks
 ALSO = {  # what a block's settings need in addition, by a line of the block
     "placement: {rollout: 0, actor: 1-3, reference: 1-3}": ["--trainer.devices", "4", "--module.kl.coef", "0.1"],
+    "placement: {rollout: 0-3, actor: 4-7, reference: 4-7}": ["--trainer.devices", "8", "--module.kl.coef", "0.1"],
     "placement: {rollout: 0, actor: 1-2}": ["--trainer.devices", "3"],
 }
 

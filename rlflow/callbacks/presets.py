@@ -64,7 +64,7 @@ class ModelCheckpoint(Preset):
     Attributes:
         best_model_path: Folder of the best checkpoint by `monitor`, or of the last one without `monitor`; set at the
             end of `fit`. `load_from_checkpoint` of a module reads it. Empty if there is none.
-        best_model_score: The value of `monitor` of that checkpoint; None without.
+        best_model_score: The value of `monitor` of that checkpoint; None if no checkpoint was saved.
         best_k_models: Folders of the checkpoints that were kept, and the value of `monitor` of each.
         last_model_path: Folder of the last checkpoint.
 

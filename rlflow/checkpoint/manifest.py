@@ -94,7 +94,7 @@ def find(
     report: Callable[[str], object] = lambda line: None,
     listed: Callable[[Path], list[Path]] = newest_first,
 ) -> Path | None:
-    """Find the checkpoint that `trainer.ckpt_path` names: the run's newest undamaged one, or a given folder.
+    """Find the checkpoint that `trainer.ckpt_path` names: the newest or the best undamaged one, or a given folder.
 
     Args:
         path: `trainer.ckpt_path` as the user wrote it: `last`, `auto`, `best` or a folder.

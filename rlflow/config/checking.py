@@ -38,7 +38,7 @@ _TO_CHOOSE = {"class_path", "init_args", "dict_kwargs"}
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong.
+    """A mistake in a config, with its key.
 
     Example:
         In `trainer: {max_steps: many}` the keys are `("trainer", "max_steps")`, the value is `"many"`, and what is

@@ -121,7 +121,7 @@ class NodeContext:
         conversations: Runs conversations; None without a tokenizer.
         prompt_column: Column of the prompt that rewards read, see `RewardInput`.
         trainer_state: A step and a draw (from 0) to the progress of the run, for rewards.
-        reward: The module's reward; None without.
+        reward: The module's reward; None if there is none.
         masks: Rows of a mixture to which of them are of each dataset `[B]`, by name; empty for one dataset.
         own_settings: Function from rows to the response settings of their datasets; empty for one dataset.
         scored_as_made: Nodes that generate, and whose responses a node on this rank may score as they were made: the

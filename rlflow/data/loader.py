@@ -67,7 +67,7 @@ class Loader:
         seed: Seed of the order.
         limit: Number of rows to draw from: the first rows that are not dropped, of each dataset in a mixture.
         ranks: Number of ranks that will scan together; 1 scans at construction.
-        environment: Environment with which conversations of the dataset were held; None without.
+        environment: Environment with which conversations of the dataset were held; None if there is none.
         reward: Reward that scores responses to these rows, if one does; it must be able to score all of them.
         processor: Processor of a model that reads pictures; None for one that reads text alone.
         validates: Whether these are the rows of validation, for the numbers of pictures.

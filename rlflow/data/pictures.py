@@ -136,7 +136,7 @@ def said_pictures(prompt: Any, images: Any, place: str) -> list[Any]:
 
     Args:
         prompt: A text, or messages.
-        images: Value of the column of images, a picture or a list of them; None without.
+        images: Value of the column of images, a picture or a list of them; None if there is none.
         place: Place of the row, for errors.
 
     Raises:
@@ -187,7 +187,7 @@ def without_pictures(row: dict[str, Any], prompt: str, images: str | None) -> di
     Args:
         row: Row of the dataset.
         prompt: Column of the prompt.
-        images: Column of the images; None without.
+        images: Column of the images; None if there is none.
     """
     found = dict(row)
     shown = {prompt.split(".")[0], (images or prompt).split(".")[0]} & found.keys()

@@ -214,7 +214,7 @@ class Encoder:
         data: The columns and the template.
         tokenizer: Tokenizer of the model.
         environment: Environment with which conversations of the dataset were held, or will be from its prompts; the
-            policy reads of its tools. None without.
+            policy reads of its tools. None if there is none.
         processor: Processor of a model that reads pictures; None for one that reads text alone.
 
     Attributes:

@@ -107,7 +107,7 @@ def to_bytes(kind: ColumnKind, data: Data, lengths: Tensor, rows: Tensor, device
     """The bytes of some rows. The bytes of a tensor that is on `device` already are a view of it where possible.
 
     Args:
-        cut: Kind of the column, which says how it is cut by rows.
+        kind: Kind of the column, which says how it is cut by rows.
         data: Data of the column, `B` rows.
         lengths: `[B]` int64, entries of each row of a `TOKEN` column.
         rows: `[n]` int64, indices of the rows, in the order asked for; they may repeat.
@@ -134,7 +134,7 @@ def from_bytes(kind: ColumnKind, form: Form, rows: RowBytes, order: Tensor) -> D
     """A column of some rows; `TOKEN` columns are padded with zeros to their longest row.
 
     Args:
-        cut: Kind of the column, which says how it is cut by rows.
+        kind: Kind of the column, which says how it is cut by rows.
         form: Form of the column, which says what its bytes mean.
         rows: The bytes; the column may be a view of their buffer.
         order: `[n]` int64, for each row of the column its index in `rows`; indices may repeat.

@@ -78,7 +78,7 @@ OF_SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SL
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report, such as
+    """A line of the report, here one of each state:
 
         ok       2 cores
         missing  InfiniBand; set NCCL_IB_DISABLE=1 if that is intended (not needed here)

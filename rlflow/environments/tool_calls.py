@@ -34,7 +34,7 @@ Schemas = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call.
+    """A tool call that a policy wrote.
 
     Attributes:
         name: Name of the tool; empty where the call cannot be read.

@@ -51,13 +51,13 @@ class Asked:
         tools: JSON schemas of functions, as chat templates take them.
         longest: Tokens that it may write, at most; None for as many as there is room for.
         n: Number of answers that are wanted.
-        seed: The client's seed; it goes into the seed of the answers. None without.
+        seed: The client's seed; it goes into the seed of the answers. None if there is none.
         stop: Texts before which an answer ends.
         logprobs: Whether log-probabilities are wanted.
         stream: Whether the answer is wanted as events.
         usage: Whether events end with the numbers of tokens.
         prompt: A text or token ids that the policy reads in place of messages; None where there are messages.
-        branch: The name that the agent gives to a part of its work, in `metadata`; empty without.
+        branch: The name that the agent gives to a part of its work, in `metadata`; empty if there is none.
         model: The name by which it calls the policy.
     """
 

@@ -71,7 +71,7 @@ def model_folder(folder: Path) -> Iterator[Path]:
 
 
 def roles_in(checkpoint: Path) -> list[str]:
-    """The roles of which a checkpoint has weights."""
+    """The roles whose weights a checkpoint has."""
     return sorted(path.stem for path in checkpoint.glob("*.json") if "shapes" in json.loads(path.read_text()))
 
 

@@ -61,7 +61,7 @@ CONVOLUTION_AND_SCAN = Kernel(*MAMBA_KERNELS, "mamba_split_conv1d_scan_combined"
 
 @dataclass(frozen=True)
 class Mixer:
-    """A kind of mixer.
+    """A kind of layer that carries a state, such as Mamba-2.
 
     Attributes:
         kernels: The functions that compute its states on CUDA; empty if transformers does not tell them about rows.

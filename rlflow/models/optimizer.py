@@ -32,7 +32,7 @@ class Optimizer:
         betas: Decays of AdamW's two moments.
         eps: Number that AdamW adds to its divisor.
         weight_decay: Weight decay: decoupled from the gradient in AdamW, added to the gradient in SGD.
-        warmup_steps: Updates over which the learning rate rises from 0.
+        warmup_steps: Number of updates, or of steps if `by` is `steps`, over which the learning rate rises from 0.
         schedule: Course of the learning rate after the warm-up, until the last update.
         by: Unit of `warmup_steps` and `schedule`: updates, or steps of the run. If the number of rows is not known
             in advance, neither is the number of updates; the number of steps is.

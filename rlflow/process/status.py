@@ -44,7 +44,7 @@ class Status(ctypes.Structure):
     Attributes:
         rank: Global rank.
         process: Process id; 0 before `start_heartbeat` was called in the process.
-        beat: Time when its interpreter last ran, renewed by a thread every `HEARTBEAT_S`.
+        heartbeat: Time when its interpreter last ran, renewed by a thread every `HEARTBEAT_S`.
         limit_s: Seconds that another rank waits for it, its strategy's `timeout_s`; 0 where none waits.
         failed: Time when one of its collectives failed; 0 if none has.
         code: The exit code that it was to end with, set by `end`.

@@ -318,7 +318,7 @@ class RolloutEngine(ABC):
 
         Args:
             model_path: Folder or Hugging Face name.
-            place: Place of this rank in the run, and the run's seed.
+            rank_info: Device, dtype and rank of this engine, and the run's seed.
 
         Raises:
             UserError: The engine cannot run this model, dtype or number of ranks.

@@ -89,7 +89,7 @@ class Division:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A config on other machines.
+    """The prediction of a run on other machines.
 
     Attributes:
         module: The algorithm, its models configured.

@@ -15,7 +15,9 @@ ON_THE_WAY = 2  # most tensors in a stream's queue, where the run waits for the 
 
 
 class Disk:
-    """Does one job after another in a thread. After a job that fails, it does no more until `wait`.
+    """Does one job after another in a thread.
+
+    After a job fails, jobs given to `do` and `stream` are skipped until `wait`. Jobs given to `report` still run.
 
     Args:
         asynchronous: Whether the run continues while the thread writes. Tensors are then copied before they are

@@ -32,7 +32,7 @@ class Column:
 
     Attributes:
         name: The field's name; "" where the value is a bare tensor.
-        cut: Kind of rows that the column is cut by, and so its shape: `[B, ...]`, `[B, T, ...]`, see `ColumnKind`.
+        kind: Kind of the column, which gives its shape: `[B, ...]`, `[B, T, ...]`, see `ColumnKind`.
         on_demand: Whether it is marked `OnDemand`, so that it is sent only to nodes that name it in their types.
         entry: Dtype of the entries, or type of the JSON objects, of a column that need not be made; else None.
         model_input: See `optional`.

@@ -126,6 +126,7 @@ def test_a_job_that_is_warned_saves_requeues_itself_and_continues(tmp_path: Path
     slurm(cluster, "scancel", "--signal=USR1", job)
     until(lambda: "JobState=PENDING" in shown(), 120, found)
     assert printed("rlflow: ended by SIGUSR1: runs/own/checkpoint/step-")()
+    time.sleep(3)  # slurmd refuses a job that starts within the second in which it was killed
     until(has_completed, 300, found)
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
     assert steps == [*range(1, 41)]  # of both attempts, none twice
