@@ -372,7 +372,7 @@ def test_every_hook_is_on_the_page_of_callbacks() -> None:
     page = (DOCS / "callbacks.md").read_text()
     for name in HOOKS:
         arguments = list(inspect.signature(getattr(Callback, name)).parameters)[3:]
-        (row,) = [line for line in page.splitlines() if f"`{name}`" in line]
+        (row,) = [line for line in page.splitlines() if line.startswith("|") and f"`{name}`" in line]
         assert f"| {'`' + ', '.join(arguments) + '` ' if arguments else ''}|" in row, name
 
 
