@@ -94,7 +94,7 @@ def test_what_is_logged_of_uneven_batches_is_what_lightning_logs() -> None:
     assert context.running is not None
     context.running.validates = True
     for batch in batches:
-        context.running.rows = len(batch)
+        context.running.rows = batch
         log(module, batch)
     # Means weighted by rows: of 6 three times and 10 once; and of 2 five times and 10 once.
     expected = {"0": 7.0, "1": 16.0, "2": 10.0, "3": 6.0, "weighted": 20 / 6}
