@@ -50,7 +50,7 @@ class Ending:
         """Ranks whose processes are there after the launcher has ended; they have some seconds to go."""
         processes = {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d) is process (\d+)", self.output)}
         assert processes.keys() == {0, 1}, self
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 5.0
         while alive := [rank for rank, pid in processes.items() if _runs(pid)]:
             if time.monotonic() > deadline:
                 break
