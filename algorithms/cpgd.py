@@ -53,7 +53,7 @@ class CPGD(GroupBaseline, Ratio, TurnCredit):
         if self.drift_coef < 0:
             raise UserError(f"`drift_coef` is {self.drift_coef}; give 0 or more")
         if not self.drift_clip > 0:
-            raise UserError(f"`drift_clip` is {self.drift_clip}; give more than 0, 2 say")
+            raise UserError(f"`drift_clip` is {self.drift_clip}; give more than 0, such as 2")
         if not self.weight_cap >= 1:
             raise UserError(f"`weight_cap` is {self.weight_cap}, and the weights that it cuts are 1 or more; raise it")
         if not self.clip.low < 1:

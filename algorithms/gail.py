@@ -15,21 +15,21 @@ from .policy_gradient import Clipped, GroupBaseline
 
 
 class Real(WithLossMask, Protocol):
-    """The fields of the dataset's rows that the judge reads; their prompts are those of the samples."""
+    """The fields of the dataset's rows that the discriminator reads; their prompts are those of the samples."""
 
     response_ids: PerToken  # [B, T]
     path: RowPath | None
 
 
 class SampledRows(TokensWithLossMask, Protocol):
-    """The fields of samples that the judge reads."""
+    """The fields of samples that the discriminator reads."""
 
     pictures: Ragged
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Rows that the judge is trained on: the dataset's response to each prompt, then the samples of all these prompts.
+    """Rows that train the discriminator: the dataset's response to each prompt, then the samples of all these prompts.
 
     Of `B` prompts on this rank these are `N = B + B * group_size` rows, padded to the longest response of both kinds.
 
@@ -56,23 +56,25 @@ class Labelled:
 
 @dataclass(eq=False)
 class GAIL(GroupBaseline, Clipped):
-    """Trains a judge to distinguish the dataset's responses from samples, and the policy to pass for the dataset.
+    """Trains a discriminator to tell the dataset's responses from samples, and the policy to pass for the dataset.
 
-        D(x, y) = sigmoid(s(x, y))                                  s: the judge's score of the response y to x
-        judge:  ascends E_data[log D] + E_pi[log(1 - D)]            (the paper's D is 1 minus this one)
+        D(x, y) = sigmoid(s(x, y))                                  s: the discriminator's score of the response y to x
+        discriminator:  ascends E_data[log D] + E_pi[log(1 - D)]            (the paper's D is 1 minus this one)
         policy: GRPO's loss with the reward r(x, y) = -log(1 - D(x, y))
 
-    A sample with a score of 0 has D = 0.5 and the reward 0.69; the reward grows with the score. In each step the judge
-    is trained first, and then scores the samples. The dataset's response counts as much in the judge's loss as all
-    samples of its prompt that count. The dataset's rows need a response; no verifier is needed.
+    A sample with a score of 0 has D = 0.5 and the reward 0.69; the reward grows with the score. In each step the
+    discriminator is trained first, and then scores the samples. The dataset's response counts as much in the
+    discriminator's loss as all samples of its prompt that count. The dataset's rows need a response; no verifier is
+    needed.
 
     Args:
         normalize_std: Divide advantages by the standard deviation of the group's rewards.
-        judge: The model that is trained to distinguish the two; a reward model, or a language model that gets a head.
+        discriminator: The model that is trained to distinguish the two; a reward model, or a language model that gets a
+            head.
     """
 
     normalize_std: bool = True
-    judge: RewardModel | str = field(kw_only=True)
+    discriminator: RewardModel | str = field(kw_only=True)
 
     kl_penalty = None
 
@@ -97,18 +99,18 @@ class GAIL(GroupBaseline, Clipped):
             sampled.pictures.take(seen),
         )
 
-    @node(role="judge", type="train")
-    def judge_loss(self, examples: Labelled) -> PerSample:
-        scores, real = self.judge.scores(examples), examples.real
-        self.log("judge/accuracy", ((scores > 0) == real).float())
-        self.log("judge/real", torch.sigmoid(scores.detach()[real]))
-        self.log("judge/sampled", torch.sigmoid(scores.detach()[~real]))
+    @node(role="discriminator", type="train")
+    def discriminator_loss(self, examples: Labelled) -> PerSample:
+        scores, real = self.discriminator.scores(examples), examples.real
+        self.log("discriminator/accuracy", ((scores > 0) == real).float())
+        self.log("discriminator/real", torch.sigmoid(scores.detach()[real]))
+        self.log("discriminator/sampled", torch.sigmoid(scores.detach()[~real]))
         return examples.weights * binary_cross_entropy_with_logits(scores, real.to(scores.dtype), reduction="none")
 
-    @node(role="judge")
-    def rewards(self, rollout: Tokens, judge_loss: After) -> PerSample:
-        rewards = -logsigmoid(-self.judge.scores(rollout))
-        self.log("reward/judge", rewards)
+    @node(role="discriminator")
+    def rewards(self, rollout: Tokens, discriminator_loss: After) -> PerSample:
+        rewards = -logsigmoid(-self.discriminator.scores(rollout))
+        self.log("reward/discriminator", rewards)
         return rewards
 
 

@@ -29,7 +29,7 @@ class GDPO(GroupBaseline, Clipped):
     """
 
     part_weights: Mapping[str, float] | None = None
-    environment: None = field(default=None, init=False)  # what it gives is no part of the reward
+    environment: None = field(default=None, init=False)  # what it gives is not a part of the reward
 
     kl_penalty = None
 

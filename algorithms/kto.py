@@ -31,17 +31,17 @@ class KTO(RLModule):
         actor: The model to train.
         beta: Factor on log ratios, above 0; gains and losses saturate sooner if it is larger.
         reference: The frozen model in the denominator of log ratios; None for the actor's initial weights.
-        good_weight: lambda_D. If the numbers of good and bad rows, n_D and n_U, differ, the paper takes lambda_D n_D
-            from 1 to 1.5 times lambda_U n_U (equation 9).
-        bad_weight: lambda_U.
+        desirable_weight: lambda_D. If the numbers of good and bad rows, n_D and n_U, differ, the paper takes lambda_D
+            n_D from 1 to 1.5 times lambda_U n_U (equation 9).
+        undesirable_weight: lambda_U.
         label: Column that is true if the response is good.
     """
 
     actor: CausalLM | str
     beta: float = 0.1
     reference: CausalLM | str | None = None
-    good_weight: float = 1.0
-    bad_weight: float = 1.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
     label: str = "label"
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class KTO(RLModule):
         good = labels.bool()
         self.log("actor/good_reward", self.beta * ratios.detach(), good)
         self.log("actor/bad_reward", self.beta * ratios.detach(), ~good)
-        return kto_loss(ratios, divergence, good, self.beta, self.good_weight, self.bad_weight)
+        return kto_loss(ratios, divergence, good, self.beta, self.desirable_weight, self.undesirable_weight)
 
     def validation_step(self, batch: Batch) -> None:
         ratios = whole(self.actor.logprobs(batch), batch) - whole(self.reference.logprobs(batch), batch)

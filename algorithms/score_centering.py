@@ -37,7 +37,7 @@ class ScoreCentering(GroupBaseline, PolicyGradient, Scored):
         if self.actor.top_k is None:
             raise UserError(
                 "`top_k` of `actor` is not set, and score centering sums over the tokens that were sampled from; set"
-                " it, 128 say"
+                " it, such as 128"
             )
         if self.importance is not None and self.importance.level != "token":
             raise UserError(f"`importance.level` is {self.importance.level!r}, and scores are of tokens; set `token`")

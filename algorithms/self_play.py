@@ -20,7 +20,7 @@ class SelfPlay(RLModule):
         loss_t   = -A log pi(y_t)                                   of each policy on its own tokens
 
     Both policies are trained in every step. R-Zero takes the solver's majority for the truth; here the reward checks,
-    so a question that nobody can solve, or a text that is no question, is worth nothing.
+    so a question that nobody can solve, or a text that is not a question, is worth nothing.
 
     Args:
         solver: The policy that answers questions; in validation it answers the dataset's prompts.

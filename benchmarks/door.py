@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--turns", type=int, default=4, help="of each episode")
     parser.add_argument("--tokens", type=int, default=64, help="of a turn")
-    parser.add_argument("--concurrency", type=int, default=32, help="episodes at the same time")
+    parser.add_argument("--max-concurrent", type=int, default=32, help="episodes at the same time")
     parser.add_argument("--hidden", type=int, default=512, help="width of the model")
     parser.add_argument("--layers", type=int, default=6, help="of the model")
     parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
@@ -89,8 +89,8 @@ def main() -> None:
 def run(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Both ways, with one engine."""
     engines = {
-        "vllm": partial(VLLMEngine, max_num_seqs=given["concurrency"], kv_cache_gib=0.5),
-        "transformers": partial(TransformersEngine, given["concurrency"]),
+        "vllm": partial(VLLMEngine, max_num_seqs=given["max_concurrent"], kv_cache_gib=0.5),
+        "transformers": partial(TransformersEngine, given["max_concurrent"]),
         "instant": Instant,
     }
     engine: RolloutEngine = engines[given["engine"]]()
@@ -107,7 +107,7 @@ def run(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         transport=Transport(),
     )
     ways = {
-        "door": Harness("benchmarks.talking.talk", seconds=600, concurrency=given["concurrency"]),
+        "door": Harness("benchmarks.talking.talk", timeout_s=600, max_concurrent=given["max_concurrent"]),
         "converse": Environment("benchmarks.talking.Talk", max_turns=given["turns"], max_turn_length=given["tokens"]),
     }
     rows = [

@@ -52,7 +52,7 @@ def measured(engine: RolloutEngine, rounds: int, sample_s: float, workers: int) 
     turns = Turns()
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "model", hidden_size=128, layers=2, max_position=512)
-        reward = CallableReward("delays.scored_after", seconds=60, workers=workers)
+        reward = CallableReward("delays.scored_after", timeout_s=60, workers=workers)
         actor = CausalLM(str(model), optimizer=Optimizer("sgd", lr=0.0))
         module = GRPO(actor, reward, SAMPLES, LONGEST, stop_token_ids=STOP)
         steps = len(WAYS) * (rounds + 1)
@@ -107,7 +107,7 @@ class Turns(Callback):
         self._scored_as_made = module._context.scored_as_made
 
     def on_task_start(self, trainer: Trainer, module: Any, task: str, step: int) -> None:
-        early = WAYS[step % len(WAYS)] != "late"
+        early = WAYS[(step - 1) % len(WAYS)] != "late"
         module._context.scored_as_made = self._scored_as_made if early else frozenset()
 
     def on_step_end(self, trainer: Trainer, module: Any, step: int, metrics: Mapping[str, float]) -> None:

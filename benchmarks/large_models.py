@@ -63,9 +63,9 @@ class Way:
 
 
 WAYS = {
-    "zero0": Way(lambda: DeepSpeedStrategy(0, bucket_elements=LAYER)),
-    "zero2": Way(lambda: DeepSpeedStrategy(2, bucket_elements=LAYER)),
-    "zero3": Way(lambda: DeepSpeedStrategy(3, bucket_elements=LAYER), divided=True),
+    "zero0": Way(lambda: DeepSpeedStrategy(0, reduce_bucket_size=LAYER)),
+    "zero2": Way(lambda: DeepSpeedStrategy(2, reduce_bucket_size=LAYER)),
+    "zero3": Way(lambda: DeepSpeedStrategy(3, reduce_bucket_size=LAYER), divided=True),
     "fsdp": Way(lambda: FSDPStrategy(), divided=True),
 }
 

@@ -33,7 +33,7 @@ from rlflow.environments.bridge import message
 from rlflow.environments.conversation_format import bridge_of
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import RankInfo, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
-from rlflow.rollout.engine import Turn
+from rlflow.rollout.engine import GenerationRequest
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
 
@@ -183,9 +183,9 @@ class Conversations:
 
     def _record(self) -> None:
         """Hold them all once, and note the turns that the engine is given."""
-        step, turns = self._engine.step, list[Turn]()
+        step, turns = self._engine.step, list[GenerationRequest]()
 
-        def recorded(new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Any]:
+        def recorded(new: Mapping[int, GenerationRequest], sampling: Sampling, version: int) -> dict[int, Any]:
             turns.extend(new.values())
             self._of_turns = sampling
             return step(new, sampling, version)

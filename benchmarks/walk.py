@@ -23,7 +23,7 @@ from rlflow import Callback, Trainer
 from rlflow.algorithms import GRPO
 
 ROOT = Path(__file__).parent.parent
-BEGINS, ENDS = ("load", 1), ("sync", 2)  # kind of task, and step from 0
+BEGINS, ENDS = ("load", 2), ("sync", 3)  # kind of task, and step
 
 
 class Walk(Callback):

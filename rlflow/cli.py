@@ -34,7 +34,7 @@ COMMANDS = {
     "simulate": "Predict a config's time, bytes and memory on machines that are not here.",
     "conform": "Say whether a loss, advantages or logprobs are an algorithm's, and what differs if not.",
     "replay": "Run nodes of a run's step once more, in one process, with a debugger if asked.",
-    "doctor": "Show what is installed and works here, what is missing, and how to mend it.",
+    "doctor": "Show what is installed and works here, what is missing, and how to fix it.",
 }
 RUNS = ("fit", "validate", "test", "predict")
 INTERRUPTED_CODE = 130  # as a shell has it of programs that SIGINT ended
@@ -53,7 +53,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; exit with 2 and one line for what the user can mend, with 1 and a last line for a fault.
+    """Run a command; exit with 2 and one line for what the user can fix, with 1 and a last line for a fault.
 
     A run that a signal ends exits with 3, and with a line that says how to continue.
 

@@ -24,11 +24,11 @@ def object_at(path: str, said: str, known: Iterable[str] = ()) -> Any:
         known: Modules that may be meant where there is none of that name; those in the working directory are known.
 
     Raises:
-        UserError: It is no path, its module is not there or cannot be imported, or has nothing of that name.
+        UserError: It is not a path, its module is not there or cannot be imported, or has nothing of that name.
     """
     names = path.split(".")
     if len(names) < 2 or not all(each.isidentifier() for each in names):
-        raise UserError(f"{said}, which is no path of a module and a name in it; write module.name")
+        raise UserError(f"{said}, which is not a path of a module and a name in it; write module.name")
     module, rest = _longest_module(names, said, known)
     found: Any = module
     where = module.__name__
@@ -48,7 +48,7 @@ def function_at(path: str, said: str) -> Callable[..., Any]:
         said: Beginning of the error, with the path.
 
     Raises:
-        UserError: As `object_at`; or it is no function, or one such as `os.system` or `builtins.exec`.
+        UserError: As `object_at`; or it is not a function, or one such as `os.system` or `builtins.exec`.
     """
     found = object_at(path, said)
     if not callable(found):
@@ -111,7 +111,7 @@ def _longest_module(names: list[str], said: str, known: Iterable[str]) -> tuple[
             if missing is None or not f"{name}.".startswith(f"{missing}."):  # it is there, and something in it fails
                 kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
                 raise UserError(
-                    f"{said}, which cannot be imported ({kind}{one_line(error)}); mend its module"
+                    f"{said}, which cannot be imported ({kind}{one_line(error)}); correct its module"
                 ) from error
     hint = did_you_mean(".".join(names[:-1]), [*known, *(file.stem for file in Path.cwd().glob("*.py"))])
     raise UserError(f"{said}, but there is no module {names[0]}.{hint or ' Check the path'}")

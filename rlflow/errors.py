@@ -1,4 +1,4 @@
-"""`UserError`, the only error that a user can mend; and `Preempted`, the end of a run that is no error."""
+"""`UserError`, the only error that a user can correct; and `Preempted`, the end of a run that is not an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ConfigPlace:
         `name` is `optimizer`, and the key of `lr` is `module.init_args.actor.optimizer.lr`.
 
     Attributes:
-        name: The last key of the object's own: `optimizer`, say.
+        name: The last key of the object's own, such as `optimizer`.
         keys: Keys of its arguments by name, as the user wrote them or would write them: `module.init_args.group_size`.
     """
 
@@ -45,7 +45,7 @@ class ConfigPlace:
 
 
 class Preempted(BaseException):
-    """The run ends because a signal asked its process to end. As `KeyboardInterrupt`, it is no `Exception`.
+    """The run ends because a signal asked its process to end. As `KeyboardInterrupt`, it is not an `Exception`.
 
     Args:
         number: Number of the signal.
@@ -65,7 +65,11 @@ class Preempted(BaseException):
         return f"ended by {signal.Signals(number).name}:"
 
 
-ENDING = (Preempted, SystemExit, KeyboardInterrupt)  # end the process, and are no failure of the code they come through
+ENDING = (
+    Preempted,
+    SystemExit,
+    KeyboardInterrupt,
+)  # end the process, and are not a failure of the code they come through
 
 
 class UserError(ValueError):
@@ -74,7 +78,7 @@ class UserError(ValueError):
     The command line prints the message without a traceback and exits with 2.
 
     Settings are in back-ticks: those of an object by the names of its constructor's arguments, if the constructor
-    raises the error or `of` is given; any other by its key from the top of a config, `trainer.max_steps` say, or
+    raises the error or `of` is given; any other by its key from the top of a config, such as `trainer.max_steps`, or
     `module.max_response_length`, which is an attribute's name in Python as well. Both are printed as the key that the
     user wrote; without a config they stay as they are.
 

@@ -61,7 +61,7 @@ _TRAIN, _VALIDATION, _PROMPTS = (
     f"rows or a LightningDataModule are the second argument, `{name}`" for name in ("train", "validation", "prompts")
 )
 _MODEL = "the algorithm is the first argument, `module`; rows are the second, `{}`"
-_WEIGHTS_ONLY = "leave it out; how a checkpoint is read is no setting"
+_WEIGHTS_ONLY = "leave it out; how a checkpoint is read is not a setting"
 _RUN_S_MODEL = "set the module's `model` to the folder of the run"
 # Arguments of the methods of Lightning's `Trainer`.
 METHOD_ARGUMENTS = {

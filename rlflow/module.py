@@ -136,8 +136,8 @@ class RLModule:
 
         It is called before processes start. Get parameters from `self.actor.named_parameters()`, or those of all models
         from `self.named_parameters()`. They have shapes and no values. A model without an optimizer from here has the
-        optimizer of its settings. The settings `warmup_steps`, `schedule`, `by` and `gradient_clipping` also hold for
-        an optimizer that is made here.
+        optimizer of its settings. The settings `warmup_steps`, `schedule`, `interval` and `gradient_clipping` also hold
+        for an optimizer that is made here.
 
         Example:
             ```python
@@ -198,7 +198,7 @@ class RLModule:
                 kept[each] = found[each]
             else:
                 raise UserError(
-                    f"`save_hyperparameters` was given {each!r:.80}, which is no argument of {type(self).__name__};"
+                    f"`save_hyperparameters` was given {each!r:.80}, which is not an argument of {type(self).__name__};"
                     f" give names of arguments, or a dict of values.{did_you_mean(str(each), found)}"
                 )
         self.hparams.update(kept)
@@ -398,7 +398,7 @@ class RLModule:
         name = next((name for name, handle in handles(self).items() if handle is model), None)
         if name is None:
             raise UserError(
-                f"`players` has {model!r:.60} for `{seat}`, which is no model of {type(self).__name__}; assign it to"
+                f"`players` has {model!r:.60} for `{seat}`, which is not a model of {type(self).__name__}; assign it to"
                 " `self` in `__init__` or `configure_models`, and name it in `generates`"
             )
         return self._policy(name)

@@ -257,7 +257,7 @@ class Settings:
         """Whether long responses are cut off and continued with the next draw of prompts."""
         return self.partial_rollout is not None
 
-    def beside(self, name: str) -> Settings:
+    def for_command(self, name: str) -> Settings:
         """Settings of `Trainer.validate` and the like: in a folder next to the run's folder, which may have the model.
 
         Args:

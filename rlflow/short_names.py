@@ -71,7 +71,7 @@ SHORT_NAMES: dict[str, dict[str, str]] = {
         "jsonl": "rlflow.data.JSONL",
         "mixture": "rlflow.data.Mixture",
         "parquet": "rlflow.data.Parquet",
-        "played": "rlflow.data.Played",
+        "scripted_conversations": "rlflow.data.ScriptedConversations",
         "random_rows": "rlflow.data.RandomRows",
         "reasoning_gym": "rlflow.data.ReasoningGym",
         "reasoning_gym_hints": "rlflow.data.ReasoningGymHints",
@@ -160,7 +160,9 @@ def class_named(name: str, bases: Sequence[type]) -> type:
     found = object_at(path, f"names the class {name}", rooms)
     if not inspect.isclass(found) or not issubclass(found, tuple(bases)):
         kinds = " or ".join(dict.fromkeys(base.__name__ for base in bases))
-        raise UserError(f"names the class {name}, which is no {kinds}; name one that is{such_as(name, bases)}")
+        raise UserError(
+            f"names the class {name}, which is not of the kind {kinds}; name one that is{such_as(name, bases)}"
+        )
     cls: type = found
     return cls
 

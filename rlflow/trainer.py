@@ -193,7 +193,7 @@ class Trainer(RunningTrainer):
         reward, module.reward = module.reward, None  # rows need not have what it reads
         try:
             run = partial(predict, state=self, resolved_config=self.resolved_config)
-            return self._launch(module, data, self.settings.beside("predict"), run, trains=False)
+            return self._launch(module, data, self.settings.for_command("predict"), run, trains=False)
         finally:
             module.reward = reward
 
@@ -203,7 +203,7 @@ class Trainer(RunningTrainer):
             raise UserError("`data.validation` is not set, so there is nothing to validate on; name a dataset")
         self._require_no_checkpoint("validation")
         run = partial(command, state=self, resolved_config=self.resolved_config)
-        return self._launch(module, data, self.settings.beside(command.__name__), run, trains=False)
+        return self._launch(module, data, self.settings.for_command(command.__name__), run, trains=False)
 
     def _require_no_checkpoint(self, reader: str) -> None:
         if self.ckpt_path is not None:
@@ -219,7 +219,7 @@ class Trainer(RunningTrainer):
         run_dir: str | Path,
         step: int,
         node: str | None = None,
-        debugs: bool = False,
+        debug: bool = False,
     ) -> list[Replayed]:
         """Run nodes of a step of an earlier run again, in this process, on the inputs that the earlier run stored.
 
@@ -229,14 +229,14 @@ class Trainer(RunningTrainer):
             run_dir: Folder of that run.
             step: Step of that run, from 1.
             node: Name of the node; None for all nodes with stored inputs.
-            debugs: Whether the debugger stops at the beginning of each node.
+            debug: Whether the debugger stops at the beginning of each node.
 
         Raises:
             UserError: Nothing was stored of the step, or `devices` is not 1.
         """
         if (ranks := self.world_size) != 1:
             raise UserError(f"`trainer.devices` gives {ranks} ranks, and a step is replayed in one process; set 1")
-        again = partial(replay, run_dir=Path(run_dir), step=step, node_id=node, debugs=debugs)
+        again = partial(replay, run_dir=Path(run_dir), step=step, node_id=node, debug=debug)
         return self._launch(module, _data(data), self.settings, again)
 
     def _strategy(self) -> TrainingStrategy:
@@ -317,9 +317,9 @@ class Trainer(RunningTrainer):
                     engine.check_model(prepared.configs[policy])
                     users = prepared.engines.users(policy)
                     if any("experts" in handles(module)[user].model_inputs for user in users):
-                        engine.tell_experts()
+                        engine.return_experts()
                     if most := max(prepared.support_bounds.get(user, 0) for user in users):
-                        engine.tell_support(most)
+                        engine.return_support(most)
                     engine.check_device(strategy.root_device)
             was_scanned = prepared.is_scanned
             if was_scanned:

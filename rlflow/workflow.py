@@ -107,7 +107,7 @@ def bind(module: RLModule) -> None:
     for name, written in module.config_nodes.items():
         before = vars(module).get(name)
         if not name.isidentifier():
-            raise UserError(f"`nodes.{name}` is no name that a parameter can have; write letters, digits and _")
+            raise UserError(f"`nodes.{name}` is not a name that a parameter can have; write letters, digits and _")
         if name not in declared and (name in dir(cls) or not isinstance(before, Call | None)):
             raise UserError(f"`nodes.{name}` has the name of something else of {cls.__name__}; rename it")
         if written is None and name not in declared:

@@ -23,7 +23,7 @@ os.environ["RLFLOW_CACHE"] = ""  # nothing is kept for later runs
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
 PLACE_AT_FIRST = {name: os.environ[name] for name in PLACE if name in os.environ}
 pictures.leave_empty()
-settings.register_profile("rlflow", deadline=None)  # a busy machine is no fault
+settings.register_profile("rlflow", deadline=None)  # a busy machine is not a fault
 settings.load_profile("rlflow")
 
 

@@ -134,7 +134,7 @@ def _part(text: str) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 1/2, 2/2 or 3/4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part such as 1/2, 2/2 or 3/4")
     return int(found[1]), int(found[2])
 
 

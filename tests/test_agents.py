@@ -14,7 +14,7 @@ from rlflow import Environment
 from rlflow.commands.fit import read_fit
 from rlflow.configs.calculator import INSTRUCTIONS, FailingCalculator, InstructedSums, Sums, unsure
 from rlflow.configs.guessing import MOST, GuessingGame, careless, secret
-from rlflow.data import Played, RandomRows
+from rlflow.data import RandomRows, ScriptedConversations
 from rlflow.data.sources import Source
 from tests.slow import slow_but
 
@@ -47,7 +47,7 @@ def test_a_config_trains(name: str, tmp_path: Path) -> None:
 
 
 def conversations(source: Source, environment: Environment, script: object) -> list[list[dict[str, str]]]:
-    played = Played(source, environment, script)  # type: ignore[arg-type]
+    played = ScriptedConversations(source, environment, script)  # type: ignore[arg-type]
     return [played[row]["messages"] for row in range(len(played))]
 
 

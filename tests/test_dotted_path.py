@@ -26,17 +26,17 @@ def test_a_path_may_go_on_within_a_class() -> None:
 @pytest.mark.parametrize(
     ("path", "end"),
     [
-        ("Games", ", which is no path of a module and a name in it; write module.name"),
-        ("dotted_games.", ", which is no path of a module and a name in it; write module.name"),
+        ("Games", ", which is not a path of a module and a name in it; write module.name"),
+        ("dotted_games.", ", which is not a path of a module and a name in it; write module.name"),
         ("dotted_game.Games", ', but there is no module dotted_game. Did you mean "dotted_games"?'),
         ("dotted_games.Games.Words", ', but dotted_games.Games has no Words. Did you mean "Word"?'),
         (
             "dotted_broken.Games",
-            ", which cannot be imported (ZeroDivisionError: division by zero); mend its module",
+            ", which cannot be imported (ZeroDivisionError: division by zero); correct its module",
         ),
         (
             "dotted_needs.Games",
-            ", which cannot be imported (No module named 'a_module_that_nobody_has'); mend its module",
+            ", which cannot be imported (No module named 'a_module_that_nobody_has'); correct its module",
         ),
     ],
 )

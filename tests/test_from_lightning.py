@@ -505,7 +505,9 @@ def test_every_argument_of_lightning_s_trainer_is_taken_or_answered() -> None:
     for name in theirs - ours:
         with pytest.raises(UserError, match=rf"^Trainer has no argument `{name}`\. .{{12}}"):
             Trainer(**{name: 1})  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"`trainer.gradient_clip_val` \(1\) is no known key\. Give `gradient_clipping"):
+    with pytest.raises(
+        UserError, match=r"`trainer.gradient_clip_val` \(1\) is not a known key\. Give `gradient_clipping"
+    ):
         read_fit(["--module", "SFT", "--module.actor", "tiny", "--trainer.gradient_clip_val", "1"])
 
 
@@ -523,7 +525,7 @@ def test_every_argument_of_lightning_s_trainer_is_taken_or_answered() -> None:
     ],
 )
 def test_an_option_of_lightning_s_command_line_is_answered(option: str, answer: str) -> None:
-    with pytest.raises(UserError, match=rf"is no known key\. {re.escape(answer)}") as error:
+    with pytest.raises(UserError, match=rf"is not a known key\. {re.escape(answer)}") as error:
         read_fit(["--module", "SFT", "--module.actor", "tiny", option, "1"])
     assert "\n" not in str(error.value)
 
@@ -602,7 +604,7 @@ def test_every_argument_of_lightning_s_methods_has_an_answer_that_names_ours(met
         (lambda: Timer().time_elapsed("validate"), "the stage 'validate', and it measures training"),  # type: ignore[arg-type]
         (lambda: Keeps(0.1, "lrs"), "`save_hyperparameters` was given 'lrs', .* no argument of Keeps; .* Did you mean"),
         (lambda: Keeps(0.1, 7), "`save_hyperparameters` was given 7, .* give names of arguments, or a dict of values"),
-        (lambda: Mine.load_from_checkpoint("nowhere"), "'nowhere' is no folder of a run with a model of Mine"),
+        (lambda: Mine.load_from_checkpoint("nowhere"), "'nowhere' is neither a folder of a run with a model of Mine"),
     ],
 )
 def test_what_does_not_map_is_refused_in_one_line(typed: Callable[[], Any], said: str) -> None:

@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the newcomer has cloned the repository, installed it, written files and trained."""
     folder = tmp_path_factory.mktemp("newcomer")
     if not (ROOT / ".git").exists():
-        pytest.skip("this is no clone of the repository")
+        pytest.skip("this is not a clone of the repository")
     ran("git", "clone", "--quiet", str(ROOT), "clone", folder=folder)
     pip = sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"
     ran(*pip, "--target", "installed", "./clone", folder=folder)  # what it needs is here already

@@ -87,7 +87,10 @@ def test_a_number_of_lightnings_that_has_no_meaning_here_is_refused(name: str, v
         ({"strategy": "fspd"}, "`strategy` is 'fspd', and no class is known by that name. Did you mean \"fsdp\"?"),
         ({"rollout": "grpo"}, "`rollout` is 'grpo', and no class is known by that name. Write module.Class, such as"),
         ({"engines": {"critic": "vlm"}}, "`engines.critic` is 'vlm', and no class is known by that name. Did you"),
-        ({"logger": ["csv", "os.sep"]}, "`logger` names the class os.sep, which is no Logger or FabricLogger; name"),
+        (
+            {"logger": ["csv", "os.sep"]},
+            "`logger` names the class os.sep, which is not of the kind Logger or FabricLogger; name",
+        ),
         ({"callbacks": ["early_stopping"]}, "`callbacks` is 'early_stopping', and EarlyStopping needs `monitor`;"),
         ({"callbacks": "early_stopping"}, "`callbacks` is 'early_stopping', and EarlyStopping needs `monitor`;"),
         ({"strategy": 5}, "`strategy` is 5; give a TrainingStrategy, or the name of its class"),

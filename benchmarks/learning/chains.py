@@ -2,7 +2,7 @@
 
 The reward is 1 only if all digits are right, so a slip at one token decides 64 of them, and a value, an advantage or a
 mask that lies at the wrong token shows. A model that is taught chains with slips knows the rule and follows it
-unsurely, which is what reinforcement learning can mend.
+unsurely, which is what reinforcement learning can correct.
 """
 
 from __future__ import annotations

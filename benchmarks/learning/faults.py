@@ -90,7 +90,7 @@ def around(old: Callable[..., Any], change: Callable[..., Any]) -> Callable[[], 
 
 
 def in_method(owner: type, name: str, change: Callable[..., Any]) -> Callable[[], None]:
-    """A fault that calls `change(old, self, *arguments)` in the place of a method that is no node."""
+    """A fault that calls `change(old, self, *arguments)` in the place of a method that is not a node."""
     old = getattr(owner, name)
     return lambda: setattr(owner, name, lambda self, *arguments, **options: change(old, self, *arguments, **options))
 

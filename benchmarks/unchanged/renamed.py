@@ -10,7 +10,14 @@ from typing import Any
 
 from benchmarks.unchanged.record import Values
 
-METRICS: Mapping[str, str] = {}
+METRICS: Mapping[str, str] = {
+    "rollout/under_way": "rollout/unfinished_groups",
+    "rollout/begun_anew": "rollout/restarted",
+    "judge/accuracy": "discriminator/accuracy",
+    "judge/real": "discriminator/real",
+    "judge/sampled": "discriminator/sampled",
+    "reward/judge": "reward/discriminator",
+}
 """Metrics and fields of samples."""
 
 CONFIG: Mapping[str, str] = {

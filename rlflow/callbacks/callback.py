@@ -86,7 +86,7 @@ class Callback:
         """The validation after step `step` is done; `step` is 0 for the validation before the first step."""
 
     def on_task_start(self, trainer: RunningTrainer, module: RLModule, task: str, step: int) -> None:
-        """This rank is about to run a task of its plan, as `rlflow graph` prints it, for step `step` (from 0)."""
+        """This rank is about to run a task of its plan, as `rlflow graph` prints it, for step `step`."""
 
     def on_node_start(self, trainer: RunningTrainer, module: RLModule, node_id: str) -> None:
         """This rank is about to run a node."""

@@ -101,8 +101,8 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
         for name in dir(callback):
             if (name.startswith("on_") or name in CALLBACK_HOOKS) and name not in HOOKS:
                 instead = CALLBACK_HOOKS.get(name)
-                mend = f"write `{instead}`" if instead else f"the hooks are {', '.join(HOOKS)}"
-                raise UserError(f"`{name}` of the callback {type(callback).__qualname__} is never called; {mend}")
+                fix = f"write `{instead}`" if instead else f"the hooks are {', '.join(HOOKS)}"
+                raise UserError(f"`{name}` of the callback {type(callback).__qualname__} is never called; {fix}")
 
 
 def _check_hook(callback: Callback, name: str) -> None:

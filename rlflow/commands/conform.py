@@ -104,7 +104,9 @@ def _function(kind: Kind, path: str, options: dict[str, Any], scratch: Path) -> 
         options.update(settings=loss_settings(of_trainer), micro="sum", ranks="mean")
         return trainer_loss(found, of_trainer, scratch)
     if isclass(found) or not callable(found):
-        raise UserError(f"`--{kind}` is {path!r}, which is no function; name one, or a subclass of TRL's GRPOTrainer")
+        raise UserError(
+            f"`--{kind}` is {path!r}, which is not a function; name one, or a subclass of TRL's GRPOTrainer"
+        )
     function: Callable[..., Any] = found
     return function
 

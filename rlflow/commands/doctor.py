@@ -1,4 +1,4 @@
-"""`rlflow doctor`: what is installed and works here, what is missing, and how to mend it."""
+"""`rlflow doctor`: what is installed and works here, what is missing, and how to fix it."""
 
 from __future__ import annotations
 

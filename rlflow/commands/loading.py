@@ -40,7 +40,9 @@ def load_module(cls: type[Module], path: Path, arguments: Mapping[str, Any]) -> 
     # Until a run has ended, the checkpoint may be newer than the models: a signal's checkpoint comes without them.
     of_models = state is None or (run.summary.is_file() and not is_checkpoint)
     if not (roles := _roles(run, state, cls)):
-        raise UserError(f"{str(path)!r} is no folder of a run with a model of {cls.__name__}, and no checkpoint of one")
+        raise UserError(
+            f"{str(path)!r} is neither a folder of a run with a model of {cls.__name__}, nor a checkpoint of one"
+        )
     trusted = {} if module is None else {role: each.trust_remote_code for role, each in handles(module).items()}
     weights = {
         role: _weights(run, None if of_models else state, role, trusted.get(role, False))

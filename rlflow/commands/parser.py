@@ -89,7 +89,7 @@ def add_parameters(parser: OneLineParser, command: Callable[..., Any], skip: int
             is a flag, which may have a value; `*runs` takes any number of further arguments. So
             `def samples(run_dir: Path, /, step: int | None = None, last: bool = False)` is called by
             `rlflow samples RUN_DIR --step 3` and by `rlflow samples RUN_DIR --last`.
-        skip: Number of its first parameters that are no arguments of the command line.
+        skip: Number of its first parameters that are not arguments of the command line.
     """
     described = {each.arg_name: each.description for each in parse(command.__doc__ or "").params}
     for each in [*inspect.signature(command, eval_str=True).parameters.values()][skip:]:

@@ -66,7 +66,7 @@ def play(
     answering = _environment(module, environment)
     if isinstance(answering, Harness):  # whose limit is of a whole episode, in which a person types
         assert answering.limits is not None
-        answering.limits = replace(answering.limits, seconds=PLAY_SECONDS)
+        answering.limits = replace(answering.limits, timeout_s=PLAY_SECONDS)
     graph = read_graph(module)
     policy = followed_role(module, graph) or graph.trained_roles()[0]
     with tempfile.TemporaryDirectory() as scratch:
@@ -256,7 +256,7 @@ def by_script(path: Path) -> Iterator[str]:
         ) from error
     for turn, reply in enumerate(replies, 1):
         if not isinstance(reply, str):
-            raise UserError(f"{what}, whose line {turn} is no text; write each reply as a JSON string")
+            raise UserError(f"{what}, whose line {turn} is not a text; write each reply as a JSON string")
         yield reply
     raise _too_few(f"`--replies` {path}", len(replies) + 1)
 

@@ -20,7 +20,7 @@ LEFT_OUT = ("placement", "logger", "callbacks", "config", "predict")
 OF_STRATEGY = ("precision", "token_budget", "packing", "share_prefixes", "float32_head")
 ALONE: dict[str, Any] = {"devices": 1, "num_nodes": 1, "max_staleness": 0, "partial_rollout": None, "ckpt_path": None}
 ALONE |= {"dump_steps": [], "dump_nodes": [], "fast_dev_run": False, "precision": None}
-MEND = "bring the file back as the run wrote it"
+FIX = "bring the file back as the run wrote it"
 
 
 def replay(run_dir: Path, /, *, step: int, node: str | None = None, pdb: bool = False) -> None:
@@ -54,7 +54,7 @@ def replay(run_dir: Path, /, *, step: int, node: str | None = None, pdb: bool = 
         except UserError as error:
             raise UserError(f"{error} (the config of the run: {file})") from error
         try:
-            found.trainer.replay(found.module, found.data, run_dir, step, node, debugs=pdb)
+            found.trainer.replay(found.module, found.data, run_dir, step, node, debug=pdb)
         except UserError:
             raise
         except Exception as error:
@@ -80,15 +80,15 @@ def config_of(file: Path) -> dict[str, Any]:
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(f"{what}, which cannot be read ({one_line(error)}); {MEND}") from error
+        raise UserError(f"{what}, which cannot be read ({one_line(error)}); {FIX}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{what}, which holds no `key: value` lines but {found!r:.80}; {MEND}")
+        raise UserError(f"{what}, which holds no `key: value` lines but {found!r:.80}; {FIX}")
     found["strategy"] = found.get("strategy") or {}  # null is a run on one process
     for section in ("trainer", "strategy"):
         if not isinstance(found.get(section), dict):
-            raise UserError(f"{what}, whose `{section}` is {found.get(section)!r:.80}, not what a run writes; {MEND}")
+            raise UserError(f"{what}, whose `{section}` is {found.get(section)!r:.80}, not what a run writes; {FIX}")
     if not isinstance(found["strategy"].get("init_args", {}), dict):
-        raise UserError(f"{what}, whose `strategy.init_args` is no mapping; {MEND}")
+        raise UserError(f"{what}, whose `strategy.init_args` is not a mapping; {FIX}")
     return found
 
 

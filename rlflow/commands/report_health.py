@@ -124,9 +124,9 @@ RANGES = (
     Range(
         "rollout/environment_wait",
         "below 0.2",
-        "the engine is idle; set the environment's `seconds`, so that it runs in processes of its own, and raise"
-        " `workers`, the number of these processes; or give a harness more `concurrency`, or hold more conversations at"
-        " the same time",
+        "the engine is idle; set the environment's `timeout_s`, so that it runs in processes of its own, and raise"
+        " `workers`, the number of these processes; or give a harness more `max_concurrent`, or hold more"
+        " conversations at the same time",
         high=0.2,
     ),
     Range(

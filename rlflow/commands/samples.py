@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
 def _of_steps(folder: Path, step: int | None, last: bool) -> Iterator[dict[str, Any]]:
     """The samples of a step, of the last one, or of all."""
     if not folder.is_dir():
-        raise UserError(f"`{folder}` is no folder; give that of a run, such as runs/quickstart/grpo")
+        raise UserError(f"`{folder}` is not a folder; give that of a run, such as runs/quickstart/grpo")
     if not (folder / SAMPLES_FILE).is_file():
         raise UserError(f"`{folder}` has no {SAMPLES_FILE}; give the folder of a run that generates")
     steps = dict.fromkeys(sample["step"] for sample in read_samples(folder))

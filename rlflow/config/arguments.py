@@ -98,7 +98,7 @@ def entry_hint(hint: Any, kind: type) -> Any:
         kind: `list` or `dict`.
 
     Returns:
-        `str` for `list[str] | None`, `Any` for `list`, and None for a type that is no list or has a fixed length.
+        `str` for `list[str] | None`, `Any` for `list`, and None for a type that is not a list or has a fixed length.
     """
     wanted = Mapping if kind is dict else Sequence
     for choice in choices(hint):

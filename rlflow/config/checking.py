@@ -201,7 +201,7 @@ def _of_arguments(
             known = ", ".join(sorted(arguments))
             hint = instead_of(str(key), CONFIG_KEYS.get(".".join(keys), {}))
             hint = hint or did_you_mean(str(key), arguments) or (f" Known here: {known}" if known else " It takes none")
-            yield Mistake((*keys, str(key)), f"({{value}}) is no known key.{hint}", value)
+            yield Mistake((*keys, str(key)), f"({{value}}) is not a known key.{hint}", value)
     for key, argument in arguments.items():
         if argument.required and key not in tree:
             yield Mistake((*keys, key), "is missing; set it")
@@ -213,7 +213,7 @@ def _of_class(value: Mapping[str, Any], classes: list[type], keys: tuple[str, ..
     inner = value.get("init_args", {} if "class_path" in value else value)
     if "class_path" not in value:
         first = (next(iter(inner), None),) if isinstance(inner, Mapping) else ()
-        found = "({value}) is no key of its own; write `class_path` with the name of a class, and `init_args`"
+        found = "({value}) is not a key of its own; write `class_path` with the name of a class, and `init_args`"
         yield Mistake((*keys, *map(str, first)), f"{found}{such_as('', classes)}", inner[first[0]] if first else inner)
         return
     path = value["class_path"]

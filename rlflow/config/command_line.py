@@ -36,7 +36,7 @@ class Text:
 
     @cached_property
     def value(self) -> Any:
-        """The text read as YAML; the text itself if it is no YAML."""
+        """The text read as YAML; the text itself if it is not YAML."""
         try:
             return read(self.text)
         except UserError:
@@ -59,7 +59,7 @@ def layers(arguments: Sequence[str], alone: Mapping[str, Any] = MappingProxyType
         alone: Options that may be given without a value, and the value that they have then.
 
     Raises:
-        UserError: An argument is no option, lacks its value, or a config cannot be read.
+        UserError: An argument is not an option, lacks its value, or a config cannot be read.
     """
     found = []
     for name, text in options(arguments):
@@ -113,7 +113,7 @@ def _file(path: str) -> dict[str, Any]:
         raise UserError(f"{what}, which cannot be read ({one_line(error)}); check the path") from error
     tree = read(text, what)
     if tree is not None and not isinstance(tree, dict):
-        raise UserError(f"{what}, which holds no `key: value` lines but {without_secrets(tree)!r:.80}; mend it")
+        raise UserError(f"{what}, which holds no `key: value` lines but {without_secrets(tree)!r:.80}; correct it")
     return tree or {}
 
 
@@ -177,9 +177,9 @@ def read(text: str, what: str = "a text") -> Any:
         finally:
             loader.dispose()
     except RecursionError as error:
-        raise UserError(f"{what}, which is nested too deeply; mend it") from error
+        raise UserError(f"{what}, which is nested too deeply; correct it") from error
     except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
-        raise UserError(f"{what}, which is not plain YAML ({_said(error)}); mend it") from error
+        raise UserError(f"{what}, which is not plain YAML ({_said(error)}); correct it") from error
 
 
 class _Dumper(yaml.SafeDumper):

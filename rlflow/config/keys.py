@@ -45,7 +45,7 @@ class WrittenKeys:
         """A context in which the message of a `UserError` gets the keys that the user wrote.
 
         "`module.group_size` is 1" becomes "`module.init_args.group_size` is 1" if a config has it so. Names of graph
-        nodes, and names that are no keys of the config, stay.
+        nodes, and names that are not keys of the config, stay.
 
         Args:
             config: The config with all defaults, and all classes written as `class_path` and `init_args`.

@@ -138,8 +138,8 @@ class Function:
             clip: The range of the algorithm's clip, downwards and upwards.
 
         Raises:
-            UserError: A parameter without a default asks for nothing known, or a name given is no parameter's; or the
-                function does not say what its parameters are.
+            UserError: A parameter without a default asks for nothing known, or a name given is not a parameter's; or
+                the function does not say what its parameters are.
         """
         try:
             parameters = inspect.signature(call).parameters
@@ -314,7 +314,7 @@ def on_ranks(calls: Sequence[Callable[[Callable[[Tensor], Tensor]], Any]]) -> li
 
 
 @contextmanager
-def said_by(name: str, view: View) -> Iterator[None]:
+def errors_naming(name: str, view: View) -> Iterator[None]:
     """A context for calls of the user's function: an exception becomes an error of one line."""
     try:
         yield

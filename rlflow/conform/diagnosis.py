@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlflow.conform.advantages import GROUP, TOKENS, WHITENING
-from rlflow.conform.calling import NAMES, NEUTRAL, Function, first_tensor, said_by
+from rlflow.conform.calling import NAMES, NEUTRAL, Function, errors_naming, first_tensor
 from rlflow.conform.logprobs import LOGPROBS
 from rlflow.conform.losses import AGGREGATION, loss_interface
 from rlflow.conform.properties import broken, of_groups, of_weights
@@ -89,7 +89,7 @@ class Diagnosis:
         others: Sets of changes that the cases cannot tell from `changes`.
         unexplained: Cases that no change explains: the case, its term, and what was found and expected.
         lost: Properties of right functions that it does not have, by their terms, if something is unexplained.
-        notes: Remarks that are no differences.
+        notes: Remarks that are not differences.
         form: Way in which it was called, and form of its result.
     """
 
@@ -262,7 +262,7 @@ class _Watched:
     Attributes:
         observed: Results of the cases.
         raised: Cases in which it raised: the case, its term, and the error.
-        notes: Remarks that are no differences.
+        notes: Remarks that are not differences.
     """
 
     def __init__(self, interface: Interface, own: Choice, function: Function, views: Iterable[View]) -> None:
@@ -301,7 +301,7 @@ class _Watched:
         if self._interface.differentiates is not None:
             given[self._interface.differentiates].requires_grad_(True)
         fresh = replace(view, given=given)
-        with said_by(self._function.name, view):
+        with errors_naming(self._function.name, view):
             return first_tensor(self._function.output(fresh), self._function.name), fresh
 
     def _seen(self, view: View) -> list[Observed]:
@@ -349,7 +349,8 @@ class _Watched:
             drew = not torch.equal(before, torch.get_rng_state())
         if drew or not torch.equal(again, output):
             raise UserError(
-                f"{name} draws random numbers: two calls with the same arguments are expected to give the same"
+                f"{name} draws random numbers: two calls with the same arguments must give the same;"
+                " give a function that draws none"
             )
 
     def expected(self, observed: Observed, choice: Choice) -> Tensor:
@@ -428,7 +429,7 @@ class _Watched:
         return ()
 
     def _scales(self, choice: Choice) -> list[float]:
-        """The factor between each case's entries and the expected ones; empty if a case is no multiple."""
+        """The factor between each case's entries and the expected ones; empty if a case is not a multiple."""
         scales = []
         for each in self.observed:
             right = self.expected(each, choice)
@@ -468,7 +469,7 @@ class _Watched:
             fresh = replace(
                 views[0], given={key: x.clone() if isinstance(x, Tensor) else x for key, x in given.items()}
             )
-            with said_by(function.name, fresh):
+            with errors_naming(function.name, fresh):
                 return interface.compared(fresh, first_tensor(function.output(fresh), function.name)).detach().double()
 
         def right(given: Given) -> Tensor:

@@ -43,7 +43,7 @@ MASKS = {
     "far": Option("the mask one token off, early", lambda m: torch.cat([m[:, 2:], torch.zeros_like(m[:, :1])], dim=1)),
 }
 POSITIONS = {
-    "counted": Option("positions count the tokens that are no padding", lambda a: (a.cumsum(1) - 1).clamp(min=0)),
+    "counted": Option("positions count the tokens that are not padding", lambda a: (a.cumsum(1) - 1).clamp(min=0)),
     "arange": Option(
         "positions count padding too, so they are shifted by it", lambda a: torch.arange(a.shape[1]).expand_as(a)
     ),

@@ -19,7 +19,7 @@ from rlflow.environments.host import Coroutines, Host
 from rlflow.environments.session import Session
 from rlflow.errors import UserError
 from rlflow.harness.door import Door, ignored
-from rlflow.harness.episode import Episode, EpisodeEnd, Terms
+from rlflow.harness.episode import Episode, EpisodeEnd, EpisodeSettings
 from rlflow.harness.harness import Harness, play
 from rlflow.metrics import StepMetrics
 from rlflow.models.picture_processor import no_pictures
@@ -209,8 +209,10 @@ class ConversationRunner:
         of_each = pictures.on_host().take(children.parent) if isinstance(pictures, Ragged) else None
         numbers = [[]] * len(of_all) if of_each is None else [each.tolist() for each in of_each.rows()]
         places = call.rows_of(parents.root)[children.parent].tolist()
-        at_once = environment.workers or max(1, len(of_all))
-        calls = EnvironmentCalls(environment.calls_at_once, self._shared(call.layout), environment.workers is not None)
+        max_concurrent = environment.workers or max(1, len(of_all))
+        calls = EnvironmentCalls(
+            environment.max_concurrent_calls, self._shared(call.layout), environment.workers is not None
+        )
         rules = self._rules(environment, sampling.max_tokens, call)
         of_dataset = list(zip(places, of_all, strict=True))
         begun = self._begun(environment, of_dataset, children.path, call.part, numbers)
@@ -238,12 +240,12 @@ class ConversationRunner:
 
         loop = ConversationLoop[list[Conversation]](queues, calls, environment.lockstep, ended)
         try:
-            results |= zip(open_rows, loop.run(each, at_once), strict=True)
+            results |= zip(open_rows, loop.run(each, max_concurrent), strict=True)
             seconds = sum(calls.seconds)
             conversations = [view for row in sorted(results) for view in results[row]]
             seed = partial(self._seed_of, children, seat="", turn=BEFORE, draw=call.draw)
             groups = self._groups(environment, conversations, children, of_dataset, rules, seed)
-            ConversationLoop[None]({}, calls).run(groups, at_once)
+            ConversationLoop[None]({}, calls).run(groups, max_concurrent)
         except BaseException:
             self._hosts.cancel()
             raise
@@ -281,11 +283,11 @@ class ConversationRunner:
         if self._door is None and (shared is None or shared.calls):
             self._door = Door()
         queues = self._queues(engines, harness, sampling, call)
-        calls = EnvironmentCalls(harness.concurrency, shared, limited=False)
+        calls = EnvironmentCalls(harness.max_concurrent, shared, limited=False)
         lengths = self.longest_prompt, sampling.max_tokens
         stops = frozenset(chain.from_iterable(queue.sampling.stop_token_ids for queue in queues.values()))
         policies = {name: call.players.get(name, (call.policy, sampling.temperature))[:2] for name in harness.models}
-        terms = Terms(harness, call.policy, policies, *lengths, self._bridge_of, stops, self.decode)
+        terms = EpisodeSettings(harness, call.policy, policies, *lengths, self._bridge_of, stops, self.decode)
         answer = ignored if self._door is None else self._door.answer  # a rank that shares an engine has no door
         in_progress: dict[int, Episode] = {}
 
@@ -310,7 +312,7 @@ class ConversationRunner:
         started = time.perf_counter()
         loop = ConversationLoop[EpisodeEnd](queues, calls, on_arrival=arrived)
         try:
-            ends = loop.run(map(steps, range(len(children.path))), harness.concurrency)
+            ends = loop.run(map(steps, range(len(children.path))), harness.max_concurrent)
         except BaseException:
             self._hosts.kill()  # so that no agent is waited for
             while not calls.close():  # one may have started since
@@ -418,7 +420,7 @@ class ConversationRunner:
         if begun is not None:
             begun.session = session
         conversation = yield from converse(session, bridge, prompt, row, seed_of_turn, rules, begun)
-        conversation.draw, conversation.begun_anew = draw, anew
+        conversation.draw, conversation.restarted = draw, anew
         if conversation.ended is None and conversation.state is None:
             self._hosts.keep(key, host)
         else:
@@ -603,7 +605,7 @@ def measure_conversations(
         cut_off: Whether conversations may be cut off and continued.
     """
     if cut_off:
-        metrics.sum(f"{node_id}/begun_anew", float(sum(each.begun_anew for each in conversations)))
+        metrics.sum(f"{node_id}/restarted", float(sum(each.restarted for each in conversations)))
         conversations = [each for each in conversations if each.ended is not None and not each.was_over]
     measure_turns(node_id, conversations, metrics)
     if times.episodes is not None:

@@ -64,7 +64,7 @@ def parents_of(rows: Any, node: Node, own: RowPath) -> RowPath:
         own: Paths of the rows that the node sees on this rank.
 
     Raises:
-        UserError: `rows` is no `Batch`, `Pairs` or `Rollout`, or has rows that are not below those of the node.
+        UserError: `rows` is not a `Batch`, `Pairs` or `Rollout`, or has rows that are not below those of the node.
     """
     if not isinstance(rows, Batch | Pairs | Rollout):
         raise UserError(

@@ -39,7 +39,7 @@ from rlflow.models.picture_processor import no_pictures
 from rlflow.rewards.early import EarlyScores
 from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState, scored
 from rlflow.rollout.engine import RolloutEngine, Sampling
-from rlflow.rollout.sampling import Part, sample, under_way
+from rlflow.rollout.sampling import Part, is_unfinished, sample
 from rlflow.state.prompt_memory import PromptMemory
 from rlflow.values.columns import Parts, to_device
 from rlflow.values.host_copy import on_device, on_host
@@ -267,7 +267,7 @@ class NodeContext:
             rollout = _mixed_marked(rollout, before, sampling.temperature)
         now.calls.add(policy, callers, rollout)
         if now.part is not None:
-            self._cut_off(now, under_way(rollout, sampling.max_tokens))
+            self._cut_off(now, is_unfinished(rollout, sampling.max_tokens))
         on_device: Rollout = to_device(rollout, self.device)
         return on_device
 

@@ -128,7 +128,7 @@ class Controller:
 
     def run(self, task: Task, step: int) -> None:
         """Run one task of this rank's plan for a step in progress, and log its time as `time/<node>` or the like."""
-        self._callbacks.call(Callback.on_task_start, str(task), step)
+        self._callbacks.call(Callback.on_task_start, str(task), step + 1)
         doing = f"step {step + 1}, {self._doing(task)}"
         with self._watching(task, step), memory_watched(doing, lambda: self._remedies(task), self._run.strategy):
             now = self._steps[step]

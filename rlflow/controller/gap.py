@@ -40,7 +40,10 @@ TIMES = 3.0  # a gap above this multiple of their median is a fault; healthy gap
 OFF = 0.03  # a spread this far from 1 is a fault; the spread is about the trainer's temperature over the engine's
 SMALLEST_VARIANCE = 1e-4  # variance of logprobs below which rounding dominates, so no spread is computed
 FAR = 10.0  # times the default limit, which ends a run also where other faults are only warned of
-SMALLEST = {torch.float64: 1e-4, torch.float32: 1e-4}  # gaps up to this for an uncertain token are no fault; else 1e-3
+SMALLEST = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+}  # gaps up to this for an uncertain token are not a fault; else 1e-3
 PROBES = 4  # responses that a probe compares
 TOKENS = 8  # most tokens of each
 
@@ -188,7 +191,7 @@ class LogprobGap:
                     f"differ by {gap:.3g} for an uncertain token, which is more than {most:.3g}, where they differed by"
                     f" {usual:.3g} in the steps before"
                 )
-                return  # what was found on trial is no measure of later steps
+                return  # what was found on trial is not a measure of later steps
         self._healthy.append((gap, uncertain))
 
     def _report(self, what: str, is_far: bool = False) -> None:

@@ -177,7 +177,7 @@ def key_of(graph: Graph, node: Node, value: str) -> str:
     return f"{EACH}{graph.space_of(value)}" if value in node.each else graph.seen_in(node, value)
 
 
-MEND = "bring the file back, or run the step again with `trainer.dump_steps`"
+FIX = "bring the file back, or run the step again with `trainer.dump_steps`"
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class StoredInputs:
         draw: Number of the draw of prompts that the node ran on, from 0.
         failed: Error that the node raised, by rank; ranks where it did not raise are left out.
         ranks: Ranks that ran the node.
-        there: Ranks whose rows are stored; fewer than `ranks` if, say, the node raised only on some ranks.
+        there: Ranks whose rows are stored; fewer than `ranks` if the node raised on some ranks alone.
         described: The rows of these ranks and their layout, in the form of `<node>.json`.
     """
 
@@ -212,7 +212,9 @@ class StoredInputs:
         found, ranks = _described(folder, node)
         there = tuple(rank for rank in ranks if (folder / f"{of_rank(node, rank, found['ranks'])}.json").is_file())
         if not there:
-            raise UserError(f"{folder} has no rows of node `{node}`: the run was killed while it wrote them")
+            raise UserError(
+                f"{folder} has no rows of node `{node}`: the run was killed while it wrote them; replay another step"
+            )
         files = {rank: folder / f"{of_rank(f'{node}.{FAILED}', rank, found['ranks'])}.txt" for rank in ranks}
         with readable_as(folder, node):
             failed = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.is_file()}
@@ -279,7 +281,7 @@ def readable_as(folder: Path, name: str) -> Iterator[None]:
             SafetensorError, TypeError, ValueError) as error:  # fmt: skip
         file = getattr(error, "filename", None) or folder / f"{name}.json or a file next to it"
         raise UserError(
-            f"{file} cannot be read ({type(error).__name__}: {one_line(error)}): it is damaged or gone; {MEND}"
+            f"{file} cannot be read ({type(error).__name__}: {one_line(error)}): it is damaged or gone; {FIX}"
         ) from error
 
 
@@ -289,7 +291,7 @@ def _described(folder: Path, name: str) -> tuple[dict[str, Any], tuple[int, ...]
         found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
         written = found.pop("sha256", None)  # an older run has none
         if written not in (None, digest_of(found)):
-            raise UserError(f"{folder / name}.json is not what the run wrote: its SHA-256 is another; {MEND}")
+            raise UserError(f"{folder / name}.json is not what the run wrote: its SHA-256 is another; {FIX}")
         return found, tuple(list(found["spaces"].values())[0]["dealt"][0][0]["ranks"])  # noqa: RUF015 (none is damage)
 
 
@@ -302,16 +304,16 @@ def _check_written(folder: Path, name: str, ranks: Iterable[int], world_size: in
         with readable_as(folder, name):
             for file, digest in _signed(signature).items():
                 if not (folder / file).is_file():
-                    raise UserError(f"{folder / file} is not there, and the run wrote it; {MEND}")
+                    raise UserError(f"{folder / file} is not there, and the run wrote it; {FIX}")
                 if sha256(folder / file) != digest:
-                    raise UserError(f"{folder / file} is not what the run wrote: its SHA-256 is another; {MEND}")
+                    raise UserError(f"{folder / file} is not what the run wrote: its SHA-256 is another; {FIX}")
 
 
 def _signed(signature: Path) -> dict[str, str]:
     try:
         found: dict[str, str] = dict(json.loads(signature.read_text()))
     except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{signature} is damaged ({one_line(error)}); {MEND}") from error
+        raise UserError(f"{signature} is damaged ({one_line(error)}); {FIX}") from error
     return found
 
 

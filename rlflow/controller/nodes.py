@@ -354,7 +354,7 @@ def _require_parents(node: Node, above: RowSpace, held: Tensor, parents: Tensor,
         row = int(orphans.nonzero()[0])
         raise UserError(
             f"row {row} that node `{node.id}` returned on rank {rank} has the parent"
-            f" {'.'.join(map(str, parents[row].tolist()))}, which is no row of `{node.inside}` that it reads there"
+            f" {'.'.join(map(str, parents[row].tolist()))}, which is not a row of `{node.inside}` that it reads there"
             f" ({node.place}); return rows that were made from those it reads"
         )
 
@@ -394,7 +394,7 @@ def require_finite(node: Node, value: Any, space: RowSpace, layout: Layout, tran
         what = f"part `{name}` of `{node.id}`" if name else f"`{node.id}`"
         row = f"sample {'.'.join(map(str, below))} of prompt {root}" if below else f"row {root}"
         raise UserError(
-            f"{what} is infinite or NaN for {row} of the run ({node.place}); mend what made it, or mask the row"
+            f"{what} is infinite or NaN for {row} of the run ({node.place}); correct what made it, or mask the row"
         )
 
 

@@ -154,7 +154,7 @@ class PromptSampler:
         step.metrics.number(f"{self._part}/surplus", float(len(left)))
         if self.cuts_off:
             unfinished = 0 if self.unfinished is None else len(self.unfinished.roots)
-            step.metrics.number("rollout/under_way", float(unfinished))
+            step.metrics.number("rollout/unfinished_groups", float(unfinished))
 
     def log(self, step: Step) -> None:
         """Log the number of draws, on ranks that count them."""

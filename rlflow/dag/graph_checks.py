@@ -57,7 +57,7 @@ def missing(nodes: Mapping[str, Node], removed: Collection[str], module_class: t
             if source is None or source.kind != "train":
                 trains = [other.id for other in nodes.values() if other.kind == "train"]
                 why = did_you_mean(name, trains) or f" Those are {', '.join(trains) or 'none'}."
-                yield node.problem(f"comes after `{name}`, read as After, and that is no train node.{why}")
+                yield node.problem(f"comes after `{name}`, read as After, and that is not a train node.{why}")
 
 
 def mistyped(nodes: Mapping[str, Node]) -> Iterator[Problem]:
@@ -143,7 +143,7 @@ def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
 
 
 def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Collection[str]) -> Iterator[Problem]:
-    """Names in `generates=` that are no model handle of the module, or a handle of no language model.
+    """Names in `generates=` that are not a model handle of the module, or a handle of no language model.
 
     Args:
         nodes: The graph's nodes.
@@ -161,7 +161,7 @@ def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Co
 
 
 def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
-    """Names in `uses=` that are no model handle, or are trained; and `uses=` of a node without a role.
+    """Names in `uses=` that are not a model handle, or are trained; and `uses=` of a node without a role.
 
     Args:
         nodes: The graph's nodes.

@@ -226,12 +226,12 @@ def _without_role(
     """
     made = [name for name in placed if name in node.reads]
     at_home = [name for name in made if _reads_at_home(node, name, graph)]
-    beside = [placed[name] for name in made if graph.nodes[name].has_rows and graph.space_of(name) == node.inside]
-    if at_home or not beside or _sees_groups(node, graph):
+    same_rows = [placed[name] for name in made if graph.nodes[name].has_rows and graph.space_of(name) == node.inside]
+    if at_home or not same_rows or _sees_groups(node, graph):
         ranks = placed[(at_home or made)[-1]].ranks if made else otherwise
         return Layout(ranks, len(ranks))
     there = {**fixed, **placed}
-    most = max(reversed(beside), key=lambda layout: _held(node, layout, graph, there))  # if equal, the last made
+    most = max(reversed(same_rows), key=lambda layout: _held(node, layout, graph, there))  # if equal, the last made
     # A shard for each rank, so that ranks which share an engine do not compute the same rows.
     return Layout(most.ranks, len(most.ranks)) if most.shard_by == "groups" else most
 

@@ -7,7 +7,7 @@ from rlflow.data.generated import ReasoningGymPairs as ReasoningGymPairs
 from rlflow.data.mixture import MixedDataset as MixedDataset
 from rlflow.data.mixture import Mixture as Mixture
 from rlflow.data.prompts import PromptData as PromptData
-from rlflow.data.scripted_conversations import Played as Played
+from rlflow.data.scripted_conversations import ScriptedConversations as ScriptedConversations
 from rlflow.data.sources import JSONL as JSONL
 from rlflow.data.sources import DataLike as DataLike
 from rlflow.data.sources import HuggingFace as HuggingFace

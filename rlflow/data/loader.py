@@ -73,7 +73,7 @@ class Loader:
         validates: Whether these are the rows of validation, for the numbers of pictures.
 
     Raises:
-        UserError: The dataset is empty, a row cannot be read or scored, or it is too long and `data.overlong` is
+        UserError: The dataset is empty, a row cannot be read or scored, or it is too long and `data.overlong_rows` is
             `error`.
 
     Attributes:

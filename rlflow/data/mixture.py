@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.data.scripted_conversations import Played
+from rlflow.data.scripted_conversations import ScriptedConversations
 from rlflow.data.sources import DataLike, Source, as_source
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
@@ -115,7 +115,11 @@ class Mixture(Source):
         self.name = f"mixture of {', '.join(datasets)}"
         self.names = tuple(datasets)
         self._sources = [as_source(each.data, f"datasets.{name}") for name, each in self.datasets.items()]
-        if played := [name for name, source in zip(datasets, self._sources, strict=True) if isinstance(source, Played)]:
+        if played := [
+            name
+            for name, source in zip(datasets, self._sources, strict=True)
+            if isinstance(source, ScriptedConversations)
+        ]:
             raise UserError(
                 f"`datasets.{played[0]}` has played conversations, and the form of their calls is checked only if they"
                 " are the whole training data; train on them alone"

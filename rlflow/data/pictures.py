@@ -66,7 +66,7 @@ def read_picture(said: Any, folder: Path | None, allow_remote: bool, place: str)
         place: Place of the row, for errors.
 
     Raises:
-        UnreadablePicture: There is no such file, or it is no picture.
+        UnreadablePicture: There is no such file, or it is not a picture.
         UserError: It may not be downloaded, or the row names it by something other than a text.
     """
     require("PIL", "an image in a row", "images")
@@ -92,14 +92,14 @@ def read_picture(said: Any, folder: Path | None, allow_remote: bool, place: str)
         raise UnreadablePicture(f"{place}: {error}") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or one_line(error)
-        raise UnreadablePicture(f"{place}: the image {said!r:.100} cannot be read ({why}); mend it") from error
+        raise UnreadablePicture(f"{place}: the image {said!r:.100} cannot be read ({why}); correct it") from error
 
 
 def _decoded(url: str) -> bytes:
     """The bytes in a `data:` URL (RFC 2397)."""
     head, comma, data = url.partition(",")
     if not comma:
-        raise UserError(f"the image {url!r:.60} is no data: URL; write data:;base64,DATA")
+        raise UserError(f"the image {url!r:.60} is not a data: URL; write data:;base64,DATA")
     return base64.b64decode(data, validate=True) if head.endswith(";base64") else unquote_to_bytes(data)
 
 

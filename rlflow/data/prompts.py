@@ -18,12 +18,12 @@ from rlflow.data.pictures import (
     with_places,
     without_pictures,
 )
-from rlflow.data.scripted_conversations import Played
+from rlflow.data.scripted_conversations import ScriptedConversations
 from rlflow.data.sources import DataLike, Source, as_source, datasets_of, is_data_module
 from rlflow.data.template import write_template
 from rlflow.dotted_path import column_of
 from rlflow.environments.bridge import BRIDGES, MARK, Bridge, SpecialTokens, date_for_template, messages_of_prompt
-from rlflow.environments.conversation_format import bridge_of, traced
+from rlflow.environments.conversation_format import bridge_of, conversation_tokens
 from rlflow.environments.environment import Definition, Environment, defined
 from rlflow.errors import UserError, about, one_line, readable_line
 from rlflow.models.picture_processor import FAMILIES, PictureProcessor
@@ -71,7 +71,7 @@ class PromptData:
             nodes and environments write.
         max_response_length: Longest response of the dataset, in tokens, the end-of-sequence token included; None for no
             limit.
-        overlong: Treatment of longer rows: stop with an error, or drop them before rows are distributed to ranks.
+        overlong_rows: Treatment of longer rows: stop with an error, or drop them before rows are distributed to ranks.
             Rows that are dropped must still have the columns that the reward reads. `drop` also drops rows with a
             image that cannot be read.
         shuffle: Draw the rows in another order in every epoch.
@@ -98,7 +98,7 @@ class PromptData:
         tool_calls: str | None = None,
         max_prompt_length: int = 512,
         max_response_length: int | None = None,
-        overlong: Literal["error", "drop"] = "error",
+        overlong_rows: Literal["error", "drop"] = "error",
         shuffle: bool = True,
         images: str | None = None,
         curriculum: Curriculum | None = None,
@@ -129,7 +129,7 @@ class PromptData:
         self.tool_calls = tool_calls
         self.max_prompt_length = max_prompt_length
         self.max_response_length = max_response_length
-        self.overlong = overlong
+        self.overlong_rows = overlong_rows
         self.shuffle = shuffle
         self.images = images
         self.curriculum = curriculum
@@ -264,7 +264,7 @@ class Encoder:
         values = source.read(rows)
         places = [source.where(row) for row in rows]
         if self._holds_conversations(values[0], places[0]):
-            if isinstance(source, Played):
+            if isinstance(source, ScriptedConversations):
                 for value in values:
                     source.require_form(self.bridge(self._definition_of(value)).form)
             return [self._conversation(value, place) for value, place in zip(values, places, strict=True)]
@@ -311,7 +311,7 @@ class Encoder:
         try:
             return self.pictures(row, folder, place)
         except UnreadablePicture:
-            if self._data.overlong == "error":
+            if self._data.overlong_rows == "error":
                 raise
             return None
 
@@ -476,7 +476,10 @@ class Encoder:
                 **date_for_template(self._tokenizer),
             )
         except (TemplateError, TypeError, ValueError) as error:  # such as one that knows no system role
-            raise UserError(f"{place}: the model's chat template refuses the messages ({one_line(error)})") from error
+            raise UserError(
+                f"{place}: the model's chat template refuses the messages ({one_line(error)});"
+                " correct or remove the row"
+            ) from error
         return cast(str, chat)
 
     def _messages(self, prompt: Any, place: str) -> list[dict[str, Any]]:
@@ -486,7 +489,7 @@ class Encoder:
         if not all(map(is_message, messages)):
             raise UserError(
                 f"{place}: column `{self._prompt_column}` is {prompt!r:.60}, not messages with role and content;"
-                " mend or remove the row"
+                " correct or remove the row"
             )
         messages = _at(place, messages_of_prompt, messages)
         if self._data.system_prompt is not None:
@@ -515,7 +518,7 @@ class Encoder:
             before, after = [], self._messages(messages, place)
         else:
             before, after = self._messages(column_of(row, self._prompt_column, place), place), messages
-        prompt, tokens, written = traced([*before, *after], bridge, self._ids, where, given=len(before))
+        prompt, tokens, written = conversation_tokens([*before, *after], bridge, self._ids, where, given=len(before))
         return Example(row, prompt, tokens, [], written)
 
     def _ids(self, text: str) -> list[int]:
@@ -535,7 +538,7 @@ class Encoder:
                 text = self._tokenizer.decode(one[:-1])
                 raise UserError(
                     f"{place}: columns `{self._data.response}` and `{self._data.rejected}` are both {text!r:.60}, and a"
-                    " pair is two responses; mend or remove the row"
+                    " pair is two responses; correct or remove the row"
                 )
 
 
@@ -563,7 +566,7 @@ def text_in(value: Any, column: str, place: str) -> str:
         UserError: It is none.
     """
     if not isinstance(value, str):
-        raise UserError(f"{place}: column `{column}` is {value!r:.60}, not a text; mend or remove the row")
+        raise UserError(f"{place}: column `{column}` is {value!r:.60}, not a text; correct or remove the row")
     return value
 
 

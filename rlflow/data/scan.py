@@ -95,7 +95,7 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
         numbers: Numbers of every row, see `Counted`.
 
     Raises:
-        UserError: There is no row to keep, or a row is too long and `data.overlong` is `error`.
+        UserError: There is no row to keep, or a row is too long and `data.overlong_rows` is `error`.
     """
     if len(numbers) == 0:
         raise UserError(f"{source.name} has no rows, so there is nothing to train on or to validate; check the dataset")
@@ -107,13 +107,13 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
     kept, dropped = fits.nonzero()[:, 0], (~fits).nonzero()[:, 0]
     places = tuple(source.where(row) for row in dropped[:SHOWN].tolist())
     unreadable = (prompts == UNREADABLE).nonzero()[:, 0]
-    if len(unreadable) and (data.overlong == "error" or not len(kept)):
+    if len(unreadable) and (data.overlong_rows == "error" or not len(kept)):
         raise UserError(
             f"{len(unreadable):,} of {len(numbers):,} rows have an image that cannot be read, the first of them"
-            f" {source.where(int(unreadable[0]))}; mend or remove them"
-            + (", or set `data.overlong: drop`" * bool(len(kept)))
+            f" {source.where(int(unreadable[0]))}; correct or remove them"
+            + (", or set `data.overlong_rows: drop`" * bool(len(kept)))
         )
-    if len(dropped) and (data.overlong == "error" or not len(kept)):
+    if len(dropped) and (data.overlong_rows == "error" or not len(kept)):
         limits = {"prompt": (data.max_prompt_length, prompts), "response": (data.max_response_length, responses)}
         exceeded, enough = list[str](), list[str]()
         for what, (limit, lengths) in limits.items():
@@ -123,7 +123,7 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
         raise UserError(
             f"{len(dropped):,} of {len(numbers):,} rows exceed {' or '.join(exceeded)} tokens, the first of them"
             f" {places[0]}. To keep all, raise {' and '.join(enough)}"
-            + (", or set `data.overlong: drop`" if len(kept) else "")
+            + (", or set `data.overlong_rows: drop`" if len(kept) else "")
         )
     return Scan(
         source=source.name,
@@ -317,7 +317,7 @@ def key_of(
         facts += [processor.facts(), data.images]
     if environment is not None:
         known = {name: [each.schemas, each.required] for name, each in environment.definitions.items()}
-        facts += [known, environment.by]
+        facts += [known, environment.column]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

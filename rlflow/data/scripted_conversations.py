@@ -16,13 +16,13 @@ from rlflow.environments.tool_calls import TOOL_FORMS, ToolForm
 from rlflow.errors import UserError, did_you_mean
 from rlflow.rollout.conversation import Rules, converse
 from rlflow.rollout.conversation_loop import run_alone
-from rlflow.rollout.engine import Completion, Turn
+from rlflow.rollout.engine import Completion, GenerationRequest
 
 Script = Callable[[Sequence[Message], Mapping[str, Any], random.Random], str]
 ENDLESS = 2**62  # tokens: there is room for any script
 
 
-class Played(Source):
+class ScriptedConversations(Source):
     """A dataset of conversations with an environment, one for each row of another dataset; a function writes the turns.
 
     Its rows have an additional column `messages`, the whole conversation: for `response: messages`. They are played
@@ -100,7 +100,7 @@ class Played(Source):
         bridge = _TextBridge(TOOL_FORMS[self.tool_calls], definition.schemas)
         rules = Rules("script", environment.max_turns, ENDLESS, ENDLESS, ENDLESS)
 
-        def take_turn(turn: Turn) -> Completion:
+        def take_turn(turn: GenerationRequest) -> Completion:
             ids = tuple(map(ord, self._says(bridge.messages, of_row, draws)))
             return Completion(ids, (0.0,) * len(ids), finished=True)
 

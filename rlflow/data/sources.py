@@ -84,7 +84,7 @@ class Source(ABC):
 
 
 class JSONL(Source):
-    """JSON Lines: one JSON object on each line, in UTF-8; blank lines are no rows.
+    """JSON Lines: one JSON object on each line, in UTF-8; blank lines are not rows.
 
         {"question": "2+3=", "answer": "5"}
         {"question": "4-1=", "answer": "3"}
@@ -111,7 +111,7 @@ class JSONL(Source):
             raise UserError(f"{self.where(row)} is gone: {one_line(error)}; put it back, and start again") from error
         except OSError as error:
             raise UserError(
-                f"{self.where(row)} cannot be read: {one_line(error)}; mend that, and start again"
+                f"{self.where(row)} cannot be read: {one_line(error)}; correct that, and start again"
             ) from error
         if len(line) < lengths[row]:
             raise UserError(
@@ -126,7 +126,7 @@ class JSONL(Source):
             raise
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError too, where the line is not UTF-8
             raise UserError(
-                f"{self.where(row)} is not JSON ({one_line(error)}): {_start(line)}; mend or remove the line"
+                f"{self.where(row)} is not JSON ({one_line(error)}): {_start(line)}; correct or remove the line"
             ) from error
         if not isinstance(value, dict):
             raise UserError(
@@ -329,8 +329,8 @@ class HuggingFace(_LoadedDataset):
             return datasets.load_dataset(self.path, self.subset, split=self.split, trust_remote_code=False)
         except (datasets.exceptions.DatasetsError, ValueError, OSError, RuntimeError) as error:  # unknown name, host
             raise UserError(
-                f"{self.name} with subset {self.subset} cannot be loaded ({one_line(error)}), and is no file or folder"
-                " here; check `path`, `subset` and `split`"
+                f"{self.name} with subset {self.subset} cannot be loaded ({one_line(error)}), and is not a file or"
+                " folder here; check `path`, `subset` and `split`"
             ) from error
 
     def _saved(self) -> Any:
@@ -456,7 +456,7 @@ class _Listed(Source):
             found = self._rows[row]
         except Exception as error:  # the user's own code
             raise UserError(
-                f"{self.where(row)} cannot be read ({type(error).__name__}: {one_line(error)}); mend it"
+                f"{self.where(row)} cannot be read ({type(error).__name__}: {one_line(error)}); correct it"
             ) from error
         if not isinstance(found, Mapping):
             raise UserError(
@@ -585,7 +585,7 @@ def _json(row: Mapping[str, Any]) -> str:
 
 
 def digest_of_files(folder: Path, files: Sequence[Path]) -> str:
-    """SHA-256 of each file's path in `folder`, size and bytes; names in `files` that are no files are skipped."""
+    """SHA-256 of each file's path in `folder`, size and bytes; names in `files` that are not files are skipped."""
     digest = hashlib.sha256()
     for path in files:
         if path.is_file():

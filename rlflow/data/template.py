@@ -47,6 +47,6 @@ def write_template(template: str, prompt: str | None, row: Mapping[str, Any], pl
             except (TypeError, ValueError, OverflowError) as error:  # such as `.2f` of a text, or `!x`
                 raise UserError(
                     f"{place}: the prompt template {template!r} cannot write column `{name}`, which is {value!r:.60}"
-                    f" ({one_line(error)}); mend the template or the row"
+                    f" ({one_line(error)}); correct the template or the row"
                 ) from error
     return text

@@ -249,8 +249,8 @@ def process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.Pro
 
     All ranks of the job call this in the same order, for groups of one rank too. The reason is how torch names a group:
     by the number of earlier calls of `new_group` in the process. Engines such as vLLM form groups of all ranks, and
-    these need the same name on all ranks. Groups that their members form alone (`use_local_synchronization`) are no way
-    out: they are named by the number of groups that each member has, and hang where these numbers differ.
+    these need the same name on all ranks. Groups that their members form alone (`use_local_synchronization`) are no
+    way out: they are named by the number of groups that each member has, and hang where these numbers differ.
 
     The price is a call of every rank for each group, and an object on its members. Members connect when they first use
     the group, since nothing is split from the group of all ranks, which is bound to no device. On the CPU alone gloo

@@ -1,4 +1,4 @@
-"""The checks of `rlflow doctor`: packages, the machine and the network, each with how to mend what is wrong.
+"""The checks of `rlflow doctor`: packages, the machine and the network, each with how to fix what is wrong.
 
 Each check yields a `Finding`. No package that may be missing is imported in this process, but in child processes.
 """
@@ -87,13 +87,13 @@ class Finding:
     Attributes:
         what: The thing checked, and the finding: `5.2 GB of memory free, 2 cores`.
         state: `missing` if it is not there, `broken` if it is there and does not work.
-        mend: Mending step in a few words; empty if the finding is ok.
+        fix: What to do about it, in a few words; empty if the finding is ok.
         needed: Whether runs on this machine need it.
     """
 
     what: str
     state: State = "ok"
-    mend: str = ""
+    fix: str = ""
     needed: bool = True
 
     @property
@@ -102,13 +102,13 @@ class Finding:
         return self.state == "broken" or (self.state == "missing" and self.needed)
 
     def __str__(self) -> str:
-        mend = f"; {self.mend}" if self.mend else ""
-        return f"{self.state:<8} {self.what}{mend}{'' if self.needed or self.state == 'ok' else ' (not needed here)'}"
+        fix = f"; {self.fix}" if self.fix else ""
+        return f"{self.state:<8} {self.what}{fix}{'' if self.needed or self.state == 'ok' else ' (not needed here)'}"
 
 
-def checked(what: str, ok: bool, mend: str, needed: bool = True, state: State = "missing") -> Finding:
-    """A finding that is ok if `ok`, and else has this `state` and `mend`."""
-    return Finding(what) if ok else Finding(what, state, mend, needed)
+def checked(what: str, ok: bool, fix: str, needed: bool = True, state: State = "missing") -> Finding:
+    """A finding that is ok if `ok`, and else has this `state` and `fix`."""
+    return Finding(what) if ok else Finding(what, state, fix, needed)
 
 
 def module_of(distribution: str) -> str:
@@ -134,20 +134,20 @@ def packages(gpu: bool, folder: Path) -> Iterator[Finding]:
     modules = {name: module_of(name) for name, has in versions.items() if has is not None}
     says, left = dict[str, str](), list(modules.values())
     while left:  # again with the others, where one ends the process
-        ran = tried(folder / "imports", ["-c", IMPORTER, *left], IMPORT_S)
+        ran = run_process(folder / "imports", ["-c", IMPORTER, *left], IMPORT_S)
         says |= dict(line.split(" ", 1) for line in ran.output.splitlines() if line.split(" ", 1)[0] in left)
         if left := [name for name in left if name not in says]:
             says[left.pop(0)] = f"the process {ran.why}"
     for each in named:
         has, extra = versions[each.name], _extra(each)
-        what, mend = f"{each.name} {has or '-'} ({each.specifier})", f"pip install '{each.name}{each.specifier}'"
+        what, fix = f"{each.name} {has or '-'} ({each.specifier})", f"pip install '{each.name}{each.specifier}'"
         if has is not None:
             said = says[modules[each.name]]
             what = what if said == "ok" else f"{what} cannot be imported: {said}"
             fits = each.specifier.contains(has, prereleases=True)
-            yield checked(what, fits and said == "ok", mend, state="broken")
+            yield checked(what, fits and said == "ok", fix, state="broken")
         elif each.name not in VLLM or (not any(map(versions.get, VLLM)) and each.name == VLLM[gpu]):
-            yield Finding(what, "missing", f"pip install '{DISTRIBUTION}[{extra}]'" if extra else mend, not extra)
+            yield Finding(what, "missing", f"pip install '{DISTRIBUTION}[{extra}]'" if extra else fix, not extra)
 
 
 def _extra(requirement: Requirement) -> str:
@@ -169,9 +169,9 @@ def has_gpu() -> bool:
 
 
 @cache
-def gpus(folder: Path) -> Tried:
+def gpus(folder: Path) -> ProcessResult:
     """The child process that looks at each GPU by torch, in `folder`; it prints a line for each."""
-    return tried(folder / "gpus", ["-c", GPUS], GPU_S)
+    return run_process(folder / "gpus", ["-c", GPUS], GPU_S)
 
 
 def this_machine(gpu: bool, nodes: int, folder: Path) -> Iterator[Finding]:
@@ -203,7 +203,7 @@ def _folders() -> Iterator[Finding]:
     # as Python chooses it; TMPDIR, if set, though Python passes over one that cannot be written
     scratch = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     cache = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface")
-    for name, folder, least, mend in (
+    for name, folder, least, fix in (
         ("runs are written to", Path("runs"), DISK_GB, "give `trainer.run_dir` a folder on a disk with room"),
         ("scratch files to", scratch, SCRATCH_GB, "set TMPDIR to a folder on a disk with room"),
         ("models of the hub to", cache.expanduser(), 0.0, "set HF_HOME to a folder that you may write"),
@@ -213,9 +213,9 @@ def _folders() -> Iterator[Finding]:
             with tempfile.TemporaryFile(dir=there):
                 free = shutil.disk_usage(there).free / GB
         except OSError as error:
-            yield Finding(f"{name} {folder}: {error.strerror} ({there})", "broken", mend)
+            yield Finding(f"{name} {folder}: {error.strerror} ({there})", "broken", fix)
             continue
-        yield checked(f"{name} {folder}: {free:.1f} GB free", free >= least, mend)
+        yield checked(f"{name} {folder}: {free:.1f} GB free", free >= least, fix)
 
 
 def _limits(gpu: bool, nodes: int) -> Iterator[Finding]:
@@ -228,8 +228,8 @@ def _limits(gpu: bool, nodes: int) -> Iterator[Finding]:
     yield checked(what, unlimited or files >= least, f"ulimit -n {FILES_OF_NODES}")
     unlimited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY
     what = "unlimited locked memory (ulimit -l), which InfiniBand needs"
-    mend = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
-    yield checked(what, unlimited, mend, nodes > 1 and gpu)
+    fix = "ulimit -l unlimited, or docker run --ulimit memlock=-1"
+    yield checked(what, unlimited, fix, nodes > 1 and gpu)
 
 
 def _isolates() -> Finding:
@@ -237,8 +237,8 @@ def _isolates() -> Finding:
 
     what = "programs of models can be isolated (user namespaces), for CodeTests and PythonTool"
     problem = why_not()
-    mend = "allow user namespaces: sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0"
-    return checked(f"{what}: {problem}" if problem else what, not problem, mend, needed=False)
+    fix = "allow user namespaces: sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0"
+    return checked(f"{what}: {problem}" if problem else what, not problem, fix, needed=False)
 
 
 def nodes_here() -> int:
@@ -260,8 +260,8 @@ def many_machines(gpu: bool, nodes: int) -> Iterator[Finding]:
     yield _launcher(needed)
     yield from _meeting(needed)
     name = socket.gethostname()
-    mend = "give it its address in /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-    yield _address(f"this machine's name {name}", name, mend, "missing", needed)
+    fix = "give it its address in /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    yield _address(f"this machine's name {name}", name, fix, "missing", needed)
     yield from _interfaces()
     yield from _infiniband(needed and gpu)
 
@@ -274,18 +274,18 @@ def _launcher(needed: bool) -> Finding:
     place = next((name for name in ("TORCHELASTIC_RUN_ID", *RANK_NAMES) if name in os.environ), None)
     if place is not None:
         return Finding(f"a launcher's {place}={os.environ[place]}")
-    mend = "start with torchrun or srun on each machine, or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
-    return Finding("a launcher's variables for many nodes", "missing", mend, needed)
+    fix = "start with torchrun or srun on each machine, or set NODE_RANK, MASTER_ADDR and MASTER_PORT"
+    return Finding("a launcher's variables for many nodes", "missing", fix, needed)
 
 
 def _meeting(needed: bool) -> Iterator[Finding]:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address is not None:
-        mend = "give the first machine's name or address on the network"
-        yield _address(f"MASTER_ADDR={address}", address, mend, "broken", needed)
+        fix = "give the first machine's name or address on the network"
+        yield _address(f"MASTER_ADDR={address}", address, fix, "broken", needed)
     else:
-        mend = "set MASTER_ADDR to the first machine's name and MASTER_PORT to a free port, the same on all"
-        yield checked("MASTER_ADDR, where the ranks of all machines meet", "SLURM_JOB_ID" in os.environ, mend, needed)
+        fix = "set MASTER_ADDR to the first machine's name and MASTER_PORT to a free port, the same on all"
+        yield checked("MASTER_ADDR, where the ranks of all machines meet", "SLURM_JOB_ID" in os.environ, fix, needed)
     # Who listens there is the first machine, and under torchrun torchrun itself.
     rank = next((os.environ[name] for name in RANK_NAMES if name in os.environ), "0")
     if port is None or rank != "0" or "TORCHELASTIC_RUN_ID" in os.environ:
@@ -296,18 +296,18 @@ def _meeting(needed: bool) -> Iterator[Finding]:
         socket.create_server(("", int(port))).close()
         yield Finding(f"MASTER_PORT={port} is free")
     except (OSError, ValueError) as error:
-        mend = "end what listens there (ss -ltnp), or give another"
-        yield Finding(f"MASTER_PORT={port}: {error}", "broken", mend)
+        fix = "end what listens there (ss -ltnp), or give another"
+        yield Finding(f"MASTER_PORT={port}: {error}", "broken", fix)
 
 
-def _address(what: str, name: str, mend: str, state: State, needed: bool) -> Finding:
+def _address(what: str, name: str, fix: str, state: State, needed: bool) -> Finding:
     """Whether a name has an address; one of this machine alone is wrong where a run has many."""
     try:
         address = str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError as error:
-        return Finding(f"{what}: {error}", state, mend, needed)
+        return Finding(f"{what}: {error}", state, fix, needed)
     if needed and address.startswith(("127.", "::1")):
-        return Finding(f"{what} is {address}, which others cannot reach", state, mend)
+        return Finding(f"{what} is {address}, which others cannot reach", state, fix)
     return Finding(f"{what} is {address}")
 
 
@@ -326,20 +326,20 @@ def _interfaces() -> Iterator[Finding]:
 def _infiniband(needed: bool) -> Iterator[Finding]:
     devices = sorted(INFINIBAND.glob("*"))
     if not devices:
-        mend = "without it NCCL uses sockets, which are slow; set NCCL_IB_DISABLE=1 if that is intended"
-        yield Finding("InfiniBand", "missing", mend, needed and os.environ.get("NCCL_IB_DISABLE") != "1")
+        fix = "without it NCCL uses sockets, which are slow; set NCCL_IB_DISABLE=1 if that is intended"
+        yield Finding("InfiniBand", "missing", fix, needed and os.environ.get("NCCL_IB_DISABLE") != "1")
     given = os.environ.get("NCCL_IB_HCA", "")  # beginnings of names, or whole names after `=`; after `^` all others
     names = tuple(each.partition(":")[0] for each in given.lstrip("^=").split(","))
     for device in devices:
         states = ", ".join(port.read_text().strip() for port in device.glob("ports/*/state"))
         listed = device.name in names if given.startswith(("=", "^=")) else device.name.startswith(names)
         used = listed != given.startswith("^")
-        mend = "look at ibstat, or leave it out by NCCL_IB_HCA"
-        yield checked(f"InfiniBand {device.name}: {states or 'no port'}", "ACTIVE" in states, mend, needed and used)
+        fix = "look at ibstat, or leave it out by NCCL_IB_HCA"
+        yield checked(f"InfiniBand {device.name}: {states or 'no port'}", "ACTIVE" in states, fix, needed and used)
 
 
 @dataclass(frozen=True)
-class Tried:
+class ProcessResult:
     """The result of a child process.
 
     Attributes:
@@ -363,9 +363,9 @@ class Tried:
         return said[-1] if said else f"ended with code {self.code} and said nothing"
 
 
-def tried(
+def run_process(
     folder: Path, arguments: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
-) -> Tried:
+) -> ProcessResult:
     """Run this Python in a child process, to its end or until its time is over.
 
     The child runs in a session of its own, which is ended with it, and gets no variables of a launcher.
@@ -397,7 +397,7 @@ def tried(
         finally:
             _end(child)
     took = time.monotonic() - began
-    return Tried(code, output.read_text(errors="replace"), errors.read_text(errors="replace"), took)
+    return ProcessResult(code, output.read_text(errors="replace"), errors.read_text(errors="replace"), took)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

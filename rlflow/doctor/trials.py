@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rlflow.doctor.checks import VLLM, Finding, Tried, gpus, installed, tried
+from rlflow.doctor.checks import VLLM, Finding, ProcessResult, gpus, installed, run_process
 
 AT_ONCE = 2
 PROMPTS = ("1+1=", "1+2=", "2+2=", "3+2=")
@@ -54,13 +54,13 @@ def _meet(backend: str, folder: Path, seconds: float) -> Finding:
     failed = next((each for each in ranks if each.code != 0), None)
     if failed is None:
         return Finding(f"{what}, {max(each.seconds for each in ranks):.1f} s")
-    mend = "look at GLOO_SOCKET_IFNAME and the firewall" if backend == "gloo" else "run again with NCCL_DEBUG=INFO"
-    return Finding(f"{what}: {failed.why}", "broken", mend)
+    fix = "look at GLOO_SOCKET_IFNAME and the firewall" if backend == "gloo" else "run again with NCCL_DEBUG=INFO"
+    return Finding(f"{what}: {failed.why}", "broken", fix)
 
 
-def _rank(backend: str, rank: int, folder: Path, seconds: float) -> Tried:
+def _rank(backend: str, rank: int, folder: Path, seconds: float) -> ProcessResult:
     arguments = ["-m", "rlflow.doctor.trials", backend, str(rank), str(folder / "store")]
-    return tried(folder / f"rank{rank}", arguments, seconds)
+    return run_process(folder / f"rank{rank}", arguments, seconds)
 
 
 def _train(gpu: bool, name: str, ranks: int, strategy: str, engine: Any, folder: Path, seconds: float) -> Finding:
@@ -69,15 +69,15 @@ def _train(gpu: bool, name: str, ranks: int, strategy: str, engine: Any, folder:
     here.mkdir(parents=True)
     (here / "rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     (here / "config.yaml").write_text(json.dumps(_config(gpu, ranks, strategy, engine)))
-    ran = tried(here, ["-m", "rlflow.cli", "fit", "--config", "config.yaml"], seconds, {"OMP_NUM_THREADS": "1"})
-    mend = f"the run's own errors: rlflow doctor --keep FOLDER, then {here.name}/run/logs in it"
+    ran = run_process(here, ["-m", "rlflow.cli", "fit", "--config", "config.yaml"], seconds, {"OMP_NUM_THREADS": "1"})
+    fix = f"the run's own errors: rlflow doctor --keep FOLDER, then {here.name}/run/logs in it"
     if ran.code != 0:
-        return Finding(f"{what}: {ran.why}", "broken", mend)
+        return Finding(f"{what}: {ran.why}", "broken", fix)
     last = json.loads((here / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     norm, synced, gap = (last.get(key) for key in ("actor/grad_norm", "sync/verified_tensors", "sync/logprob_gap"))
     if last["step"] != STEPS or not norm or not math.isfinite(norm) or not synced or gap is None:
         return Finding(
-            f"{what}: gradient {norm}, {synced} tensors synced, log-probabilities apart {gap}", "broken", mend
+            f"{what}: gradient {norm}, {synced} tensors synced, log-probabilities apart {gap}", "broken", fix
         )
     return Finding(f"{what}: {synced:.0f} tensors, log-probabilities {gap:.0e} apart, {ran.seconds:.1f} s")
 

@@ -37,7 +37,7 @@ def bridge_of(
     return RendererBridge(tokenizer, renderer, definition.schemas, "user" if definition.answers_messages else "tool")
 
 
-def traced(
+def conversation_tokens(
     messages: Sequence[Any], bridge: Bridge, ids_of: Callable[[str], list[int]], place: str, given: int = 0
 ) -> tuple[list[int], list[int], list[bool]]:
     """The tokens that a policy with the same words would have sampled and read.
@@ -54,7 +54,7 @@ def traced(
         given: Number of the first messages that are the prompt, turns of `assistant` among them too.
 
     Raises:
-        UserError: They are no turns of a policy with answers between them.
+        UserError: They are not turns of a policy with answers between them.
     """
     read = [_read(each, place) for each in messages]
     turns = [number for number, each in enumerate(read) if each["role"] == "assistant" and number >= given]
@@ -81,7 +81,7 @@ def traced(
 
 def _read(given: Any, place: str) -> Message:
     if not isinstance(given, dict) or given.get("role") not in ROLES or "content" not in given:
-        raise UserError(f"{place} has {given!r:.60}, not a message with a role and content; mend or remove the row")
+        raise UserError(f"{place} has {given!r:.60}, not a message with a role and content; correct or remove the row")
     if given.get("tool_calls"):
         raise UserError(
             f"{place} has a message with `tool_calls`; write the calls into its content, as the model is to write them"

@@ -45,27 +45,27 @@ class Environment:
 
     Args:
         environment: Dotted path of the class, or the class; None if there are only `tools`. For several environments, a
-            mapping by name: the column `by` of each row names the one that answers.
+            mapping by name: `column` of each row names the one that answers.
         tools: Functions that the policy may call in addition to methods, or their dotted paths.
         arguments: Arguments of the class. For several environments, the arguments of each, by the same names. Each
             conversation has its own copy of lists, dicts, sets, arrays, tensors and random generators; other objects,
             such as a client, a lock, or an array of more than 1 MiB, are shared.
-        by: The column of the dataset that names one of several environments.
+        column: The column of the dataset that names one of several environments.
         max_turns: Maximum number of turns of the policy.
         max_tool_calls: Maximum number of tool calls; further calls are refused. A turn whose calls are all refused ends
             the conversation. None for no limit.
         max_turn_length: Maximum number of tokens in a turn of the policy; None for as many as the response has left.
-        seconds: Time limit of each call of the environment. The environment then runs in another process, which can be
-            killed. None to run it in the rank's own process, with no limit.
+        timeout_s: Time limit of each call of the environment. The environment then runs in another process, which can
+            be killed. None to run it in the rank's own process, with no limit.
         workers: Number of such processes on each rank, which is also its number of conversations at the same time.
-        memory_mb: Memory limit of each of these processes, in MB; needs `seconds`.
+        memory_mb: Memory limit of each of these processes, in MB; needs `timeout_s`.
         on_failure: Treatment of a conversation whose environment raises, takes too long or dies. `raise` ends the
             run. `zero` replaces the environment's rewards by 0. `mask` does the same, and leaves the conversation out
             of the loss. A tool that raises is not a failure: the policy reads the error.
-        lockstep: With `seconds`, let all open conversations of a rank take their turns together. Then engines compute
-            the same batches in every run, in whatever order environments answer. Without `seconds` this is always so.
-        at_once: Maximum number of calls in progress at the same time on a rank, if methods or tools are coroutines and
-            `seconds` is not set. Code without coroutines is called one call at a time.
+        lockstep: With `timeout_s`, let all open conversations of a rank take their turns together. Then engines compute
+            the same batches in every run, in whatever order environments answer. Without `timeout_s` this is always so.
+        max_concurrent: Maximum number of calls in progress at the same time on a rank, if methods or tools are
+            coroutines and `timeout_s` is not set. Code without coroutines is called one call at a time.
 
     Raises:
         UserError: There is no such class, it has neither of the two forms, or a setting is not possible.
@@ -76,22 +76,27 @@ class Environment:
         environment: str | type | Mapping[str, str | type] | None = None,
         tools: Sequence[str | Callable[..., Any]] = (),
         arguments: Mapping[str, Any] | None = None,
-        by: str = "environment",
+        column: str = "environment",
         max_turns: int = 8,
         max_tool_calls: int | None = None,
         max_turn_length: int | None = None,
-        seconds: float | None = None,
+        timeout_s: float | None = None,
         workers: int = 8,
         memory_mb: int = 4096,
         on_failure: OnFailure = "raise",
         lockstep: bool = False,
-        at_once: int = 64,
+        max_concurrent: int = 64,
     ) -> None:
         if not environment and not tools:
             raise UserError(
                 "neither `environment` nor `tools` is given, so nothing answers the policy; give one of them"
             )
-        counts = {"max_turns": max_turns, "workers": workers, "max_turn_length": max_turn_length, "at_once": at_once}
+        counts = {
+            "max_turns": max_turns,
+            "workers": workers,
+            "max_turn_length": max_turn_length,
+            "max_concurrent": max_concurrent,
+        }
         for name, count in {**counts, "max_tool_calls": max_tool_calls}.items():
             if count is not None and count < 1:
                 raise UserError(f"`{name}` is {count}; give 1 or more")
@@ -101,13 +106,13 @@ class Environment:
         self.max_tool_calls = max_tool_calls
         self.max_turn_length = max_turn_length
         self.on_failure = on_failure
-        self._at_once = at_once
-        self.workers = None if seconds is None else workers
-        self.lockstep = lockstep or seconds is None
-        self.limits = None if seconds is None else Limits(seconds=seconds, memory_mb=memory_mb)
-        self.by = by if isinstance(environment, Mapping) else None
+        self._max_concurrent = max_concurrent
+        self.workers = None if timeout_s is None else workers
+        self.lockstep = lockstep or timeout_s is None
+        self.limits = None if timeout_s is None else Limits(timeout_s=timeout_s, memory_mb=memory_mb)
+        self.column = column if isinstance(environment, Mapping) else None
         self._classes = dict(environment) if isinstance(environment, Mapping) else {"": environment}
-        self._arguments = _arguments(self._classes, arguments or {}) if self.by else {"": arguments or {}}
+        self._arguments = _arguments(self._classes, arguments or {}) if self.column else {"": arguments or {}}
         self._tools = tuple(tools)
 
     @cached_property
@@ -119,8 +124,8 @@ class Environment:
         own = next((path for path in paths if path.startswith("__main__.")), None)
         if self.limits is not None and own is not None:
             raise UserError(
-                f"`seconds` is {self.limits.seconds:g}, and `{own}` is in the script that runs, which no other process"
-                " can import; move it to a module"
+                f"`timeout_s` is {self.limits.timeout_s:g}, and `{own}` is in the script that runs, which no other"
+                " process can import; move it to a module"
             )
         return made
 
@@ -130,17 +135,17 @@ class Environment:
         Raises:
             UserError: There are several environments, and the row names none of them.
         """
-        if self.by is None:
+        if self.column is None:
             return self.definitions[""]
-        if self.by not in row:
+        if self.column not in row:
             raise UserError(
-                f"`by` is {self.by!r}, the column that says which environment answers, and a row has none (it has"
-                f" {', '.join(row)}).{did_you_mean(self.by, row) or ' Add the column'}"
+                f"`column` is {self.column!r}, the column that says which environment answers, and a row has none"
+                f" (it has {', '.join(row)}).{did_you_mean(self.column, row) or ' Add the column'}"
             )
-        name = row[self.by]
+        name = row[self.column]
         if not isinstance(name, str) or name not in self._classes:
             raise UserError(
-                f"a row has {name!r:.60} in `{self.by}`, and `environment` has {', '.join(self._classes)}."
+                f"a row has {name!r:.60} in `{self.column}`, and `environment` has {', '.join(self._classes)}."
                 f"{did_you_mean(str(name), self._classes) or ' Name one of them'}"
             )
         return self.definitions[name]
@@ -182,9 +187,9 @@ class Environment:
         return self.workers is None and any(each.awaits for each in self.definitions.values())
 
     @property
-    def calls_at_once(self) -> int:
+    def max_concurrent_calls(self) -> int:
         """Number of calls that a rank makes at the same time."""
-        return self.workers or (self._at_once if self.overlaps else 1)
+        return self.workers or (self._max_concurrent if self.overlaps else 1)
 
     def __str__(self) -> str:
         return ", ".join(each.path or "tools" for each in self.definitions.values())
@@ -301,7 +306,7 @@ def defined(
     try:
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
-        raise UserError(f"`arguments` do not fit `{path}`, which is made with them: {error}; mend them") from error
+        raise UserError(f"`arguments` do not fit `{path}`, which is made with them: {error}; correct them") from error
     if hasattr(cls, "initial_observation") and (needed := _parameters(cls.initial_observation)[1]):
         raise UserError(
             f"`{path}.initial_observation` takes `{needed[0]}`, and it is called without arguments; take columns of the"
@@ -456,7 +461,9 @@ def _path(function: Callable[..., Any]) -> str:
     """The dotted path by which a worker imports a function."""
     path = f"{function.__module__}.{getattr(function, '__qualname__', '<object>')}"
     if "<" in path:
-        raise UserError(f"tool `{path}` is no function at the top of a module, where it is looked for; move it there")
+        raise UserError(
+            f"tool `{path}` is not a function at the top of a module, where it is looked for; move it there"
+        )
     return path
 
 

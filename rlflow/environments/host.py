@@ -41,7 +41,7 @@ class InProcess:
     Args:
         coroutines: Event loop that several hosts share; None for one of this host's own.
         overlaps: Whether all code runs on this event loop, so that other calls run while one awaits. Then several
-            threads may call. Otherwise code that is no coroutine runs in the thread of its call.
+            threads may call. Otherwise code that is not a coroutine runs in the thread of its call.
     """
 
     def __init__(self, coroutines: Coroutines | None = None, overlaps: bool = False) -> None:
@@ -146,7 +146,7 @@ class Coroutines:
             loop, stop, thread = running
             with suppress(RuntimeError):  # a coroutine that called `sys.exit` has closed it
                 loop.call_soon_threadsafe(stop.set)
-            thread.join(END_SECONDS)  # longer only where code blocks the loop: its thread is no reason to stay
+            thread.join(END_SECONDS)  # longer only where code blocks the loop: its thread is not a reason to stay
 
     def _loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:

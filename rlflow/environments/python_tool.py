@@ -14,7 +14,7 @@ class PythonTool:
     nothing is left of it for the next one. See `rlflow.worker.Sandbox`.
 
     Args:
-        seconds: Seconds that a program may take.
+        timeout_s: Seconds that a program may take.
         memory_mb: Memory that each of its processes may take, in MB; in a worker at most the worker's.
         output_kb: Kilobytes of its output that the policy reads, from the beginning.
 
@@ -22,9 +22,9 @@ class PythonTool:
         UserError: This system cannot isolate a program.
     """
 
-    def __init__(self, seconds: float = 5.0, memory_mb: int = 512, output_kb: int = 2) -> None:
-        self._seconds = seconds
-        self._sandbox = Sandbox(Limits(seconds=seconds, memory_mb=memory_mb, output_kb=output_kb))
+    def __init__(self, timeout_s: float = 5.0, memory_mb: int = 512, output_kb: int = 2) -> None:
+        self._seconds = timeout_s
+        self._sandbox = Sandbox(Limits(timeout_s=timeout_s, memory_mb=memory_mb, output_kb=output_kb))
 
     @classmethod
     def check_system(cls) -> None:

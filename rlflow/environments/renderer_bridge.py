@@ -74,7 +74,10 @@ class RendererBridge(Bridge):
             said = self._marked(messages)
             ids: list[int] = self._renderer.render_ids(said, tools=self._tools, add_generation_prompt=True)
         except (ValueError, TypeError, AssertionError, KeyError) as error:
-            raise UserError(f"the renderer `{self._name}` cannot write the messages ({one_line(error)})") from error
+            raise UserError(
+                f"the renderer `{self._name}` cannot write the messages ({one_line(error)});"
+                " name another in `data.renderer`"
+            ) from error
         return ids
 
     def after(self, new: Sequence[Message], spoken: Sequence[int], before: Sequence[int] = ()) -> list[int]:
@@ -189,7 +192,7 @@ def _made(tokenizer: Any, named: RendererName) -> tuple[str, Any]:
             f"the renderer `{name}` does not fit the model's tokenizer ({one_line(error)}); name that of its family"
         ) from error
     except ValueError as error:
-        raise UserError(f"`data.renderer` is {named!r}: {one_line(error)}; mend its settings") from error
+        raise UserError(f"`data.renderer` is {named!r}: {one_line(error)}; correct its settings") from error
 
 
 def _call(parsed: Any) -> ToolCall:

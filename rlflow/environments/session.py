@@ -99,7 +99,7 @@ class Session:
             row: The dataset's row, with all columns.
 
         Raises:
-            WorkerError: The environment failed, or gave what is no message.
+            WorkerError: The environment failed, or gave something other than a message.
             UserError: It does not take the row.
         """
         made, self._row = self.definition, row
@@ -119,7 +119,7 @@ class Session:
         """The environment's answer to a turn of the policy.
 
         Raises:
-            WorkerError: The environment failed, or gave what is no message or no finite reward.
+            WorkerError: The environment failed, or gave something other than a message and a finite reward.
         """
         reply = self._step(parsed, turn) if self.definition.answers_messages else self._call_tools(parsed.calls)
         return replace(reply, messages=[written(each) for each in reply.messages])
@@ -146,7 +146,7 @@ class Session:
         """The first move of a game that has begun: who speaks first.
 
         Raises:
-            WorkerError: The environment failed, or gave what is no message or no seat.
+            WorkerError: The environment failed, or gave something other than a message and a seat.
         """
         where = f"`{self.definition.path}.initial_observation`"
         return self._moved(self._host.call("initial_observation"), "", where)
@@ -156,7 +156,7 @@ class Session:
         """The game's answer to a seat's turn of this number.
 
         Raises:
-            WorkerError: The environment failed, or gave what is no message, no finite reward or no seat.
+            WorkerError: The environment failed, or gave something other than a message, a finite reward and a seat.
         """
         result = self._host.call("step", message=message("assistant", text))
         return self._moved(result, seat, f"`{self.definition.path}.step` at turn {turn} of {seat}")

@@ -180,8 +180,8 @@ class TemplateBridge(Bridge):
         if rest[0] not in self._special.ids_of_all:
             token = self._tokenizer.convert_ids_to_tokens(rest[0])
             raise UserError(
-                f"the model's chat template ends a turn of the policy with {token!r}, which is no special token, so it"
-                " cannot be distinguished from what the policy says; take a template that ends turns with one"
+                f"the model's chat template ends a turn of the policy with {token!r}, which is not a special token, so"
+                " it cannot be distinguished from what the policy says; take a template that ends turns with one"
             )
         return rest[0]
 

@@ -178,7 +178,9 @@ def _from_xml(text: str | None, schemas: Schemas) -> ToolCall:
         try:
             arguments[parameter] = value if "string" in kinds else json.loads(_JSON_OF.get(value.lower(), value))
         except (ValueError, RecursionError):
-            return ToolCall(name.strip(), {}, f"`{parameter}` of this tool call is no {' or '.join(sorted(kinds))}")
+            return ToolCall(
+                name.strip(), {}, f"`{parameter}` of this tool call is not of type {' or '.join(sorted(kinds))}"
+            )
     return ToolCall(name.strip(), arguments)
 
 

@@ -50,7 +50,12 @@ def simpo_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor, beta: float, 
 
 
 def kto_loss(
-    log_ratios: Tensor, divergence: Tensor, good: Tensor, beta: float, good_weight: float = 1.0, bad_weight: float = 1.0
+    log_ratios: Tensor,
+    divergence: Tensor,
+    good: Tensor,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
 ) -> Tensor:
     """`w_g (1 - sigmoid(beta (r - z)))` for a good response, `w_b (1 - sigmoid(beta (z - r)))` for a bad response.
 
@@ -61,15 +66,15 @@ def kto_loss(
         divergence: z, 0-dim: divergence of the policy from the reference, at least 0.
         good: `[B]` bool, True for good responses.
         beta: Factor on log ratios; gains and losses saturate sooner if it is larger.
-        good_weight: Weight of good responses.
-        bad_weight: Weight of bad responses.
+        desirable_weight: Weight of good responses.
+        undesirable_weight: Weight of bad responses.
 
     Returns:
         `[B]`, one loss per response.
     """
     ahead = log_ratios - divergence.detach().to(log_ratios.dtype)
     lost = 1.0 - (beta * ahead.where(good, -ahead)).sigmoid()
-    return lost * torch.where(good, good_weight, bad_weight)
+    return lost * torch.where(good, desirable_weight, undesirable_weight)
 
 
 def bradley_terry_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:

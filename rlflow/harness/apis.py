@@ -1,7 +1,8 @@
 """The APIs by which agents call the policy: OpenAI's chat completions, completions and responses, Anthropic's messages.
 
-An API reads a request as `Asked`, and writes what the policy `Said`. A field that cannot be served exactly is refused
-in the API's own form, with its name. Formats: platform.openai.com/docs/api-reference, docs.anthropic.com/en/api.
+An API reads a request as `ApiRequest`, and writes what the policy `AssistantTurn`. A field that cannot be served
+exactly is refused in the API's own form, with its name. Formats: platform.openai.com/docs/api-reference,
+docs.anthropic.com/en/api.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ COMPLETION_LENGTH = 16  # tokens of a completion that says nothing of its length
 Body = dict[str, Any]
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """The error of a request that is not served.
 
     Args:
@@ -43,7 +44,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ApiRequest:
     """A request in the form that all APIs share.
 
     Attributes:
@@ -81,7 +82,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Said:
+class AssistantTurn:
     """The policy's turn in one answer.
 
     Attributes:
@@ -115,8 +116,8 @@ class Answer:
     id: str
     model: str
     created: int
-    asked: Asked
-    said: Sequence[Said]
+    asked: ApiRequest
+    said: Sequence[AssistantTurn]
 
     @property
     def read(self) -> int:
@@ -144,7 +145,7 @@ class API(ABC):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
     unread: ClassVar[frozenset[str]] = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
 
-    def asked(self, body: Any, temperatures: Mapping[str, float], ignored: Collection[str]) -> Asked:
+    def asked(self, body: Any, temperatures: Mapping[str, float], ignored: Collection[str]) -> ApiRequest:
         """Read a request.
 
         Args:
@@ -153,24 +154,24 @@ class API(ABC):
             ignored: Fields that the run leaves out of account.
 
         Raises:
-            Refused: A field is not served.
+            RequestError: A field is not served.
         """
         if not isinstance(body, dict):
-            raise Refused(f"the request is {body!r:.60}; send an object", code="invalid_value")
+            raise RequestError(f"the request is {body!r:.60}; send an object", code="invalid_value")
         body = {name: value for name, value in body.items() if value is not None and name not in ignored}
         model = body.get("model")
         if not isinstance(model, str) or model not in temperatures:
             names = " or ".join(map(repr, temperatures))
             text = f"there is no model {model!r:.60}; this episode's policy is called {names}"
-            raise Refused(text, "model", 404, "model_not_found")
+            raise RequestError(text, "model", 404, "model_not_found")
         for name, value in body.items():
             if name in self.served or name in self.unread or value in self.neutral.get(name, ()):
                 continue
-            raise Refused(f"`{name}` is {value!r:.60} and is not served; leave it out", name)
+            raise RequestError(f"`{name}` is {value!r:.60} and is not served; leave it out", name)
         # Where the likeliest token is taken, as in validation's second pass, that is decided for the whole run.
         temperature = temperatures[model]
         if (given := body.get("temperature", temperature)) != temperature and temperature != 0:
-            raise Refused(
+            raise RequestError(
                 f"`temperature` is {given!r:.20} and the policy is sampled at {temperature:g}; leave it out, or name it"
                 " in the harness's `ignore`",
                 "temperature",
@@ -178,10 +179,10 @@ class API(ABC):
         try:
             return replace(self._asked(body), branch=_branch(body), model=model)
         except UserError as error:  # of a message's content
-            raise Refused(str(error), "messages", code="invalid_value") from error
+            raise RequestError(str(error), "messages", code="invalid_value") from error
 
     @abstractmethod
-    def _asked(self, body: Body) -> Asked:
+    def _asked(self, body: Body) -> ApiRequest:
         """Read a request whose fields are all served."""
 
     @abstractmethod
@@ -192,7 +193,7 @@ class API(ABC):
         """The events of a stream, each the data of a server-sent event."""
         raise AssertionError(f"{self.path} has no streams")
 
-    def problem(self, refused: Refused) -> Body:
+    def problem(self, refused: RequestError) -> Body:
         """The error in the form of the API."""
         error = {"message": str(refused), "type": "invalid_request_error", "param": refused.param, "code": refused.code}
         return {"error": error}
@@ -232,9 +233,9 @@ class Chat(API):
         "modalities": (["text"],),
     }
 
-    def _asked(self, body: Body) -> Asked:
+    def _asked(self, body: Body) -> ApiRequest:
         longest = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-        return Asked(
+        return ApiRequest(
             messages=[_chat_message(each, f"messages[{place}]") for place, each in enumerate(_list(body, "messages"))],
             tools=[_tool(each.get("function"), each, f"tools[{place}]") for place, each in _tools(body)],
             longest=_whole(body, longest),
@@ -297,18 +298,18 @@ class Completions(API):
         "suffix": ("",),
     }
 
-    def _asked(self, body: Body) -> Asked:
+    def _asked(self, body: Body) -> ApiRequest:
         given = body.get("prompt")
         if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
             (given,) = given
         of_ids = isinstance(given, list) and all(type(each) is int for each in given)
         if not given or not (isinstance(given, str) or of_ids):
             text = f"`prompt` is {given!r:.60}; give one text, or the ids of its tokens"
-            raise Refused(text, "prompt", code="invalid_value")
+            raise RequestError(text, "prompt", code="invalid_value")
         if body.get("logprobs", 0) not in (0, False):
             text = f"`logprobs` is {body['logprobs']!r:.60}; those of other tokens are not known, so give 0"
-            raise Refused(text, "logprobs")
-        return Asked(
+            raise RequestError(text, "logprobs")
+        return ApiRequest(
             messages=[],
             longest=_whole(body, "max_tokens") or COMPLETION_LENGTH,
             n=_whole(body, "n", most=MOST_CHOICES) or 1,
@@ -332,7 +333,7 @@ class Completions(API):
             yield json.dumps(self._body(answer, []) | {"usage": _usage(answer)})
         yield "[DONE]"
 
-    def _choice(self, index: int, said: Said) -> Body:
+    def _choice(self, index: int, said: AssistantTurn) -> Body:
         tokens = [text for text, _ in said.logprobs]
         logprobs = {
             "tokens": tokens,
@@ -365,7 +366,7 @@ class Responses(API):
         "service_tier": ("auto", "default"),
     }
 
-    def _asked(self, body: Body) -> Asked:
+    def _asked(self, body: Body) -> ApiRequest:
         given = body.get("input", [])
         items = [{"role": "user", "content": given}] if isinstance(given, str) else _list(body, "input")
         messages = [message("system", body["instructions"])] if "instructions" in body else []
@@ -373,7 +374,7 @@ class Responses(API):
             _add_item(messages, item, f"input[{place}]")
         tools = [_tool(each, each, f"tools[{place}]") for place, each in _tools(body)]
         longest, stream = _whole(body, "max_output_tokens"), _flag(body, "stream")
-        return Asked(messages, tools, longest=longest, stream=stream)
+        return ApiRequest(messages, tools, longest=longest, stream=stream)
 
     def answer(self, answer: Answer) -> Body:
         (said,) = answer.said
@@ -465,7 +466,7 @@ class Messages(API):
         "service_tier": ("auto", "standard_only"),
     }
 
-    def _asked(self, body: Body) -> Asked:
+    def _asked(self, body: Body) -> ApiRequest:
         messages = [message("system", text_of(body["system"], "`system`"))] if "system" in body else []
         for place, given in enumerate(_list(body, "messages")):
             _add_blocks(messages, given, f"messages[{place}]")
@@ -473,10 +474,12 @@ class Messages(API):
         for place, each in _tools(body):
             if each.get("type", "custom") != "custom":
                 where = f"tools[{place}]"
-                raise Refused(f"`{where}` is of type {each['type']!r:.60}, which Anthropic runs; give functions", where)
+                raise RequestError(
+                    f"`{where}` is of type {each['type']!r:.60}, which Anthropic runs; give functions", where
+                )
             schema = {**each, "parameters": each.get("input_schema", {})}
             tools.append(_tool(schema, {"type": "function"}, f"tools[{place}]"))
-        return Asked(messages, tools, longest=_whole(body, "max_tokens"), stop=_stop(body, "stop_sequences"))
+        return ApiRequest(messages, tools, longest=_whole(body, "max_tokens"), stop=_stop(body, "stop_sequences"))
 
     def answer(self, answer: Answer) -> Body:
         (said,) = answer.said
@@ -497,7 +500,7 @@ class Messages(API):
             "usage": {"input_tokens": answer.read, "output_tokens": answer.wrote},
         } | stopped
 
-    def problem(self, refused: Refused) -> Body:
+    def problem(self, refused: RequestError) -> Body:
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(refused.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(refused)}}
@@ -519,14 +522,14 @@ def _branch(body: Body) -> str:
     metadata = body.get("metadata")
     name = metadata.get("branch", "") if isinstance(metadata, dict) else ""
     if not isinstance(name, str):
-        raise Refused(f"`metadata.branch` is {name!r:.60}; give a name", "metadata", code="invalid_value")
+        raise RequestError(f"`metadata.branch` is {name!r:.60}; give a name", "metadata", code="invalid_value")
     return name
 
 
 def _flag(body: Body, name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise Refused(f"`{name}` is {value!r:.60}; give true or false", name, code="invalid_value")
+        raise RequestError(f"`{name}` is {value!r:.60}; give true or false", name, code="invalid_value")
     return bool(value)
 
 
@@ -540,7 +543,7 @@ def _usage(answer: Answer) -> Body:
     return {"prompt_tokens": answer.read, "completion_tokens": answer.wrote, "total_tokens": total}
 
 
-def _finish(said: Said) -> Literal["stop", "length", "tool_calls"]:
+def _finish(said: AssistantTurn) -> Literal["stop", "length", "tool_calls"]:
     if said.cut:
         return "length"
     return "tool_calls" if said.calls else "stop"
@@ -551,7 +554,7 @@ def _chat_call(call: ToolCall) -> Body:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _logprobs(said: Said) -> Body:
+def _logprobs(said: AssistantTurn) -> Body:
     content = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in said.logprobs
@@ -564,10 +567,10 @@ def _chat_message(given: Any, where: str) -> Message:
     given = _object(given, where)
     role = "system" if given.get("role") == "developer" else given.get("role")
     if role not in ("system", "user", "assistant", "tool"):
-        raise Refused(f"`{where}.role` is {role!r:.60}; give system, user, assistant or tool", f"{where}.role")
+        raise RequestError(f"`{where}.role` is {role!r:.60}; give system, user, assistant or tool", f"{where}.role")
     for name, value in given.items():
         if name not in MESSAGE_FIELDS and _says_something(value):
-            raise Refused(f"`{where}.{name}` is not read; leave it out, or set it to null", f"{where}.{name}")
+            raise RequestError(f"`{where}.{name}` is not read; leave it out, or set it to null", f"{where}.{name}")
     text = "" if given.get("content") is None else text_of(given["content"], f"`{where}`")
     if role == "assistant":
         calls = given.get("tool_calls") or []
@@ -600,7 +603,9 @@ def _arguments(given: Any, where: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise Refused(f"`{where}` has the arguments {given!r:.60}; give a JSON object", where, code="invalid_value")
+        raise RequestError(
+            f"`{where}` has the arguments {given!r:.60}; give a JSON object", where, code="invalid_value"
+        )
     return arguments
 
 
@@ -620,7 +625,7 @@ def _add_item(messages: list[Message], item: Any, where: str) -> None:
         content = text_of(_parts(item.get("output") or ""), f"`{where}`")
         messages.append(message("tool", content, tool_call_id=str(item.get("call_id", ""))))
     else:
-        raise Refused(f"`{where}` is of type {kind!r:.60}; send messages and calls of functions", where)
+        raise RequestError(f"`{where}` is of type {kind!r:.60}; send messages and calls of functions", where)
 
 
 def _parts(content: Any) -> Any:
@@ -638,10 +643,10 @@ def _add_blocks(messages: list[Message], given: Any, where: str) -> None:
     given = _object(given, where)
     role, content = given.get("role"), given.get("content")
     if role not in ("user", "assistant"):
-        raise Refused(f"`{where}.role` is {role!r:.60}; give user or assistant", f"{where}.role")
+        raise RequestError(f"`{where}.role` is {role!r:.60}; give user or assistant", f"{where}.role")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
-        raise Refused(f"`{where}.content` is {content!r:.60}; give a text or blocks", where, code="invalid_value")
+        raise RequestError(f"`{where}.content` is {content!r:.60}; give a text or blocks", where, code="invalid_value")
     texts, calls = [], []
     for place, block in enumerate(blocks):
         block = _object(block, f"{where}.content[{place}]")
@@ -668,10 +673,10 @@ def _tools(body: Body) -> Iterator[tuple[int, Body]]:
 def _tool(function: Any, tool: Body, where: str) -> Mapping[str, Any]:
     """A tool as chat templates take it."""
     if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(f"`{where}` is {tool!r:.60}; give functions with a `name`", where)
+        raise RequestError(f"`{where}` is {tool!r:.60}; give functions with a `name`", where)
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or parameters.get("type") != "object" or not _is_schema(parameters):
-        raise Refused(f"`{where}` has the parameters {parameters!r:.60}; give the JSON schema of an object", where)
+        raise RequestError(f"`{where}` has the parameters {parameters!r:.60}; give the JSON schema of an object", where)
     described = {"description": str(function["description"])} if function.get("description") else {}
     return {"type": "function", "function": {"name": function["name"], **described, "parameters": parameters}}
 
@@ -693,20 +698,20 @@ def _stop(body: Body, name: str) -> tuple[str, ...]:
     given = body.get(name, [])
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not all(isinstance(each, str) and each for each in texts):
-        raise Refused(f"`{name}` is {given!r:.60}; give texts", name, code="invalid_value")
+        raise RequestError(f"`{name}` is {given!r:.60}; give texts", name, code="invalid_value")
     return tuple(texts)
 
 
 def _object(given: Any, where: str) -> Body:
     if not isinstance(given, dict):
-        raise Refused(f"`{where}` is {given!r:.60}; send an object", where, code="invalid_value")
+        raise RequestError(f"`{where}` is {given!r:.60}; send an object", where, code="invalid_value")
     return given
 
 
 def _list(body: Body, name: str) -> list[Any]:
     given = body.get(name)
     if not isinstance(given, list) or not given:
-        raise Refused(f"`{name}` is {given!r:.60}; send at least one", name, code="invalid_value")
+        raise RequestError(f"`{name}` is {given!r:.60}; send at least one", name, code="invalid_value")
     return given
 
 
@@ -718,5 +723,5 @@ def _whole(body: Body, name: str, least: int | None = 1, most: int | None = None
     if wrong or (least is not None and given < least) or (most is not None and given > most):
         upto = "" if most is None else f" to {most}"
         wanted = "a whole number" if least is None else f"a whole number from {least}{upto}"
-        raise Refused(f"`{name}` is {given!r:.60}; give {wanted}", name, code="invalid_value")
+        raise RequestError(f"`{name}` is {given!r:.60}; give {wanted}", name, code="invalid_value")
     return int(given)

@@ -16,7 +16,7 @@ def run(command: list[str], row: dict[str, Any], base_url: str, key: str, model:
     `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `RLFLOW_MODEL`, the name by which it calls the policy.
 
     Raises:
-        RuntimeError: It failed, or its last line is no JSON.
+        RuntimeError: It failed, or its last line is not JSON.
     """
     variables = {
         "OPENAI_BASE_URL": base_url,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import line_log, require, shown
-from rlflow.harness.apis import API, APIS, Chat, Refused
+from rlflow.harness.apis import API, APIS, Chat, RequestError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -122,7 +122,7 @@ class Door:
                 self._ended.pop(next(iter(self._ended)))
             delivered = list(episode.delivered)
             left = [(request, api) for request, (of, api, _) in self._waiting.items() if of is episode]
-        ended = Refused("the episode has ended", status=410, code="episode_ended")
+        ended = RequestError("the episode has ended", status=410, code="episode_ended")
         for request, api in left:
             self.answer(request, Sent(ended.status, api.problem(ended)))
         return delivered
@@ -174,7 +174,7 @@ class Door:
             first, self._warned_of_path = not self._warned_of_path, True
         if first:
             log.warning("an agent asked what is not served: %s; more are only counted", shown(text))
-        return _refused(Chat(), Refused(text, status=404, code="not_found"))
+        return _refused(Chat(), RequestError(text, status=404, code="not_found"))
 
     async def _call(self, request: Request) -> Response:
         from starlette.requests import ClientDisconnect
@@ -237,7 +237,7 @@ class Door:
         elif name is None and not self._warned:
             self._warned = True
             log.warning("a request has a key of no episode, and is refused; more are only counted")
-        return _refused(api, Refused("this key is of no episode in progress", status=401, code="invalid_api_key"))
+        return _refused(api, RequestError("this key is of no episode in progress", status=401, code="invalid_api_key"))
 
 
 def ignored(request: int, sent: Sent) -> None:
@@ -266,7 +266,7 @@ def _key(request: Request) -> str:
     return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
-def _refused(api: API, refused: Refused) -> Response:
+def _refused(api: API, refused: RequestError) -> Response:
     return _json(refused.status, api.problem(refused))
 
 

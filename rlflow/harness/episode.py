@@ -21,13 +21,13 @@ from rlflow.environments.bridge import Bridge, Message, message
 from rlflow.environments.session import Session, written
 from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError, line_log, one_line, shown
-from rlflow.harness.apis import APIS, Answer, Asked, Refused, Said
+from rlflow.harness.apis import APIS, Answer, ApiRequest, AssistantTurn, RequestError
 from rlflow.harness.door import Sent
 from rlflow.harness.harness import Harness
 from rlflow.harness.tree import CallTokens, Tokens, rows_of
 from rlflow.rollout.conversation import Conversation
 from rlflow.rollout.conversation_loop import ConversationSteps
-from rlflow.rollout.engine import Completion, Turn
+from rlflow.rollout.engine import Completion, GenerationRequest
 from rlflow.values.path import hashed
 from rlflow.values.rollout import Ending
 
@@ -37,7 +37,7 @@ Schemas = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Terms:
+class EpisodeSettings:
     """Settings that all episodes of a rank have in common.
 
     Attributes:
@@ -77,7 +77,7 @@ class Choice:
     number: int
     completion: Completion | None = None
     stop: str = ""
-    said: Said | None = None
+    said: AssistantTurn | None = None
 
     @property
     def sampled(self) -> CallTokens:
@@ -107,7 +107,7 @@ class Request:
     """
 
     path: str
-    asked: Asked
+    asked: ApiRequest
     policy: str
     bridge: Bridge
     read: Tokens
@@ -164,7 +164,7 @@ class Episode:
 
     def __init__(
         self,
-        terms: Terms,
+        terms: EpisodeSettings,
         number: int,
         session: Session,
         prompt: Sequence[Message],
@@ -191,10 +191,12 @@ class Episode:
         """Take a request; returns a conversation of one turn for each answer that it wants."""
         try:
             request = self._read(sent)
-        except Refused as refused:
+        except RequestError as refused:
             return self._refuse(sent, refused)
         except Exception as error:  # nothing that a client sends ends the run
-            return self._refuse(sent, Refused(f"the request cannot be read ({one_line(error)})", code="invalid_value"))
+            return self._refuse(
+                sent, RequestError(f"the request cannot be read ({one_line(error)})", code="invalid_value")
+            )
         if sent["request"] not in request.ids:  # a retry
             request.ids.append(sent["request"])
             if request.sent is not None:
@@ -206,7 +208,7 @@ class Episode:
         alike += request.choices
         return [self._turn(choice) for choice in request.choices]
 
-    def _refuse(self, sent: Mapping[str, Any], refused: Refused) -> list[ConversationSteps[None]]:
+    def _refuse(self, sent: Mapping[str, Any], refused: RequestError) -> list[ConversationSteps[None]]:
         if not self._refused:
             text = "a request of the agent is refused: %s (%s); more of this episode are only counted"
             log.warning(text, shown(str(refused)), self)
@@ -218,7 +220,7 @@ class Episode:
         """The request that was sent; for a retry, the request that it repeats.
 
         Raises:
-            Refused: It cannot be served.
+            RequestError: It cannot be served.
         """
         terms, harness = self._terms, self._terms.harness
         digest = _digest([sent["path"], sent["body"]])
@@ -226,7 +228,7 @@ class Episode:
         same = self._same.setdefault(once, [])
         if same and self._digests[once] != digest:
             text = "the `Idempotency-Key` is that of another request of this episode; give each request its own"
-            raise Refused(text, status=409, code="idempotency_error")
+            raise RequestError(text, status=409, code="idempotency_error")
         if same and (sent["once"] or sent["again"]):
             return next((request for request in same if request.sent is None), same[-1])
         temperatures = {name: temperature for name, (_, temperature) in terms.policies.items()}
@@ -235,7 +237,7 @@ class Episode:
         made = sum(len(request.choices) for request in self._requests)
         if made + asked.n > harness.max_calls:
             text = f"the episode has had {made} answers of at most {harness.max_calls} (`max_calls`)"
-            raise Refused(text, status=429, code="rate_limit_exceeded")
+            raise RequestError(text, status=429, code="rate_limit_exceeded")
         digests = _digests(asked, policy)
         asks = {name: value for name, value in vars(asked).items() if name not in ("messages", "prompt")}
         settings = _digest([sent["path"], asks])
@@ -244,11 +246,13 @@ class Episode:
             read, first, rewritten = self._tokens(asked, policy, settings, digests, bridge)
         except (
             Exception
-        ) as error:  # a template may fail in any way on a client's messages, which is no fault of the run
+        ) as error:  # a template may fail in any way on a client's messages, which is not a fault of the run
             text = f"the model's family cannot write the {asked.reads} ({one_line(error)})"
-            raise Refused(text, asked.reads, code="invalid_value") from error
+            raise RequestError(text, asked.reads, code="invalid_value") from error
         if not terms.ends.issuperset(bridge.ends):
-            raise Refused("the model's family ends turns that call tools by another token; leave tools out", "tools")
+            raise RequestError(
+                "the model's family ends turns that call tools by another token; leave tools out", "tools"
+            )
         self._require_room(asked.reads, len(read), first)
         request = Request(sent["path"], asked, policy, bridge, read, settings, digests[-1], first, rewritten)
         request.ids.append(sent["request"])
@@ -257,7 +261,7 @@ class Episode:
         return request
 
     def _tokens(
-        self, asked: Asked, policy: str, settings: str, digests: Sequence[str], bridge: Bridge
+        self, asked: ApiRequest, policy: str, settings: str, digests: Sequence[str], bridge: Bridge
     ) -> tuple[Tokens, int, bool]:
         """The tokens of a request; how many of them the first call of its row read; and whether it is `rewritten`."""
 
@@ -322,18 +326,18 @@ class Episode:
         if first > self._terms.longest_prompt:
             most = self._terms.longest_prompt
             text = f"the request has {first} tokens, and `data.max_prompt_length` is {most}"
-            raise Refused(text, field, code=code)
+            raise RequestError(text, field, code=code)
         if length - first >= self._terms.longest:
             most = self._terms.longest
             text = f"the request has {length - first} tokens after those of the first call, and"
-            raise Refused(f"{text} `max_response_length` is {most}", field, code=code)
+            raise RequestError(f"{text} `max_response_length` is {most}", field, code=code)
 
     def _turn(self, choice: Choice) -> ConversationSteps[None]:
         request = choice.request
         room = self._terms.longest - (len(request.read) - request.first)
         longest = min(room, request.asked.longest or room)
         seed = hashed(f"{self._seed}/{request.place}/{choice.number}") >> 1
-        completion: Completion = yield request.policy, Turn(request.read, seed, longest)
+        completion: Completion = yield request.policy, GenerationRequest(request.read, seed, longest)
         choice.completion, choice.stop = self._stopped(completion, request.asked.stop)
         self._speak(self._alike[request.place])
 
@@ -374,7 +378,7 @@ class Episode:
                 for id in request.ids:
                     self._answer(id, request.sent)
 
-    def _heard(self, choice: Choice) -> Said:
+    def _heard(self, choice: Choice) -> AssistantTurn:
         """The policy's turn as text and calls of tools."""
         completion, request, tools = choice.completion, choice.request, choice.request.asked.tools
         assert completion is not None
@@ -387,13 +391,15 @@ class Episode:
             text = text.partition(choice.stop)[0]
         name = _digest([self._seed, request.place, choice.number])
         calls = tuple(replace(each, id=each.id or f"{name[:8]}{i}") for i, each in enumerate(calls))
-        said = Said(text, calls, not completion.finished, len(request.read), len(completion.token_ids), choice.stop)
+        said = AssistantTurn(
+            text, calls, not completion.finished, len(request.read), len(completion.token_ids), choice.stop
+        )
         if not request.asked.logprobs:
             return said
         tokens = [self._terms.decode([token]) for token in completion.token_ids]
         return replace(said, logprobs=tuple(zip(tokens, completion.logprobs, strict=True)))
 
-    def _sent(self, request: Request, said: Sequence[Said]) -> Sent:
+    def _sent(self, request: Request, said: Sequence[AssistantTurn]) -> Sent:
         api, first = APIS[request.path], request.choices[0].number
         name = _digest([self._seed, request.place, first])[:24]
         answer = Answer(name, request.asked.model, int(time.time()), request.asked, said)
@@ -412,7 +418,7 @@ class Episode:
         failed, on_failure = played.get("failed"), self._terms.harness.on_failure
         if failed is not None and on_failure == "raise":
             raise UserError(
-                f"the harness `{self._terms.harness}` failed: {failed}; mend it, or set `on_failure` to zero or mask"
+                f"the harness `{self._terms.harness}` failed: {failed}; correct it, or set `on_failure` to zero or mask"
                 f" ({self})"
             )
         end = self._end(played["delivered"], played.get("reward", 0.0), played.get("branches", {}))
@@ -513,7 +519,7 @@ def _shown(said: Message) -> Message:
     return {**said, "content": "\n".join(filter(None, lines)), "tool_calls": calls}
 
 
-def _digests(asked: Asked, policy: str) -> list[str]:
+def _digests(asked: ApiRequest, policy: str) -> list[str]:
     """Digests of policy and tools (and the prompt without messages), of these with the first message, and so on."""
     digests = [_digest([policy, *asked.tools, asked.prompt])]
     for each in asked.messages:

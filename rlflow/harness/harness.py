@@ -38,9 +38,9 @@ class Harness(Environment):
     Args:
         run: Dotted path of a function `(row, base_url, api_key)`, plain or `async`; or a program with its arguments, as
             a list.
-        seconds: Time limit of an episode. Each episode runs in a process, which is then killed with all that it
+        timeout_s: Time limit of an episode. Each episode runs in a process, which is then killed with all that it
             started.
-        concurrency: Maximum number of episodes of a rank that are in progress at the same time.
+        max_concurrent: Maximum number of episodes of a rank that are in progress at the same time.
         max_calls: Maximum number of answers that an episode gets; further calls are refused.
         model: The name by which the agent calls the policy.
         other_models: Further names that the agent calls. The policy answers to these names too, unless a node gives
@@ -58,8 +58,8 @@ class Harness(Environment):
     def __init__(
         self,
         run: str | Sequence[str],
-        seconds: float = 600.0,
-        concurrency: int = 32,
+        timeout_s: float = 600.0,
+        max_concurrent: int = 32,
         max_calls: int = 64,
         model: str = "policy",
         other_models: Sequence[str] = (),
@@ -67,23 +67,23 @@ class Harness(Environment):
         memory_mb: int | None = 4096,
         on_failure: OnFailure = "raise",
     ) -> None:
-        for name, count in {"concurrency": concurrency, "max_calls": max_calls}.items():
+        for name, count in {"max_concurrent": max_concurrent, "max_calls": max_calls}.items():
             if count < 1:
                 raise UserError(f"`{name}` is {count}; give 1 or more")
         if not run:
             raise UserError("`run` is empty; give the dotted path of a function, or a program with its arguments")
         super().__init__(
-            environment=Harness, max_turns=max_calls, seconds=seconds, workers=concurrency, on_failure=on_failure
+            environment=Harness, max_turns=max_calls, timeout_s=timeout_s, workers=max_concurrent, on_failure=on_failure
         )
         self.run = run if isinstance(run, str) else list(run)
-        self.concurrency = concurrency
+        self.max_concurrent = max_concurrent
         self.max_calls = max_calls
         self.model = model
         self.models = (model, *([other_models] if isinstance(other_models, str) else other_models))
         self.ignore = frozenset([ignore] if isinstance(ignore, str) else ignore)
         if read := self.ignore & READ:
             raise UserError(f"`ignore` has {sorted(read)[0]!r}, without which no request can be answered; leave it out")
-        self.limits = Limits(seconds=seconds, memory_mb=memory_mb, file_mb=LARGEST_FILE_MB)
+        self.limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb, file_mb=LARGEST_FILE_MB)
 
     @cached_property
     def definitions(self) -> dict[str, Definition]:

@@ -216,7 +216,7 @@ def _bar_width(console: RichConsole) -> int:
 
 
 def _live_bar(terminal: TextIO | None, total_steps: int, steps_done: int) -> Progress | None:
-    """A bar on a terminal, started; None where the output is no terminal."""
+    """A bar on a terminal, started; None where the output is not a terminal."""
     if terminal is None or not terminal.isatty():
         return None
     console = RichConsole(file=terminal)
@@ -276,7 +276,7 @@ class LogLimit:
             self._look()
 
     def _look(self) -> None:
-        with suppress(OSError):  # a folder that was removed, or a full disk, is no reason to end
+        with suppress(OSError):  # a folder that was removed, or a full disk, is not a reason to end
             if self._log.stat().st_size > self._most:
                 self._cut()
 

@@ -85,7 +85,7 @@ class LightningLogger(Logger):
                 runs[key] = self._logger.version
         except Exception as error:
             raise UserError(
-                f"`logger`: {type(self._logger).__name__} cannot start ({one_line(error)}); mend that, or leave it out"
+                f"`logger`: {type(self._logger).__name__} cannot start ({one_line(error)}); fix that, or leave it out"
             ) from error
         (folder / RUNS_FILE).write_text(json.dumps(runs, indent=2) + "\n")
 

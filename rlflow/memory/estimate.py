@@ -53,8 +53,8 @@ class Memory:
     def awake(self) -> float:
         """Bytes of all engines at the fullest moment: the engines that take most are awake, the others sleep."""
         woken = {name: of.awake(self.capacity) - of.asleep(self.capacity) for name, of in self.engines.items()}
-        at_once = [*((name,) for name in self.engines), *self.together]
-        return self.asleep + max((sum(woken[name] for name in names) for names in at_once), default=0.0)
+        awake = [*((name,) for name in self.engines), *self.together]
+        return self.asleep + max((sum(woken[name] for name in names) for names in awake), default=0.0)
 
     @property
     def generating(self) -> float:

@@ -11,7 +11,7 @@ from rlflow.models.attention import heads_of
 from rlflow.models.logprobs import unknown_logit_settings
 from rlflow.models.mixers import MIXERS, STATE_LAYERS, mixers_of
 from rlflow.models.picture_processor import FAMILIES, reads_pictures
-from rlflow.models.remote_code import class_beside
+from rlflow.models.remote_code import stored_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,13 +37,13 @@ NOT_ARCHITECTURE = {
 
 
 def check_architecture(
-    config: PretrainedConfig, said_by: str, scores_tokens: bool, trust_remote_code: bool = False
+    config: PretrainedConfig, setting: str, scores_tokens: bool, trust_remote_code: bool = False
 ) -> None:
     """Refuse a model that would score packed sequences wrongly.
 
     Args:
         config: The model's transformers configuration.
-        said_by: Setting that named the model, as the error calls it.
+        setting: Setting that named the model, as the error calls it.
         scores_tokens: Whether it is read as a causal language model, with an output layer that scores tokens.
         trust_remote_code: Whether code in the model's folder may run and define how the model computes.
 
@@ -57,8 +57,8 @@ def check_architecture(
     )
 
     auto = "AutoModelForCausalLM" if scores_tokens else "AutoModelForSequenceClassification"
-    beside = class_beside(config, auto) if trust_remote_code else None
-    kind: Any = beside or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # its language model
+    stored = stored_class(config, auto) if trust_remote_code else None
+    kind: Any = stored or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # its language model
     reason: str | None
     if reads_pictures(config):
         of_pictures = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
@@ -72,13 +72,13 @@ def check_architecture(
             reason += ": its own part, `AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(FOLDER)`"
     elif kind is None:
         named = f", and `auto_map` of its config.json names no {auto}" if trust_remote_code else ""
-        reason = f"is no causal language model of transformers'{named}; give one"
-    elif not scores_tokens and beside is None and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        reason = "is no model for sequence classification of transformers', as one of values or rewards is; give one"
+        reason = f"is not a causal language model of transformers'{named}; give one"
+    elif not scores_tokens and stored is None and type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        reason = "is not a model for sequence classification of transformers', as one of values or rewards is; give one"
     else:
         reason = _refusal(config, kind, scores_tokens, trust_remote_code)
     if reason is not None:
-        raise UserError(f"{said_by} is of the type {config.model_type!r}: it {reason}")
+        raise UserError(f"{setting} is of the type {config.model_type!r}: it {reason}")
 
 
 def _refusal(config: Any, kind: Any, scores_tokens: bool, trust_remote_code: bool) -> str | None:

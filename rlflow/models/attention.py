@@ -230,7 +230,7 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [N, heads, head_dim]
-    # The window counts the tokens to the left and to the right of a token, itself not included; -1 is no limit.
+    # The window counts the tokens to the left and to the right of a token, itself not included; -1 means no limit.
     left = -1 if scores.window is None else scores.window - 1
     grouped = q.shape[1] != k.shape[1]
     out = varlen_attn(q, k, v, *starts, *longest, scale=scores.scale, window_size=(left, 0), enable_gqa=grouped)

@@ -180,9 +180,9 @@ class CausalLM(ModelHandle):
         """Whether its rows need the column `support`, because a loss scores them over some of the vocabulary."""
         return bool(self.truncation) and self.trainable
 
-    def notes_own_support(self, beside_datasets: bool) -> bool:
+    def notes_own_support(self, with_datasets: bool) -> bool:
         """Whether its own settings' support is stored: if it is trained on it, or if datasets need the column."""
-        return self.trains_on_support or (beside_datasets and self.top_k is not None)
+        return self.trains_on_support or (with_datasets and self.top_k is not None)
 
     def score(self, rows: Tokens) -> tuple[PerToken, PerToken]:
         """Log-probability of each response token, and entropy of the model's distribution at the token's place.
@@ -445,7 +445,7 @@ class CausalLM(ModelHandle):
             UserError: `decay` is not in this range, this model is frozen, or it trains adapters.
         """
         if not 0 <= decay < 1:
-            raise UserError(f"`decay` of `averaged` is {decay}; give 0 to below 1, 0.99 say")
+            raise UserError(f"`decay` of `averaged` is {decay}; give 0 to below 1, such as 0.99")
         if not self.trainable:
             raise UserError(f"{self.model!r} is frozen, so its average never moves; set `trainable`, or use it itself")
         if self.lora is not None:
@@ -638,7 +638,7 @@ class TokenHead(nn.Module):
         targets: Tensor,
         temperature: float | Tensor = 1.0,
         readout: Readout | None = None,
-        *beside: Any,
+        *head_inputs: Any,
     ) -> tuple[Tensor, ...]:
         """Log-probabilities `[N]` of the targets, and entropies `[N]`; or what `readout` computes instead.
 
@@ -647,11 +647,11 @@ class TokenHead(nn.Module):
             targets: `[N]` int64.
             temperature: Temperature that divides the logits; or `[N]`, one for each token.
             readout: Function to compute instead of the two.
-            beside: Further arguments of the readout; a tensor has an entry for each target, `[N, ...]`.
+            head_inputs: Further arguments of the readout; a tensor has an entry for each target, `[N, ...]`.
         """
         softmax = self.softmax_at(temperature)
         if readout is not None:
-            return readout(hidden, self.weight, targets, softmax, *beside)
+            return readout(hidden, self.weight, targets, softmax, *head_inputs)
         return token_logprobs(hidden, self.weight, targets, softmax)
 
     def softmax_at(self, temperature: float | Tensor) -> Softmax:
@@ -670,31 +670,31 @@ Readout = Callable[..., tuple[Tensor, ...]]
 
 
 def of_tokens(
-    top: int, hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
+    top: int, hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, others: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """A readout: log-probabilities of the targets, of the tokens `beside` `[R, K]`, and of the `top` likeliest tokens.
+    """A readout: log-probabilities of the targets, of the `[R, K]` tokens `others`, and of the `top` likeliest tokens.
 
     Returns:
         `[R]` log-probabilities of the targets, `[R, K + top]` of the other tokens, and `[R, K + top]` these tokens.
     """
-    ids = targets[:, None] if beside is None else torch.cat([targets[:, None], beside], 1)
+    ids = targets[:, None] if others is None else torch.cat([targets[:, None], others], 1)
     logprobs, _, tokens = logprobs_of_tokens(hidden, weight, ids, softmax, top)
     return logprobs[:, 0], logprobs[:, 1:], tokens[:, 1:]
 
 
 def over_support(
-    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
+    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, support: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """A readout: `[R]` log-probabilities of the targets and `[R]` entropies over the tokens `beside`, of `supports`."""
-    return token_logprobs(hidden, weight, targets, softmax, support=beside)
+    """A readout: `[R]` log-probabilities of the targets and `[R]` entropies over the tokens `support` of `supports`."""
+    return token_logprobs(hidden, weight, targets, softmax, support=support)
 
 
 def of_support(
-    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, beside: Tensor | None
+    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Softmax, support: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Like `over_support`, and then the `[R, K]` log-probabilities of these tokens; K is 0 where `beside` is None."""
-    ids = targets[:, None] if beside is None else torch.cat([targets[:, None], beside.clamp(min=0)], 1)
-    logprobs, entropy, _ = logprobs_of_tokens(hidden, weight, ids, softmax, support=beside)
+    """Like `over_support`, and then the `[R, K]` log-probabilities of these tokens; K is 0 where `support` is None."""
+    ids = targets[:, None] if support is None else torch.cat([targets[:, None], support.clamp(min=0)], 1)
+    logprobs, entropy, _ = logprobs_of_tokens(hidden, weight, ids, softmax, support=support)
     return logprobs[:, 0], entropy, logprobs[:, 1:]
 
 

@@ -386,16 +386,16 @@ class ModelHandle(ABC):
         self,
         rows: Tokens,
         score: Callable[[Tokens, Any], tuple[ModelInput, tuple[Tensor, ...]]],
-        beside: Tensor | Ragged | None = None,
+        extra: Tensor | Ragged | None = None,
         at_end: bool = False,
     ) -> tuple[Tensor, ...]:
         """Like `_scores`: in one pass within `training`, else by micro-batch, without gradients.
 
         Args:
             rows: Rows to score.
-            score: Function that takes some of the rows, and the part of `beside` that belongs to them, and returns the
+            score: Function that takes some of the rows, and the part of `extra` that belongs to them, and returns the
                 result of `_forward_pass` for these.
-            beside: A further tensor `[B, ...]` with an entry for each row, such as tokens to score; or further prompts,
+            extra: A further tensor `[B, ...]` with an entry for each row, such as tokens to score; or further prompts,
                 see `ForwardPlan.split`. None for neither.
             at_end: See `_scores`.
         """
@@ -403,16 +403,16 @@ class ModelHandle(ABC):
         rows = whole(rows) if at_end else rows  # not checked: responses, in which a placeholder is a token
         device = rows.response_ids.device
 
-        def scores(own: Tokens, beside: Tensor | Ragged | None) -> tuple[Tensor, ...]:
-            read, values = score(own, beside)
+        def scores(own: Tokens, extra: Tensor | Ragged | None) -> tuple[Tensor, ...]:
+            read, values = score(own, extra)
             return tuple(read.unpack(value).to(device) for value in values)
 
         if self.in_training:
-            return scores(rows, beside)
+            return scores(rows, extra)
         on_cpu(rows)  # one transfer for all rows, not one for each micro-batch
         with torch.no_grad():
-            parts = self.plan.micro_batches(rows, [beside] if isinstance(beside, Ragged) else [])
-            found = [scores(take(rows, part), _at(beside, part)) for part in parts]
+            parts = self.plan.micro_batches(rows, [extra] if isinstance(extra, Ragged) else [])
+            found = [scores(take(rows, part), _at(extra, part)) for part in parts]
         order = on_device(torch.cat(parts).argsort(), device)
         return tuple(torch.cat(values)[order] for values in zip(*found, strict=True))
 
@@ -426,10 +426,10 @@ class ModelHandle(ABC):
         """
         assert self._forward is not None, "attach comes first"
         peers = self.plan.peers
-        beside = tuple(each for each in arguments if isinstance(each, Tensor))
-        parts = replace(self.plan.model_input(rows), beside=beside).divide(peers.size)
+        head_inputs = tuple(each for each in arguments if isinstance(each, Tensor))
+        parts = replace(self.plan.model_input(rows), head_inputs=head_inputs).divide(peers.size)
         read = parts[peers.rank].to(next(self._forward.parameters()).device)
-        own = iter(read.beside)
+        own = iter(read.head_inputs)
         last = [next(own) if isinstance(each, Tensor) else each for each in arguments]
         more = {"routing": self._routing(read), "prefixes": read.prefixes, "pictures": read.pictures}
         values = self._forward(*read.arguments(), *last, **more)
@@ -454,8 +454,8 @@ class ModelHandle(ABC):
         return None
 
 
-def _at(beside: Tensor | Ragged | None, index: Tensor) -> Tensor | Ragged | None:
-    """The part of `beside` that belongs to the rows at `index`."""
-    if beside is None:
+def _at(extra: Tensor | Ragged | None, index: Tensor) -> Tensor | Ragged | None:
+    """The part of `extra` that belongs to the rows at `index`."""
+    if extra is None:
         return None
-    return beside.take(index) if isinstance(beside, Ragged) else rows_at(beside, index)
+    return extra.take(index) if isinstance(extra, Ragged) else rows_at(extra, index)

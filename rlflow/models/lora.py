@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlflow.errors import UserError, one_line, require
 from rlflow.models.mixers import read_by_kernels
 from rlflow.models.picture_processor import class_of, copy_processor, reads_pictures
-from rlflow.models.remote_code import code_beside
+from rlflow.models.remote_code import stored_code
 from rlflow.models.sizes import experts
 from rlflow.models.tiny import resolve_model
 from rlflow.models.weight_files import write_generation_config
@@ -112,7 +112,7 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
     for name, layer in adapted_layers(model):
         linear = isinstance(layer.get_base_layer(), nn.Linear)
         if not linear or isinstance(layer, ParamWrapper) or not {ADAPTER} <= layer.lora_A.keys():  # experts and routers
-            raise UserError(f"`lora.targets` is {lora.targets!r}, and {name!r} is no linear layer; name linear ones")
+            raise UserError(f"`lora.targets` is {lora.targets!r}, and {name!r} is not a linear layer; name linear ones")
         if name in read_past:
             raise UserError(
                 f"`lora.targets` is {lora.targets!r}, and a kernel for CUDA reads the weight of {name!r} without its"
@@ -236,13 +236,15 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
     try:
         config = PeftConfig.from_pretrained(str(adapter))
     except (OSError, TypeError, ValueError) as error:
-        raise UserError(f"`--model` {str(adapter)!r}: {CONFIG} cannot be read ({one_line(error)}); mend it") from error
+        raise UserError(
+            f"`--model` {str(adapter)!r}: {CONFIG} cannot be read ({one_line(error)}); correct it"
+        ) from error
     base = resolve_model(str(config.base_model_name_or_path), scratch)
     scalar = config.task_type == "SEQ_CLS"
     kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     settings = {"num_labels": 1} if scalar else {}
     try:
-        with code_beside(
+        with stored_code(
             base, "architecture", trust_remote_code, "the base of `--model`", "rlflow export --trust_remote_code"
         ):
             architecture = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
@@ -256,7 +258,10 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
         raise
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"`--model` {str(adapter)!r} on {str(base)!r} cannot be loaded: {reason}") from error
+        raise UserError(
+            f"`--model` {str(adapter)!r} on {str(base)!r} cannot be loaded: {reason}; give the model that it"
+            " was trained on"
+        ) from error
     generation = merged.generation_config if merged.can_generate() else None
     if generation is not None:  # which `save_pretrained` may refuse
         merged.generation_config = type(generation)()

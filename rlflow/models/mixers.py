@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 STATE_LAYERS = {"conv", "hybrid", "linear_attention"}  # of `layer_types`: those that have a mixer
 ROW_NUMBERS = "seq_idx"  # the argument by which transformers tells every mixer each token's row
-# Other arguments that tell mixers where rows of a line begin; rows side by side are no line.
+# Other arguments that tell mixers where rows of a line begin; rows side by side are not a line.
 PLACES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
@@ -132,8 +132,8 @@ def slow_states(model: nn.Module, device: torch.device) -> str:
         return ""
     kinds = {type(module).__name__ for module in model.modules() if isinstance(module, MixerOfRows)}
     missing = {kernel.package for kind in kinds for kernel in MIXERS[kind].kernels if not kernel.knows_rows()}
-    mend = f"; `pip install {' '.join(sorted(missing))}` brings kernels" if missing else ", and none is known"
-    return f"torch computes the states of its layers, several times slower than a kernel would{mend}"
+    fix = f"; `pip install {' '.join(sorted(missing))}` brings kernels" if missing else ", and none is known"
+    return f"torch computes the states of its layers, several times slower than a kernel would{fix}"
 
 
 def read_by_kernels(model: nn.Module) -> set[str]:

@@ -60,7 +60,7 @@ def make_models(module: object) -> None:
         if isinstance(value, str):
             setattr(module, name, kind(value))
         elif value is not None and not isinstance(value, kind):
-            raise UserError(f"`{name}` is {value!r:.80}, which is no {kind.__name__}; give one")
+            raise UserError(f"`{name}` is {value!r:.80}, which is not a {kind.__name__}; give one")
 
 
 def model_parameters(cls: type) -> dict[str, type[ModelHandle]]:

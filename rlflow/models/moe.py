@@ -34,7 +34,7 @@ class MoE:
 
     def __post_init__(self) -> None:
         if not 0 <= self.router_aux_loss_coef < float("inf"):
-            raise UserError(f"`moe.router_aux_loss_coef` is {self.router_aux_loss_coef}; give 0 or more, 0.001 say")
+            raise UserError(f"`moe.router_aux_loss_coef` is {self.router_aux_loss_coef}; give 0 or more, such as 0.001")
         if self.freeze_router and self.router_aux_loss_coef > 0:
             raise UserError(
                 f"`moe.router_aux_loss_coef` is {self.router_aux_loss_coef}, and `moe.freeze_router` freezes the"
@@ -108,12 +108,12 @@ WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 TYPES = ("gpt_oss", "mixtral", "qwen3_moe")
 
 
-def check_moe(config: Any, said_by: str) -> None:
+def check_moe(config: Any, setting: str) -> None:
     """Refuse settings of experts for a model that has no experts, or routers of an unknown kind.
 
     Args:
         config: The model's transformers configuration.
-        said_by: Name of the setting in the error, such as `moe`.
+        setting: Name of the setting in the error, such as `moe`.
 
     Raises:
         UserError: The model has no routers that are known here.
@@ -121,7 +121,7 @@ def check_moe(config: Any, said_by: str) -> None:
     if config.model_type in TYPES:
         return
     why = "has no experts" if experts(config.to_dict()) is None else "has routers that are not known here"
-    raise UserError(f"{said_by} is given, and the model, of the type {config.model_type!r}, {why}; leave it out")
+    raise UserError(f"{setting} is given, and the model, of the type {config.model_type!r}, {why}; leave it out")
 
 
 def expert_dtype(config: Any) -> torch.dtype:

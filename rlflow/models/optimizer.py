@@ -32,10 +32,11 @@ class Optimizer:
         betas: Decays of AdamW's two moments.
         eps: Number that AdamW adds to its divisor.
         weight_decay: Weight decay: decoupled from the gradient in AdamW, added to the gradient in SGD.
-        warmup_steps: Number of updates, or of steps if `by` is `steps`, over which the learning rate rises from 0.
+        warmup_steps: Number of updates, or of steps if `interval` is `steps`, over which the learning rate rises from
+            0.
         schedule: Course of the learning rate after the warm-up, until the last update.
-        by: Unit of `warmup_steps` and `schedule`: updates, or steps of the run. If the number of rows is not known
-            in advance, neither is the number of updates; the number of steps is.
+        interval: Unit of `warmup_steps` and `schedule`: updates, or steps of the run. If the number of rows is not
+            known in advance, neither is the number of updates; the number of steps is.
         gradient_clipping: Largest norm of the gradient over all parameters; 0 for no limit.
         arguments: More arguments of the class, as in `{momentum: 0.9}`. A class given by its path gets these and `lr`.
     """
@@ -47,7 +48,7 @@ class Optimizer:
     weight_decay: float = 0.0
     warmup_steps: int = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    by: Literal["updates", "steps"] = "updates"
+    interval: Literal["updates", "steps"] = "updates"
     gradient_clipping: float = 1.0
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -89,7 +90,7 @@ class Optimizer:
             )
         found = object_at(path, f"`optimizer.name` is {self.name!r}")
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-            raise UserError(f"`optimizer.name` is {self.name!r}, which is no torch.optim.Optimizer; name one")
+            raise UserError(f"`optimizer.name` is {self.name!r}, which is not a torch.optim.Optimizer; name one")
         return found
 
     def made(self, groups: Sequence[Mapping[str, Any]], trained: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -155,8 +156,8 @@ class Optimizer:
 class GroupedOptimizer(Optimizer):
     """An optimizer from a module's `configure_optimizers`, with groups of weights that have their own settings.
 
-    Of the settings, `warmup_steps`, `schedule`, `by` and `gradient_clipping` hold for all groups; each group has a
-    highest learning rate of its own.
+    Of the settings, `warmup_steps`, `schedule`, `interval` and `gradient_clipping` hold for all groups; each group has
+    a highest learning rate of its own.
 
     Attributes:
         given: The optimizer over parameters without values; `made` puts those of the loaded model in their place.

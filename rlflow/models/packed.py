@@ -31,7 +31,7 @@ from rlflow.models.picture_processor import (
     reads_pictures,
 )
 from rlflow.models.prefixes import SHORTEST, Prefixes, gather
-from rlflow.models.remote_code import code_beside, register_decoder
+from rlflow.models.remote_code import register_decoder, stored_code
 from rlflow.models.weight_files import WeightFiles, finish, not_finite, write_generation_config
 from rlflow.models.weights import Weight, is_adapter, plain_name, stored_buffers
 from rlflow.storage.safetensors_files import is_finite
@@ -171,9 +171,9 @@ class PackedModel(nn.Module):
         rows = probe(self.model.config.get_text_config().vocab_size)
         reader = None if self.processor is None else PictureReader(self.processor, no_pictures)
         line, attention, self.divided = pack(rows, share_prefixes, reader), self.divided, None
-        mend = ", or set `strategy.init_args.share_prefixes: false`" if share_prefixes else ""
+        fix = ", or set `strategy.init_args.share_prefixes: false`" if share_prefixes else ""
         packed, own = self._scored_both_ways(forward, rows, line.to(device))
-        self._refuse_unlike(packed, own, "its own forward and the packed one", mend)
+        self._refuse_unlike(packed, own, "its own forward and the packed one", fix)
         if reads_side_by_side(self) and self.dtype in NARROW:
             with Float32Arithmetic():
                 wide = self._scored_both_ways(forward, rows, line.to(device))
@@ -196,7 +196,7 @@ class PackedModel(nn.Module):
         return packed, torch.cat(own)
 
     def _refuse_unlike(
-        self, found: Tensor, expected: Tensor, ways: str, mend: str = "", dtype: torch.dtype | None = None
+        self, found: Tensor, expected: Tensor, ways: str, fix: str = "", dtype: torch.dtype | None = None
     ) -> None:
         """Refuse a model with other scores `[R]`: it scales or caps outputs, or has its own attention or a state."""
         largest = max(1.0, float(expected.abs().mean()))
@@ -205,7 +205,7 @@ class PackedModel(nn.Module):
         if not difference <= allowed:
             raise UserError(
                 f"{type(self.model).__name__} cannot be scored here: {ways} differ by {difference:.2g} per token "
-                f"(allowed {allowed:.2g}); use a model with plain causal attention and plain logits{mend}"
+                f"(allowed {allowed:.2g}); use a model with plain causal attention and plain logits{fix}"
             )
 
     @contextmanager
@@ -411,7 +411,7 @@ def _from_pretrained(
     import transformers
     from safetensors import SafetensorError
 
-    with code_beside(path, "architecture", trust_remote_code):
+    with stored_code(path, "architecture", trust_remote_code):
         try:
             register_decoder(path, trust_remote_code)
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -429,7 +429,7 @@ def _from_pretrained(
             raise UserError(f"`model` {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
         except UnpicklingError as error:  # transformers reads files of pickles with `weights_only`
             raise UserError(
-                f"`model` {str(path)!r} cannot be loaded: its weights are no safetensors, and unpickling them would do"
+                f"`model` {str(path)!r} cannot be loaded: its weights are not safetensors, and unpickling them would do"
                 " more than read tensors; take the model in safetensors"
             ) from error
     return model, report

@@ -86,7 +86,7 @@ class ModelInput:
         columns: Other columns that the model reads, by name: `[N, ...]` with an entry for each token of the line,
             `[R, ...]` with one for each response token, or all entries of the rows. `pictures` is `[N]`, a number for
             each token, equal in rows with the same pictures. Empty where the line is divided.
-        beside: `[R, ...]` each, further arguments of the output layer with an entry for each scored token, such as
+        head_inputs: `[R, ...]` each, further arguments of the output layer with an entry for each scored token, such as
             tokens to score there.
         prefixes: The tokens of the line that each row sees, if rows share tokens; else None.
         pictures: The pictures of the rows, for a model that reads pictures; else None.
@@ -103,7 +103,7 @@ class ModelInput:
     mask: Tensor
     useful_tokens: int
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    beside: tuple[Tensor, ...] = ()
+    head_inputs: tuple[Tensor, ...] = ()
     prefixes: Prefixes | None = None
     pictures: PicturesRead | None = None
     order: Tensor | None = None
@@ -153,7 +153,7 @@ class ModelInput:
                 targets=self.targets[inside[part]],
                 mask=self.mask,
                 useful_tokens=min(max(self.useful_tokens - part * length, 0), length),
-                beside=tuple(rows_at(each, inside[part]) for each in self.beside),
+                head_inputs=tuple(rows_at(each, inside[part]) for each in self.head_inputs),
                 prefixes=None if self.prefixes is None else self.prefixes.padded(total, len(padding)),
                 order=None if self.prefixes is None else torch.cat(inside).argsort(),
             )
@@ -258,7 +258,9 @@ def pack(rows: Tokens, share_prefixes: bool = False, reader: PictureReader | Non
     Raises:
         UserError: A row has a response and no prompt.
     """
-    beside = {name: data for name, data in columns_of(rows).items() if MODEL_INPUTS[name].model_input != "output layer"}
+    in_line = {
+        name: data for name, data in columns_of(rows).items() if MODEL_INPUTS[name].model_input != "output layer"
+    }
     rows = on_cpu(rows)
     counts = token_counts(rows)
     prompts = rows.prompt_ids.lengths
@@ -291,10 +293,10 @@ def pack(rows: Tokens, share_prefixes: bool = False, reader: PictureReader | Non
         targets=rows.response_ids[mask],
         mask=mask,
         useful_tokens=total,
-        columns={name: _in_line(name, data, counts, mask) for name, data in beside.items()} if total else {},
+        columns={name: _in_line(name, data, counts, mask) for name, data in in_line.items()} if total else {},
     )
     if reader is not None:
-        line = _with_pictures(line, reader, beside.get(PICTURES), counts)
+        line = _with_pictures(line, reader, in_line.get(PICTURES), counts)
     return _shared(line) if share_prefixes else line
 
 
@@ -349,17 +351,17 @@ def _compared(line: ModelInput) -> list[NDArray[np.int64]]:
     No numbers of two rows are equal if the rows have a column with any number of entries, or other pictures.
     """
     assert line.cu_seqlens is not None
-    read, beside = line.input_ids[0], []
+    read, columns = line.input_ids[0], []
     for name, data in line.columns.items():
         if MODEL_INPUTS[name].per_read_token:
-            beside.append(data.flatten(1).long())
+            columns.append(data.flatten(1).long())
         elif name == PICTURES:
-            beside.append(data[:, None])
+            columns.append(data[:, None])
         elif MODEL_INPUTS[name].kind is ColumnKind.RAGGED:
             lengths = line.cu_seqlens.diff().long()
-            beside.append(torch.arange(len(lengths)).repeat_interleave(lengths)[:, None])
-    if beside:
-        read = torch.cat([read[:, None], *beside], 1).unique(dim=0, return_inverse=True)[1]
+            columns.append(torch.arange(len(lengths)).repeat_interleave(lengths)[:, None])
+    if columns:
+        read = torch.cat([read[:, None], *columns], 1).unique(dim=0, return_inverse=True)[1]
     return np.split(read.numpy(), line.cu_seqlens[1:-1].tolist())
 
 

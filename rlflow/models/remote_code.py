@@ -11,8 +11,8 @@ from rlflow.errors import UserError, one_line
 
 
 @contextmanager
-def code_beside(
-    path: Path, part: str, trust_remote_code: bool, said_by: str = "`model`", key: str = "trust_remote_code"
+def stored_code(
+    path: Path, part: str, trust_remote_code: bool, setting: str = "`model`", key: str = "trust_remote_code"
 ) -> Iterator[None]:
     """A context for loading a part of a model that may be code in the model's folder; reports its errors in a line.
 
@@ -20,7 +20,7 @@ def code_beside(
         path: Folder or Hugging Face name of the model.
         part: Name of the part in errors, such as `architecture`.
         trust_remote_code: Whether code in the model's folder may run.
-        said_by: Name in errors of the setting that named the model.
+        setting: Name in errors of the setting that named the model.
         key: Name in errors of the setting that allows code to run.
 
     Raises:
@@ -36,24 +36,24 @@ def code_beside(
     except Exception as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise UserError(
-                f"{said_by} is {str(path)!r}, whose {part} is code stored with it (`auto_map`), and code"
+                f"{setting} is {str(path)!r}, whose {part} is code stored with it (`auto_map`), and code"
                 f" that runs can do all that you can; read it, then set `{key}` to true, or take a model that"
                 " transformers knows by itself"
             ) from error
         if trust_remote_code and not isinstance(error, OSError | ValueError):
             raise UserError(
-                f"{said_by} is {str(path)!r}, and the code stored with it fails where its {part} is loaded"
-                f" ({type(error).__name__}: {one_line(error)}); mend that code, or take another model"
+                f"{setting} is {str(path)!r}, and the code stored with it fails where its {part} is loaded"
+                f" ({type(error).__name__}: {one_line(error)}); correct that code, or take another model"
             ) from error
         raise
 
 
-def class_beside(config: Any, kind: str) -> Any:
+def stored_class(config: Any, kind: str) -> Any:
     """The class that a model's own code has for a key of `auto_map`; None if it has none. Runs the file of the class.
 
     Args:
         config: The model's transformers configuration, which was loaded from the folder of the code.
-        kind: Key of `auto_map`: `AutoModelForCausalLM`, say.
+        kind: Key of `auto_map`, such as `AutoModelForCausalLM`.
     """
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -75,6 +75,6 @@ def register_decoder(path: Path, trust_remote_code: bool) -> None:
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if type(config) not in MODEL_MAPPING:  # else other roles would get this one's code
-        decoder = class_beside(config, "AutoModel")
+        decoder = stored_class(config, "AutoModel")
         if decoder is not None:
             AutoModel.register(type(config), decoder)

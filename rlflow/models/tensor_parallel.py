@@ -172,7 +172,7 @@ class Shared(nn.Module):
         from torch.distributed.tensor import Partial
 
         weight: Any = self._parameters["weight"]
-        # A plain attribute cannot be set to a tensor that is no parameter.
+        # A plain attribute cannot be set to a tensor that is not a parameter.
         self._parameters["weight"] = weight.to_local(grad_placements=[Partial()])
         try:
             output: Tensor = super().forward(hidden)
@@ -190,11 +190,11 @@ class RowsOfTokenHead(TokenHead):
         targets: Tensor,
         temperature: float | Tensor = 1.0,
         readout: Readout | None = None,
-        *beside: Any,
+        *head_inputs: Any,
     ) -> tuple[Tensor, ...]:
         """See `TokenHead.forward`; for a `readout` the weight is gathered, and each rank computes the same."""
         if readout is not None:
-            return readout(hidden, _gathered(self.weight), targets, self.softmax_at(temperature), *beside)
+            return readout(hidden, _gathered(self.weight), targets, self.softmax_at(temperature), *head_inputs)
         rows, first, group = _local(self.weight), first_row(self.weight), _group(self.weight)
         return divided_logprobs(hidden, rows, targets, first, group, self.softmax_at(temperature))
 

@@ -41,7 +41,7 @@ EMBEDDED = ("tiny", "tiny_bpe", "tiny_moe", "tiny_vision")
 MERGES = Path(__file__).with_name("tiny_merges.txt")  # of the byte BPE, see benchmarks/tiny_merges.py
 
 
-def resolve_model(model: str, scratch: Path, said_by: str = "`model`", role: str = "actor") -> Path:
+def resolve_model(model: str, scratch: Path, setting: str = "`model`", role: str = "actor") -> Path:
     """The place of the weights of `model`: a folder, or the Hugging Face name itself.
 
     Args:
@@ -49,7 +49,7 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`", role: str
             one of its checkpoints, or a Hugging Face name `organisation/name`.
         scratch: Folder in which embedded models, and those of checkpoints, are written. All ranks may call this at the
             same time.
-        said_by: Name in errors of the setting that named the model.
+        setting: Name in errors of the setting that named the model.
         role: Role of a checkpoint whose weights are taken; if it has no such role, those of `actor` or of its only one.
 
     Raises:
@@ -71,19 +71,19 @@ def resolve_model(model: str, scratch: Path, said_by: str = "`model`", role: str
     if os.path.exists(folder):  # False for names that no folder can have, for which `Path.exists` raises
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise UserError(
-                f"{said_by} is {model!r}, which holds an adapter and no model; write the model of both by"
+                f"{setting} is {model!r}, which holds an adapter and no model; write the model of both by"
                 f" `rlflow export --model {model} --to FOLDER`, and give that folder"
             )
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"{said_by} is {model!r}, which has no config.json; give a model's folder in Hugging Face form"
+                f"{setting} is {model!r}, which has no config.json; give a model's folder in Hugging Face form"
             )
         return folder
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         offline_unless_reached()
         return folder
     raise UserError(
-        f"{said_by} is {model!r:.200}, which is neither a folder nor a Hugging Face name; "
+        f"{setting} is {model!r:.200}, which is neither a folder nor a Hugging Face name; "
         f"give an existing folder, organisation/name, or {' or '.join(f'`{name}`' for name in EMBEDDED)}"
     )
 

@@ -24,7 +24,7 @@ class Weight:
     """A tensor that a model computes with.
 
     Attributes:
-        name: Name of the weight in Hugging Face form, `model.layers.0.self_attn.q_proj.weight` say.
+        name: Name of the weight in Hugging Face form, such as `model.layers.0.self_attn.q_proj.weight`.
         parameter: The weight without its adapter; or a buffer that is stored in the model's files.
         adapter: The peft layer whose adapter is added to the weight; None if it has no adapter.
     """

@@ -7,7 +7,7 @@ import socket
 
 
 def listening(address: str, port: int) -> socket.socket | None:
-    """A socket on the interface of `address`; None where that is no address of this machine, such as a service's.
+    """A socket on the interface of `address`; None where that is not an address of this machine, such as a service's.
 
     Args:
         address: A host's name or number.

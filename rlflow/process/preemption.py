@@ -214,7 +214,7 @@ def saved(line: str) -> None:
 
 
 def _forget() -> None:
-    """Called in each forked child: set Python's default handlers, since the child is no rank of the run."""
+    """Called in each forked child: set Python's default handlers, since the child is not a rank of the run."""
     global _mine
     if _mine is None:
         return

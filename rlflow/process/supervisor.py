@@ -239,7 +239,7 @@ def before(function: Callable[[], None]) -> None:
 def leave(code: int) -> None:
     """Call the functions registered by `before`, then give Python `EXIT_S` to end this process by itself.
 
-    Python waits at its end for threads that are no daemons, and for processes of `multiprocessing`, without a limit.
+    Python waits at its end for threads that are not daemons, and for processes of `multiprocessing`, without a limit.
     After `EXIT_S` one line names them, and the process exits with `code`.
     """
     while _first:

@@ -68,8 +68,8 @@ class MathVerify(SampleReward):
         expected = _boxed(answer)
         if not expected:
             raise UserError(
-                f"column `{self.answer}` holds {answer[:60]!r}, no expression that math-verify can read; mend or remove"
-                " the row"
+                f"column `{self.answer}` holds {answer[:60]!r}, no expression that math-verify can read; correct or"
+                " remove the row"
             )
         return expected
 

@@ -13,12 +13,12 @@ from typing import Any
 class RewardCalls:
     """Calls in threads, each known by its place; at the end of the `with` block no call runs.
 
-        with RewardCalls(at_once=4) as calls:
+        with RewardCalls(max_concurrent=4) as calls:
             scores = [calls.begin(place, partial(ask, text)) for place, text in enumerate(texts)]
             return [score.result() for score in scores]
 
     Args:
-        at_once: Most calls that run at the same time. They begin in the order in which they were given.
+        max_concurrent: Most calls that run at the same time. They begin in the order in which they were given.
 
     Attributes:
         count: Calls that were given.
@@ -26,11 +26,11 @@ class RewardCalls:
         ended: Time when the last call ended; None before the first has.
     """
 
-    def __init__(self, at_once: int) -> None:
+    def __init__(self, max_concurrent: int) -> None:
         self.count = 0
         self.began: float | None = None
         self.ended: float | None = None
-        self._at_once = at_once
+        self._max_concurrent = max_concurrent
         self._futures: dict[int, Future[Any]] = {}
         self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -49,7 +49,7 @@ class RewardCalls:
             self.count += 1
             self._futures[place] = Future()
             self._waiting.put((self._futures[place], call))
-            if len(self._threads) < self._at_once:
+            if len(self._threads) < self._max_concurrent:
                 # no thread that the end of the process waits for: a server may never answer
                 self._threads.append(threading.Thread(target=self._work, name="reward", daemon=True))
                 self._threads[-1].start()

@@ -37,9 +37,9 @@ class CodeTests(SampleReward):
         tests: Column of the tests. Either Python code that runs after the program and raises if the program is wrong;
             it is one test. Or a list of `{"input": ..., "output": ...}` for a program that reads its standard input and
             prints. Outputs are compared without the whitespace at the ends of lines.
-        seconds: Time limit of a test.
+        timeout_s: Time limit of a test.
         memory_mb: Memory limit of each process of a program, in MB.
-        at_once: Maximum number of programs that run at the same time on each rank.
+        max_concurrent: Maximum number of programs that run at the same time on each rank.
         all_or_nothing: Score 1 if all tests pass, and else 0.
         on_error: `raise`, `zero` or `drop`; see `Reward`. A program that is wrong, slow or too large is not an error.
 
@@ -50,17 +50,17 @@ class CodeTests(SampleReward):
     def __init__(
         self,
         tests: str = "tests",
-        seconds: float = 5.0,
+        timeout_s: float = 5.0,
         memory_mb: int = 1024,
-        at_once: int = 1,
+        max_concurrent: int = 1,
         all_or_nothing: bool = False,
         on_error: OnError = "raise",
     ) -> None:
-        super().__init__(on_error, at_once)
+        super().__init__(on_error, max_concurrent)
         self.tests = tests
         self.reads = {tests: False}
         self.all_or_nothing = all_or_nothing
-        self._sandbox = Sandbox(Limits(seconds=seconds, memory_mb=memory_mb))
+        self._sandbox = Sandbox(Limits(timeout_s=timeout_s, memory_mb=memory_mb))
 
     @property
     def waits_for_others(self) -> bool:
@@ -84,7 +84,7 @@ class CodeTests(SampleReward):
         if not isinstance(tests, str) and not _are_pairs(tests):
             raise UserError(
                 f"column `{self.tests}` is {tests!r:.60}; {self} takes a text of Python, or a list of mappings with"
-                " `input` and `output`; mend or remove the row"
+                " `input` and `output`; correct or remove the row"
             )
         return tests
 

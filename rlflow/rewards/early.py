@@ -33,7 +33,7 @@ class EarlyScores:
 
     def __init__(self, reward: Reward, prompt_column: str | None) -> None:
         self._prompt_column = prompt_column
-        self._rewards = [(each, RewardCalls(each.at_once)) for each in reward.scored_early()]
+        self._rewards = [(each, RewardCalls(each.max_concurrent)) for each in reward.scored_early()]
         self._untaken = dict(enumerate(self._rewards))
         self._ended: dict[int, tuple[str, dict[str, Any], Messages]] = {}
 

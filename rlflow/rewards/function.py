@@ -61,16 +61,16 @@ class CallableReward(SampleReward):
         function: Dotted path such as `my_rewards.brevity`, or the function itself. If it returns a dict, each part is
             logged, and nodes can read the parts by `self.reward_parts`. In a `WeightedSum` only their sum is a part.
         on_error: `raise`, `zero` or `drop`; see `Reward`.
-        seconds: Time limit of a call. The function then runs in another process, which can be killed, so it can neither
-            hang nor end the run. It must be named by its dotted path. It scores each response as soon as it has ended,
-            while others are generated. None to run the function in the rank's own process after all responses have
-            ended, which is faster and has no limit.
-        workers: Number of such processes on each rank; above 1 needs `seconds`.
-        memory_mb: Memory limit of each of these processes, in MB; has an effect only with `seconds`.
+        timeout_s: Time limit of a call. The function then runs in another process, which can be killed, so it can
+            neither hang nor end the run. It must be named by its dotted path. It scores each response as soon as it has
+            ended, while others are generated. None to run the function in the rank's own process after all responses
+            have ended, which is faster and has no limit.
+        workers: Number of such processes on each rank; above 1 needs `timeout_s`.
+        memory_mb: Memory limit of each of these processes, in MB; has an effect only with `timeout_s`.
         gold: Column of a response to which the function must give at least 1, see `Reward.gold_of`; None for no column.
 
     Raises:
-        UserError: `workers` is set without `seconds`; `seconds` is set with a function that has no dotted path; or
+        UserError: `workers` is set without `timeout_s`; `timeout_s` is set with a function that has no dotted path; or
             TRL's form is mixed with `prompt` or `completion`.
     """
 
@@ -78,37 +78,37 @@ class CallableReward(SampleReward):
         self,
         function: str | Callable[..., Any],
         on_error: OnError = "raise",
-        seconds: float | None = None,
+        timeout_s: float | None = None,
         workers: int = 1,
         memory_mb: int = 4096,
         gold: str | None = None,
     ) -> None:
-        super().__init__(on_error, at_once=workers)
+        super().__init__(on_error, max_concurrent=workers)
         self.function = function
         self.gold = gold
         called = function_at(function, f"`function` is {function!r}") if isinstance(function, str) else function
         self._read_signature(called)
-        if seconds is None:
+        if timeout_s is None:
             if workers != 1:
                 raise UserError(
-                    f"`workers` is {workers} without `seconds`, and only calls with a limit run in workers; set it"
+                    f"`workers` is {workers} without `timeout_s`, and only calls with a limit run in workers; set it"
                 )
             self._call: Callable[..., Any] = called
             self._call_batch: Callable[..., Any] = partial(batch_call, called)
         elif isinstance(function, str):
-            pool = WorkerPool(Limits(seconds=seconds, memory_mb=memory_mb), workers)
+            pool = WorkerPool(Limits(timeout_s=timeout_s, memory_mb=memory_mb), workers)
             self._call = partial(pool.call, Worker.function, function)
             self._call_batch = partial(pool.call, Worker.batch, function)
         else:
             raise UserError(
-                f"`seconds` is {seconds:g}, and `function` is {function!r:.60}, which no other process can import; give"
-                " its dotted path"
+                f"`timeout_s` is {timeout_s:g}, and `function` is {function!r:.60}, which no other process can"
+                " import; give its dotted path"
             )
         if gold is not None:
             self.reads = {**self.reads, gold: False}
-        self._limited = seconds is not None
+        self._limited = timeout_s is not None
         is_async = inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)
-        self._together = seconds is None and is_async
+        self._together = timeout_s is None and is_async
         self._warned: set[str] = set()
 
     def _read_signature(self, function: Any) -> None:

@@ -55,7 +55,7 @@ def check_gold(
             raise UserError(
                 f"{part} gives {len(wrong)} of {len(applies)} gold answers less than {BEST_REWARD:g}, so no response to"
                 f" these rows could be right: {scores[first]:g} for '{readable_line(texts[first]):.{LETTERS}}'"
-                f" ({known[first][1]}); mend the answers, name another column, or mend the reward"
+                f" ({known[first][1]}); correct the answers, name another column, or correct the reward"
             )
         looked_at += len(applies)
     return looked_at

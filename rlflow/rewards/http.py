@@ -32,21 +32,21 @@ class Endpoint:
 
     Args:
         url: URL to post to.
-        seconds: Time limit of a try.
+        timeout_s: Time limit of a try.
         retries: Tries after the first one.
         headers: Headers of each request.
     """
 
     url: str
-    seconds: float
+    timeout_s: float
     retries: int
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"`url` is {self.url!r}; give one that begins with http:// or https://")
-        if not self.seconds > 0:
-            raise UserError(f"`seconds` is {self.seconds:g}; give more than 0")
+        if not self.timeout_s > 0:
+            raise UserError(f"`timeout_s` is {self.timeout_s:g}; give more than 0")
         if self.retries < 0:
             raise UserError(f"`retries` is {self.retries}; give 0 or more")
         self._chance = random.Random()  # of its own: what others draw does not depend on tries
@@ -56,7 +56,7 @@ class Endpoint:
 
         Raises:
             httpx.HTTPError: The last try failed too.
-            ValueError: The answer is no JSON, or nests too deep.
+            ValueError: The answer is not JSON, or nests too deep.
         """
         import httpx
 
@@ -80,13 +80,13 @@ class Endpoint:
         """The answer of one try, which ends in time even if the server sends only a letter now and then."""
         import httpx
 
-        ends, parts = time.monotonic() + self.seconds, list[bytes]()
-        with httpx.stream("POST", self.url, json=body, headers=self.headers, timeout=self.seconds) as response:
+        ends, parts = time.monotonic() + self.timeout_s, list[bytes]()
+        with httpx.stream("POST", self.url, json=body, headers=self.headers, timeout=self.timeout_s) as response:
             response.raise_for_status()
             for part in response.iter_bytes():
                 parts.append(part)
                 if time.monotonic() > ends:
-                    raise httpx.ReadTimeout(f"the answer took longer than {self.seconds:g} s")
+                    raise httpx.ReadTimeout(f"the answer took longer than {self.timeout_s:g} s")
         return b"".join(parts)
 
 
@@ -101,8 +101,8 @@ class HTTPReward(Reward):
         batch: Maximum number of samples in one request: consecutive samples of a rank. A request is sent when these
             have ended, while others are generated. None for one request with all samples of a rank, after the last one
             has ended.
-        at_once: Maximum number of requests of each rank that are in progress at the same time.
-        seconds: Time limit of a request.
+        max_concurrent: Maximum number of requests of each rank that are in progress at the same time.
+        timeout_s: Time limit of a request.
         retries: Number of further tries if the server cannot be reached, is busy (408, 409, 425, 429) or fails (500,
             502, 503, 504).
         columns: Columns of the row that are sent; None for all.
@@ -115,8 +115,8 @@ class HTTPReward(Reward):
         self,
         url: str,
         batch: int | None = None,
-        at_once: int = 4,
-        seconds: float = 60.0,
+        max_concurrent: int = 4,
+        timeout_s: float = 60.0,
         retries: int = 5,
         columns: list[str] | None = None,
         headers: dict[str, str] | None = None,
@@ -125,24 +125,26 @@ class HTTPReward(Reward):
         super().__init__(on_error)
         if batch is not None and batch < 1:
             raise UserError(f"`batch` is {batch}; send 1 sample or more at a time")
-        if at_once < 1:
-            raise UserError(f"`at_once` is {at_once}; send 1 request at a time or more")
-        self._endpoint = Endpoint(url, seconds, retries, with_environment(headers))
+        if max_concurrent < 1:
+            raise UserError(f"`max_concurrent` is {max_concurrent}; send 1 request at a time or more")
+        self._endpoint = Endpoint(url, timeout_s, retries, with_environment(headers))
         self._batch = batch
-        self._at_once = at_once
+        self._max_concurrent = max_concurrent
         self._columns = columns
         self.reads = dict.fromkeys(columns or (), True)
 
     def scored_early(self) -> list[EarlyReward]:
         if self._batch is None or type(self).score is not HTTPReward.score:
             return []
-        return [EarlyReward(self, self._at_once, self._batch, lambda of: partial(self._answer, of.texts, of.rows))]
+        return [
+            EarlyReward(self, self._max_concurrent, self._batch, lambda of: partial(self._answer, of.texts, of.rows))
+        ]
 
     def score(self, responses: RewardInput) -> Scores:
         texts, rows = responses.texts, responses.rows
         size = self._batch or max(1, len(texts))
         starts = range(0, len(texts), size)
-        with responses.begun(self, responses) or RewardCalls(self._at_once) as calls:
+        with responses.begun(self, responses) or RewardCalls(self._max_concurrent) as calls:
             asked = [partial(self._answer, texts[at : at + size], rows[at : at + size]) for at in starts]
             answers = [calls.begin(responses.place(at), ask) for at, ask in zip(starts, asked, strict=True)]
 
@@ -165,7 +167,7 @@ class HTTPReward(Reward):
         ]
         try:
             answer = self._endpoint.post({"texts": list(texts), "rows": sent})
-        except (httpx.HTTPError, TypeError, ValueError) as error:  # TypeError for an answer that is no JSON
+        except (httpx.HTTPError, TypeError, ValueError) as error:  # TypeError for an answer that is not JSON
             raise ConnectionError(f"got no answer ({type(error).__name__}: {one_line(error)})") from error
         scores = answer.get("scores") if isinstance(answer, Mapping) else None
         if not isinstance(scores, list) or len(scores) != len(texts):

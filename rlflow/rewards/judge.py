@@ -45,8 +45,8 @@ class Judge(SampleReward):
         temperature: Temperature of the judge.
         max_tokens: Longest answer of the judge, in tokens.
         headers: Headers of each request, see `HTTPReward`: `{Authorization: Bearer $OPENAI_API_KEY}`.
-        at_once: Maximum number of requests of each rank that are in progress at the same time.
-        seconds: Time limit of a request.
+        max_concurrent: Maximum number of requests of each rank that are in progress at the same time.
+        timeout_s: Time limit of a request.
         retries: Number of further tries, see `HTTPReward`. They are also made if an answer has no grades.
         on_error: `raise`, `zero` or `drop`; see `Reward`.
     """
@@ -62,18 +62,18 @@ class Judge(SampleReward):
         temperature: float = 0.0,
         max_tokens: int = 512,
         headers: dict[str, str] | None = None,
-        at_once: int = 8,
-        seconds: float = 120.0,
+        max_concurrent: int = 8,
+        timeout_s: float = 120.0,
         retries: int = 5,
         on_error: OnError = "raise",
     ) -> None:
-        super().__init__(on_error, at_once)
+        super().__init__(on_error, max_concurrent)
         self.rubric = Rubric(criteria, weights, scale, prompt)
         self.reads = dict.fromkeys(self.rubric.columns, True)
         self.model = model
         self._asked = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self._tries = retries + 1
-        self._endpoint = Endpoint(f"{url.rstrip('/')}/chat/completions", seconds, retries, with_environment(headers))
+        self._endpoint = Endpoint(f"{url.rstrip('/')}/chat/completions", timeout_s, retries, with_environment(headers))
 
     @property
     def waits_for_others(self) -> bool:

@@ -266,7 +266,7 @@ class Reward(ABC):
     def _failure(self, what: str, responses: RewardInput, i: int, error: BaseException | None = None) -> str:
         failure = f"{self} {what} ({_place(responses, i)})"
         if self.on_error == "raise":
-            raise UserError(f"{failure}; mend it, or set `on_error` to {' or '.join(get_args(Failed))}") from error
+            raise UserError(f"{failure}; correct it, or set `on_error` to {' or '.join(get_args(Failed))}") from error
         return failure
 
     def _warn(self, failures: Sequence[str], responses: RewardInput) -> None:
@@ -297,14 +297,14 @@ class EarlyReward:
 
     Attributes:
         reward: The reward, whose `score` asks `RewardInput.begun` for the calls that have begun.
-        at_once: Most calls that run at the same time.
+        max_concurrent: Most calls that run at the same time.
         batch: Responses of one call, which are consecutive rows: the call of the rows 8 to 15 has the place 8.
         call: Returns the call that scores these responses.
         scores: Whether it scores a response to this row; only if `batch` is 1 it may leave some out.
     """
 
     reward: Reward
-    at_once: int
+    max_concurrent: int
     batch: int
     call: Callable[[RewardInput], Callable[[], Any]]
     scores: Callable[[dict[str, Any]], bool] = lambda row: True
@@ -319,15 +319,15 @@ class SampleReward(Reward):
 
     Args:
         on_error: Treatment of a sample that it fails on, see `Reward`.
-        at_once: Samples that are scored at a time, in threads; for rewards that wait for other processes. Above 1, a
-            response is scored when it has ended, while others are generated.
+        max_concurrent: Samples that are scored at a time, in threads; for rewards that wait for other processes. Above
+            1, a response is scored when it has ended, while others are generated.
     """
 
-    def __init__(self, on_error: OnError = "raise", at_once: int = 1) -> None:
+    def __init__(self, on_error: OnError = "raise", max_concurrent: int = 1) -> None:
         super().__init__(on_error)
-        if at_once < 1:
-            raise UserError(f"`at_once` is {at_once}; score 1 sample at a time or more")
-        self.at_once = at_once
+        if max_concurrent < 1:
+            raise UserError(f"`max_concurrent` is {max_concurrent}; score 1 sample at a time or more")
+        self.max_concurrent = max_concurrent
 
     @abstractmethod
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
@@ -339,13 +339,13 @@ class SampleReward(Reward):
 
         Then responses are scored early, unless a subclass overrides `score` and not this.
         """
-        return self.at_once > 1
+        return self.max_concurrent > 1
 
     def scored_early(self) -> list[EarlyReward]:
         # A subclass with a `score` of its own may look at all samples before it scores the first.
         if not self.waits_for_others or not issubclass(_owner(self, "waits_for_others"), _owner(self, "score")):
             return []
-        return [EarlyReward(self, self.at_once, 1, lambda one: self.call_of(one, 0))]
+        return [EarlyReward(self, self.max_concurrent, 1, lambda one: self.call_of(one, 0))]
 
     def score(self, responses: RewardInput) -> Scores:
         calls = [self.call_of(responses, i) for i in range(len(responses))]
@@ -358,16 +358,16 @@ class SampleReward(Reward):
     def side_by_side(
         self, calls: Sequence[Callable[[], Any]], responses: RewardInput, begun: RewardCalls | None = None
     ) -> Scores:
-        """The scores that calls return, one for each sample; at most `at_once` calls run at a time.
+        """The scores that calls return, one for each sample; at most `max_concurrent` calls run at a time.
 
         Args:
             calls: The call of each sample.
             responses: Responses that are scored.
             begun: Calls that have begun, and take the place of these.
         """
-        if begun is None and self.at_once == 1:
+        if begun is None and self.max_concurrent == 1:
             return self.scores_of(calls, responses)
-        with begun or RewardCalls(self.at_once) as running:
+        with begun or RewardCalls(self.max_concurrent) as running:
             scores = [running.begin(responses.place(i), call) for i, call in enumerate(calls)]
             return self.scores_of((score.result for score in scores), responses)
 
@@ -386,7 +386,7 @@ def scored(reward: Reward, responses: RewardInput) -> Scores:
     except (UserError, *ENDING):
         raise
     except BaseException as error:
-        raise UserError(f"{reward} raised {_said(error)}{_raised_at(error)}; mend it") from error
+        raise UserError(f"{reward} raised {_said(error)}{_raised_at(error)}; correct it") from error
     if not isinstance(scores, Scores):
         raise UserError(
             f"{reward} returned {scores!r:.60} for {len(responses)} samples; return `rlflow.rewards.Scores`"
@@ -419,7 +419,7 @@ def scored(reward: Reward, responses: RewardInput) -> Scores:
                 _number(value)
             except (TypeError, ValueError, OverflowError) as error:
                 raise UserError(
-                    f"{reward} failed on sample {i} (`{name}`): {error} ({_place(responses, i)}); mend it"
+                    f"{reward} failed on sample {i} (`{name}`): {error} ({_place(responses, i)}); correct it"
                 ) from error
     if not (out := set(scores.dropped)):
         return scores

@@ -16,11 +16,11 @@ from rlflow.models.architecture import architecture_difference
 from rlflow.rollout.engine import (
     NO_VERSION,
     Completion,
+    GenerationRequest,
     RankInfo,
     RolloutEngine,
     Sampling,
     SyncReport,
-    Turn,
     WeightSyncError,
     picture_argument,
 )
@@ -158,7 +158,7 @@ def _require_policy(setting: str, policy: str, policies: Sequence[str]) -> None:
     if policy not in policies:
         known = ", ".join(policies) or "none"
         raise UserError(
-            f"`{setting}` names {policy!r}, which is no policy that generates; those are {known}."
+            f"`{setting}` names {policy!r}, which is not a policy that generates; those are {known}."
             f"{did_you_mean(policy, policies)}"
         )
 
@@ -222,13 +222,13 @@ def engines_of_rank(
         on_cpu: Whether they run on the CPU.
         timeout_s: Seconds that a wait for an engine's own process may take.
     """
-    beside = engines_beside(engines, layouts, transport.world_size, on_cpu)
+    apart = policies_with_engine_processes(engines, layouts, transport.world_size, on_cpu)
     own: dict[str, RolloutEngine] = {}
     by_policy: dict[str, RolloutEngine] = {}
     for policy, engine in engines.own.items():
         if transport.rank not in layouts[policy].ranks:
             continue
-        here = _beside_rank(engine, layouts[policy], transport, timeout_s) if policy in beside else engine
+        here = _in_a_process(engine, layouts[policy], transport, timeout_s) if policy in apart else engine
         own[policy] = by_policy[policy] = here
         if len(users := engines.users(policy)) > 1:
             turns: dict[str, TimeSharedEngine] = {}
@@ -236,7 +236,9 @@ def engines_of_rank(
     return RankEngines(own, by_policy)
 
 
-def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: int, on_cpu: bool) -> Sequence[str]:
+def policies_with_engine_processes(
+    engines: Engines, layouts: Mapping[str, Layout], world_size: int, on_cpu: bool
+) -> Sequence[str]:
     """The policies with engines in processes of their own, on all their ranks; the same list on every rank.
 
     Such an engine can only be built by all ranks together and is placed on some of them. Or it cannot be in one process
@@ -248,17 +250,17 @@ def engines_beside(engines: Engines, layouts: Mapping[str, Layout], world_size: 
         world_size: Ranks of the run.
         on_cpu: Whether they run on the CPU.
     """
-    beside: list[str] = []
+    apart: list[str] = []
     for policy, engine in engines.own.items():
-        inside = [other for name, other in engines.own.items() if name not in beside]
+        inside = [other for name, other in engines.own.items() if name not in apart]
         before = inside[: inside.index(engine)]
         on_some = engine.needs_all_ranks and len(layouts[policy].ranks) < world_size
         if on_some or not all(engine.shares_process(other, on_cpu) for other in before):
-            beside.append(policy)
-    return tuple(beside)
+            apart.append(policy)
+    return tuple(apart)
 
 
-def _beside_rank(engine: RolloutEngine, layout: Layout, transport: Transport, timeout_s: float) -> RolloutEngine:
+def _in_a_process(engine: RolloutEngine, layout: Layout, transport: Transport, timeout_s: float) -> RolloutEngine:
     """The engine in a process of its own; it joins the processes of the ranks that share the engine."""
     peers = layout.peers(layout.shard(transport.rank))
     address = to_message(free_address().encode()) if transport.rank == peers[0] else None
@@ -310,7 +312,7 @@ class TimeSharedEngine(RolloutEngine):
         self._check(version)
         return self._engine.generate(prompts, seeds, sampling, version, **picture_argument(pictures))
 
-    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+    def step(self, new: Mapping[int, GenerationRequest], sampling: Sampling, version: int) -> dict[int, Completion]:
         self._check(version)
         return self._engine.step(new, sampling, version)
 
@@ -329,7 +331,7 @@ class TimeSharedEngine(RolloutEngine):
         self._engine.abort()
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
-        for other in self._turns.values():  # what a sync leaves behind that fails midway is no version of anyone
+        for other in self._turns.values():  # what a sync leaves behind that fails midway is not a version of anyone
             other.policy_version = NO_VERSION
         report = self._engine.update_weights(buckets, version)
         self.policy_version = version

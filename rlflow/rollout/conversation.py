@@ -19,7 +19,7 @@ from rlflow.environments.host import HostError
 from rlflow.environments.session import Move, Reply, Session
 from rlflow.errors import UserError, shown
 from rlflow.rollout.conversation_loop import ConversationSteps
-from rlflow.rollout.engine import Completion, Turn
+from rlflow.rollout.engine import Completion, GenerationRequest
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
 from rlflow.values.rollout import Ending, Rollout
@@ -56,7 +56,7 @@ class Conversation:
         draw: Number of draws of prompts before it began.
         state: State of its environment where it was cut off, see `Session.state`; None where that stays as it is.
         was_over: Whether it was over before this call.
-        begun_anew: Whether it was cut off and its environment is gone, so that it began once more.
+        restarted: Whether it was cut off and its environment is gone, so that it began once more.
     """
 
     session: Session
@@ -80,7 +80,7 @@ class Conversation:
     draw: int = 0
     state: dict[str, Any] | None = None
     was_over: bool = False
-    begun_anew: bool = False
+    restarted: bool = False
 
     @property
     def turns(self) -> int:
@@ -166,8 +166,8 @@ def converse(
         begun: The conversation as far as it got; None where it begins.
 
     Raises:
-        UserError: The environment failed, or gave what is no message or no reward, where that ends the run; does not
-            take the row; or makes a prompt that is longer than prompts may be.
+        UserError: The environment failed, or gave something other than a message and a reward, where that ends the
+            run; does not take the row; or makes a prompt that is longer than prompts may be.
     """
     conversation = begun
     try:
@@ -218,7 +218,10 @@ def _take_turn(conversation: Conversation, seed_of: Callable[[int], int], rules:
     if not may:
         return False
     read = conversation.prompt + conversation.tokens
-    completion: Completion = yield rules.policy, Turn(read, seed_of(number), may, conversation.bridge.pictures)
+    completion: Completion = yield (
+        rules.policy,
+        GenerationRequest(read, seed_of(number), may, conversation.bridge.pictures),
+    )
     ends = completion.finished or len(completion.token_ids) == longest
     conversation.add_turn(completion, ends)
     return ends
@@ -304,7 +307,7 @@ def _fail(conversation: Conversation, error: HostError, rules: Rules) -> None:
     """
     if rules.on_failure == "raise":
         raise UserError(
-            f"the environment {conversation.session} failed at turn {conversation.turns}: {error}; mend it, or set"
+            f"the environment {conversation.session} failed at turn {conversation.turns}: {error}; correct it, or set"
             f" `on_failure` to zero or mask (the row is {conversation.session.row})"
         ) from error
     if conversation.turn_open:

@@ -15,13 +15,13 @@ from typing import Any, Generic, TypeVar
 
 from rlflow.environments.host import HostError
 from rlflow.errors import UserError, one_line
-from rlflow.rollout.engine import Completion, RolloutEngine, Sampling, Turn
+from rlflow.rollout.engine import Completion, GenerationRequest, RolloutEngine, Sampling
 from rlflow.worker import WorkerError
 
 T = TypeVar("T")
 
 # What a conversation waits for: a call of its environment, or a policy and the turn that its engine is asked for.
-Wait = Callable[[], Any] | tuple[str, Turn]
+Wait = Callable[[], Any] | tuple[str, GenerationRequest]
 # A conversation in progress yields what it waits for, and returns its result. It is sent what the call returned, or the
 # `Completion`; where the call failed, a `HostError` is raised in it.
 ConversationSteps = Generator[Wait, Any, T]
@@ -75,19 +75,19 @@ class ConversationLoop(Generic[T]):
         self._since: dict[int, tuple[str, float]] = {}  # what the first conversations wait for now, and since when
         self._spans = [SPANS] * CONVERSATIONS  # that may still be noted of each of these
 
-    def run(self, conversations: Iterable[ConversationSteps[T]], at_once: int) -> list[T]:
+    def run(self, conversations: Iterable[ConversationSteps[T]], max_concurrent: int) -> list[T]:
         """Run the conversations, and return their results in order.
 
         Args:
             conversations: Conversations; each is begun when there is room for it.
-            at_once: Most conversations that are open at the same time.
+            max_concurrent: Most conversations that are open at the same time.
 
         Raises:
             UserError: A conversation or an engine raised it. The other conversations are given up.
         """
         self._next = iter(enumerate(conversations))
         try:
-            self._begin(at_once)
+            self._begin(max_concurrent)
             while self._open:
                 self._take_answers()
                 if not (self._lockstep and self._calls.open):
@@ -162,7 +162,7 @@ class ConversationLoop(Generic[T]):
             self.waits.append((of, number, start, time.perf_counter()))
 
 
-def run_alone(conversation: ConversationSteps[T], take_turn: Callable[[Turn], Completion]) -> T:
+def run_alone(conversation: ConversationSteps[T], take_turn: Callable[[GenerationRequest], Completion]) -> T:
     """Run one conversation by itself and return its result; its calls are made in this process.
 
     Args:
@@ -204,7 +204,7 @@ class TurnQueue:
     engine: RolloutEngine
     sampling: Sampling
     version: int
-    _new: dict[int, Turn] = field(default_factory=dict)
+    _new: dict[int, GenerationRequest] = field(default_factory=dict)
     _running: int = 0
 
     @property
@@ -212,7 +212,7 @@ class TurnQueue:
         """Whether turns are in progress."""
         return bool(self._new or self._running)
 
-    def add(self, number: int, turn: Turn) -> None:
+    def add(self, number: int, turn: GenerationRequest) -> None:
         """Begin a turn of the conversation of this number with the next step."""
         self._new[number] = turn
 
@@ -255,7 +255,7 @@ class EnvironmentCalls:
     """Calls environments, several of them in threads; answers are taken as they come.
 
     Args:
-        at_once: Most calls that run at the same time.
+        max_concurrent: Most calls that run at the same time.
         sharing: Division of the calls among the ranks of one engine; None where a rank has an engine alone.
         limited: Whether each call ends by a limit of its own.
 
@@ -265,12 +265,12 @@ class EnvironmentCalls:
         seconds: Seconds of each call that this rank made, waiting for its turn not counted.
     """
 
-    def __init__(self, at_once: int, sharing: SharedCalls | None = None, limited: bool = True) -> None:
+    def __init__(self, max_concurrent: int, sharing: SharedCalls | None = None, limited: bool = True) -> None:
         self.open = 0
         self.waited = 0.0
         self.seconds: list[float] = []
         self._limited = limited
-        self._at_once = at_once
+        self._max_concurrent = max_concurrent
         self._threads: list[threading.Thread] = []
         self._submitted: SimpleQueue[tuple[int, Callable[[], Any]] | None] = SimpleQueue()
         self._done: SimpleQueue[Outcome] = SimpleQueue()
@@ -286,7 +286,7 @@ class EnvironmentCalls:
         self.open += 1
         if self._sharing is None or self._sharing.calls:
             self._submitted.put((number, call))
-            if len(self._threads) < min(self.open, self._at_once):
+            if len(self._threads) < min(self.open, self._max_concurrent):
                 # no thread that the end of the process waits for: a call may never return
                 self._threads.append(threading.Thread(target=self._work, name="environment", daemon=True))
                 self._threads[-1].start()

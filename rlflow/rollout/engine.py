@@ -135,13 +135,13 @@ class EngineMemory:
     """The memory of a rank that an engine takes in addition to its weights.
 
     Attributes:
-        at_once: Most responses that are generated at the same time; None for as many as the GPU's kind decides.
+        max_num_seqs: Most responses that are generated at the same time; None for as many as the GPU's kind decides.
         share: Share of the device's memory, for weights and cache together; 0 where `cache` is given.
         cache: Bytes of keys and values on a rank; None for the share without the weights.
         asleep: Memory that stays allocated while roles are trained.
     """
 
-    at_once: int | None
+    max_num_seqs: int | None
     share: float = 0.0
     cache: float | None = None
     asleep: Literal["nothing", "weights", "weights and cache"] = "nothing"
@@ -253,7 +253,7 @@ class RolloutEngine(ABC):
         """
         return True
 
-    def tell_experts(self) -> None:
+    def return_experts(self) -> None:
         """Let each response also have the experts of its tokens; called before `setup`, for a mixture of experts.
 
         Raises:
@@ -264,7 +264,7 @@ class RolloutEngine(ABC):
             " experts it chose; set `rollout: rlflow.rollout.TransformersEngine`, or leave `routing_replay` out"
         )
 
-    def tell_support(self, most: int) -> None:
+    def return_support(self, most: int) -> None:
         """Let responses also have the columns `support` and `support_logprobs` of a `Rollout`; called before `setup`.
 
         Responses with `Sampling.notes_support` have them. They are sampled from at most `most` tokens at each place.
@@ -364,7 +364,7 @@ class RolloutEngine(ABC):
                 take the pictures.
         """
 
-    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+    def step(self, new: Mapping[int, GenerationRequest], sampling: Sampling, version: int) -> dict[int, Completion]:
         """Begin new turns in addition to those in progress, compute a step, and return the turns that ended, by number.
 
         An engine with continuous batching computes one step. Other engines, as this class does, compute the new turns
@@ -401,7 +401,7 @@ class RolloutEngine(ABC):
         """
         limits, none = sampling.limits_of(len(prompts)), [None] * len(prompts)
         asked = zip(prompts, seeds, limits, pictures or [()] * len(prompts), sampling.of_prompts or none, strict=True)
-        new = {place: Turn(*turn) for place, turn in enumerate(asked)}
+        new = {place: GenerationRequest(*turn) for place, turn in enumerate(asked)}
         left = len(new)
         while left:
             ended = self.step(new, sampling, version)
@@ -448,7 +448,7 @@ class RolloutEngine(ABC):
 
 
 @dataclass(frozen=True)
-class Turn:
+class GenerationRequest:
     """One response, asked for while others are in progress.
 
     The two turns of row 3 in the example of `Rollout`, if `max_response_length` is 7:
@@ -557,7 +557,7 @@ def in_dtype_held(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(torch.float32 if name.rpartition(".")[2] == ROUTER_BIAS else dtype)
 
 
-class Manifest:
+class WeightFingerprints:
     """Fingerprints of the tensors of one sync, taken while they pass by.
 
     Args:
@@ -663,8 +663,8 @@ class InProcessEngine(RolloutEngine):
 
     def update_weights(self, buckets: Iterable[list[tuple[str, Tensor]]], version: int) -> SyncReport:
         start = time.perf_counter()
-        self.policy_version = NO_VERSION  # what a sync leaves behind that fails midway is no version
-        manifest = Manifest(self._pieces, self._dtype)
+        self.policy_version = NO_VERSION  # what a sync leaves behind that fails midway is not a version
+        manifest = WeightFingerprints(self._pieces, self._dtype)
         self._load(manifest.watch(buckets))
         manifest.check(self._held())
         self.policy_version = version

@@ -50,12 +50,12 @@ from rlflow.process.preemption import SIGNALS
 from rlflow.rollout.engine import (
     NO_VERSION,
     Completion,
+    GenerationRequest,
     Piece,
     RankInfo,
     RolloutEngine,
     Sampling,
     SyncReport,
-    Turn,
     WeightSyncError,
     in_dtype_held,
 )
@@ -98,7 +98,7 @@ class EngineSubprocess(RolloutEngine):
         self._process: EngineConnection | None = None
         self._sent: list[tuple[str, Tensor]] = []  # the last weights, where they are stored
         self._sent_version = NO_VERSION  # of them, once the engine has them all
-        self._turns: dict[int, Turn] = {}  # in progress
+        self._turns: dict[int, GenerationRequest] = {}  # in progress
         self._restarted = False  # since the last sync
         self._pieces: dict[str, list[Piece]] = {}
 
@@ -158,7 +158,7 @@ class EngineSubprocess(RolloutEngine):
         completions = self._call_or_restart("generate", doing, asked, asked, list(seeds), sampling, version, *seen)
         return completions
 
-    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+    def step(self, new: Mapping[int, GenerationRequest], sampling: Sampling, version: int) -> dict[int, Completion]:
         plain = {at: replace(turn, prompt=list(map(int, turn.prompt))) for at, turn in new.items()}
         self._turns |= plain
         ended: dict[int, Completion]

@@ -100,7 +100,7 @@ def sample(
     _require_short(prompt_ids, longest_prompt, node)
     counts = torch.full((len(parents),), n)
     if isinstance(rows, Rollout):
-        counts[~on_host(under_way(rows, longest))] = 1
+        counts[~on_host(is_unfinished(rows, longest))] = 1
     children = SampleIds.of(parents, counts, node, earlier)
     parent, path, seeds = children.parent, children.path, children.seeds(seed, draw)
     every_prompt = prompt_ids.take(parent)
@@ -125,7 +125,7 @@ def sample(
     read = [prompt.tolist() + _tokens(begun, row) for row, prompt in enumerate(every_prompt.rows())]
     completions: dict[int, Completion] = {}
     texts: dict[int, str] = {}
-    for some in _together(limits, at_once=part is None):
+    for some in _calls(limits, together=part is None):
         of_each = tuple(limits[some].tolist())
         how = replace(
             sampling,
@@ -161,16 +161,16 @@ def _require_short(prompts: Ragged, longest: int | None, node: str) -> None:
         )
 
 
-def _together(limits: Tensor, at_once: bool) -> list[list[int]]:
+def _calls(limits: Tensor, together: bool) -> list[list[int]]:
     """Indices of the rows that may grow by at least one token, one list for each call of the engine.
 
     The limits 3, 0, 5, 3 give `[[0, 2, 3]]` in one call, and `[[2], [0, 3]]` in separate ones.
 
     Args:
         limits: `[B]` int64, how many tokens each row may grow by.
-        at_once: Whether one call gets all of them; else rows of one limit share a call, the largest limit first.
+        together: Whether one call gets all of them; else rows of one limit share a call, the largest limit first.
     """
-    if at_once:
+    if together:
         growing: list[int] = limits.nonzero()[:, 0].tolist()
         return [growing] if growing else []
     each = sorted({*limits.tolist()} - {0}, reverse=True)
@@ -300,7 +300,7 @@ def require_continued(begun: RowPath, path: RowPath) -> None:
         )
 
 
-def under_way(rollout: Rollout, longest: int | None) -> Tensor:
+def is_unfinished(rollout: Rollout, longest: int | None) -> Tensor:
     """`[B]` bool, the responses that have not ended and may grow to `longest` tokens; None for no limit."""
     left: Tensor = ~rollout.finished
     return left if longest is None else left & (rollout.lengths < longest)
@@ -386,7 +386,7 @@ def without_truncated(rollout: Rollout, longest: int) -> Rollout:
     inherits from the response it continues keep their mask. Otherwise they are trained in a sibling, if that has ended.
     Called after a node has generated, where the module sets `mask_truncated`.
     """
-    kept = rollout.finished[:, None] | (rollout.inherited_mask & under_way(rollout, longest)[:, None])
+    kept = rollout.finished[:, None] | (rollout.inherited_mask & is_unfinished(rollout, longest)[:, None])
     return replace(rollout, loss_mask=rollout.loss_mask & kept)
 
 
@@ -398,4 +398,4 @@ def to_be_continued(rollout: Rollout, longest: int) -> Rollout:
     """
     places = torch.arange(rollout.loss_mask.shape[1], device=rollout.loss_mask.device)
     own = (places < rollout.lengths[:, None]) & ~rollout.inherited_mask
-    return replace(rollout, loss_mask=rollout.loss_mask | (own & under_way(rollout, longest)[:, None]))
+    return replace(rollout, loss_mask=rollout.loss_mask | (own & is_unfinished(rollout, longest)[:, None]))

@@ -24,7 +24,7 @@ from rlflow.models.architecture import positions as positions_of
 from rlflow.models.mixers import mixers_of
 from rlflow.models.moe import ROUTING, Routing, expert_dtype, watch_routers
 from rlflow.models.picture_processor import PictureProcessor, reads_pictures
-from rlflow.models.remote_code import code_beside
+from rlflow.models.remote_code import stored_code
 from rlflow.models.weights import in_buckets, stored_buffers
 from rlflow.rollout.engine import (
     Completion,
@@ -76,10 +76,10 @@ class TransformersEngine(InProcessEngine):
     def use_float32_head(self) -> None:
         self._float32_head = True
 
-    def tell_experts(self) -> None:
+    def return_experts(self) -> None:
         self._tells_experts = True
 
-    def tell_support(self, most: int) -> None:
+    def return_support(self, most: int) -> None:
         self._most_kept = most
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
@@ -99,7 +99,7 @@ class TransformersEngine(InProcessEngine):
     def setup(self, model_path: str, rank_info: RankInfo) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-        with code_beside(Path(model_path), "configuration", rank_info.trust_remote_code):
+        with stored_code(Path(model_path), "configuration", rank_info.trust_remote_code):
             config = AutoConfig.from_pretrained(model_path, trust_remote_code=rank_info.trust_remote_code)
         # Transformers' other ways to attend leave the cap out.
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None

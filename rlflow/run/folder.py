@@ -238,7 +238,7 @@ def require_folder(path: Path) -> None:
         path: Path of the run's folder.
 
     Raises:
-        UserError: The folder cannot be made or written, or the path is no folder.
+        UserError: The folder cannot be made or written, or the path is not a folder.
     """
     said = f"`trainer.run_dir` is {str(path)!r:.80}"
     try:

@@ -105,7 +105,7 @@ def _grouped(
 ) -> GroupedOptimizer:
     settings = handle.optimizer
     assert settings is not None
-    shared = {name: getattr(settings, name) for name in ("warmup_steps", "schedule", "by", "gradient_clipping")}
+    shared = {name: getattr(settings, name) for name in ("warmup_steps", "schedule", "interval", "gradient_clipping")}
     defaults = (replace(handle.default_optimizer, **shared), replace(Optimizer(), **shared))
     is_scheduled = settings.warmup_steps > 0 or settings.schedule != "constant"
     for name, is_given in (
@@ -117,7 +117,7 @@ def _grouped(
             raise UserError(
                 f"{name} is given, and `configure_optimizers` makes the {'scheduler' if scheduler else 'optimizer'} of"
                 f" `{role}`; leave one of them out. `gradient_clipping` may be given in any case, and `warmup_steps`,"
-                " `schedule` and `by` without a scheduler"
+                " `schedule` and `interval` without a scheduler"
             )
     kind, names = type(given), {parameter: name for name, parameter in handle.shown.items()}
     return GroupedOptimizer(

@@ -86,7 +86,7 @@ def predict(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_conf
     rows that lack responses, on any number of ranks.
 
     Args:
-        run: The run, prepared with `Settings.beside`.
+        run: The run, prepared with `Settings.for_command`.
         callbacks: Not used; no callback is called.
         state: Not used.
         resolved_config: Config as YAML; None for a run without a config.

@@ -184,7 +184,7 @@ def check_response_settings(
         if use == "train" and each.sampling is not None and each.sampling.top_k is None and sums:
             raise UserError(
                 f"{given} has no `top_k`, and {type(module).__name__} sums over the tokens that were sampled from; set"
-                " it too, 128 say"
+                " it too, such as 128"
             )
         longest, why = each.max_tokens, None
         if longest is None:
@@ -302,7 +302,7 @@ def support_bounds(module: RLModule, graph: Graph, of_datasets: Mapping[str, Res
         if cuts[whose].top_k is None:
             raise UserError(
                 f"{given} without `top_k`; a loss scores over the tokens that are left, which are stored for each token"
-                " of a response, so set `top_k` too, 64 say, to bound their number",
+                " of a response, so set `top_k` too, such as 64, to bound their number",
                 of=of,
             )
         if found := next(iter(environments(module)), None):
@@ -417,5 +417,5 @@ def check_hooks(module: RLModule, graph: Graph) -> None:
     """
     for name in dir(type(module)):
         if name not in graph.nodes and (name.startswith(MODULE_HOOKS) or name in MODULE_METHODS):
-            mend = MODULE_METHODS.get(name, "write it in a `Callback`, whose hooks are in docs/callbacks.md")
-            raise UserError(f"`{name}` of {type(module).__name__} is never called; {mend}")
+            fix = MODULE_METHODS.get(name, "write it in a `Callback`, whose hooks are in docs/callbacks.md")
+            raise UserError(f"`{name}` of {type(module).__name__} is never called; {fix}")

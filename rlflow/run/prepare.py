@@ -154,7 +154,7 @@ def _check_name(module: RLModule, role: str) -> None:
     known = role in model_parameters(type(module)) or not hasattr(type(module), role)
     taken = not known or not isinstance(vars(module).get(role), ModelHandle | None)
     if not role.isidentifier() or role == ROLLOUT or taken:
-        why = f"`{role}` of {type(module).__name__} is something else" if taken else "that is no name for a model"
+        why = f"`{role}` of {type(module).__name__} is something else" if taken else "that is not a name for a model"
         raise UserError(f"`models.{role}` is given, and {why}; give the model another name, such as `actor`")
 
 
@@ -368,7 +368,7 @@ def model_path(module: RLModule, role: str, scratch: Path) -> Path:
     """
     handle = handles(module)[role]
     with about(handle):
-        return resolve_model(handle.model, scratch, _said_by(module, role), role)
+        return resolve_model(handle.model, scratch, _setting_of(module, role), role)
 
 
 def _absolute(paths: Mapping[str, Path]) -> dict[str, Path]:
@@ -382,7 +382,9 @@ def _model_config(module: RLModule, role: str, path: Path) -> PretrainedConfig:
     with about(handle):
         config = load_config(path, handle.trust_remote_code)
         with loading("architecture", path, handle.trust_remote_code):
-            check_architecture(config, _said_by(module, role), isinstance(handle, CausalLM), handle.trust_remote_code)
+            check_architecture(
+                config, _setting_of(module, role), isinstance(handle, CausalLM), handle.trust_remote_code
+            )
     return config
 
 
@@ -425,7 +427,7 @@ def _tokenizers(module: RLModule, paths: Mapping[str, Path], lead: str) -> dict[
     return found
 
 
-def _said_by(module: RLModule, role: str) -> str:
+def _setting_of(module: RLModule, role: str) -> str:
     """Name of the setting for a role's model: its place in the config, or `critic.model` if it is not in the config."""
     return setting(handles(module)[role], "model", f"{role}.model")
 

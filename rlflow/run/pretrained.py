@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.errors import UserError, one_line
-from rlflow.models.remote_code import code_beside
+from rlflow.models.remote_code import stored_code
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ def loading(part: str, path: Path, trust_remote_code: bool) -> Iterator[None]:
         UserError: The part cannot be loaded, or only by such code.
     """
     try:
-        with code_beside(path, part, trust_remote_code):
+        with stored_code(path, part, trust_remote_code):
             yield
     except (UserError, AssertionError):
         raise

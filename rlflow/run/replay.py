@@ -60,7 +60,7 @@ class Replayed:
 
 
 def replay(
-    run: Run, callbacks: Callbacks, run_dir: Path, step: int, node_id: str | None = None, debugs: bool = False
+    run: Run, callbacks: Callbacks, run_dir: Path, step: int, node_id: str | None = None, debug: bool = False
 ) -> list[Replayed]:
     """Run nodes of a step again, in the order of the graph, and print a line for each; called by `Trainer.replay`.
 
@@ -73,7 +73,7 @@ def replay(
         run_dir: Folder of the earlier run.
         step: Step of that run, from 1.
         node_id: Name of the node; None for all nodes with stored inputs.
-        debugs: Whether the debugger stops at the beginning of each node.
+        debug: Whether the debugger stops at the beginning of each node.
 
     Raises:
         UserError: Nothing is stored of that step or node, or it is damaged; or the node `node_id` needs a model and
@@ -113,7 +113,7 @@ def replay(
             if _needs_weights(node) and not found:
                 print(f"{node.id}: left out, for want of weights")
                 continue
-            again = _run(run, controller, metrics, each, step - 1, debugs, logged)
+            again = _run(run, controller, metrics, each, step - 1, debug, logged)
             results.append(replace(again, raised=bool(each.failed)))
             print(results[-1])
     return results
@@ -184,13 +184,13 @@ def _run(
     metrics: Metrics,
     stored: StoredInputs,
     step: int,
-    debugs: bool,
+    debug: bool,
     logged: dict[str, float],
 ) -> Replayed:
     """Run a node of a step, counted from 0."""
     node = run.graph.nodes[stored.node]
     run.module.load_state_dict(stored.state())
-    if debugs:
+    if debug:
         import pdb  # imported here: it fails where the user has a script named like one of its modules, as `code.py`
 
         setattr(run.module, node.id, partial(pdb.Pdb().runcall, getattr(run.module, node.id)))

@@ -23,7 +23,7 @@ from rlflow.run.folder import from_here
 WITHOUT_EFFECT = {"data.validation", "logger", "callbacks", "placement", "predict"}
 WITHOUT_EFFECT |= {"strategy.init_args.timeout_s"}
 WAITING = {UNFINISHED: "unfinished responses", SURPLUS: "groups that wait for the next step"}
-# The rows of `data.train` are compared by their digest, which settings of a mixture's datasets are no part of.
+# The rows of `data.train` are compared by their digest, which settings of a mixture's datasets are not part of.
 ROWS = re.compile(r"data\.train\b(?!.*\.(weight|sampling|max_response_length)\b)")
 TRAINER, LENGTHS = "trainer.", {"trainer.max_steps", "trainer.max_epochs"}
 # The settings of the trainer that change numbers; lengths do if a learning rate's schedule ends with the run.

@@ -47,7 +47,7 @@ def counted(module: RLModule, graph: Graph, role: str, prompts: int, steps: int)
     """
     handle = handles(module)[role]
     trained = max(0, steps - handle.start_step)
-    if handle.optimizer is not None and handle.optimizer.by == "steps":
+    if handle.optimizer is not None and handle.optimizer.interval == "steps":
         return trained
     updates = updates_per_step(module, graph, role, prompts)
     return None if updates is None else trained * updates
@@ -69,7 +69,7 @@ def check_schedules(module: RLModule, graph: Graph, prompts: int) -> None:
         raise UserError(
             f"{setting(optimizer, 'schedule', f'{role}.optimizer.schedule')} is {optimizer.schedule!r} and ends with"
             f" the last update, and `{node.id}` trains on rows of `{node.inside}`, whose number only the run knows; set"
-            f" {setting(optimizer, 'by', f'{role}.optimizer.by')} to 'steps', or"
+            f" {setting(optimizer, 'interval', f'{role}.optimizer.interval')} to 'steps', or"
             f" {setting(handle, 'samples_per_update', f'{role}.samples_per_update')} to null"
         )
 
@@ -95,13 +95,14 @@ def check_made(run: Run, tried: Mapping[str, int], step: int) -> None:
             f"`{role}` would make {updates} updates in step {step}, and"
             f" {setting(optimizer, 'schedule', f'{role}.optimizer.schedule')} counts {expected} in each step, from"
             f" `data.prompts_per_step` {prompts} and `module.group_size` {module.group_size}; set"
-            f" {setting(optimizer, 'by', f'{role}.optimizer.by')} to 'steps', or the group size to the number sampled"
+            f" {setting(optimizer, 'interval', f'{role}.optimizer.interval')} to 'steps', or the group size"
+            " to the number sampled"
         )
 
 
 def _ends_by_updates(module: RLModule, role: str) -> bool:
     optimizer = handles(module)[role].optimizer
-    return optimizer is not None and optimizer.schedule != "constant" and optimizer.by == "updates"
+    return optimizer is not None and optimizer.schedule != "constant" and optimizer.interval == "updates"
 
 
 def _training(graph: Graph, role: str) -> list[Node]:

@@ -31,7 +31,7 @@ def validate(run: Run, callbacks: Callbacks, state: RunningTrainer, resolved_con
     """Validate the model of the config in a folder of its own; no optimizer is built. Called by all ranks.
 
     Args:
-        run: The run, prepared with `Settings.beside`.
+        run: The run, prepared with `Settings.for_command`.
         callbacks: Callbacks that are called for the validation.
         state: The trainer as callbacks see it.
         resolved_config: Config as YAML; None for a run without a config.

@@ -42,8 +42,8 @@ def calibrated(bare: Hardware, steps: Sequence[Measured]) -> Hardware:
     machine = _fitted(machine, steps, host, ("row_seconds",))
     machine = _fitted(machine, steps, ["sync"], ("sync_seconds",))
     parts = [*(node.id for node in nodes), "sync"]
-    beside = [seconds[STEP] - sum(seconds.get(name, 0.0) for name in parts) for _, seconds in steps]
-    return replace(machine, step_seconds=max(float(np.median(beside)), 0.0))
+    unexplained = [seconds[STEP] - sum(seconds.get(name, 0.0) for name in parts) for _, seconds in steps]
+    return replace(machine, step_seconds=max(float(np.median(unexplained)), 0.0))
 
 
 def as_yaml(machine: Hardware, sharing: Mapping[int, float]) -> str:

@@ -74,7 +74,7 @@ def decode_seconds(
     prompt: float,
     response: float,
     longest: float,
-    at_once: float,
+    max_num_seqs: float,
 ) -> float:
     """Seconds that one engine generates, with weights and cache as wide as the role's.
 
@@ -92,12 +92,12 @@ def decode_seconds(
         prompt: Tokens of a prompt.
         response: Tokens of a response on average.
         longest: Tokens of the longest response.
-        at_once: Most responses that are generated at the same time.
+        max_num_seqs: Most responses that are generated at the same time.
     """
     size, width = role.size, role.width
     flops = forward_flops(size, prompts * prompt, prompt)
     prefill = flops / (ranks * hardware.peak_flops * hardware.forward_efficiency)
-    running = min(responses, at_once)
+    running = min(responses, max_num_seqs)
     steps = max(longest, responses * response / running)
     # On average over the steps, fewer run: the tokens that are to be made, over the steps.
     mean_running = responses * response / steps
@@ -113,8 +113,8 @@ def decode_seconds(
     if ranks > 1:
         one = 2 * gather_seconds(mean_running * size.hidden * width, ranks, hardware)
         joined = 2 * size.layers * one
-    beside = responses * hardware.response_seconds
-    return prefill + steps * (max(reading, multiplying) + joined + hardware.decode_overhead) + beside
+    overhead = responses * hardware.response_seconds
+    return prefill + steps * (max(reading, multiplying) + joined + hardware.decode_overhead) + overhead
 
 
 def score_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hardware) -> float:
@@ -147,8 +147,8 @@ def train_seconds(role: LoadedRole, tokens: float, length: float, hardware: Hard
     if role.weights_over == 1:  # ZeRO 0 gathers the summed gradients, the second half of an all-reduce
         width = role.width if role.stage else role.summed_width
         stepping += _gathered_seconds(role, role.trained * width, role.divided_over, hardware)
-    beside = passes * micro_batches * hardware.micro_batch_seconds + role.updates * hardware.update_seconds
-    return max(computing, moving) + role.updates * stepping + beside
+    overhead = passes * micro_batches * hardware.micro_batch_seconds + role.updates * hardware.update_seconds
+    return max(computing, moving) + role.updates * stepping + overhead
 
 
 def sync_seconds(role: LoadedRole, hardware: Hardware, crossing: int = 0) -> float:

@@ -169,7 +169,7 @@ class _Step:
             prompt=lengths.prompt,
             response=lengths.response * straggling(rows, shards, VARIATION),
             longest=lengths.longest_response,
-            at_once=max(1.0, min(engine.memory.at_once or self.hardware.max_num_seqs, held)),
+            max_num_seqs=max(1.0, min(engine.memory.max_num_seqs or self.hardware.max_num_seqs, held)),
         )
 
     def _exchange(self, task: Exchange) -> Iterator[WorkItem]:

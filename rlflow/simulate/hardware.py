@@ -46,7 +46,7 @@ class Hardware:
         memory_efficiency: Share of the memory bandwidth that decoding reaches.
         link_efficiency: Share of the bandwidths between GPUs that is reached.
         decode_overhead: Overhead of one decoding step, in addition to reading weights and cache.
-        row_seconds: Work on the CPU for a row in a node without a role: a verifier, say.
+        row_seconds: Work on the CPU for a row in a node without a role, such as a verifier.
         hub_bandwidth: Bandwidth of a controller through which rows go, packing and unpacking included.
         control_seconds: Work of a metadata controller for a row and value.
         micro_batch_seconds: Seconds of a forward pass in addition to its FLOP; of a backward pass twice that.

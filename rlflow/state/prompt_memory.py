@@ -100,8 +100,8 @@ class PromptMemory:
         if not x.isfinite().all():
             place = int((~x.isfinite()).nonzero()[0])
             raise UserError(
-                f"a PromptMemory was given {x[place].item()} of the dataset's row {int(prompts[place])} (from 0); mend"
-                " what made the number"
+                f"a PromptMemory was given {x[place].item()} of the dataset's row {int(prompts[place])} (from 0);"
+                " correct what made the number"
             )
         if not len(prompts):
             return

@@ -203,8 +203,8 @@ def not_written(error: BaseException, target: Path, rank: int, node: str) -> str
     if isinstance(error, OSError) and error.errno:
         reason, target = os.strerror(error.errno), Path(error.filename or target)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    mend = "free some space there" if full else "look at that disk"
+    fix = "free some space there" if full else "look at that disk"
     return (
         f"{target} cannot be written by rank {rank} on {node}: {reason}; what was saved before is still there:"
-        f" {mend}, and continue with `--trainer.ckpt_path last`"
+        f" {fix}, and continue with `--trainer.ckpt_path last`"
     )

@@ -10,14 +10,14 @@ from rlflow.errors import UserError
 SMALL_FILES = 2**20  # bytes for files that are not counted one by one: configurations, JSON, tokenizers
 
 
-def require_space(folder: Path, needed: int, what: str, mend: str) -> None:
+def require_space(folder: Path, needed: int, what: str, fix: str) -> None:
     """Refuse to write a folder if the disk has too little free space.
 
     Args:
         folder: Folder to write; it need not exist yet.
         needed: Bytes to write.
         what: Words of the error before the number of bytes: "the checkpoints of this run need".
-        mend: Advice in the error, in addition to freeing space.
+        fix: Advice in the error, in addition to freeing space.
 
     Raises:
         UserError: Fewer bytes are free.
@@ -27,7 +27,7 @@ def require_space(folder: Path, needed: int, what: str, mend: str) -> None:
     if free < needed + SMALL_FILES:
         raise UserError(
             f"{folder} has {in_bytes(free)} left on its disk, and {what} {in_bytes(needed + SMALL_FILES)}; free some,"
-            f" {mend}"
+            f" {fix}"
         )
 
 

@@ -32,7 +32,7 @@ from rlflow.strategies.role import FIRST, Role
 from rlflow.strategies.strategy import WEIGHT
 from rlflow.values.layout import Layout
 
-BUCKET_ELEMENTS = 50_000_000  # 200 MB in float32: enough for a network, and no burden where a layer is larger
+REDUCE_BUCKET_SIZE = 50_000_000  # 200 MB in float32: enough for a network, and no burden where a layer is larger
 PERSISTENT_ELEMENTS = 10_000  # ZeRO-3 keeps smaller parameters whole on every rank: norms and biases
 
 
@@ -62,15 +62,15 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_optimizer: Store optimizer states in CPU memory and update weights there (CUDA; stage 1 or more). This
             saves 12 bytes of GPU memory for each weight. It is off by default, since each step then sends gradients and
             weights over PCIe.
-        offload_parameters: Store weights in CPU memory, and send each layer to the GPU when it is used (CUDA; stage 3).
+        offload_param: Store weights in CPU memory, and send each layer to the GPU when it is used (CUDA; stage 3).
             Off by default: it is for models whose weights do not fit on the GPUs even if they are sharded.
         overlap_comm: Reduce gradients, and gather weights at stage 3, on a separate CUDA stream while the backward pass
             runs. Off by default, as it was never compared on a GPU.
-        bucket_elements: Maximum number of elements in a bucket: of gradients that are reduced together, and at stage 3
-            of weights that are gathered in advance. No bucket is larger than the model's largest layer. A bucket is
+        reduce_bucket_size: Maximum number of elements in a bucket: of gradients that are reduced together, and at stage
+            3 of weights that are gathered in advance. No bucket is larger than the model's largest layer. A bucket is
             allocated in full, with 4 bytes an element.
-        live_elements: Number of elements of weights that stay gathered at stage 3, give or take one parameter, so that
-            they are not gathered again. None for the size of the largest layer; memory then does not grow with the
+        max_live_parameters: Number of elements of weights that stay gathered at stage 3, give or take one parameter, so
+            that they are not gathered again. None for the size of the largest layer; memory then does not grow with the
             number of layers.
         hpz_partition_size: Number of ranks of one node that hold a second, sharded copy of the weights at stage 3, for
             a role with more ranks. The first forward pass after an update gathers over all ranks. Later forward passes
@@ -93,10 +93,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         float32_head: bool = False,
         flash_attention: Literal[2, 3] = 2,
         offload_optimizer: bool = False,
-        offload_parameters: bool = False,
+        offload_param: bool = False,
         overlap_comm: bool = False,
-        bucket_elements: int = BUCKET_ELEMENTS,
-        live_elements: int | None = None,
+        reduce_bucket_size: int = REDUCE_BUCKET_SIZE,
+        max_live_parameters: int | None = None,
         hpz_partition_size: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -105,14 +105,19 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise UserError(f"`stage` is {stage}; ZeRO has the stages 0, 1, 2 and 3.")
         if offload_optimizer and stage == 0:
             raise UserError("`offload_optimizer` needs ZeRO, and `stage` is 0. Use stage 1, 2 or 3.")
-        of_divided: dict[str, int | None] = {"live_elements": live_elements, "hpz_partition_size": hpz_partition_size}
+        of_divided: dict[str, int | None] = {
+            "max_live_parameters": max_live_parameters,
+            "hpz_partition_size": hpz_partition_size,
+        }
         if stage != 3:
-            for name, value in {"offload_parameters": offload_parameters, **of_divided}.items():
+            for name, value in {"offload_param": offload_param, **of_divided}.items():
                 if value:
                     raise UserError(f"`{name}` is {value}, and `stage` is {stage}; only stage 3 divides weights.")
-        if bucket_elements < 1:
-            raise UserError(f"`bucket_elements` is {bucket_elements}; give 1 or more, {BUCKET_ELEMENTS} say.")
-        for name, least in {"live_elements": 1, "hpz_partition_size": 2}.items():
+        if reduce_bucket_size < 1:
+            raise UserError(
+                f"`reduce_bucket_size` is {reduce_bucket_size}; give 1 or more, such as {REDUCE_BUCKET_SIZE}"
+            )
+        for name, least in {"max_live_parameters": 1, "hpz_partition_size": 2}.items():
             if (value := of_divided[name]) is not None and value < least:
                 raise UserError(f"`{name}` is {value}; give {least} or more, or null.")
         self.stage = stage
@@ -121,10 +126,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._flash_attention = flash_attention
         self.divides_weights = stage == 3
         self.offload_optimizer = offload_optimizer
-        self.offload_parameters = offload_parameters
+        self.offload_param = offload_param
         self.overlap_comm = overlap_comm
-        self.bucket_elements = bucket_elements
-        self.live_elements = live_elements
+        self.reduce_bucket_size = reduce_bucket_size
+        self.max_live_parameters = max_live_parameters
         self.hpz_partition_size = hpz_partition_size
         # DeepSpeed's engines. Their type is not named: jsonargparse would then import deepspeed when it reads a config.
         # No device is chosen at that time, and DeepSpeed would choose one for the whole process.
@@ -227,8 +232,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         """DeepSpeed's configuration of a role; its defaults (clipping at 1.0, printing, timing) are off."""
         layer = model.largest_layer(lambda parameter: self._full_shape(parameter).numel())
         on_gpu = self.root_device.type == "cuda"
-        bucket = -2 * (-min(self.bucket_elements, layer) // 2)  # even, for NCCL
-        live = layer if self.live_elements is None else self.live_elements
+        bucket = -2 * (-min(self.reduce_bucket_size, layer) // 2)  # even, for NCCL
+        live = layer if self.max_live_parameters is None else self.max_live_parameters
         zero: dict[str, Any] = {
             "stage": self.stage,
             "memory_efficient_linear": False,  # it would replace torch's function in the whole process
@@ -243,7 +248,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         }
         if self.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
-        if self.offload_parameters:
+        if self.offload_param:
             zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
         if self._groups_of(name).within is not None:
             zero["zero_hpz_partition_size"] = self.hpz_partition_size

@@ -75,7 +75,7 @@ class DistributedStrategy(TrainingStrategy):
 
         Raises:
             UserError: Ranks divide layers, and this strategy cannot; states are divided and an optimizer needs whole
-                matrices; or the number of a role's ranks is no multiple of the setting `within_setting`.
+                matrices; or the number of a role's ranks is not a multiple of the setting `within_setting`.
         """
         for name in handles.keys() & layouts.keys():
             optimizer, ranks, within = handles[name].optimizer, layouts[name].ranks, self._gathers_within(layouts[name])

@@ -63,7 +63,7 @@ class Role:
         """Set the learning rate of each group of parameters for the next update."""
         assert self.optimizer is not None
         settings = self.settings
-        done = self.step if settings.by == "steps" else self.done
+        done = self.step if settings.interval == "steps" else self.done
         if isinstance(settings, GroupedOptimizer) and settings.scheduler is not None:
             settings.advance(done - self.advanced)
             self.advanced = done

@@ -69,9 +69,9 @@ class TrainingStrategy:
             copies of its weights.
         can_offload: Whether `offload_optimizer` is a setting of the strategy.
         offload_optimizer: Whether the optimizer's states are in the CPU's memory.
-        offload_parameters: Whether the weights are in the CPU's memory.
-        bucket_elements: Most elements of gradients that are reduced together, from ZeRO 1 on.
-        live_elements: Most elements of weights that are whole at one time at ZeRO 3; None for those of a layer.
+        offload_param: Whether the weights are in the CPU's memory.
+        reduce_bucket_size: Most elements of gradients that are reduced together, from ZeRO 1 on.
+        max_live_parameters: Most elements of weights that are whole at one time at ZeRO 3; None for those of a layer.
         hpz_partition_size: Number of ranks that divide a second copy of the weights at ZeRO 3; None for no copy.
     """
 
@@ -89,9 +89,9 @@ class TrainingStrategy:
     holds_masters: bool = False
     can_offload: bool = False
     offload_optimizer: bool = False
-    offload_parameters: bool = False
-    bucket_elements: int = 0
-    live_elements: int | None = None
+    offload_param: bool = False
+    reduce_bucket_size: int = 0
+    max_live_parameters: int | None = None
     hpz_partition_size: int | None = None
     _as_given: TrainingStrategy | None = None
 

@@ -202,7 +202,7 @@ def _lines(
             raise
         except Exception as error:
             raise UserError(
-                f"the step cannot run: `{getattr(error, 'node', 'step')}` {said(error)}; mend it"
+                f"the step cannot run: `{getattr(error, 'node', 'step')}` {said(error)}; correct it"
             ) from error
         if not plain.gradients:
             raise UserError(

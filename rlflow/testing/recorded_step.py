@@ -279,7 +279,7 @@ def run_step(module: RLModule, rows: list[dict[str, Any]], way: Way, scratch: Pa
         max_steps=1,
         devices=way.ranks,
         accelerator="cpu",
-        logprob_gap_limit=1e6,  # the recorded logprobs are no model's
+        logprob_gap_limit=1e6,  # the recorded logprobs are not the model's
     )
     found = Outcome()
     with ExitStack() as stack:
@@ -530,7 +530,7 @@ class Observer:
             changed = self._other_numbers(value, given)
         else:  # what a node made for each token
             tool = next((each for each in map(_tool, values.values()) if each is not None), None)
-            changed = {name: self._beside(column, node, tool) for name, column in given.items()}
+            changed = {name: self._spoilt_column(column, node, tool) for name, column in given.items()}
         return changed[""] if "" in changed else replace(value, **changed) if changed else value
 
     def _other_numbers(self, value: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -540,7 +540,7 @@ class Observer:
         tool = _tool(value)
         return {"logprobs": value.logprobs - 3.0 * tool} if tool is not None and "logprobs" in given else {}
 
-    def _beside(self, column: Tensor, node: Node, tool: Tensor | None) -> Tensor:
+    def _spoilt_column(self, column: Tensor, node: Node, tool: Tensor | None) -> Tensor:
         """A node's value for each token, `[B, T, ...]`; its padding is the node's own, so zeros are added to it."""
         if self._way.spoilt == "padding":
             return nn.functional.pad(column, (0, 0) * (column.dim() - 2) + (0, WIDER))

@@ -38,7 +38,7 @@ class Picture:
             name: Name of the picture in errors.
 
         Raises:
-            UserError: It is no image, or has more than `MOST_PIXELS` pixels.
+            UserError: It is not an image, or has more than `MOST_PIXELS` pixels.
         """
         from PIL import Image
 
@@ -49,7 +49,7 @@ class Picture:
         except Image.DecompressionBombError as error:
             raise UserError(f"{name} is too large ({one_line(error)}); scale it down") from error
         except (OSError, ValueError, SyntaxError, EOFError) as error:  # Pillow's formats raise all of these
-            raise UserError(f"{name} is no image that Pillow reads; mend or remove it") from error
+            raise UserError(f"{name} is not an image that Pillow reads; correct or remove it") from error
         if width * height > MOST_PIXELS:
             raise UserError(
                 f"{name} has {width} x {height} pixels, and at most {MOST_PIXELS:,} are decoded; scale it down"
@@ -82,4 +82,4 @@ class Picture:
                 return Image.alpha_composite(on_white, image.convert("RGBA")).convert("RGB")
             return image.convert("RGB")
         except (OSError, ValueError, SyntaxError, EOFError) as error:
-            raise UserError(f"{self.name} cannot be decoded ({one_line(error)}); mend or remove it") from error
+            raise UserError(f"{self.name} cannot be decoded ({one_line(error)}); correct or remove it") from error

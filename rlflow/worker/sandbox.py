@@ -51,7 +51,7 @@ class Ran:
 class Sandbox:
     """Runs Python programs, each in namespaces of its own (Linux, where a user may make namespaces).
 
-        Sandbox(Limits(seconds=5)).run("print(2 * int(input()))", given="21").output  # "42\\n"
+        Sandbox(Limits(timeout_s=5)).run("print(2 * int(input()))", given="21").output  # "42\\n"
 
     A program can read the files of the system, of Python and of installed packages. The files that it writes are in
     memory, 64 MB at most, and gone when it ends; so is every process that it started. It has 64 processes at most where
@@ -59,7 +59,7 @@ class Sandbox:
     limited until the program's time is over.
 
     Args:
-        limits: Limits of one program. `seconds` counts from its start; CPU time is limited to about as much, for each
+        limits: Limits of one program. `timeout_s` counts from its start; CPU time is limited to about as much, for each
             process.
 
     Raises:
@@ -91,7 +91,7 @@ def why_not() -> str:
     """Reason why this system cannot isolate a program; empty where it can."""
     if sys.platform != "linux":
         return f"namespaces are Linux's, and this is {sys.platform}"
-    ran = _run("print('isolated')", "", Limits(seconds=30), 1)
+    ran = _run("print('isolated')", "", Limits(timeout_s=30), 1)
     return "" if ran.succeeded and ran.output == "isolated\n" else " ".join(ran.errors.split()) or f"code {ran.code}"
 
 
@@ -102,7 +102,7 @@ def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
         "readable": sorted({"/usr", "/lib", "/lib64", "/bin", sys.prefix, sys.base_prefix, *LINKER}),
         "disk_bytes": DISK_MB * MB,
         "limits": {
-            "RLIMIT_CPU": math.ceil(limits.seconds) + 1,
+            "RLIMIT_CPU": math.ceil(limits.timeout_s) + 1,
             "RLIMIT_FSIZE": limits.file_mb * MB,
             "RLIMIT_NPROC": PROCESSES,
             **memory,
@@ -126,7 +126,7 @@ def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
     output, errors = Output(process.stdout, last=LAST, first=keep_kb << 10), Output(process.stderr, last=LAST)
     timed_out = False
     try:
-        code = process.wait(limits.seconds)
+        code = process.wait(limits.timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()  # and with it all that the program has started: its first process dies with this one
         process.wait()

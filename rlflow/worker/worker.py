@@ -37,18 +37,18 @@ Result = TypeVar("Result")
 class Limits:
     """Limits of code in a `Worker` or a `Sandbox`.
 
-    A call that takes longer than `seconds` is ended by killing its process. Memory and file size are limits of the
+    A call that takes longer than `timeout_s` is ended by killing its process. Memory and file size are limits of the
     operating system: beyond them Python code gets a `MemoryError` or an `OSError`.
 
     Args:
-        seconds: Wall-clock seconds of one call. A worker's start and imports do not count.
+        timeout_s: Wall-clock seconds of one call. A worker's start and imports do not count.
         start_seconds: Seconds of the import of a module in a worker, with the start of its process.
         memory_mb: MB of address space of each process, which is more than the memory it uses; None for no limit.
         file_mb: MB of the largest file that the code may write.
         output_kb: kB of its output that are stored; the rest is read and dropped.
     """
 
-    seconds: float = 60.0
+    timeout_s: float = 60.0
     start_seconds: float = 120.0
     memory_mb: int | None = 4096
     file_mb: int = 256
@@ -85,7 +85,7 @@ class Worker:
     Arguments and values are sent as JSON: a tuple arrives as a list, a dataclass comes back as a dict. A worker is for
     one thread at a time; threads share a `WorkerPool`.
 
-        worker = Worker(Limits(seconds=10))
+        worker = Worker(Limits(timeout_s=10))
         worker.function("my_rewards.brevity", "a response")  # -10.0; a `WorkerTimeout` after 10 seconds
         worker.make("my_env.WordGame", word="house")  # an object that stays in the worker
         worker.call("guess", letter="o")  # what its method returns
@@ -222,7 +222,7 @@ class Worker:
             line = json.dumps(request).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise WorkerRaised(f"`{asked}` cannot be given as JSON what it was called with: {error}") from error
-        seconds = self.limits.seconds if seconds is None else seconds
+        seconds = self.limits.timeout_s if seconds is None else seconds
         until = time.monotonic() + seconds
         try:
             self._wait_until(until)
@@ -310,7 +310,7 @@ class Worker:
 class WorkerPool:
     """A fixed number of workers for calls from several threads: each call takes a free worker, or waits for one.
 
-        pool = WorkerPool(Limits(seconds=10), workers=4)
+        pool = WorkerPool(Limits(timeout_s=10), workers=4)
         pool.call(Worker.function, "my_rewards.brevity", "a response")  # -10.0
 
     A copy by `pickle` or `deepcopy` has workers of its own.

@@ -31,7 +31,7 @@ def kto(request: pytest.FixtureRequest, models: Models, trl: TheirResult) -> tup
     path = RowPath(torch.arange(len(LABELS))[:, None], ("batch",))
     batch = replace(ours.recorded_batch(), rows=[{"label": label} for label in LABELS], path=path)
     start = {"actor": policy, "reference": reference}
-    module = KTO(CausalLM(str(policy)), beta=BETA, good_weight=WEIGHTS[0], bad_weight=WEIGHTS[1])
+    module = KTO(CausalLM(str(policy)), beta=BETA, desirable_weight=WEIGHTS[0], undesirable_weight=WEIGHTS[1])
     return ours.step(module, {"batch": batch}, start, policy), trl("kto", policy, reference, BETA, WEIGHTS)
 
 

@@ -32,6 +32,7 @@ NOT_OF_THE_PAPER = {
     "environment",
     "gradient_checkpointing",
     "judge",
+    "discriminator",
     "lora",
     "model",
     "moe",

@@ -1,4 +1,4 @@
-"""The rows that GAIL's judge is trained on."""
+"""The rows that GAIL's discriminator is trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlflow import algorithms
 from rlflow.types import Each, Ragged, RowPath
 
 
-def test_the_judge_reads_the_prompts_of_samples_and_weighs_by_those_that_count() -> None:
+def test_the_discriminator_reads_samples_prompts_and_weighs_by_those_that_count() -> None:
     """An environment adds a token to the prompts 4 and 7 of the dataset; one of 5 samples is cut."""
     ones, mask = torch.ones(2, 1, dtype=torch.int64), torch.ones(5, 1, dtype=torch.bool)
     batch = SimpleNamespace(

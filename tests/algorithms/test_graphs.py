@@ -64,17 +64,17 @@ def test_an_algorithm_adds_the_nodes_of_its_own(algorithm: type[PolicyGradient],
     assert set(read_graph(algorithm(CausalLM("tiny"), OddCharacters())).nodes) == LEAST | more
 
 
-def test_a_judge_is_trained_along_and_pays_after_its_updates() -> None:
-    graph = read_graph(algorithms.GAIL(CausalLM("tiny"), judge=RewardModel("tiny")))  # without a verifier
-    assert set(graph.nodes) == LEAST | {"examples", "judge_loss"}
+def test_a_discriminator_is_trained_before_it_gives_rewards() -> None:
+    graph = read_graph(algorithms.GAIL(CausalLM("tiny"), discriminator=RewardModel("tiny")))  # without a verifier
+    assert set(graph.nodes) == LEAST | {"examples", "discriminator_loss"}
     order = [node.id for node in graph.order]
-    assert order.index("judge_loss") < order.index("rewards") < order.index("actor_loss")
+    assert order.index("discriminator_loss") < order.index("rewards") < order.index("actor_loss")
     assert graph.levels("examples") == ("batch", "examples")
-    assert graph.trained_roles() == ("judge", "actor")
+    assert graph.trained_roles() == ("discriminator", "actor")
 
 
-def test_a_judge_s_dataset_needs_responses_whose_column_is_found() -> None:
-    module = algorithms.GAIL(CausalLM("tiny"), judge=RewardModel("tiny"))
+def test_a_discriminator_s_dataset_needs_responses_whose_column_is_found() -> None:
+    module = algorithms.GAIL(CausalLM("tiny"), discriminator=RewardModel("tiny"))
     rows = PromptData([{"prompt": "1+1=", "response": "2"}])
     assert resolved(rows, module, read_graph(module)).response == "response"
     with pytest.raises(UserError, match="no column `response` or `completion` or `messages`; columns found: prompt"):
@@ -185,9 +185,9 @@ def test_dpo_needs_a_reference_and_reward_model_training_none() -> None:
     [cls for cls in vars(algorithms).values() if isinstance(cls, type) and issubclass(cls, GroupBaseline)],
 )
 def test_a_group_of_one_is_refused(algorithm: type[PolicyGradient]) -> None:
-    judge = {"judge": RewardModel("tiny")} if algorithm is algorithms.GAIL else {}
+    discriminator = {"discriminator": RewardModel("tiny")} if algorithm is algorithms.GAIL else {}
     with pytest.raises(UserError, match="`group_size` is 1; group-relative advantages need at least 2"):
-        algorithm(CausalLM("tiny"), OddCharacters(), group_size=1, **judge)
+        algorithm(CausalLM("tiny"), OddCharacters(), group_size=1, **discriminator)
 
 
 def test_algorithms_without_groups_take_a_group_of_one() -> None:

@@ -11,36 +11,36 @@ from tests.bad_input.refusal import Case, Refused, ids, refusal
 from tests.own_folder import REMOVED, rewarded_by
 
 CASES: list[Case] = [
-    ("a misspelt section", {"modle": 3}, '`modle` (3) is no known key. Did you mean "module"?'),
+    ("a misspelt section", {"modle": 3}, '`modle` (3) is not a known key. Did you mean "module"?'),
     (
         "a misspelt key",
         {"trainer.max_step": 3},
-        '`trainer.max_step` (3) is no known key. Did you mean "max_steps"?',
+        '`trainer.max_step` (3) is not a known key. Did you mean "max_steps"?',
     ),
     (
         "a misspelt argument of a class",
         {"module.init_args.group_sise": 3},
-        '`module.init_args.group_sise` (3) is no known key. Did you mean "group_size"?',
+        '`module.init_args.group_sise` (3) is not a known key. Did you mean "group_size"?',
     ),
     (
         "a misspelt argument of a class within a class",
         {"module.init_args.reward.init_args": {"anwser": "a"}},
-        "`module.init_args.reward.init_args.anwser` ('a') is no known key. Did you mean \"answer\"?",
+        "`module.init_args.reward.init_args.anwser` ('a') is not a known key. Did you mean \"answer\"?",
     ),
     (
         "a misspelt argument in a list",
         {"callbacks": [{"class_path": "rlflow.callbacks.EarlyStopping", "init_args": {"monitr": "x"}}]},
-        "`callbacks.0.init_args.monitr` ('x') is no known key. Did you mean \"monitor\"?",
+        "`callbacks.0.init_args.monitr` ('x') is not a known key. Did you mean \"monitor\"?",
     ),
     (
         "a misspelt field",
         {"module.init_args.actor.optimizer": {"weight_decai": 0.1}},
-        '`module.init_args.actor.optimizer.weight_decai` (0.1) is no known key. Did you mean "weight_decay"?',
+        '`module.init_args.actor.optimizer.weight_decai` (0.1) is not a known key. Did you mean "weight_decay"?',
     ),
     (
         "a key like none",
         {"seeds_of_everything": 1},
-        "`seeds_of_everything` (1) is no known key. Known here: callbacks, config, data, ",
+        "`seeds_of_everything` (1) is not a known key. Known here: callbacks, config, data, ",
     ),
     ("a text for an integer", {"trainer.devices": "two"}, "`trainer.devices` is 'two'; give an integer"),
     (
@@ -74,7 +74,7 @@ CASES: list[Case] = [
     (
         "a secret under an unknown key",
         {"trainer.wandb_api_key": "opensesame"},
-        "`trainer.wandb_api_key` (***) is no known key",
+        "`trainer.wandb_api_key` (***) is not a known key",
     ),
     (
         "a module that ends the process",
@@ -105,7 +105,7 @@ CASES: list[Case] = [
         {"models": {"critic": {"class_path": "rlflow.ValueModel"}}},
         "`models.critic.init_args.model` is missing; set it",
     ),
-    ("a key of a terminal's codes", {"\x1b[2J\n": 1}, "`\\x1b[2J\\n` (1) is no known key."),
+    ("a key of a terminal's codes", {"\x1b[2J\n": 1}, "`\\x1b[2J\\n` (1) is not a known key."),
     (
         "a misspelt short name",
         {"strategy": "fspd"},
@@ -137,17 +137,17 @@ CASES: list[Case] = [
         "a module that cannot be imported",
         {"module.class_path": "broken_algorithm.GRPO"},
         "`module.class_path` names the class broken_algorithm.GRPO, which cannot be imported (No module named"
-        " 'a_module_that_nobody_has'); mend its module",
+        " 'a_module_that_nobody_has'); correct its module",
     ),
     (
         "a class of another kind",
         {"data.train.class_path": "rlflow.rewards.ExactMatch"},
-        "`data.train.class_path` names the class rlflow.rewards.ExactMatch, which is no Source; name one that is",
+        "`data.train.class_path` names the class rlflow.rewards.ExactMatch, which is not of the kind Source; name one",
     ),
     (
         "arguments without a class",
         {"module": {"model": "tiny"}},
-        "`module.model` ('tiny') is no key of its own; write `class_path` with the name of a class, and `init_args`",
+        "`module.model` ('tiny') is not a key of its own; write `class_path` with the name of a class, and `init_args`",
     ),
     (
         "a misspelt function",
@@ -170,13 +170,13 @@ def test_a_wrong_key_or_class_is_refused_in_one_line_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--trainer.max_step", "3"], '`trainer.max_step` (3) is no known key. Did you mean "max_steps"?'),
-        (["--trainer.max_step=3"], '`trainer.max_step` (3) is no known key. Did you mean "max_steps"?'),
-        (["--sed", "3"], '`sed` (3) is no known key. Did you mean "seed"?'),
-        (["--module.group_sise", "3"], '`module.group_sise` (3) is no known key. Did you mean "group_size"?'),
+        (["--trainer.max_step", "3"], '`trainer.max_step` (3) is not a known key. Did you mean "max_steps"?'),
+        (["--trainer.max_step=3"], '`trainer.max_step` (3) is not a known key. Did you mean "max_steps"?'),
+        (["--sed", "3"], '`sed` (3) is not a known key. Did you mean "seed"?'),
+        (["--module.group_sise", "3"], '`module.group_sise` (3) is not a known key. Did you mean "group_size"?'),
         (
             ["--module.init_args.actor.optimizer.lrr", "3"],
-            '`module.init_args.actor.optimizer.lrr` (3) is no known key. Did you mean "lr"?',
+            '`module.init_args.actor.optimizer.lrr` (3) is not a known key. Did you mean "lr"?',
         ),
         (["--trainer.devices", "many"], "`trainer.devices` is 'many'; give an integer"),
         (
@@ -184,7 +184,7 @@ def test_a_wrong_key_or_class_is_refused_in_one_line_before_a_model_is_loaded(
             "`trainer.balance` is 'of'; give one of 'auto', 'off' or a mapping of arguments",
         ),
         (["--trainer.balance.quadratic", "x"], "`trainer.balance.quadratic` is 'x'; give a number"),
-        (["--trainer.balance.quadratik", "1"], 'balance.quadratik` (1) is no known key. Did you mean "quadratic"?'),
+        (["--trainer.balance.quadratik", "1"], 'balance.quadratik` (1) is not a known key. Did you mean "quadratic"?'),
         (["--module.actor.optimizer.lr", "fast"], "`module.actor.optimizer.lr` is 'fast'; give a number"),
         (["--data.train.path"], "`--data.train.path` has no value; write `--data.train.path VALUE`"),
         (["--trainer.balance.bytes_per_s", "0"], "`trainer.balance.bytes_per_s` is 0; give more than 0"),
@@ -194,7 +194,7 @@ def test_a_wrong_key_or_class_is_refused_in_one_line_before_a_model_is_loaded(
         (["--config", "nowhere.yaml"], "`--config` is 'nowhere.yaml', and there is no such file in "),
         (
             ["--config", "list.yaml"],
-            "`--config` is 'list.yaml', which holds no `key: value` lines but ['seed']; mend it",
+            "`--config` is 'list.yaml', which holds no `key: value` lines but ['seed']; correct it",
         ),
         (["--config", "torn.yaml"], "`--config` is 'torn.yaml', which is not plain YAML (while parsing a flow mapping"),
     ],

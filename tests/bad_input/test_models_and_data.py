@@ -66,7 +66,7 @@ CASES: list[Case] = [
         "a line that is not JSON",
         {"data.train.init_args.path": "not_json.jsonl"},
         "not_json.jsonl, line 2 is not JSON (Expecting ',' delimiter: line 1 column 15 (char 14)):"
-        """ '{"question": 1+1='; mend or remove the line""",
+        """ '{"question": 1+1='; correct or remove the line""",
     ),
     ("an empty dataset", {"data.train.init_args.path": "empty.jsonl"}, "empty.jsonl has no rows, so there is nothing"),
     (
@@ -262,7 +262,7 @@ def test_a_reward_that_fails_is_told_with_its_sample(
     line = refusal(capfd, "fit", "--config", "my.yaml")
     assert f"reward `my_rewards.{function}` failed on sample 0 with {reason} (response " in line
     assert "row {'question': " in line
-    assert "; mend it, or set `on_error` to zero or drop (rank 0, node `rewards`, " in line
+    assert "; correct it, or set `on_error` to zero or drop (rank 0, node `rewards`, " in line
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ CASES: list[Case] = [
     (
         "an engine of a policy that does not generate",
         {"engines": {"actr": {"class_path": "rlflow.rollout.TransformersEngine"}}},
-        "`engines.actr` names 'actr', which is no policy that generates; those are actor. Did you mean \"actor\"?",
+        "`engines.actr` names 'actr', which is not a policy that generates; those are actor. Did you mean \"actor\"?",
     ),
     (
         "a policy that shares its own engine",

@@ -112,7 +112,7 @@ CASES: list[Case] = [
     (
         "a setting that the algorithm does not use",
         {"module.class_path": "rlflow.algorithms.GSPO", "module.init_args.clip.dual": 3.0},
-        "`module.init_args.clip.dual` (3.0) is no known key. Known here: high, low",
+        "`module.init_args.clip.dual` (3.0) is not a known key. Known here: high, low",
     ),
     (
         "an infinite learning rate",
@@ -120,7 +120,7 @@ CASES: list[Case] = [
         "`module.init_args.actor.optimizer.lr` is inf; give at most 1000",
     ),
     (
-        "a learning rate that is no number",
+        "a learning rate that is not a number",
         {"module.init_args.actor.optimizer": {"lr": float("nan")}},
         "`module.init_args.actor.optimizer.lr` is nan; give 0 or more",
     ),

@@ -147,7 +147,7 @@ def test_damaged_digests_are_named(folder: Path, refused: Callable[..., str], da
         (b"\xff", "which cannot be read"),
         (b"trainer: 3", "whose `trainer` is 3"),
         (b"trainer: {}\nstrategy: a", "whose `strategy` is 'a'"),
-        (b"trainer: {}\nstrategy: {init_args: 3}", "whose `strategy.init_args` is no mapping"),
+        (b"trainer: {}\nstrategy: {init_args: 3}", "whose `strategy.init_args` is not a mapping"),
     ],
 )
 def test_a_damaged_config_of_the_run_is_named(

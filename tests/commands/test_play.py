@@ -83,7 +83,7 @@ def test_an_agent_waits_for_a_person_longer_than_its_seconds(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Slow("It is house.\n"))
-    agent = {"run": "tests.harness.agents.talks_once", "seconds": 1}
+    agent = {"run": "tests.harness.agents.talks_once", "timeout_s": 1}
     main(["play", "--config", config(folder, "agent", agent)])
     assert "ended: done, the agent ended it" in capsys.readouterr().out
 
@@ -213,7 +213,7 @@ def test_what_the_environment_said_to_nobody_is_shown(
         (
             {"environment": WORD},
             ("--replies", "{}/b.jsonl"),
-            "`--replies` is .*b.jsonl', whose line 1 is no text; write",
+            "`--replies` is .*b.jsonl', whose line 1 is not a text; write",
         ),
         ({"environment": "no.such.Game"}, (), "`environment` is 'no.such.Game', but there is no module no"),
     ],

@@ -558,7 +558,7 @@ def test_a_picture_that_cannot_be_shown_is_a_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(rows)
     found, encoded, _ = pictures_of(run)
     assert (encoded, [each["name"] for each in found]) == ([], names)
-    reasons = ["No such file", "is no image", "cannot be decoded", "without a network", "has other images now"]
+    reasons = ["No such file", "is not an image", "cannot be decoded", "without a network", "has other images now"]
     for each, reason in zip(found, reasons, strict=True):
         assert reason in each["why"]
         assert "\n" not in each["why"]

@@ -127,7 +127,7 @@ def test_what_cannot_be_is_one_line(folder: Path, capsys: pytest.CaptureFixture[
 
 def test_a_folder_without_samples_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no samples.jsonl" in refusal(capsys, str(tmp_path))
-    assert "is no folder" in refusal(capsys, str(tmp_path / "nowhere"))
+    assert "is not a folder" in refusal(capsys, str(tmp_path / "nowhere"))
     write(tmp_path, {})
     assert "has an empty samples.jsonl" in refusal(capsys, str(tmp_path))
 

@@ -14,8 +14,8 @@ from rlflow.errors import UserError
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("x: " + "[" * 5000, "which is nested too deeply; mend it"),
-        ("seed: 1\ndata: {}\nseed: 2\n", "which is not plain YAML (it has `seed` twice, in lines 1 and 3); mend it"),
+        ("x: " + "[" * 5000, "which is nested too deeply; correct it"),
+        ("seed: 1\ndata: {}\nseed: 2\n", "which is not plain YAML (it has `seed` twice, in lines 1 and 3); correct it"),
         (
             "data: {prompt: a, prompt: b}\n",
             "which is not plain YAML (it has `data.prompt` twice, in lines 1 and 1)",
@@ -32,9 +32,9 @@ from rlflow.errors import UserError
         ("x: 'é\x00'", "which is not plain YAML (unacceptable character"),
         (
             "a: 1\nx: !foo 3",
-            "which is not plain YAML (could not determine a constructor for the tag '!foo', line 2); mend it",
+            "which is not plain YAML (could not determine a constructor for the tag '!foo', line 2); correct it",
         ),
-        ("x: !!int five", "which is not plain YAML (invalid literal for int() with base 10: 'five'); mend it"),
+        ("x: !!int five", "which is not plain YAML (invalid literal for int() with base 10: 'five'); correct it"),
         (
             "a: 1\nb: {{ x }}",
             "while constructing a mapping, found unhashable key, line 2",

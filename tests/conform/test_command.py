@@ -105,7 +105,7 @@ def test_parameters_with_other_names_are_said_by_options() -> None:
         ("nothing", "returned None, a NoneType; a tensor is expected"),
         ("changes", "changes its argument advantages `[4, 6]`"),
         ("gone", "others_losses has no gone"),
-        ("Loss", "which is no function"),
+        ("Loss", "which is not a function"),
     ],
 )
 def test_what_cannot_be_examined_is_one_line(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,9 @@ def test_two_ranks_workers_and_a_shared_engine_hold_the_same_conversations(
     alone: Result, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     on_two = ranks2.run(fit, run(talking(policy), tmp_path / "two", FSDP))
-    first = Environment("tests.controller.answering.OfFirstRank", max_turns=3, max_turn_length=6, seconds=60, workers=2)
+    first = Environment(
+        "tests.controller.answering.OfFirstRank", max_turns=3, max_turn_length=6, timeout_s=60, workers=2
+    )
     one_engine = replace(run(talking(policy, environment=first), tmp_path / "one", FSDP, max_steps=1), engine=Paired())
     shared = ranks2.run(_fit_and_leave_no_worker, one_engine)
     for step in range(2):
@@ -193,7 +195,7 @@ def test_the_trace_shows_turns_of_the_first_conversations_within_their_node(alon
 
 def test_time_in_environments_is_told_from_the_policy_s(policy: Path, tmp_path: Path) -> None:
     """With one call at a time in the rank's own process each follows another, and so nothing is done meanwhile."""
-    slow = Environment("tests.controller.answering.Slow", max_turns=3, max_turn_length=6, at_once=1)
+    slow = Environment("tests.controller.answering.Slow", max_turns=3, max_turn_length=6, max_concurrent=1)
     (step,) = fit(run(talking(policy, environment=slow), tmp_path / "run", max_steps=1)).steps
     least = Slow.SECONDS * step["rollout/turns"]
     assert least <= step["rollout/environment_seconds"]
@@ -224,7 +226,7 @@ def test_validation_holds_conversations(policy: Path, tmp_path: Path) -> None:
 def test_validation_by_itself_ends_the_processes_of_environments(policy: Path, tmp_path: Path) -> None:
     data = sums(4, PROMPTS, held_out=1)
     data.chat_template, data.max_prompt_length = True, 120
-    environment = Environment(ANSWERING, max_turns=1, max_turn_length=6, seconds=60, workers=1)
+    environment = Environment(ANSWERING, max_turns=1, max_turn_length=6, timeout_s=60, workers=1)
     settings = {"accelerator": "cpu", "strategy": SingleProcess(), "rollout": TransformersEngine()}
     found = Trainer(str(tmp_path / "run"), **settings).validate(talking(policy, environment=environment), data)  # type: ignore[arg-type]
     assert found["val/turns"] == 1
@@ -258,7 +260,7 @@ def test_an_environment_that_fails_is_left_out_of_the_loss(policy: Path, tmp_pat
     assert step["rollout/written"] == pytest.approx(step["rollout/tokens"] / tokens), "what failed is the policy's too"
 
 
-@pytest.mark.parametrize(("name", "given", "met"), [("Meeting", {}, {12}), ("Couples", {"at_once": 2}, {2})])
+@pytest.mark.parametrize(("name", "given", "met"), [("Meeting", {}, {12}), ("Couples", {"max_concurrent": 2}, {2})])
 def test_coroutines_of_a_rank_s_conversations_wait_side_by_side_as_many_as_may(
     policy: Path, tmp_path: Path, name: str, given: dict[str, Any], met: set[int]
 ) -> None:
@@ -272,7 +274,7 @@ def test_coroutines_of_a_rank_s_conversations_wait_side_by_side_as_many_as_may(
 
 def test_an_environment_that_ends_the_run_names_the_row_by_its_number(policy: Path, tmp_path: Path) -> None:
     held = run(talking(policy, environment=Environment("tests.controller.answering.Broken")), tmp_path / "run")
-    with pytest.raises(UserError, match=r"raised RuntimeError: broken; mend it, or .*\(the row is \d+, ") as raised:
+    with pytest.raises(UserError, match=r"raised RuntimeError: broken; correct it, or .*\(the row is \d+, ") as raised:
         fit(held)
     place, _, row = str(raised.value).partition("(the row is ")[2].partition(", ")
     assert row.startswith(f"{held.data.train[int(place)]})")

@@ -133,13 +133,13 @@ def test_conversations_are_whole_and_trained_once(alone: tuple[Result, list[dict
     last = result.steps[-1]
     assert (
         last["rollout/draws_total"] * PROMPTS
-        == len(trained) // GROUP + last["rollout/surplus"] + last["rollout/under_way"]
+        == len(trained) // GROUP + last["rollout/surplus"] + last["rollout/unfinished_groups"]
     )
     for row in (row for step in result.record for row in step.values()):
         spoken = [each for each in row["messages"] if each["role"] == "assistant"]
         assert [each["reward"] for each in spoken] == pytest.approx(row["rewards"])
         assert "ended" in row["messages"][-1]
-    assert not any(step.get("rollout/begun_anew") for step in result.steps)
+    assert not any(step.get("rollout/restarted") for step in result.steps)
 
 
 def test_cuts_between_turns_change_no_token_where_weights_do_not(policy: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_two_ranks_workers_and_a_shared_engine_have_the_same_conversations(
 ) -> None:
     assert tokens_of(*on_two) == tokens_of(alone[0])
     assert difference(on_two[0].weights, alone[0].weights) < FLOAT32
-    worker = Environment(STATEFUL, max_turns=3, max_turn_length=TURN, seconds=60, workers=2)
+    worker = Environment(STATEFUL, max_turns=3, max_turn_length=TURN, timeout_s=60, workers=2)
     shared = replace(given(policy, tmp_path, ZERO2, worker), engine=Paired())
     assert tokens_of(*ranks2.run(fit, shared)) == tokens_of(alone[0])
 
@@ -179,7 +179,7 @@ def test_an_environment_without_a_state_waits_where_it_is(
 ) -> None:
     result = fit(given(policy, tmp_path / "here", of=DRAWING))
     assert tokens_of(result) == tokens_of(alone[0])
-    worker = Environment(DRAWING, max_turns=3, max_turn_length=TURN, seconds=60, workers=2)
+    worker = Environment(DRAWING, max_turns=3, max_turn_length=TURN, timeout_s=60, workers=2)
     in_workers = fit(given(policy, tmp_path / "workers", of=worker, max_steps=2))
     assert tokens_of(in_workers) == tokens_of(alone[0])[:2]
 
@@ -188,7 +188,7 @@ def stopped(policy: Path, folder: Path, ranks2: RankPool, of: str) -> Fit:
     """A run of two ranks that stopped while conversations are in progress, to be resumed."""
     settings = {"save_every_n_steps": 1}
     (first, _) = ranks2.run(fit, given(policy, folder, ZERO2, of, **settings, callbacks=[StopAfter(2)]))
-    assert first.steps[-1]["rollout/under_way"] > 0
+    assert first.steps[-1]["rollout/unfinished_groups"] > 0
     checkpoint = str(folder / "checkpoint/step-00000002")
     return given(policy, folder, ZERO2, of, **settings, callbacks=[StopAfter(STEPS)], ckpt_path=checkpoint)
 
@@ -206,7 +206,7 @@ def test_an_environment_without_a_state_begins_anew_when_a_run_is_resumed(
 ) -> None:
     rest = stopped(policy, tmp_path / "run", ranks2, DRAWING)
     results = ranks2.run(fit, replace(rest, folder=tmp_path / "rest"))
-    anew = [step.get("rollout/begun_anew", 0.0) for step in results[0].steps]
+    anew = [step.get("rollout/restarted", 0.0) for step in results[0].steps]
     assert anew[0] > 0
     assert anew[1:] == [0.0] * (STEPS - 3)
     assert all(min(row["versions"]) >= 2 or len(set(row["versions"])) == 1 for row in results[0].record[-1].values())

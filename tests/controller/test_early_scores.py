@@ -34,7 +34,7 @@ ENGINES: dict[str, Callable[[], RolloutEngine]] = {
     "transformers": TransformersEngine,
     "vllm": lambda: VLLMEngine(kv_cache_gib=0.25),
 }
-WAYS = ("seconds", "workers", "at_once", "http", "http in batches")
+WAYS = ("seconds", "workers", "max_concurrent", "http", "http in batches")
 POLICIES: tuple[OnError, ...] = ("raise", "zero", "drop")
 
 
@@ -42,7 +42,7 @@ class InThreads(SampleReward):
     """Scores several samples at a time in this process."""
 
     def __init__(self, function: str, on_error: OnError) -> None:
-        super().__init__(on_error, at_once=3)
+        super().__init__(on_error, max_concurrent=3)
         self.function = function
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float:
@@ -72,8 +72,8 @@ def reward_of(way: str, on_error: OnError, server: Server) -> Reward:
     if way.startswith("http"):
         if on_error == "raise":
             server.answer = _never_failing
-        return HTTPReward(server.url, batch=3 if "batches" in way else 1, at_once=3, on_error=on_error)
-    if way == "at_once":
+        return HTTPReward(server.url, batch=3 if "batches" in way else 1, max_concurrent=3, on_error=on_error)
+    if way == "max_concurrent":
         return InThreads(function, on_error)
     return limited(function, on_error, workers=3 if way == "workers" else 1)
 
@@ -91,7 +91,7 @@ def run_of(policy: Path, folder: Path, reward: Reward, algorithm: Any = GRPO, **
 
 def limited(function: str = "odd", on_error: OnError = "raise", workers: int = 3) -> CallableReward:
     """One of the functions of `scoring`, in processes of its own."""
-    return CallableReward(f"tests.controller.scoring.{function}", on_error, seconds=30, workers=workers)
+    return CallableReward(f"tests.controller.scoring.{function}", on_error, timeout_s=30, workers=workers)
 
 
 def late(monkeypatch: pytest.MonkeyPatch, run: Fit) -> None:
@@ -121,7 +121,9 @@ CASES = [(engine, way, on_error) for engine in ENGINES for way in WAYS for on_er
 FAST = [("transformers", "workers", "drop"), ("transformers", "http in batches", "zero")]
 
 
-@pytest.mark.parametrize(("engine", "way", "on_error"), slow_but([*FAST, ("transformers", "at_once", "raise")], CASES))
+@pytest.mark.parametrize(
+    ("engine", "way", "on_error"), slow_but([*FAST, ("transformers", "max_concurrent", "raise")], CASES)
+)
 def test_a_run_leaves_the_same_to_the_byte(
     engine: str, way: str, on_error: OnError, policy: Path, tmp_path: Path, server: Server, monkeypatch: Any
 ) -> None:
@@ -291,7 +293,7 @@ def test_what_needs_all_responses_is_scored_after_them(
 
 
 def test_no_more_calls_run_together_than_a_reward_allows(policy: Path, tmp_path: Path) -> None:
-    reward = Counts(at_once=2, seconds=0.05)
+    reward = Counts(max_concurrent=2, seconds=0.05)
     fit(run_of(policy, tmp_path, reward, RaggedReMax))  # which samples twice in a step
     assert early_steps(tmp_path) == 2
     assert reward.most == 2

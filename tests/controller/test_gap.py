@@ -71,7 +71,7 @@ def test_on_trial_an_unusual_gap_of_uncertain_tokens_is_a_warning(caplog: pytest
 def test_a_fault_on_trial_is_still_one_after_it() -> None:
     sums = dict(zip(SUMS, (1000.0, 500.0, -1000.0, 2000.0, -1000.0, 2000.0), strict=True))
     alarm = LogprobGap(None, torch.bfloat16, trial=4)
-    for gap in (0.01, 0.045, 0.045, 0.045):  # the last three are no measure of what comes
+    for gap in (0.01, 0.045, 0.045, 0.045):  # the last three are not a measure of what comes
         alarm.check({GAP: gap / 2, UNCERTAIN_GAP: gap} | sums)
     with pytest.raises(UserError, match=r"where they differed by 0\.01 in the steps before"):
         alarm.check({GAP: 0.045 / 2, UNCERTAIN_GAP: 0.045} | sums)

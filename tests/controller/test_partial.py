@@ -133,7 +133,7 @@ def test_every_group_is_trained_once_or_waits(alone: tuple[Result, list[dict[str
     groups = [group for step in trained(result) for group in step]
     assert len(groups) == len(set(groups))
     last = result.steps[-1]
-    waiting = last["rollout/surplus"] + last["rollout/under_way"]
+    waiting = last["rollout/surplus"] + last["rollout/unfinished_groups"]
     assert last["rollout/draws_total"] * NEEDED == len(groups) + waiting
     assert sum(step["rollout/draws"] for step in result.steps) == last["rollout/draws_total"]
 
@@ -204,7 +204,7 @@ def stopped(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: Rank
     folder = tmp_path_factory.mktemp("stopped") / "run"
     settings = {"save_every_n_steps": 1}
     (first, _) = ranks2.run(fit, given(policy, folder, **settings, callbacks=[StopAfter(2)]))
-    assert first.steps[-1]["rollout/under_way"] > 0
+    assert first.steps[-1]["rollout/unfinished_groups"] > 0
     checkpoint = folder / "checkpoint/step-00000002"
     return given(policy, folder, **settings, callbacks=[StopAfter(STEPS)], ckpt_path=str(checkpoint))
 
@@ -236,7 +236,7 @@ def test_ranks_that_share_an_engine_hold_back_the_same(
         assert trained(result) == trained(alone[0])
         assert difference(result.weights, alone[0].weights) < FLOAT32
         for step, expected in zip(result.steps, alone[0].steps, strict=True):
-            for name in ("rollout/tokens", "rollout/continued", "rollout/under_way", "rollout/staleness"):
+            for name in ("rollout/tokens", "rollout/continued", "rollout/unfinished_groups", "rollout/staleness"):
                 assert step[name] == pytest.approx(expected[name]), name
 
 

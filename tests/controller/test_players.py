@@ -185,7 +185,7 @@ def test_the_same_games_are_played_on_two_ranks_and_in_workers(
 
 def test_the_reward_of_a_group_as_a_whole_is_added(alone: Result, policy: Path, tmp_path: Path) -> None:
     ranked = "tests.controller.answering.RankedDuel"
-    for name, more in (("here", {}), ("workers", {"seconds": 60, "workers": 2})):
+    for name, more in (("here", {}), ("workers", {"timeout_s": 60, "workers": 2})):
         held = fit(run(playing(policy, duel=ranked, **more), tmp_path / name, max_steps=1))
         for prompt in {path[0] for path in held.record[0]}:
             group = {path: row for path, row in held.record[0].items() if path[0] == prompt}
@@ -251,7 +251,7 @@ class Everyone(Against):
     ("kind", "line"),
     [
         (Unnamed, "marked to generate with 'actor'; add 'rival' to its `generates`"),
-        (Stranger, "`players` has .* for `opponent`, which is no model of Stranger; assign it to `self`"),
+        (Stranger, "`players` has .* for `opponent`, which is not a model of Stranger; assign it to `self`"),
         (Everyone, "`players` has all seats of .*Duel, player, opponent, so none is left for the model that converses"),
     ],
 )

@@ -194,7 +194,7 @@ class FromResponses(SelfPlay):
         ),
         (
             Orphans,
-            r"row 0 that node `answer` returned on rank 0 has the parent 7.7, which is no row of `question` that it"
+            r"row 0 that node `answer` returned on rank 0 has the parent 7.7, which is not a row of `question` that it"
             r" reads there .*; return rows that were made from those it reads",
         ),
         (

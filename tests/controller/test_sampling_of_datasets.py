@@ -366,7 +366,7 @@ def test_a_measured_model_may_sample_from_tokens_that_training_could_not_store(p
         (
             {"few": SamplingSettings(top_p=0.9)},
             {"top_k": 7},
-            "^`top_p: 0.9` of the dataset `few` is set without `top_k`; .*, so set `top_k` too, 64 say",
+            "^`top_p: 0.9` of the dataset `few` is set without `top_k`; .*, so set `top_k` too, such as 64",
         ),
         (OWN, {"environment": Environment(CountDown)}, "`top_p: 0.9, top_k: 5` of the dataset `few` is set and"),
         (

@@ -90,7 +90,7 @@ def test_the_weights_are_those_of_one_rank(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"top_k": None}, "`top_p: 0.9` of `actor` is set without `top_k`; .*, so set `top_k` too, 64 say"),
+        ({"top_k": None}, "`top_p: 0.9` of `actor` is set without `top_k`; .*, so set `top_k` too, such as 64"),
         (
             {"environment": Environment(CountDown)},
             "`top_p: 0.9, top_k: 40` of `actor` is set and `module.environment` too",
@@ -108,7 +108,7 @@ def test_an_engine_that_does_not_report_the_tokens_is_refused(policy: Path, tmp_
 
 
 class Silent(TransformersEngine):
-    tell_support = RolloutEngine.tell_support
+    return_support = RolloutEngine.return_support
 
 
 def test_validation_samples_as_it_likes(policy: Path, tmp_path: Path) -> None:

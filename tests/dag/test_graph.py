@@ -332,7 +332,7 @@ def test_the_role_rollout_reads_as_the_first_language_model_that_is_trained() ->
         ({"generates": "acter"}, "generates with 'acter', which names no model handle of the module. Did you mean"),
         (
             {"generates": ("actor", "critic")},
-            "generates with 'critic', which is no language model; only a CausalLM generates, and those are actor,"
+            "generates with 'critic', which is not a language model; only a CausalLM generates, and those are actor,"
             " reference. Name one of them",
         ),
         (

@@ -184,7 +184,7 @@ def test_what_comes_after_something_else_is_told() -> None:
         def rewards(self, rollout: Rollout, before: After) -> PerSample: ...
 
     assert problems(Module(), ROLES) == [
-        "`rewards` comes after `before`, read as After, and that is no train node. Those are actor_loss, judge_loss."
+        "`rewards` comes after `before`, read as After, and that is not a train node. Those are actor_loss, judge_loss."
     ]
 
 

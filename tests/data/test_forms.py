@@ -1,4 +1,4 @@
-"""The same rows in any form are the same data: digest, batches and runs; what is no data is refused in one line."""
+"""The same rows in any form are the same data: digest, batches and runs; what is not data is refused in one line."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def saved(folder: Path) -> str:
     return str(folder / "saved")
 
 
-KINDS = ("actor/", "reward/", "rollout/", "advantages/")  # of metrics that are no times and no memory
+KINDS = ("actor/", "reward/", "rollout/", "advantages/")  # of metrics that are neither times nor memory
 FORMS: dict[str, Callable[[Path], Any]] = {
     "JSONL": jsonl,
     "Parquet": parquet,
@@ -157,7 +157,7 @@ def test_a_data_module_brings_the_validation_rows_that_it_has() -> None:
     found = PromptData(WithValidation())
     assert (len(found.train), len(found.validation or ())) == (7, 2)
     assert len(PromptData(WithValidation(), ROWS).validation or ()) == 7
-    loaders = LightningDataModule.from_datasets(Mapped(ROWS), Mapped(ROWS[:3]))  # which are no methods of its class
+    loaders = LightningDataModule.from_datasets(Mapped(ROWS), Mapped(ROWS[:3]))  # which are not methods of its class
     assert len(PromptData(loaders).validation or ()) == 3
 
 

@@ -143,7 +143,10 @@ def test_validation_has_all_rows_in_the_order_of_the_source_whatever_the_step_dr
 def test_rows_that_are_too_long_are_dropped_before_any_is_dealt_out() -> None:
     lengths = [1, 9, 2, 8, 3, 7]
     data = loader(
-        [{"question": "x" * length} for length in lengths], prompts_per_step=3, max_prompt_length=3, overlong="drop"
+        [{"question": "x" * length} for length in lengths],
+        prompts_per_step=3,
+        max_prompt_length=3,
+        overlong_rows="drop",
     )
 
     assert sorted(len(row["question"]) for row in data.batch(0, 0, 1)[0].rows) == [1, 2, 3]
@@ -162,7 +165,7 @@ def test_a_prompt_that_is_too_long_stops_the_run_by_default() -> None:
 
     assert str(raised.value) == (
         "2 of 3 rows exceed `data.max_prompt_length` 3 tokens, the first of them listed, row 1. To keep all,"
-        " raise `data.max_prompt_length` to at least 5, or set `data.overlong: drop`"
+        " raise `data.max_prompt_length` to at least 5, or set `data.overlong_rows: drop`"
     )
 
 
@@ -178,7 +181,7 @@ def test_a_response_that_is_too_long_counts_its_end() -> None:
 
 def test_dropping_every_row_is_an_error() -> None:
     with pytest.raises(UserError, match=r"2 of 2 rows exceed .* raise `data.max_prompt_length` to at least 2$"):
-        loader(numbered(12)[10:], max_prompt_length=1, overlong="drop")  # two digits each
+        loader(numbered(12)[10:], max_prompt_length=1, overlong_rows="drop")  # two digits each
 
 
 def test_the_limits_that_an_error_names_keep_all_rows() -> None:
@@ -190,7 +193,7 @@ def test_the_limits_that_an_error_names_keep_all_rows() -> None:
     )
     for overlong in ("error", "drop"):
         with pytest.raises(UserError, match=told):
-            loader(rows, overlong=overlong, **limits)
+            loader(rows, overlong_rows=overlong, **limits)
     assert loader(rows, **(limits | {"max_prompt_length": 4, "max_response_length": 4})).size == 2
 
 
@@ -246,7 +249,7 @@ def test_rows_with_a_rejected_response_are_pairs() -> None:
 
 def test_the_longer_response_of_a_pair_must_fit() -> None:
     rows = [{"question": "a", "good": good, "bad": bad} for good, bad in (("12", "1234"), ("1234", "1"), ("1", "12"))]
-    data = loader(rows, prompts_per_step=1, max_response_length=4, overlong="drop", **PAIRED)
+    data = loader(rows, prompts_per_step=1, max_response_length=4, overlong_rows="drop", **PAIRED)
 
     assert str(data.scan) == "listed: 1 of 3 rows kept; 2 too long, such as listed, row 0, listed, row 1"
     assert data.scan.longest_response == 5

@@ -307,7 +307,7 @@ class Counts(Spells):
 
 
 def test_a_row_is_answered_by_the_environment_of_its_dataset(model: Path, tmp_path: Path) -> None:
-    environment = Environment({"a": Spells, "b": Counts}, by="dataset")
+    environment = Environment({"a": Spells, "b": Counts}, column="dataset")
     module = GRPO(str(model), environment=environment, group_size=2, max_response_length=3)
     data = PromptData(mixed(a=(4, 1.0), b=(4, 3.0)), None, prompts_per_step=4, chat_template=True, max_prompt_length=40)
     (step,) = fit(Fit(module, data, tmp_path)).steps

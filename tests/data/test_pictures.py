@@ -142,11 +142,11 @@ def test_a_broken_picture_is_named_with_its_row_or_dropped_and_counted(
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(
-        UserError, match=r"rows\.jsonl, line 2: .*/b\.png is no image that Pillow reads; mend or"
+        UserError, match=r"rows\.jsonl, line 2: .*/b\.png is not an image that Pillow reads; correct or"
     ) as error:
         loader(processor, path, images="image")
     assert "\n" not in str(error.value)
-    loaded = loader(processor, path, images="image", overlong="drop")
+    loaded = loader(processor, path, images="image", overlong_rows="drop")
     dropped = f"2 too long or with images that cannot be read (2), such as {path}, line 2, {path}, line 3"
     assert str(loaded.scan) == f"{path}: 1 of 3 rows kept; {dropped}"
 

@@ -60,7 +60,7 @@ def test_a_pair_of_equal_responses_is_named() -> None:
         encode({"question": "1+1=", "good": "2", "bad": "2"}, response="good", rejected="bad")
 
     assert str(raised.value) == (
-        "listed, row 0: columns `good` and `bad` are both '2', and a pair is two responses; mend or remove the row"
+        "listed, row 0: columns `good` and `bad` are both '2', and a pair is two responses; correct or remove the row"
     )
 
 

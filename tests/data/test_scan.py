@@ -48,7 +48,7 @@ class DigestedEngine(TransformersEngine):
 
 def load(rows: list[dict[str, Any]], ranks: int = 1, tokenizer: Any = None, **settings: Any) -> tuple[Loader, Digested]:
     source = Digested(rows)
-    given = {"max_prompt_length": 6, "overlong": "drop", **settings}
+    given = {"max_prompt_length": 6, "overlong_rows": "drop", **settings}
     data = PromptData(source, **given).resolved()
     source.reads.clear()
     return Loader(source, data, tokenizer or tiny_tokenizer(), seed=0, ranks=ranks), source
@@ -308,11 +308,11 @@ def test_a_conversation_s_first_prompt_is_counted_with_template_and_tools() -> N
     classes = {"words": "tests.environments.games.WordGame", "counting": "tests.environments.games.CountDown"}
     rows = [{"question": "?", "task": task, "start": 1, "word": "a"} for task in ("counting", "words")]
     data = PromptData(rows, chat_template=True, prompts_per_step=2, shuffle=False).resolved()
-    loaded = Loader(data.train, data, tiny_tokenizer(), seed=0, environment=Environment(classes, by="task"))
+    loaded = Loader(data.train, data, tiny_tokenizer(), seed=0, environment=Environment(classes, column="task"))
     asked = 1 + len("user\n?") + 2 + 1 + len("assistant\n")  # a token for each character, and for each special token
     assert loaded.scan.longest_prompt == 1 + len("system\nTools: guess(word)") + 2 + asked
     assert loaded.batch(0, 0, 1)[0].prompt_ids.lengths.tolist() == [asked, asked]  # which other nodes may read
-    alone = Loader(Listed(rows[:1]), data, tiny_tokenizer(), seed=0, environment=Environment(classes, by="task"))
+    alone = Loader(Listed(rows[:1]), data, tiny_tokenizer(), seed=0, environment=Environment(classes, column="task"))
     assert alone.scan.longest_prompt == asked
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlflow.data.prompts import Encoder, PromptData
-from rlflow.data.scripted_conversations import Played
+from rlflow.data.scripted_conversations import ScriptedConversations
 from rlflow.environments.environment import Environment
 from rlflow.environments.session import Session
 from rlflow.environments.template_bridge import TemplateBridge
@@ -50,7 +50,7 @@ def spoken(environment: Environment, row: dict[str, Any], texts: list[str]) -> C
 
 
 def test_learning_from_a_script_reads_the_tokens_of_a_policy_with_its_words() -> None:
-    source = Played(Listed([ROW]), GAME, guesses)
+    source = ScriptedConversations(Listed([ROW]), GAME, guesses)
     data = PromptData(source, response="messages", chat_template=True).resolved()
 
     (example,) = Encoder(data, TOKENIZER, GAME)(source, [0])
@@ -69,7 +69,7 @@ def counts(messages: Any, row: Any, draws: Any) -> str:
 def test_a_script_ends_with_the_last_turn_that_a_policy_may_take() -> None:
     environment = Environment("tests.environments.games.CountDown", max_turns=2)
 
-    played = Played(Listed([{"question": "?", "start": 5}]), environment, counts)
+    played = ScriptedConversations(Listed([{"question": "?", "start": 5}]), environment, counts)
 
     roles = [each["role"] for each in played[0]["messages"]]
     assert roles == ["user", "user", "assistant", "user", "assistant"]
@@ -77,7 +77,9 @@ def test_a_script_ends_with_the_last_turn_that_a_policy_may_take() -> None:
 
 def test_what_a_script_draws_follows_from_the_row_and_the_seed() -> None:
     def drawn(seed: int) -> list[str]:
-        played = Played(Listed([ROW] * 3), GAME, lambda messages, row, draws: str(draws.random()), seed=seed)
+        played = ScriptedConversations(
+            Listed([ROW] * 3), GAME, lambda messages, row, draws: str(draws.random()), seed=seed
+        )
         return [played[row]["messages"][-1]["content"] for row in (2, 0, 1)]
 
     assert drawn(0) == drawn(0)
@@ -88,16 +90,16 @@ def test_an_environment_that_fails_under_a_script_is_named_with_the_row() -> Non
     with pytest.raises(
         UserError, match=r"listed, played, row 0: the environment .* at turn 0: `reset` raised KeyError"
     ):
-        Played(Listed([{"question": "?"}]), GAME, guesses)[0]
+        ScriptedConversations(Listed([{"question": "?"}]), GAME, guesses)[0]
 
 
 def test_a_form_of_tool_calls_that_is_not_known_is_refused() -> None:
     with pytest.raises(UserError, match=r"`tool_calls` is 'hermès'; give one of hermes, "):
-        Played(Listed([ROW]), GAME, guesses, tool_calls="hermès")
+        ScriptedConversations(Listed([ROW]), GAME, guesses, tool_calls="hermès")
 
 
 def test_calls_in_a_form_that_the_run_does_not_read_are_refused() -> None:
-    source = Played(Listed([ROW]), GAME, guesses)
+    source = ScriptedConversations(Listed([ROW]), GAME, guesses)
     data = PromptData(source, response="messages", chat_template=True, tool_calls="llama3").resolved()
     with pytest.raises(
         UserError, match=r"the script calls tools in the form hermes, and the model in llama3; set `too"
@@ -108,4 +110,4 @@ def test_calls_in_a_form_that_the_run_does_not_read_are_refused() -> None:
 def test_an_environment_of_several_seats_is_not_played_by_a_script() -> None:
     stones = Environment("tests.environments.games.Stones")
     with pytest.raises(UserError, match=r"games.Stones has the seats player, opponent, and a script speaks for one;"):
-        Played(Listed([ROW]), stones, guesses)[0]
+        ScriptedConversations(Listed([ROW]), stones, guesses)[0]

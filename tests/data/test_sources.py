@@ -189,7 +189,9 @@ def test_files_are_opened_again_in_another_folder_and_one_that_is_gone_is_named(
     assert ([row["n"] for row in source.read([0, 1])], source.folder(0)) == ([0, 1], tmp_path / "rows")
     (tmp_path / "rows/0.jsonl").rename(tmp_path / "rows/2.jsonl")
     (tmp_path / "rows/0.jsonl").symlink_to("0.jsonl")  # to itself
-    with pytest.raises(UserError, match=r"^rows/0.jsonl, line 1 cannot be read: .*Too many levels.*; mend that, and"):
+    with pytest.raises(
+        UserError, match=r"^rows/0.jsonl, line 1 cannot be read: .*Too many levels.*; correct that, and"
+    ):
         source[0]
     (tmp_path / "rows/0.jsonl").unlink()
     with pytest.raises(UserError, match=r"^rows/0.jsonl, line 1 is gone: .*No such file.*; put it back, and start aga"):

@@ -96,7 +96,7 @@ def _exchanged() -> tuple[float, float, dict[str, float], int]:
     space = RowSpace.of_shards("rollout", made, [rows]).at(balance=Balance("off"))
     transport.form_groups([(0, 1)])
     transport.watch = noted
-    stream.busy_until = 7.0  # of work that the exchange waits behind, which is no wait
+    stream.busy_until = 7.0  # of work that the exchange waits behind, which is not a wait
     buffer.put("rewards", torch.ones(2) if transport.rank == 0 else None, PerSample, space, made)
     buffer.issue("rewards", read)
     if transport.rank == 1:

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from rlflow.cli import main
 from rlflow.doctor import trials
-from rlflow.doctor.checks import DISTRIBUTION, Finding, installed, many_machines, module_of, tried
+from rlflow.doctor.checks import DISTRIBUTION, Finding, installed, many_machines, module_of, run_process
 
 # Python runs it at the start of every process whose path it is on.
 HIDES = """
@@ -162,7 +162,7 @@ def test_a_trial_that_fails_is_broken_and_says_why(tmp_path: Path, monkeypatch: 
 
 def test_a_trial_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     sleeps = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
-    ran = tried(tmp_path, ["-c", sleeps], seconds=6)
+    ran = run_process(tmp_path, ["-c", sleeps], seconds=6)
     assert ran.code is None
     assert "did not end within 6 s" in ran.why
     until = time.monotonic() + 5

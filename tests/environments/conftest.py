@@ -19,6 +19,6 @@ def games_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["in the process", "in a worker"])
 def host(request: pytest.FixtureRequest) -> Iterator[Host]:
-    host: Host = InProcess() if request.param == "in the process" else Worker(Limits(seconds=30))
+    host: Host = InProcess() if request.param == "in the process" else Worker(Limits(timeout_s=30))
     yield host
     host.close()

@@ -63,7 +63,7 @@ def test_a_template_may_know_no_system_role() -> None:
 
 
 def test_a_template_that_ends_turns_with_plain_text_is_refused() -> None:
-    with pytest.raises(UserError, match=r"ends a turn of the policy with .*, which is no special token"):
+    with pytest.raises(UserError, match=r"ends a turn of the policy with .*, which is not a special token"):
         TemplateBridge(with_template(CHAT_TEMPLATE.replace("<|im_end|>", "")))
 
 

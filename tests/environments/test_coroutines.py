@@ -77,7 +77,7 @@ PARSED = ParsedTurn("x", (), "x")
 def said(environment: Environment, conversations: int = 6) -> list[list[str]]:
     """The answers in each conversation, with seeds of their own and calls side by side."""
     coroutines = Coroutines()
-    calls = EnvironmentCalls(environment.calls_at_once, limited=False)
+    calls = EnvironmentCalls(environment.max_concurrent_calls, limited=False)
     definition = environment.definition_of({})
     sessions = [Session(definition, environment.host(coroutines), seed=seed) for seed in range(conversations)]
     found: list[list[str]] = [[] for _ in sessions]
@@ -96,21 +96,21 @@ def said(environment: Environment, conversations: int = 6) -> list[list[str]]:
 
 def test_what_a_coroutine_draws_is_its_conversation_s_whoever_runs_meanwhile() -> None:
     outside = random.getstate()
-    alone = said(Environment(Prompt, at_once=1))
+    alone = said(Environment(Prompt, max_concurrent=1))
     assert said(Environment(Dicing)) == alone
     assert len({text for each in alone for text in each}) == 12
     assert random.getstate() == outside, "the process's own numbers stay"
 
 
 def test_only_what_has_coroutines_overlaps() -> None:
-    assert [Environment(each).calls_at_once for each in (Plain, Dicing)] == [1, 64]
-    assert Environment(tools=[wait]).calls_at_once == 64
-    assert Environment(Dicing, seconds=10, workers=3).calls_at_once == 3
+    assert [Environment(each).max_concurrent_calls for each in (Plain, Dicing)] == [1, 64]
+    assert Environment(tools=[wait]).max_concurrent_calls == 64
+    assert Environment(Dicing, timeout_s=10, workers=3).max_concurrent_calls == 3
 
 
 def test_what_still_waits_when_all_is_closed_is_cancelled() -> None:
     environment, coroutines = Environment(Endless), Coroutines()
-    calls = EnvironmentCalls(environment.calls_at_once, limited=False)
+    calls = EnvironmentCalls(environment.max_concurrent_calls, limited=False)
     session = Session(environment.definition_of({}), environment.host(coroutines))
     session.begin([], {})
     calls.submit(0, lambda: session.answer(PARSED, 0))

@@ -18,7 +18,7 @@ SEVERAL = {"words": f"{GAMES}.WordGame", "counting": f"{GAMES}.Sized"}
 
 
 def several(**settings: Any) -> Environment:
-    given: dict[str, Any] = {"arguments": {"counting": {"start": 3}}, "by": "task", **settings}
+    given: dict[str, Any] = {"arguments": {"counting": {"start": 3}}, "column": "task", **settings}
     return Environment(SEVERAL, **given)
 
 
@@ -46,14 +46,16 @@ def test_the_policy_reads_of_the_tools_of_its_own_environment() -> None:
 def test_a_class_of_the_script_is_refused_where_it_would_run_in_a_worker() -> None:
     own = type("Own", (Sized,), {"__module__": "__main__"})
     assert Environment(own, arguments={"start": 3}).definitions[""].path == "__main__.Own"
-    with pytest.raises(UserError, match=r"`seconds` is 5, and `__main__\.Own` is in the script that runs, .* module$"):
-        _ = Environment(own, arguments={"start": 3}, seconds=5).definitions
+    with pytest.raises(
+        UserError, match=r"`timeout_s` is 5, and `__main__\.Own` is in the script that runs, .* module$"
+    ):
+        _ = Environment(own, arguments={"start": 3}, timeout_s=5).definitions
 
 
 @pytest.mark.parametrize(
     ("settings", "row", "line"),
     [
-        ({}, {"tasks": "words"}, "`by` is 'task', .* a row has none .it has tasks.. Did you mean \"task"),
+        ({}, {"tasks": "words"}, "`column` is 'task', .* a row has none .it has tasks.. Did you mean \"task"),
         ({}, {"task": "word"}, "a row has 'word' in `task`, and `environment` has words, counting. Did you mean"),
         ({}, {"task": ["words"]}, r"a row has \['words'\] in `task`"),
         ({"arguments": {"count": {}}}, {}, '`arguments` has `count`, and .* by its name. Did you mean "counting"'),

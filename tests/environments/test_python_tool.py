@@ -26,7 +26,7 @@ isolated = pytest.mark.skipif(bool(why_not()), reason=f"programs cannot be isola
 
 @pytest.fixture(scope="module")
 def tool() -> PythonTool:
-    return PythonTool(seconds=10, output_kb=1)
+    return PythonTool(timeout_s=10, output_kb=1)
 
 
 @isolated
@@ -41,8 +41,8 @@ def test_a_program_is_answered_by_what_it_prints(tool: PythonTool) -> None:
 
 @isolated
 def test_a_program_that_does_not_end_is_ended() -> None:
-    said = PythonTool(seconds=4).python("print('begun')\nwhile True: pass")
-    assert said == "begun\nthe program took longer than 4 s and was ended"
+    said = PythonTool(timeout_s=10).python("print('begun')\nwhile True: pass")
+    assert said == "begun\nthe program took longer than 10 s and was ended"
 
 
 ESCAPES = {
@@ -81,9 +81,9 @@ def test_a_policy_calls_it_as_a_function_and_as_a_method(apart: bool) -> None:
     said = ParsedTurn("", (ToolCall("python", {"code": "print(2 ** 10)"}),))
     for definition in (
         defined(None, ["rlflow.environments.python"]),
-        defined("rlflow.environments.PythonTool", (), {"seconds": 20}),
+        defined("rlflow.environments.PythonTool", (), {"timeout_s": 20}),
     ):
-        host = Worker(Limits(seconds=60)) if apart else InProcess()
+        host = Worker(Limits(timeout_s=60)) if apart else InProcess()
         session = Session(definition, host)
         session.begin([{"role": "user", "content": "?"}], {})
         assert [each["content"] for each in session.answer(said, turn=0).messages] == ["1024\n"]

@@ -186,7 +186,7 @@ def test_what_a_policy_or_a_tool_writes_is_always_text(host: Host) -> None:
 
 
 def test_a_tool_that_takes_too_long_is_a_failure_of_the_environment() -> None:
-    host = Worker(Limits(seconds=0.5))
+    host = Worker(Limits(timeout_s=0.5))
     session = Session(defined("games.Sleepy"), host)
     session.begin(PROMPT, {"word": "house"})
     with pytest.raises(match=r"`guess` took longer than 0\.5 s"):
@@ -284,7 +284,7 @@ def test_an_environment_that_raises_says_so_in_one_line(host: Host) -> None:
 
 
 def test_an_environment_that_never_returns_ends_by_its_limit() -> None:
-    host = Worker(Limits(seconds=0.2))
+    host = Worker(Limits(timeout_s=0.2))
     try:
         host.make("games.Endless")
         with pytest.raises(WorkerTimeout, match=r"`reset` took longer than 0\.2 s"):
@@ -310,8 +310,8 @@ def test_an_environment_that_never_returns_ends_by_its_limit() -> None:
             (guess,),
             "`games.CountDown` answers messages by `step`, so nothing would call the tools guess",
         ),
-        (None, (lambda: None,), r"tool `.*<lambda>` is no function at the top of a module"),
-        (None, (partial(guess, "a"),), r"is no function at the top of a module"),
+        (None, (lambda: None,), r"tool `.*<lambda>` is not a function at the top of a module"),
+        (None, (partial(guess, "a"),), r"is not a function at the top of a module"),
         (None, ("games.subtract",), "`tools` has 'games.subtract', but games has no subtract"),
     ],
 )

@@ -127,7 +127,7 @@ def test_values_of_xml_are_of_the_types_of_the_schema() -> None:
         (call,) = TOOL_FORMS["qwen3_coder"].calls(said.replace("{}", text), [SCHEMA])
         assert call.arguments["sure"] is value
     (call,) = TOOL_FORMS["qwen3_coder"].calls(said.replace("{}", "very"), [SCHEMA])
-    assert call == ToolCall("guess", {}, "`sure` of this tool call is no number")
+    assert call == ToolCall("guess", {}, "`sure` of this tool call is not of type number")
 
 
 @pytest.mark.parametrize("form", TOOL_FORMS)

@@ -8,7 +8,7 @@ import pytest
 
 from rlflow.data.prompts import Encoder, PromptData
 from rlflow.environments.bridge import message
-from rlflow.environments.conversation_format import traced
+from rlflow.environments.conversation_format import conversation_tokens
 from rlflow.environments.environment import Environment
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
@@ -28,7 +28,7 @@ def ids(text: str) -> list[int]:
 
 
 def test_the_turns_of_the_policy_are_learned_with_the_token_that_ends_each() -> None:
-    prompt, tokens, written = traced([ASKED, FIRST, ANSWER, SECOND], BRIDGE, ids, "a row")
+    prompt, tokens, written = conversation_tokens([ASKED, FIRST, ANSWER, SECOND], BRIDGE, ids, "a row")
 
     assert prompt == ids("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n")
     assert tokens == ids("3<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n2<|im_end|>")
@@ -49,7 +49,7 @@ def test_the_turns_of_the_policy_are_learned_with_the_token_that_ends_each() -> 
 )
 def test_what_is_no_conversation_to_learn_from_is_named(messages: list[Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        traced(messages, BRIDGE, ids, "a row")
+        conversation_tokens(messages, BRIDGE, ids, "a row")
 
 
 def test_a_dataset_of_conversations_tells_the_policy_of_the_environment_s_tools() -> None:

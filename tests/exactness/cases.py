@@ -67,7 +67,7 @@ PAIRS = {"response": "answer", "rejected": "worse"}
 BETA = 0.3
 GAMMA = 0.2
 IN_ORDER = {"response": "answer", "shuffle": False}  # the divergence is of each row with the next
-KTO_WEIGHTS = {"good_weight": 1.5, "bad_weight": 0.5}
+KTO_WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.5}
 GRPO = of_samples("grpo", clip_high=0.28, kl_coef=0.3, kl_kind="k3-ratio")
 
 CASES = {
@@ -154,7 +154,9 @@ CASES = {
     "ScoreCentering": Case("ScoreCentering", of_samples("dr_grpo", "policy gradient"), {"top_k": 4}, past=False),
     "GPG": Case("GPG", of_samples("gpg", "policy gradient", entropy_coef=0.1)),
     "OnPolicyDistillation": Case("OnPolicyDistillation", of_samples("distillation"), models={"teacher": "reference"}),
-    "GAIL": Case("GAIL", of_samples("grpo", clip_high=0.28), models={"judge": "judge"}, columns={"response": "answer"}),
+    "GAIL": Case(
+        "GAIL", of_samples("grpo", clip_high=0.28), models={"discriminator": "judge"}, columns={"response": "answer"}
+    ),
     "PPO": Case(
         "PPO",
         of_samples(
@@ -313,7 +315,7 @@ def _takes(algorithm: str, setting: str) -> bool:
 def _model(role: str, folder: str, case: Case) -> CausalLM | ValueModel | RewardModel:
     if role == "reward_model":
         return RewardModel(folder)
-    if role == "judge":
+    if role == "discriminator":
         return RewardModel(folder, optimizer=OPTIMIZER)
     if role != "critic":
         return CausalLM(folder)
@@ -349,10 +351,10 @@ def truth(case: Case, recording: Recording) -> dict[str, Update]:
             sampled = samples(case, recording)
             given = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
             rows = [(sample.prompt_ids, sample.response_ids) for sample in sampled]
-            judge, worth = discriminator_update(recording.judge, given, rows, step)
+            discriminator, worth = discriminator_update(recording.judge, given, rows, step)
             paid = [replace(sample, reward=reward) for sample, reward in zip(sampled, worth, strict=True)]
             (actor,) = policy_updates(model, paid, case.objective, [range(len(paid))], step)
-            return {"judge": judge, "actor": actor}
+            return {"discriminator": discriminator, "actor": actor}
     one_update = truth_of_updates(case, recording, [range(len(case.prompts) * GROUP)])
     return {role: update for role, (update,) in one_update.items()}
 

@@ -262,7 +262,7 @@ class Recorded(InProcessEngine):
         self._recording = recording
         self._most_kept = 0
 
-    def tell_support(self, most: int) -> None:
+    def return_support(self, most: int) -> None:
         self._most_kept = most
 
     def setup(self, model_path: str, rank_info: RankInfo) -> None:

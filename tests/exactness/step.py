@@ -151,14 +151,14 @@ def one_step(recording: Recording, case: Case, setting: Setting, scratch: Path) 
         devices=world_size,
         accelerator="cpu",
         balance=setting.balance,
-        logprob_gap_limit=100.0,  # the recorded logprobs are no model's
+        logprob_gap_limit=100.0,  # the recorded logprobs are not the model's
         seed=setting.seed,
     )
     one = replace(trainer.settings, max_steps=1)
     engine = Recorded(recording)
     prepared = prepare(module, data, one, strategy, EngineSettings(engine), scratch)
     for most in prepared.support_bounds.values():
-        engine.tell_support(most)
+        engine.return_support(most)
     Fabric(accelerator="cpu", devices=world_size, strategy=strategy.processes).launch()
     adapters: dict[str, dict[str, Tensor]] = {}
     gradients: dict[str, list[dict[str, Tensor]]] = {}

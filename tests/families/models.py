@@ -74,7 +74,7 @@ SHARED_EXPERT = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }
-SIGMOID_EXPERTS = {  # whose choice of experts a bias corrects that is no parameter
+SIGMOID_EXPERTS = {  # whose choice of experts a bias corrects that is not a parameter
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,

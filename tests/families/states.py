@@ -23,7 +23,7 @@ STATES = (
     *STATEFUL,
     "glm4_moe",
     "deepseek_v3",
-)  # two of another kind: a bias that is no parameter chooses their experts
+)  # two of another kind: a bias that is not a parameter chooses their experts
 
 
 def write_model(name: str, folder: Path, seed: int = 0, **settings: Any) -> Path:

@@ -84,7 +84,7 @@ def test_a_checkpointed_layer_uses_the_replayed_experts_again(name: str, family:
 def telling(folder: Path, **settings: int) -> Any:
     """The reference engine, asked for experts."""
     engine = TransformersEngine(**settings)
-    engine.tell_experts()
+    engine.return_experts()
     return setup(engine, folder)
 
 
@@ -136,7 +136,7 @@ def test_an_engine_in_a_process_of_its_own_tells_the_same_experts(family: Family
     _, model = attached(folder)
     expected = generate(telling(folder), model)
     engine = TransformersEngine()
-    engine.tell_experts()
+    engine.return_experts()
     beside = EngineSubprocess(engine, index=0, size=1, address="", timeout_s=120.0)
     setup(beside, folder)
     found = generate(beside, model)
@@ -199,7 +199,7 @@ def test_vllm_is_not_asked_for_experts() -> None:
         UserError,
         match=r"^`moe\.routing_replay` is set, and `rollout` is VLLMEngine, which does not report which experts it",
     ):
-        VLLMEngine().tell_experts()
+        VLLMEngine().return_experts()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from rlflow.errors import UserError
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import EngineSubprocess, Sampling, TransformersEngine
-from rlflow.rollout.engine import Turn
+from rlflow.rollout.engine import GenerationRequest
 from tests.families.states import change, weights
 from tests.families.towers import TOWERS, Rows, change_tower, gaps, noise, reference, rows_of, write_tower
 from tests.rollout.trained import setup
@@ -22,10 +22,10 @@ LIMITS = (3, 12, 7, 12, 12, 5)
 SAMPLING = Sampling(12, 1.0, (0,), limits=LIMITS)
 
 
-def turns(rows: Rows) -> dict[int, Turn]:
+def turns(rows: Rows) -> dict[int, GenerationRequest]:
     """The prompts as turns that begin together."""
     asked = zip(rows.prompts, SEEDS, LIMITS, rows.pictures, strict=True)
-    return {number: Turn(*turn) for number, turn in enumerate(asked)}
+    return {number: GenerationRequest(*turn) for number, turn in enumerate(asked)}
 
 
 @pytest.mark.parametrize("name", slow_but(["idefics3", "qwen3_vl"], TOWERS))

@@ -122,7 +122,7 @@ def test_a_trained_model_is_saved_loaded_and_scores_the_same(
 @pytest.mark.parametrize("targets", [("gate_proj", "up_proj"), ("down_proj",), ("gate",), ("q_proj", "experts")])
 def test_adapters_of_experts_and_routers_are_refused(targets: tuple[str, ...], family: Family) -> None:
     with pytest.raises(
-        UserError, match=r"^`lora\.targets` is \('\w+',.*(is no linear layer; name linear ones|Experts\()$"
+        UserError, match=r"^`lora\.targets` is \('\w+',.*(is not a linear layer; name linear ones|Experts\()$"
     ):
         CausalLM(str(family("qwen3_moe")), lora=LoRA(targets=targets)).load(family("qwen3_moe"), torch.float32, CPU)
 
@@ -130,7 +130,7 @@ def test_adapters_of_experts_and_routers_are_refused(targets: tuple[str, ...], f
 @pytest.mark.parametrize(
     ("name", "targets", "why"),
     [
-        ("qwen3_5", ("in_proj_qkv", "conv1d"), r"'model.layers.0.linear_attn.conv1d' is no linear layer"),
+        ("qwen3_5", ("in_proj_qkv", "conv1d"), r"'model.layers.0.linear_attn.conv1d' is not a linear layer"),
         ("granitemoehybrid", ("out_proj",), r"a kernel for CUDA reads the weight of 'model.layers.0.mamba.out_proj'"),
         ("falcon_h1", ("out_proj",), r"'out_proj' is incompatible with Mamba-based models"),
     ],

@@ -35,7 +35,7 @@ class SendsItself(Callback):
             time.sleep(0.3)
 
     def on_task_start(self, trainer, module, task, step) -> None:
-        self._send(trainer, step == self.step and " ".join(task.split()).startswith(self.task))
+        self._send(trainer, step == self.step + 1 and " ".join(task.split()).startswith(self.task))
 
     def on_validation_end(self, trainer, module, step, metrics) -> None:
         self._send(trainer, step == self.step and self.task == "validation")
@@ -57,7 +57,7 @@ class Dies(Callback):
     Args:
         seed: Of what is drawn.
         every: Steps.
-        at: Steps, from 0, at which the first attempt dies for certain.
+        at: Step, from 1, at which the first attempt dies for certain.
         until: Attempts, from 0, that none dies in any more.
     """
 
@@ -90,7 +90,7 @@ class Waits(Callback):
         self.task, self.step, self.seconds = task, step, seconds
 
     def on_task_start(self, trainer, module, task, step) -> None:
-        if step == self.step and " ".join(task.split()).startswith(self.task):
+        if step == self.step + 1 and " ".join(task.split()).startswith(self.task):
             open(f"waits-{trainer.global_rank}", "w").close()
             time.sleep(self.seconds)
 '''

@@ -27,7 +27,7 @@ GOOD = FILES["rows.jsonl"].encode()
 CHAT = {"data.chat_template": True}
 SFT = {"module": {"class_path": "rlflow.algorithms.SFT", "init_args": {"actor": "tiny"}}, "data.response": "answer"}
 TALK = {**SFT, **CHAT}
-FILES_REFUSED = "files or folders that are no data, or damaged, refused in one line"
+FILES_REFUSED = "files or folders that are not data, or damaged, refused in one line"
 TABLE = pyarrow.table({"question": ["1+1="] * 8, "answer": ["2"] * 8})
 
 

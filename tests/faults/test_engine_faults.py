@@ -19,7 +19,7 @@ from rlflow.rollout import (
     VLLMEngine,
     WeightSyncError,
 )
-from rlflow.rollout.engine import Turn
+from rlflow.rollout.engine import GenerationRequest
 from tests import own_folder
 from tests.faults.running import fit, left_over
 from tests.rollout.stepping import assert_alike, stepped, turns
@@ -36,9 +36,9 @@ class Later(TransformersEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._begun: dict[int, Turn] = {}
+        self._begun: dict[int, GenerationRequest] = {}
 
-    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+    def step(self, new: Mapping[int, GenerationRequest], sampling: Sampling, version: int) -> dict[int, Completion]:
         before, self._begun = self._begun, dict(new)
         return super().step(before, sampling, version)
 

@@ -68,7 +68,7 @@ def test_a_misbehaving_environment_costs_its_conversation_or_ends_the_run(
     before = {process.pid for process in psutil.process_iter()}
 
     def conversations(on_failure: str) -> list[Conversation]:
-        hosts = [Worker(Limits(seconds=SECONDS, memory_mb=2048)) for _ in ROWS]
+        hosts = [Worker(Limits(timeout_s=SECONDS, memory_mb=2048)) for _ in ROWS]
         given: Any = {"rows": ROWS, "hosts": hosts, "on_failure": on_failure}
         try:
             return held(engine, tokenizer, f"bad_environments.{kind}", range(3), **given)  # type: ignore[arg-type]

@@ -117,7 +117,7 @@ def test_what_passed_in_two_processes_is_stored_of_both(project: Path) -> None:
 def test_a_part_that_is_none_is_refused(part: str, project: Path) -> None:
     code, printed = table(project, "--rows=leaks", f"--part={part}")
     assert code == pytest.ExitCode.USAGE_ERROR
-    assert f"{part!r} is no part such as 1/2" in printed
+    assert f"{part!r} is not a part such as 1/2" in printed
 
 
 def test_a_part_without_rows_is_refused(project: Path) -> None:

@@ -22,7 +22,7 @@ MOST_BYTES, MOST_S = 2**30, 10.0
 WALL_S = 60.0  # where others have the cores too
 # How a line says what is legal: a bound, a form, the nearest name, all names, or what to do.
 LEGAL = re.compile(
-    r"; (give|name|write|set|check|save it as|mend|lower|leave one out|make|take)\b|To keep all, raise"
+    r"; (give|name|write|set|check|save it as|correct|lower|leave one out|make|take)\b|To keep all, raise"
     r"|Did you mean|Known here: |Write module.Class|its roles are |, so (give|the metric)|For more use `"
     r"|Raise `data\.\w+` to at least \d+|an option is `"
 )

@@ -42,7 +42,7 @@ class Sends(Callback):
         self.error: BaseException | None = None
 
     def on_task_start(self, trainer: Trainer, module: Any, task: str, step: int) -> None:
-        if step == self.step and " ".join(task.split()).startswith(self.task):
+        if step == self.step + 1 and " ".join(task.split()).startswith(self.task):
             self._send(trainer)
 
     def on_node_end(self, trainer: Trainer, module: Any, node_id: str) -> None:

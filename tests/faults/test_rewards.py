@@ -48,17 +48,17 @@ def test_a_reward_that_misbehaves_costs_its_sample_or_ends_the_run_in_a_line(
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
     before = {process.pid for process in psutil.process_iter()}
     path, texts, rows = f"bad_rewards.{kind}", ["a", "x", "b"], [{}] * 3
-    zero = CallableReward(path, on_error="zero", seconds=SECONDS, memory_mb=2048)
+    zero = CallableReward(path, on_error="zero", timeout_s=SECONDS, memory_mb=2048)
     zero.score(RewardInput(["a"], [{}]))  # the worker starts
     began = time.monotonic()
     scores = zero.score(RewardInput(["x"], [{}]))
     took = time.monotonic() - began
     assert took < SECONDS + OVER
     assert (scores.total, scores.failed) == ([0.0], {0: "zero"})
-    drops = CallableReward(path, on_error="drop", seconds=SECONDS, memory_mb=2048)
+    drops = CallableReward(path, on_error="drop", timeout_s=SECONDS, memory_mb=2048)
     scores = drops.score(RewardInput(texts, rows))
     assert (scores.total, scores.failed) == ([1.0, 0.0, 1.0], {1: "drop"})
-    ends = CallableReward(path, seconds=SECONDS, memory_mb=2048)
+    ends = CallableReward(path, timeout_s=SECONDS, memory_mb=2048)
     with pytest.raises(UserError) as told:
         ends.score(RewardInput(texts, rows))
     assert f"reward `{path}` failed on sample 1 with " in str(told.value)

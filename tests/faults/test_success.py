@@ -40,7 +40,7 @@ ONE_RANK: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a reward leaves": (rewarded("leaves"), (LEFT, BEFORE)),
     "a reward's thread leaves": (rewarded("leaves_in_a_thread"), (LEFT, BEFORE)),
     "a reward leaves after its child": (rewarded("leaves_after_a_child_has_ended"), (LEFT, BEFORE)),
-    "a reward's worker leaves": (rewarded("leaves", seconds=60.0), ("early_ends.leaves", "code 0")),
+    "a reward's worker leaves": (rewarded("leaves", timeout_s=60.0), ("early_ends.leaves", "code 0")),
     "an atexit leaves after an error": (rewarded("raises_before_an_atexit_that_leaves"), ("KeyError",)),
     "a node leaves": ({"module.class_path": "early_ends.LeavesInANode"}, (LEFT, BEFORE)),
     "a node calls sys.exit": ({"module.class_path": "early_ends.CallsExitInANode"}, (CALLED, REWARDS, BEFORE)),

@@ -90,7 +90,7 @@ def test_a_model_whose_weights_would_run_code_is_refused_in_one_line(tmp_path: P
     folder = write_tiny_model(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     torch.save({"weight": _Runs(tmp_path / "was_run")}, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="cannot be loaded: its weights are no safetensors, and unpickling") as refused:
+    with pytest.raises(UserError, match="cannot be loaded: its weights are not safetensors, and unpickling") as refused:
         ScoringModel.load(folder, torch.float32, torch.device("cpu"))
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "was_run").exists()

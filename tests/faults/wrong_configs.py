@@ -55,8 +55,8 @@ def _function(path: Any, line: str) -> Wrong:
 
 
 FILES = [
-    Wrong("deep lists", "is nested too deeply; mend it", content="seed: 0\nx: " + "[" * 5_000 + "]" * 5_000),
-    Wrong("deep lists without an end", "is nested too deeply; mend it", content="[" * 50_000),
+    Wrong("deep lists", "is nested too deeply; correct it", content="seed: 0\nx: " + "[" * 5_000 + "]" * 5_000),
+    Wrong("deep lists without an end", "is nested too deeply; correct it", content="[" * 50_000),
     Wrong("an unknown alias", "is not plain YAML (found undefined alias 'b', line 1)", content="trainer: *b\n"),
     Wrong("a section twice", "has `trainer` twice, in lines", content=OWN + "trainer: {max_steps: 5}\n"),
     Wrong(
@@ -69,9 +69,9 @@ FILES = [
     Wrong("a merge twice", "has `<<` twice", content=OWN + "<<: {seed: 3}\n<<: {seed: 4}\n"),
     Wrong("a list for a key", NO_KEY.format(2), content="seed: 0\n? [a, b]\n: 1\n"),
     Wrong("a template's braces", NO_KEY.format(1), content="seed: {{ seed }}\n"),
-    Wrong("null for a key", "`None` (1) is no known key. Known here:", content="~: 1\n" + OWN),
-    Wrong("null for a key in a section", "`trainer.None` (1) is no known key.", content="trainer: {null: 1}\n"),
-    Wrong("a number for a key", "`3` (1) is no known key. Known here:", content=OWN + "3: 1\n"),
+    Wrong("null for a key", "`None` (1) is not a known key. Known here:", content="~: 1\n" + OWN),
+    Wrong("null for a key in a section", "`trainer.None` (1) is not a known key.", content="trainer: {null: 1}\n"),
+    Wrong("a number for a key", "`3` (1) is not a known key. Known here:", content=OWN + "3: 1\n"),
     Wrong(
         "a call of Python",
         NO_TAG.format("tag:yaml.org,2002:python/object/apply:os.system"),
@@ -118,7 +118,7 @@ FILES = [
         r"`\x1b[2J\nrlflow: error: forged` (1)",
         content=OWN + '"\\e[2J\\nrlflow: error: forged": 1\n',
     ),
-    Wrong("half a character", r"`\ud800` (1) is no known key", content=OWN + '"\\ud800": 1\n'),
+    Wrong("half a character", r"`\ud800` (1) is not a known key", content=OWN + '"\\ud800": 1\n'),
     Wrong("nothing", "`module` is missing; set it", content=""),
     Wrong("a text", "holds no `key: value` lines but 'hello'", content="hello\n"),
     Wrong("a list", "holds no `key: value` lines but ['a']", content="- a\n"),
@@ -241,16 +241,18 @@ PATHS = [
 CLASSES = [
     *_of(
         "module",
-        ("os.system", "which is no RLModule; name one that is, such as "),
-        ("builtins.exec", "which is no RLModule"),
+        ("os.system", "which is not of the kind RLModule; name one that is, such as "),
+        ("builtins.exec", "which is not of the kind RLModule"),
         ([1], "`module` is [1]; give a RLModule, by its name or as `class_path` and"),
     ),
     *_of(
         "rollout",
-        ("os.system", "which is no RolloutEngine"),
+        ("os.system", "which is not of the kind RolloutEngine"),
         (3, "`rollout` is 3; give a RolloutEngine, by its name or as `class_path` and `init_args` or null"),
     ),
-    *_of("strategy", ("fspd", 'Did you mean "fsdp"?'), ("subprocess.Popen", "which is no TrainingStrategy")),
+    *_of(
+        "strategy", ("fspd", 'Did you mean "fsdp"?'), ("subprocess.Popen", "which is not of the kind TrainingStrategy")
+    ),
     *_of(
         "data.train",
         ("nowhere.jsonl", "`data.train` is 'nowhere.jsonl', and there is no such file in "),
@@ -266,7 +268,7 @@ CLASSES = [
     *_of(
         "logger",
         (3, "`logger` is 3; give a Logger, by its name or as"),
-        ([{"class_path": "os.system"}], "which is no Logger"),
+        ([{"class_path": "os.system"}], "which is not of the kind Logger"),
     ),
     *_of(
         REWARD,
@@ -276,8 +278,11 @@ CLASSES = [
     *_of(
         REWARD,
         ({"class_path": "a..b"}, f"reward.class_path` {NO_NAME.format('a..b')}"),
-        ("a..b", "init_args.reward` is 'a..b', which is no path of a module and a name in it; write module.name"),
-        ({"class_path": "os.sep"}, "reward.class_path` names the class os.sep, which is no Reward; name one that is,"),
+        ("a..b", "init_args.reward` is 'a..b', which is not a path of a module and a name in it; write module.name"),
+        (
+            {"class_path": "os.sep"},
+            "reward.class_path` names the class os.sep, which is not of the kind Reward; name one that is,",
+        ),
     ),
     *(
         _function(path, f"function` is '{path}', a function of")
@@ -300,7 +305,7 @@ CLASSES = [
     *_of("modle", (3, 'Did you mean "module"?')),
     *_of("trainer.max_step", (3, 'Did you mean "max_steps"?')),
     *_of("module.init_args.group_sise", (3, 'Did you mean "group_size"?')),
-    *_of("nothing_like_it", (1, "`nothing_like_it` (1) is no known key. Known here:")),
+    *_of("nothing_like_it", (1, "`nothing_like_it` (1) is not a known key. Known here:")),
     *_of("models", ([1], "`models` is [1]; give a mapping, each value a ModelHandle")),
     *_of("engines", ([1], "`engines` is [1]; give a mapping, each value a mapping of arguments or a RolloutEngine")),
     *_of("placement", ({0: [0]}, '`placement.0` ([0]) has the key 0, and a key must be text; write "0", in quotes')),
@@ -331,7 +336,7 @@ OPTIONS = [
         (("--seed",), "`--seed` has no value"),
         (("--seed", "9" * 5_000), "give an integer"),
         (("--seed", "!!python/name:os.system"), "is '!!python/name:os.system'; give an integer"),
-        (("--trainer.max_stepz", "f" * 100_000), 'is no known key. Did you mean "max_steps"?'),
+        (("--trainer.max_stepz", "f" * 100_000), 'is not a known key. Did you mean "max_steps"?'),
         (("--trainer", "3"), "`trainer` is 3; give a mapping of keys"),
         (("--trainer.max_steps", "[" * 5_000), "give an integer or null"),
         (("--nodes+", "x"), "`nodes` is ['x']; give a mapping, each value a mapping of arguments or a text or null"),

@@ -58,7 +58,9 @@ def test_simpo_compares_means_less_a_margin() -> None:
 
 def test_kto_weighs_good_and_bad_against_the_divergence() -> None:
     ratios, good = torch.tensor([1.0, 1.0], dtype=torch.float64), torch.tensor([True, False])
-    found = kto_loss(ratios, torch.tensor(0.5, dtype=torch.float64), good, 0.4, good_weight=3.0, bad_weight=2.0)
+    found = kto_loss(
+        ratios, torch.tensor(0.5, dtype=torch.float64), good, 0.4, desirable_weight=3.0, undesirable_weight=2.0
+    )
     # 1 - sigmoid(0.4 * (1 - 0.5)) = 1 / (1 + e^0.2), three times; 1 - sigmoid(-0.2) = 1 / (1 + e^-0.2), twice
     assert_close(found.tolist(), [3.0 / (1.0 + math.exp(0.2)), 2.0 / (1.0 + math.exp(-0.2))])
 

@@ -32,7 +32,7 @@ AGENTS = "tests.harness.agents"
 
 
 @dataclass(frozen=True)
-class Played:
+class ScriptedConversations:
     """The result of a call."""
 
     rollout: Rollout
@@ -125,7 +125,7 @@ def played(
     players: Mapping[str, tuple[str, float, Truncation]] = MappingProxyType({}),
     rivals: Mapping[str, RolloutEngine] = MappingProxyType({}),
     **settings: Any,
-) -> Played:
+) -> ScriptedConversations:
     """Episodes of an agent of `agents.py`, or of a program.
 
     Args:
@@ -142,12 +142,12 @@ def played(
     if runner is None:
         with running() as own:
             return played(agent, engine, rows, n, own, longest, players, rivals, **settings)
-    harness = _harness(tuple({"seconds": 60, "concurrency": 2, **settings}.items()))
+    harness = _harness(tuple({"timeout_s": 60, "max_concurrent": 2, **settings}.items()))
     if isinstance(agent, list) or "." in agent:
-        harness = Harness(agent, **{"seconds": 60, "concurrency": 2, **settings})
+        harness = Harness(agent, **{"timeout_s": 60, "max_concurrent": 2, **settings})
     rows = [{"agent": agent, **row} for row in rows]
     path = RowPath(torch.arange(len(rows))[:, None], (BATCH,))
     sampling = Sampling(longest, stop_token_ids=(0,))
     engines = {"actor": engine, **rivals}
     call = ConverseCall(0, "rollout", "actor", dict.fromkeys(engines, 0), Layout((0,), 1), players)
-    return Played(*runner.run(engines, harness, rows, path, n, sampling, call))
+    return ScriptedConversations(*runner.run(engines, harness, rows, path, n, sampling, call))

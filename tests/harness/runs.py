@@ -84,7 +84,7 @@ def run(
     **settings: Any,
 ) -> Fit:
     """A run of one step, with two episodes from each prompt; `given` are settings of the algorithm."""
-    harness = Harness(f"{AGENTS}.{agent}", seconds=60, concurrency=2, other_models=other_models)
+    harness = Harness(f"{AGENTS}.{agent}", timeout_s=60, max_concurrent=2, other_models=other_models)
     actor = CausalLM(str(policy), optimizer=SGD)
     module = kind(actor, environment=harness, group_size=2, max_response_length=LONGEST, **given)
     data = sums(12, prompts, held_out)

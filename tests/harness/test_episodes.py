@@ -17,13 +17,22 @@ import torch
 from rlflow import Harness
 from rlflow.context.conversations import ConversationRunner, EpisodeCounts
 from rlflow.errors import UserError
-from rlflow.harness.apis import APIS, Refused
+from rlflow.harness.apis import APIS, RequestError
 from rlflow.harness.door import Door
 from rlflow.rollout import RolloutEngine
 from rlflow.values.rollout import Ending
 from rlflow.values.truncation import Truncation
 from tests.harness.agents import CRITIC, SLEEPS
-from tests.harness.episodes import AGENTS, Played, decode, played, running, sampling_engine, says, tokenizer
+from tests.harness.episodes import (
+    AGENTS,
+    ScriptedConversations,
+    decode,
+    played,
+    running,
+    sampling_engine,
+    says,
+    tokenizer,
+)
 from tests.leftovers import workers
 
 SUM = {"question": "2+3=", "answer": "5"}
@@ -107,7 +116,7 @@ def test_the_output_of_a_function_may_be_parts_of_text() -> None:
         return str(APIS["/v1/responses"].asked(body, {"policy": 1.0}, ()).messages[-1]["content"])
 
     assert output("input_text") == "5"
-    with pytest.raises(Refused, match="a content of type 'input_image', and only text is read"):
+    with pytest.raises(RequestError, match="a content of type 'input_image', and only text is read"):
         output("input_image")
 
 
@@ -226,16 +235,17 @@ def test_an_agent_that_fails_is_one_failed_episode_and_leaves_nothing(
     engine: RolloutEngine, how: str, why: str
 ) -> None:
     rows, before = [{"question": "1+1=", "how": how}, {"question": "1+2=", "how": "no"}], workers()
+    longest = 3 if how == "hangs" else 60
     with running() as runner:
-        made = played("fails", engine, rows, runner=runner, on_failure="zero", seconds=3)
+        made = played("fails", engine, rows, runner=runner, on_failure="zero", timeout_s=longest)
         assert made.rollout.ended.tolist() == [Ending.FAILED, Ending.DONE]
         assert made.rollout.returns.sum(dim=1).tolist() == [0.0, 1.0]
         assert why in made.rollout.messages[0][-1]["ended"]
         assert "sk-" not in json.dumps(made.rollout.messages)
-        masked = played("fails", engine, rows, runner=runner, on_failure="mask", seconds=3)
+        masked = played("fails", engine, rows, runner=runner, on_failure="mask", timeout_s=longest)
         assert masked.rollout.loss_mask.any(dim=1).tolist() == [False, True]
         with pytest.raises(UserError, match=why):
-            played("fails", engine, rows, runner=runner, seconds=3)
+            played("fails", engine, rows, runner=runner, timeout_s=longest)
     assert workers() == before
     assert not [each for each in psutil.process_iter(["cmdline"]) if SLEEPS in (each.info["cmdline"] or ())]
 
@@ -252,7 +262,7 @@ def test_a_key_is_of_one_episode(
     engine: RolloutEngine, runner: ConversationRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = played(
-        "calls_late", engine, [{"question": f"{place}+1="} for place in range(3)], runner=runner, concurrency=1
+        "calls_late", engine, [{"question": f"{place}+1="} for place in range(3)], runner=runner, max_concurrent=1
     )
     assert made.rollout.returns.sum(dim=1).tolist() == [1.0] * 3
     assert made.times.episodes.refused == 2
@@ -303,7 +313,7 @@ def test_a_program_reads_the_row_and_prints_the_reward(engine: RolloutEngine, ru
 
 def test_a_program_ends_before_what_it_leaves_running_and_that_is_ended(runner: ConversationRunner) -> None:
     program = ["sh", "-c", f"{shlex.join([sys.executable, '-c', SLEEPS])} & echo 1.0"]
-    made = played(program, says(), runner=runner, seconds=60)
+    made = played(program, says(), runner=runner, timeout_s=60)
     assert [row[5] for row in made.rows] == [[1.0]]
     assert not [each for each in psutil.process_iter(["cmdline"]) if SLEEPS in (each.info["cmdline"] or ())]
 
@@ -314,7 +324,7 @@ def test_a_call_goes_to_the_door_and_to_no_proxy(engine: RolloutEngine, monkeypa
     monkeypatch.setenv("NO_PROXY", "example.org")
     monkeypatch.delenv("no_proxy", raising=False)
     with running() as runner:
-        assert [row[5] for row in played("retries", engine, runner=runner, seconds=59).rows] == [[1.0]] * 3
+        assert [row[5] for row in played("retries", engine, runner=runner, timeout_s=59).rows] == [[1.0]] * 3
     assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "example.org,127.0.0.1,localhost"
 
 
@@ -331,7 +341,7 @@ def test_an_environment_that_uses_no_proxy_at_all_stays_as_it_is(monkeypatch: py
         ({"run": "tests.harness.agents.no_such"}, "no_such"),
         ({"run": []}, "`run` is empty"),
         ({"run": ["no_such_program"]}, "no such program"),
-        ({"run": f"{AGENTS}.talks", "concurrency": 0}, "`concurrency` is 0"),
+        ({"run": f"{AGENTS}.talks", "max_concurrent": 0}, "`max_concurrent` is 0"),
         ({"run": f"{AGENTS}.talks", "ignore": ["top_k", "input"]}, "'input'"),
     ],
 )
@@ -342,7 +352,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], text: str
 
 @pytest.mark.slow
 def test_a_field_in_ignore_is_left_out_of_account(engine: RolloutEngine, runner: ConversationRunner) -> None:
-    def said(made: Played) -> list[Any]:
+    def said(made: ScriptedConversations) -> list[Any]:
         return [row[2] for row in made.rows]
 
     ignored = ("temperature", "reasoning_effort")

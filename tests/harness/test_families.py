@@ -10,7 +10,7 @@ import pytest
 
 from rlflow.environments.bridge import Message, message
 from tests.environments.families import SCHEMA, tokenizer_of
-from tests.harness.episodes import Played, played, running, says
+from tests.harness.episodes import ScriptedConversations, played, running, says
 
 CALL = {
     "id": "000000000",
@@ -46,7 +46,7 @@ class Written:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def played(self, replies: Sequence[str], messages: Sequence[Message]) -> Played:
+    def played(self, replies: Sequence[str], messages: Sequence[Message]) -> ScriptedConversations:
         """An agent that gets these replies, and answers them by these messages."""
         row = {"question": "2+3=", "tools": self.tools, "messages": list(messages)}
         with running(of=self.tokenizer, longest_prompt=4000, renderer=self.renderer) as runner:

@@ -52,4 +52,4 @@ def test_each_step_of_smolagents_is_a_row_since_it_writes_earlier_calls_as_text(
 def test_the_reward_is_what_the_library_gives_what_the_policy_said(library: str) -> None:
     run = [python_of(library), str(CONFIGS / f"{library}_agent.py")]
     for said, reward in (("5", 1.0), ("6", 0.0)):
-        assert [row[5] for row in played(run, says(said), ROWS, seconds=300).rows] == [[reward]]
+        assert [row[5] for row in played(run, says(said), ROWS, timeout_s=300).rows] == [[reward]]

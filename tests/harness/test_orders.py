@@ -19,9 +19,9 @@ from rlflow.environments.bridge import Bridge
 from rlflow.environments.conversation_format import bridge_of
 from rlflow.environments.session import Session
 from rlflow.harness.door import Sent
-from rlflow.harness.episode import Episode, EpisodeEnd, Terms
+from rlflow.harness.episode import Episode, EpisodeEnd, EpisodeSettings
 from rlflow.rollout.conversation_loop import ConversationSteps
-from rlflow.rollout.engine import Completion, Turn
+from rlflow.rollout.engine import Completion, GenerationRequest
 from tests.harness.agents import MODEL, user
 from tests.harness.episodes import AGENTS, decode, tokenizer
 
@@ -139,8 +139,10 @@ class Play:
     scripts: Sequence[Script]
     draws: random.Random
     calls: list[Call] = field(default_factory=list)
-    turns: dict[int, tuple[Turn, Completion]] = field(default_factory=dict)  # by the log-probability of the first token
-    begun: dict[int, list[Turn]] = field(default_factory=dict)  # by call, as all that follows
+    turns: dict[int, tuple[GenerationRequest, Completion]] = field(
+        default_factory=dict
+    )  # by the log-probability of the first token
+    begun: dict[int, list[GenerationRequest]] = field(default_factory=dict)  # by call, as all that follows
     callers: list[Generator[Call, Sequence[str], None]] = field(default_factory=list)
     received: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # the choices of its answer
     answers: dict[int, Sent] = field(default_factory=dict)  # by request
@@ -148,11 +150,11 @@ class Play:
     def run(self) -> EpisodeEnd:
         harness = Harness(f"{AGENTS}.acts", max_calls=1000)
         policies = {MODEL: ("actor", 1.0)}
-        terms = Terms(harness, "actor", policies, 400, 400, lambda tools: bridge(), frozenset([END]), decode)
+        terms = EpisodeSettings(harness, "actor", policies, 400, 400, lambda tools: bridge(), frozenset([END]), decode)
         session = Session(TOOLLESS, harness.host(), {}, place=0)
         episode = Episode(terms, 0, session, [user("q")], 5, self.answers.__setitem__)
         sending: list[tuple[int, int]] = []  # a call, and which try of it
-        running: list[tuple[ConversationSteps[None], Turn]] = []
+        running: list[tuple[ConversationSteps[None], GenerationRequest]] = []
         waiting: dict[int, int] = {}  # the call, by the request whose answer is waited for
         delivered: list[int] = []
 
@@ -202,7 +204,7 @@ class Play:
         self.check(end)
         return end
 
-    def completion(self, turn: Turn) -> Completion:
+    def completion(self, turn: GenerationRequest) -> Completion:
         """Letters, and an end unless it is cut there; they follow from the seed."""
         draws, first = random.Random(turn.seed), turn.seed % 2**40
         letters = [*b"aab", SPECIAL] if self.scripts[0].odd else [*b"ab"]

@@ -15,10 +15,10 @@ from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.packing import take
 from rlflow.rollout import Completion, RolloutEngine, Sampling, TransformersEngine, VLLMEngine
-from rlflow.rollout.engine import Turn
+from rlflow.rollout.engine import GenerationRequest
 from rlflow.testing.derivative import wide_casts
 from tests.harness.agents import UNREAD
-from tests.harness.episodes import Played, played, running, tokenizer
+from tests.harness.episodes import ScriptedConversations, played, running, tokenizer
 from tests.rollout.trained import buckets, load, perturb, setup
 
 SCHEDULES = 50
@@ -35,12 +35,14 @@ def trained_engine(engine: RolloutEngine, policy: Path) -> RolloutEngine:
     return engine
 
 
-def plays(engine: RolloutEngine, times: int) -> list[Played]:
+def plays(engine: RolloutEngine, times: int) -> list[ScriptedConversations]:
     with running() as runner:
-        return [played("toils", engine, ROWS, n=2, runner=runner, concurrency=4, seconds=600) for _ in range(times)]
+        return [
+            played("toils", engine, ROWS, n=2, runner=runner, max_concurrent=4, timeout_s=600) for _ in range(times)
+        ]
 
 
-def undelivered(play: Played) -> int:
+def undelivered(play: ScriptedConversations) -> int:
     """Answers for which nobody waited. On a busy machine an agent may leave before its request is read, or too late."""
     assert play.times.episodes is not None
     return play.times.episodes.undelivered
@@ -76,13 +78,13 @@ class Recorded(TransformersEngine):
         super().__init__()
         self.turns: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    def alone(self) -> Iterator[Played]:
+    def alone(self) -> Iterator[ScriptedConversations]:
         """Plays; each has the tokens read and written in its `turns`."""
         for _ in range(20):
             self.turns.clear()
             yield from plays(self, 1)
 
-    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+    def step(self, new: Mapping[int, GenerationRequest], sampling: Sampling, version: int) -> dict[int, Completion]:
         ended = super().step(new, sampling, version)
         self.turns += [(tuple(new[number].prompt), each.token_ids) for number, each in ended.items()]
         return ended

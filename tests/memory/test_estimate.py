@@ -235,12 +235,12 @@ def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way(
     def how(**settings: Any) -> LoadedRole:
         return loaded_role(handle, SMALL, DeepSpeedStrategy(3, **settings), FOUR, samples=8)
 
-    assert how(bucket_elements=800).bucket == 800
+    assert how(reduce_bucket_size=800).bucket == 800
     assert how().bucket == 1000  # no more than the largest layer, the embedding
     assert how().weights == 3850 * 4 / 4
     assert how(hpz_partition_size=2).weights == 3850 * 4 / 4 + 3850 * 4 / 2
     assert how(hpz_partition_size=4).weights == 3850 * 4 / 4  # the role has no more ranks
-    assert how(offload_parameters=True).weights_offloaded
+    assert how(offload_param=True).weights_offloaded
 
 
 def test_zero_0_flattens_a_bucket_of_gradients_to_sum_them_in_float32() -> None:
@@ -401,7 +401,7 @@ def test_engines_keep_what_they_say() -> None:
     assert (on_cpu.memory.cache, on_cpu.memory.asleep) == (2**29, "weights and cache")
     on_gpu = taken(VLLMEngine(), on_cpu=False)
     assert on_gpu.memory == EngineMemory(None, 0.5, None, "nothing")
-    assert (on_cpu.memory.at_once, taken(VLLMEngine(max_num_seqs=7), on_cpu=False).memory.at_once) == (256, 7)
+    assert (on_cpu.memory.max_num_seqs, taken(VLLMEngine(max_num_seqs=7), on_cpu=False).memory.max_num_seqs) == (256, 7)
     assert on_gpu.cache(capacity=80_000) == 40_000 - 7700
     plain = taken(TransformersEngine(max_batch=3), on_cpu=True)
     # Three at once of 20 tokens, two layers of keys and values of width 5, 2 bytes each

@@ -37,7 +37,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
             r"'hyperclovax': it shapes its logits \(logits_scaling 3.0\) in a way",
         ),
         ("Phi", {}, r"'phi': it has a bias in its output layer"),
-        ("T5", {}, r"'t5': it is no causal language model"),
+        ("T5", {}, r"'t5': it is not a causal language model"),
         ("Gemma3", {}, r"'gemma3': it reads more than text"),
         ("Qwen3_5Moe", {}, r"'qwen3_5_moe': it reads more than text, .*: its own part, `AutoModelForCausalLM.from_pre"),
         ("Llama", {"quantization_config": {"quant_method": "mxfp4"}}, r"'llama': it has quantised weights"),
@@ -64,7 +64,7 @@ def test_a_model_of_known_mixers_is_taken(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["falcon_h1", "granite"])
 def test_a_family_without_sequence_classification_has_no_values(name: str) -> None:
-    with pytest.raises(UserError, match=rf"^`critic` is of the type '{name}': it is no model for sequence class"):
+    with pytest.raises(UserError, match=rf"^`critic` is of the type '{name}': it is not a model for sequence class"):
         check_architecture(configuration(name), "`critic`", scores_tokens=False)
     check_architecture(configuration("qwen3_5"), "`critic`", scores_tokens=False)
 

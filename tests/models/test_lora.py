@@ -154,7 +154,7 @@ def test_a_weight_without_an_adapter_is_not_copied() -> None:
 
 @pytest.mark.parametrize(
     ("targets", "told"),
-    [(("nonesuch",), r"Target modules \{'nonesuch'\} not found"), (("embed_tokens",), "is no linear layer")],
+    [(("nonesuch",), r"Target modules \{'nonesuch'\} not found"), (("embed_tokens",), "is not a linear layer")],
 )
 def test_targets_that_cannot_be_adapted_are_refused_in_one_line(
     tiny: Path, targets: tuple[str, ...], told: str

@@ -31,7 +31,7 @@ def test_betas_outside_their_range_are_refused(betas: tuple[float, float]) -> No
             "`optimizer.name` is 'torch.optim.Adamm', but torch.optim has no Adamm. Did you",
         ),
         ({"name": "torh.optim.Adam"}, "`optimizer.name` is 'torh.optim.Adam', but there is no module torh"),
-        ({"name": "torch.nn.Linear"}, "`optimizer.name` is 'torch.nn.Linear', which is no torch.optim.Optimizer"),
+        ({"name": "torch.nn.Linear"}, "`optimizer.name` is 'torch.nn.Linear', which is not a torch.optim.Optimizer"),
         ({"name": "torch.optim.Adam", "eps": 1e-6}, "`optimizer.eps` is 1e-06, and `optimizer.name` is a class"),
         ({"name": "sgd", "arguments": {"momentun": 0.9}}, "sgd: got an unexpected keyword argument 'momentun'"),
         ({"arguments": {"eps": 1e-6}}, "`optimizer.arguments` has `eps`; that is a setting"),

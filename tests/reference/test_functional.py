@@ -21,7 +21,7 @@ DRAW = torch.Generator().manual_seed(0)
 
 
 def tokens(low: float, high: float) -> Tensor:
-    """`[B, T]`, uniform; what stands on padding is no use."""
+    """`[B, T]`, uniform; what stands on padding is of no use."""
     drawn = low + (high - low) * torch.rand(len(LENGTHS), max(LENGTHS), generator=DRAW, dtype=torch.float64)
     return drawn.masked_fill(~MASK, 7.0)
 

@@ -18,8 +18,8 @@ from rlflow.rewards.http import HTTPReward
 class Counts(SampleReward):
     """The length of a text; counts its calls, and how many of them ran at the same time."""
 
-    def __init__(self, at_once: int = 2, seconds: float = 0.01) -> None:
-        super().__init__(at_once=at_once)
+    def __init__(self, max_concurrent: int = 2, seconds: float = 0.01) -> None:
+        super().__init__(max_concurrent=max_concurrent)
         self.seconds = seconds
         self.asked: list[str] = []
         self.most = self._running = 0
@@ -132,7 +132,7 @@ def test_calls_that_have_not_begun_are_cancelled_and_others_waited_for() -> None
         time.sleep(0.05)
         ended.append(place)
 
-    with RewardCalls(at_once=2) as calls:
+    with RewardCalls(max_concurrent=2) as calls:
         futures = [calls.begin(place, partial(call, place)) for place in range(6)]
         time.sleep(0.02)
     assert sorted(ended) == [0, 1]
@@ -142,7 +142,7 @@ def test_calls_that_have_not_begun_are_cancelled_and_others_waited_for() -> None
 
 def test_a_call_that_never_ends_does_not_hold_up_the_run_s_end() -> None:
     released = threading.Event()
-    calls = RewardCalls(at_once=1)
+    calls = RewardCalls(max_concurrent=1)
     calls.begin(0, released.wait)
     try:
         started = time.monotonic()

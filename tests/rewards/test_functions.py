@@ -120,7 +120,7 @@ class TestWhatAFunctionIsGiven:
 
     def test_the_same_in_a_worker(self) -> None:
         path = f"{__name__}.exact"
-        reward = CallableReward(path, seconds=10.0)
+        reward = CallableReward(path, timeout_s=10.0)
         assert scored(reward, RewardInput(["42", "41"], [{"answer": "42"}] * 2)).total == [1.0, 0.0]
 
 
@@ -140,7 +140,7 @@ class TestWhatCannotBeCalled:
             of(lambda response: returned, RewardInput(["42"], [{}]))
 
     def test_a_function_that_hangs_is_killed(self) -> None:
-        reward = CallableReward(f"{__name__}.hangs", seconds=0.5)
+        reward = CallableReward(f"{__name__}.hangs", timeout_s=0.5)
         with pytest.raises(UserError, match=r"took longer than 0.5 s"):
             scored(reward, RewardInput(["42"], [{}]))
 
@@ -279,7 +279,7 @@ class TestTheFormOfTRL:
         assert of(kept, RewardInput(["42"], rows, conversations=[CONVERSATION])) == [1.0]
 
     def test_in_a_worker_too(self) -> None:
-        reward = CallableReward(f"{__name__}.lengths", seconds=20.0)
+        reward = CallableReward(f"{__name__}.lengths", timeout_s=20.0)
         scores = scored(reward, self.texts)
         assert (scores.total, scores.metrics, scores.columns) == ([6.0, 12.0], {"step": [3.0]}, {"n": [6, 12]})
 
@@ -312,7 +312,7 @@ class TestTheFormOfTRL:
 
 def test_a_cancelled_call_is_a_failure_of_its_sample() -> None:
     def cancelled(response: str) -> float:
-        raise asyncio.CancelledError  # which is no `Exception`
+        raise asyncio.CancelledError  # which is not an `Exception`
 
     reward = CallableReward(cancelled, on_error="zero")
     assert scored(reward, RewardInput(["a", "b"], [{}] * 2)).failed == {0: "zero", 1: "zero"}

@@ -52,7 +52,7 @@ def test_a_gold_answer_of_a_row_that_the_function_does_not_apply_to_is_not_score
 
 
 def test_each_part_of_a_sum_is_asked_for_its_own_gold_answers() -> None:
-    brevity = CallableReward(half)  # knows none, so its half of the best reward is no fault
+    brevity = CallableReward(half)  # knows none, so its half of the best reward is not a fault
     assert check_gold(WeightedSum({"right": ExactMatch(), "brevity": brevity}), ROWS, PLACES, None, tokens) == 2
     with pytest.raises(UserError, match="`half` gives 2 of 2"):
         check_gold(

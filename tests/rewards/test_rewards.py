@@ -124,7 +124,7 @@ def test_a_function_is_found_by_its_dotted_path() -> None:
 @pytest.mark.parametrize(
     ("path", "complaint"),
     [
-        ("length", "is no path of a module and a name"),
+        ("length", "is not a path of a module and a name"),
         ("nowhere.length", "there is no module nowhere"),
         ("tests.rewards.test_rewards.lengths", 'test_rewards has no lengths. Did you mean "length"?'),
         ("tests.rewards.test_rewards.__doc__", "no function; name one"),
@@ -151,7 +151,7 @@ def test_a_reward_that_raises_names_the_sample() -> None:
 
     assert str(raised.value) == (
         "reward `inverse` failed on sample 1 with ZeroDivisionError: division by zero (response '', row {'n': 1});"
-        " mend it, or set `on_error` to zero or drop"
+        " correct it, or set `on_error` to zero or drop"
     )
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
@@ -226,7 +226,7 @@ def test_a_reward_of_ones_own_that_raises_is_named_with_the_place() -> None:
         def score(self, responses: RewardInput) -> Scores:
             return Scores([row["worth"] for row in responses.rows])
 
-    with pytest.raises(UserError, match=r"^Own raised KeyError: 'worth' \(test_rewards.py:\d+\); mend it$"):
+    with pytest.raises(UserError, match=r"^Own raised KeyError: 'worth' \(test_rewards.py:\d+\); correct it$"):
         scored(Own(), RewardInput(["a"], [{}]))
 
 

@@ -96,7 +96,7 @@ def test_a_server_that_fails_ends_the_run_in_one_line_or_scores_0(
     server.answer = lambda body: (400, {})
     with pytest.raises(
         UserError,
-        match=r"got no answer \(HTTPStatusError: .*400.*\) \(response .*; mend it, or set `on_error` to zero or drop",
+        match=r"got no answer \(HTTPStatusError: .*400.*\) \(response .*; correct it, or set `on_error` to zero or",
     ) as refused:
         HTTPReward(server.url).score(RewardInput(["ab"], [{}]))
     assert "\n" not in str(refused.value)
@@ -148,7 +148,7 @@ def test_a_server_that_sends_a_letter_now_and_then_is_not_waited_for() -> None:
         began = time.monotonic()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with pytest.raises(UserError, match=r"got no answer \(ReadTimeout: the answer took longer than 1 s\)"):
-            HTTPReward(url, seconds=1.0, retries=0).score(RewardInput(["a"], [{}]))
+            HTTPReward(url, timeout_s=1.0, retries=0).score(RewardInput(["a"], [{}]))
         assert time.monotonic() - began < 10
 
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import pytest
 
 from rlflow.rollout import Completion, RolloutEngine, Sampling
-from rlflow.rollout.engine import Turn
+from rlflow.rollout.engine import GenerationRequest
 from tests.rollout.trained import PROMPTS, STOP
 
 SAMPLING = Sampling(24, 1.0, STOP)
 SEEDS = list(range(len(PROMPTS)))
 
 
-def turns(sampling: Sampling) -> dict[int, Turn]:
-    return {at: Turn(prompt, SEEDS[at], sampling.max_tokens) for at, prompt in enumerate(PROMPTS)}
+def turns(sampling: Sampling) -> dict[int, GenerationRequest]:
+    return {at: GenerationRequest(prompt, SEEDS[at], sampling.max_tokens) for at, prompt in enumerate(PROMPTS)}
 
 
 def stepped(engine: RolloutEngine, sampling: Sampling, version: int) -> list[Completion]:

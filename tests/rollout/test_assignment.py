@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Share, TransformersEngine, VLLMEngine
-from rlflow.rollout.assignment import Engines, EngineSettings, engines_beside
+from rlflow.rollout.assignment import Engines, EngineSettings, policies_with_engine_processes
 from rlflow.values.layout import Layout
 
 POLICIES = ("actor", "opponent", "judge")
@@ -61,12 +61,12 @@ def test_a_share_is_the_engine_of_the_other_policy() -> None:
     [
         (
             {"oponent": TransformersEngine()},
-            "`engines.oponent` names 'oponent', which is no policy that generates; those are actor, opponent, judge."
+            "`engines.oponent` names 'oponent', which is not a policy that generates; those are actor, opponent, judge."
             ' Did you mean "opponent"?',
         ),
         (
             {"opponent": Share("acter")},
-            "`engines.opponent.share` names 'acter', which is no policy that generates; those are actor, opponent,"
+            "`engines.opponent.share` names 'acter', which is not a policy that generates; those are actor, opponent,"
             ' judge. Did you mean "actor"?',
         ),
         (
@@ -127,7 +127,7 @@ def test_policies_on_other_ranks_do_not_share_an_engine() -> None:
 def test_engines_that_cannot_live_in_one_process_get_processes_of_their_own() -> None:
     def beside(exceptions: Mapping[str, RolloutEngine], on_cpu: bool, **layouts: Layout) -> tuple[str, ...]:
         placed = dict.fromkeys(POLICIES, ALL) | layouts
-        return engines_beside(assigned(exceptions, VLLMEngine()), placed, 2, on_cpu)
+        return policies_with_engine_processes(assigned(exceptions, VLLMEngine()), placed, 2, on_cpu)
 
     assert beside({}, on_cpu=True) == ()
     assert beside({}, on_cpu=False) == ("opponent", "judge")  # one of a process can sleep

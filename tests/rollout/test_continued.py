@@ -200,7 +200,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_experts_are_of_the_pass_that_made_each_token(experts: Path, request: pytest.FixtureRequest) -> None:
     engine = TransformersEngine()
-    engine.tell_experts()
+    engine.return_experts()
     with_weights(engine, experts, request)
     whole = responses(engine)
     cut = whole.cut(torch.arange(len(whole.lengths)) % 8)

@@ -118,7 +118,7 @@ def held(
     tokenizer: Any,
     environment: type = Echo,
     places: Sequence[int] = range(PLACES),
-    at_once: int = PLACES,
+    max_concurrent: int = PLACES,
     lockstep: bool = False,
     sharing: SharedCalls | None = None,
     version: int = 0,
@@ -142,9 +142,9 @@ def held(
         )
         for place, row, host in zip(places, rows or [ROWS[at] for at in places], hosts or local, strict=True)
     ]
-    calls = EnvironmentCalls(at_once, sharing)
+    calls = EnvironmentCalls(max_concurrent, sharing)
     try:
-        return ConversationLoop[Conversation](queues, calls, lockstep).run(conversations, at_once)
+        return ConversationLoop[Conversation](queues, calls, lockstep).run(conversations, max_concurrent)
     finally:
         calls.close()
 
@@ -263,8 +263,8 @@ def test_messages_that_a_template_refuses_are_named_by_environment_turn_and_row(
 def test_neither_delays_nor_threads_nor_who_is_beside_change_a_token(engine: RolloutEngine, tokenizer: Any) -> None:
     plain = held(engine, tokenizer, lockstep=True)
     delayed = held(engine, tokenizer, SlowEcho)
-    few = held(engine, tokenizer, SlowEcho, at_once=2)
-    few_together = held(engine, tokenizer, SlowEcho, at_once=2, lockstep=True)
+    few = held(engine, tokenizer, SlowEcho, max_concurrent=2)
+    few_together = held(engine, tokenizer, SlowEcho, max_concurrent=2, lockstep=True)
     apart = [*held(engine, tokenizer, places=[0, 1]), *held(engine, tokenizer, places=[2, 3, 4, 5])]
     for other in (delayed, few, few_together, apart):
         assert [each.tokens for each in other] == [each.tokens for each in plain]
@@ -281,9 +281,9 @@ def test_in_lockstep_delays_change_no_batch(engine: RolloutEngine, tokenizer: An
         return generate(prompts, *args)
 
     monkeypatch.setattr(engine, "generate", noted)
-    held(engine, tokenizer, at_once=2, lockstep=True)
+    held(engine, tokenizer, max_concurrent=2, lockstep=True)
     calls = len(batches)
-    held(engine, tokenizer, SlowEcho, at_once=2, lockstep=True)
+    held(engine, tokenizer, SlowEcho, max_concurrent=2, lockstep=True)
     assert batches[:calls] == batches[calls:]
 
 
@@ -303,11 +303,13 @@ class Waiting(Echo):
         return {**super().step(message), "episode_done": self.left == 0}
 
 
-@pytest.mark.parametrize("at_once", [2, PLACES])
-def test_an_environment_that_takes_long_holds_up_nobody(engine: RolloutEngine, tokenizer: Any, at_once: int) -> None:
+@pytest.mark.parametrize("max_concurrent", [2, PLACES])
+def test_an_environment_that_takes_long_holds_up_nobody(
+    engine: RolloutEngine, tokenizer: Any, max_concurrent: int
+) -> None:
     """With two workers, all others take their turn in the second."""
     Waiting.over = 0
-    conversations = held(engine, tokenizer, Waiting, at_once=at_once, max_turns=4)
+    conversations = held(engine, tokenizer, Waiting, max_concurrent=max_concurrent, max_turns=4)
     assert conversations[0].rewards == [1.0]
     plain = held(engine, tokenizer, max_turns=4)
     assert [each.tokens for each in conversations[1:]] == [each.tokens for each in plain[1:]]
@@ -317,11 +319,11 @@ def test_an_environment_that_takes_long_holds_up_nobody(engine: RolloutEngine, t
 def test_an_environment_that_hangs_ends_by_its_limit(engine: RolloutEngine, tokenizer: Any, on_failure: str) -> None:
     places = [0, 1, 2]
     starts = [{"start": 7}, {"start": 13}, {"start": 8}]
-    hosts = [Worker(Limits(seconds=1)) for _ in places]
+    hosts = [Worker(Limits(timeout_s=3)) for _ in places]
     given = {"rows": starts, "hosts": hosts, "on_failure": on_failure}
     try:
         if on_failure == "raise":
-            with pytest.raises(UserError, match=r"failed at turn 1: `step` took longer than 1 s; mend"):
+            with pytest.raises(UserError, match=r"failed at turn 1: `step` took longer than 3 s; correct"):
                 held(engine, tokenizer, Stuck, places, **given)
         else:
             found = held(engine, tokenizer, Stuck, places, **given)
@@ -432,7 +434,7 @@ def test_what_no_one_foresaw_is_a_failure_that_all_hear_of() -> None:
 
 
 def test_an_error_of_our_own_ends_the_run_on_all_ranks_with_its_traceback() -> None:
-    """It is no failure of the environment, which `on_failure` would make a reward of."""
+    """It is not a failure of the environment, which `on_failure` would make a reward of."""
     said: list[bytes] = []
 
     def bring(message: bytes) -> bytes:

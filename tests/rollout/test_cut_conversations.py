@@ -50,7 +50,7 @@ def workers() -> Iterator[Callable[[], Host]]:
     made: list[Host] = []
 
     def worker() -> Host:
-        made.append(Worker(Limits(seconds=20)))
+        made.append(Worker(Limits(timeout_s=20)))
         return made[-1]
 
     yield worker

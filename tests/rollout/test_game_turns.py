@@ -68,7 +68,7 @@ def played(
     environment: str = DUEL,
     places: Sequence[int] = PLACES,
     prompt: Sequence[Message] = (message("user", "Play."),),
-    at_once: int = len(PLACES),
+    max_concurrent: int = len(PLACES),
     lockstep: bool = False,
     **rules: Any,
 ) -> list[Views]:
@@ -88,9 +88,9 @@ def played(
         )
         for place in places
     )
-    calls = EnvironmentCalls(at_once)
+    calls = EnvironmentCalls(max_concurrent)
     try:
-        return ConversationLoop[Views](queues, calls, lockstep).run(conversations, at_once)
+        return ConversationLoop[Views](queues, calls, lockstep).run(conversations, max_concurrent)
     finally:
         calls.close()
 
@@ -164,7 +164,7 @@ def test_the_reward_of_a_seat_that_never_spoke_is_on_no_example_of_its_prompt(
 def test_neither_delays_nor_who_is_beside_change_a_token(engines: dict[str, RolloutEngine], tokenizer: Any) -> None:
     plain = tokens(played(engines, tokenizer, lockstep=True))
     assert tokens(played(engines, tokenizer, "tests.controller.answering.SlowDuel")) == plain
-    assert tokens(played(engines, tokenizer, at_once=3)) == plain
+    assert tokens(played(engines, tokenizer, max_concurrent=3)) == plain
     assert tokens(played(engines, tokenizer, places=[5, 6])) == plain[5:7]
 
 
@@ -203,7 +203,7 @@ def test_a_game_that_fails_ends_the_run_or_all_its_conversations(
     engines: dict[str, RolloutEngine], tokenizer: Any
 ) -> None:
     broken = "tests.controller.answering.BrokenDuel"
-    with pytest.raises(UserError, match=r"BrokenDuel` failed at turn \d: `step` raised RuntimeError: broken; mend"):
+    with pytest.raises(UserError, match=r"BrokenDuel` failed at turn \d: `step` raised RuntimeError: broken; correct"):
         played(engines, tokenizer, broken)
     for place, views in zip(PLACES, played(engines, tokenizer, broken, on_failure="mask"), strict=True):
         fails = place % 4 > 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.rollout.engine import Manifest, Piece, WeightSyncError
+from rlflow.rollout.engine import Piece, WeightFingerprints, WeightSyncError
 
 PIECES = (
     Piece("a", "ab", 2),
@@ -18,7 +18,7 @@ def _sent() -> dict[str, torch.Tensor]:
 
 def test_slices_held_as_sent_pass() -> None:
     tensors = _sent()
-    manifest = Manifest(PIECES, torch.float32)
+    manifest = WeightFingerprints(PIECES, torch.float32)
     assert [name for name, _ in manifest.watch([list(tensors.items())])] == ["a", "b", "c"]
     held = torch.cat((tensors["a"], tensors["b"][3:]))
     columns = tensors["c"][:, 2:]
@@ -28,7 +28,7 @@ def test_slices_held_as_sent_pass() -> None:
 
 def test_a_tensor_held_otherwise_is_named_with_its_place() -> None:
     tensors = _sent()
-    manifest = Manifest(PIECES, torch.float32)
+    manifest = WeightFingerprints(PIECES, torch.float32)
     list(manifest.watch([list(tensors.items())]))
     other_half = torch.cat((tensors["a"], tensors["b"][:3]))
     held = [(piece, piece.held(other_half)) for piece in PIECES[:2]] + [(PIECES[2], tensors["c"][:, 2:])]
@@ -38,7 +38,7 @@ def test_a_tensor_held_otherwise_is_named_with_its_place() -> None:
 
 def test_tensors_that_were_not_sent_are_named() -> None:
     tensors = _sent()
-    manifest = Manifest(PIECES, torch.float32)
+    manifest = WeightFingerprints(PIECES, torch.float32)
     list(manifest.watch([[("b", tensors["b"])]]))
     held = torch.cat((tensors["a"], tensors["b"][3:]))
     with pytest.raises(WeightSyncError, match=r"weights\. not sent: a, c$"):
@@ -47,10 +47,10 @@ def test_tensors_that_were_not_sent_are_named() -> None:
 
 def test_a_tensor_that_the_engine_does_not_have_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="sends `value_head`, which the engine does not have"):
-        list(Manifest(PIECES, torch.float32).watch([[("value_head", torch.zeros(1))]]))
+        list(WeightFingerprints(PIECES, torch.float32).watch([[("value_head", torch.zeros(1))]]))
 
 
 def test_tensors_pass_in_the_engines_dtype() -> None:
     tensor = torch.randn(2, 4)
-    ((_, cast),) = Manifest(PIECES, torch.bfloat16).watch([[("a", tensor)]])
+    ((_, cast),) = WeightFingerprints(PIECES, torch.bfloat16).watch([[("a", tensor)]])
     assert torch.equal(cast, tensor.to(torch.bfloat16))

@@ -10,7 +10,7 @@ import torch
 
 from rlflow.errors import UserError
 from rlflow.rollout import RolloutEngine, Sampling, TransformersEngine
-from rlflow.rollout.sampling import Part, sample, under_way
+from rlflow.rollout.sampling import Part, is_unfinished, sample
 from rlflow.values.batch import Batch
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
@@ -51,7 +51,7 @@ def check_parts(engine: RolloutEngine, version: int) -> None:
     whole = sampled(engine, None, version)
     begun = sampled(engine, Part(5), version)
     lengths = [begun.lengths]
-    while bool(under_way(begun, LONGEST).any()):
+    while bool(is_unfinished(begun, LONGEST).any()):
         begun = sampled(engine, Part(5, begun), version, draw=len(lengths))
         lengths.append(begun.lengths)
     for number, of_part in enumerate(lengths, start=1):
@@ -114,4 +114,4 @@ def test_responses_longer_than_allowed_now_have_ended(tied: Path) -> None:
     whole = sampled(engine, None)
     again = sampled(engine, Part(5, whole), longest=7)
     assert torch.equal(again.response_ids, whole.response_ids)
-    assert not bool(under_way(again, 7).any())
+    assert not bool(is_unfinished(again, 7).any())

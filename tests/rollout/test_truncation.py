@@ -37,7 +37,7 @@ def folder(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[RolloutEngine]:
     engine = TransformersEngine()
-    engine.tell_support(MOST)
+    engine.return_support(MOST)
     setup(engine, folder).update_weights(buckets(load(folder)), 0)
     yield engine
     engine.close()

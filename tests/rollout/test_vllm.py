@@ -46,7 +46,7 @@ def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     shutil.copytree(folder, empty, ignore=shutil.ignore_patterns("*.safetensors"))
     before = random_states()
     engine = VLLMEngine(kv_cache_gib=0.25)
-    engine.tell_support(MOST)
+    engine.return_support(MOST)
     setup(engine, empty)
     yield engine, random_states() == before
     engine.close()

@@ -44,7 +44,7 @@ def mine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RLModule:
 def test_the_commit_of_the_working_directory_and_whether_files_changed(repository: Path) -> None:
     commit = git(repository, "rev-parse", "HEAD").strip()
     (repository / "runs").mkdir()
-    (repository / "runs/metrics.jsonl").write_text("")  # what is not tracked is no change
+    (repository / "runs/metrics.jsonl").write_text("")  # what is not tracked is not a change
     clean = {"repository": str(repository), "commit": commit, "changed": False}
     assert code_of(SFT("tiny"))["code"] == clean
     (repository / "algorithm_of_mine.py").write_text("changed = True\n")

@@ -66,7 +66,7 @@ class Interrupts(Callback):
         self.case = case
 
     def on_task_start(self, trainer: Any, module: Any, task: str, step: int) -> None:
-        if (task.split()[0], step) == (self.case.at, self.case.step):
+        if (task.split()[0], step) == (self.case.at, self.case.step + 1):
             raise Interruption
 
     def on_step_end(self, trainer: Any, module: Any, step: int, metrics: Any) -> None:

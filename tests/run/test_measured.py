@@ -97,7 +97,9 @@ def test_predictions_go_on_where_a_killed_process_stopped(model: Path, tmp_path:
 
 def test_responses_have_the_row_s_place_in_the_dataset_where_rows_are_dropped(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "1" * 20, "answer": "1"}, *ROWS[:3]]
-    data = PromptData(rows, rows, prompts_per_step=2, max_prompt_length=8, overlong="drop", curriculum=Curriculum())
+    data = PromptData(
+        rows, rows, prompts_per_step=2, max_prompt_length=8, overlong_rows="drop", curriculum=Curriculum()
+    )
     trainer(tmp_path).test(grpo(model), data)
     tested = lines(tmp_path / "run-test" / "responses.jsonl")
     assert [each["row"] for each in tested if each["greedy"]] == [1, 2, 3]
@@ -110,7 +112,9 @@ def test_responses_have_the_row_s_place_in_the_dataset_where_rows_are_dropped(mo
 
 def test_gail_asks_responses_of_the_rows_that_it_trains_on_alone(model: Path, tmp_path: Path) -> None:
     def gail() -> GAIL:
-        return GAIL(CausalLM(str(model)), judge=RewardModel(str(model)), reward=has_a_letter, max_response_length=3)
+        return GAIL(
+            CausalLM(str(model)), discriminator=RewardModel(str(model)), reward=has_a_letter, max_response_length=3
+        )
 
     assert trainer(tmp_path).predict(gail(), ROWS)["found"] == 0
     learned = PromptData([{**row, "response": "1"} for row in ROWS], ROWS, prompts_per_step=2)

@@ -129,8 +129,8 @@ def test_what_is_compared_has_one_temperature() -> None:
 @pytest.mark.parametrize(
     ("actor", "message"),
     [
-        (3, "`actor` is 3, which is no CausalLM; give one"),
-        (RewardModel("tiny"), "`actor` is .*RewardModel.*, which is no CausalLM; give one"),
+        (3, "`actor` is 3, which is not a CausalLM; give one"),
+        (RewardModel("tiny"), "`actor` is .*RewardModel.*, which is not a CausalLM; give one"),
     ],
 )
 def test_what_is_no_model_is_refused(actor: Any, message: str) -> None:

@@ -60,7 +60,7 @@ def test_updates_are_those_of_all_epochs_and_mini_batches() -> None:
 
 
 def test_steps_are_counted_where_the_schedule_says_so() -> None:
-    by_steps = Optimizer(schedule="linear", by="steps")
+    by_steps = Optimizer(schedule="linear", interval="steps")
     model = CausalLM("tiny", epochs=2, samples_per_update=5, start_step=4, optimizer=by_steps)
     assert counts(Samples(model)) == counts(SamplesOfSamples(model)) == 6
 
@@ -74,7 +74,7 @@ def test_a_schedule_is_refused_where_only_the_run_knows_its_number_of_updates() 
     assert counts(module) is None
     line = (
         "`actor.optimizer.schedule` is 'linear' and ends with the last update, and `actor_loss` trains on rows of"
-        " `further`, whose number only the run knows; set `actor.optimizer.by` to 'steps', or"
+        " `further`, whose number only the run knows; set `actor.optimizer.interval` to 'steps', or"
         " `actor.samples_per_update` to null"
     )
     with pytest.raises(UserError) as refused:
@@ -112,7 +112,7 @@ class Recorded(torch.optim.SGD):
 @pytest.mark.parametrize(("by", "rates"), [("updates", [6, 5, 4, 3, 2, 1]), ("steps", [6, 6, 4, 4, 2, 2])])
 def test_the_rate_falls_with_updates_or_with_steps(by: Any, rates: list[int], tmp_path: Path) -> None:
     Recorded.rates.clear()
-    optimizer = Optimizer(f"{__name__}.Recorded", lr=6e-3, schedule="linear", by=by)
+    optimizer = Optimizer(f"{__name__}.Recorded", lr=6e-3, schedule="linear", interval=by)
     module = Samples(CausalLM("tiny", samples_per_update=4, optimizer=optimizer), group_size=2, n=2)
     fit(Fit(module, sums(8, 4), tmp_path / "run", settings={"max_steps": 3}))  # two updates a step
     of_memory_table, *of_run = Recorded.rates  # the table measures what such an optimizer keeps of a small weight
@@ -148,4 +148,4 @@ def test_more_updates_than_a_schedule_counts_end_the_run(tmp_path: Path) -> None
     line = r"`actor` would make 3 updates in step 1, and .* counts 1 in each step, from"
     with pytest.raises(UserError, match=line) as refused:
         fit(Fit(module, sums(8, 4), tmp_path / "run", settings={"max_steps": 2}))
-    assert "`module.group_size` 1; set `actor.optimizer.by` to 'steps'" in str(refused.value)
+    assert "`module.group_size` 1; set `actor.optimizer.interval` to 'steps'" in str(refused.value)

@@ -114,7 +114,9 @@ def test_an_exchange_is_as_slow_as_what_leaves_the_node() -> None:
 
 
 def test_decoding_reads_weights_and_caches_at_every_step() -> None:
-    seconds = decode_seconds(ZERO3, 1, PLAIN, responses=4, prompts=2, prompt=10, response=20, longest=20, at_once=2)
+    seconds = decode_seconds(
+        ZERO3, 1, PLAIN, responses=4, prompts=2, prompt=10, response=20, longest=20, max_num_seqs=2
+    )
     # Two at once: 4 x 20 / 2 = 40 steps. A step reads 2,850 x 2 bytes, and 2 caches of 10 + 20 / 2 tokens of 40 bytes:
     # 7,300 bytes at 1 MB/s. Prompts: 2 x 10 tokens x (5,700 + 400) FLOP at 1 GFLOP/s.
     assert seconds == pytest.approx(40 * 0.0073 + 20 * 6100e-9, rel=1e-5)
@@ -123,14 +125,16 @@ def test_decoding_reads_weights_and_caches_at_every_step() -> None:
 def test_decoding_reads_the_experts_of_all_running_responses() -> None:
     size = replace(SMALL, experts=4, experts_per_token=2)
     sparse, lengths = replace(ZERO3, size=size), {"prompt": 10, "response": 20, "longest": 20}
-    seconds = decode_seconds(sparse, 1, PLAIN, responses=4, prompts=2, at_once=2, **lengths)
+    seconds = decode_seconds(sparse, 1, PLAIN, responses=4, prompts=2, max_num_seqs=2, **lengths)
     # Of 4 experts of 600 parameters in each of two layers, two responses miss 4 / 2 / 2 = 1, and one misses 2.
     read = 2 * (size.multiplied + 2 * 600) + 1600
     assert seconds == pytest.approx(40 * read / 1e6 + 20 * (2 * size.multiplied + 400) / 1e9, rel=1e-5)
 
 
 def test_decoding_ends_with_the_longest_response() -> None:
-    seconds = decode_seconds(ZERO3, 1, PLAIN, responses=1, prompts=1, prompt=10, response=20, longest=80, at_once=2)
+    seconds = decode_seconds(
+        ZERO3, 1, PLAIN, responses=1, prompts=1, prompt=10, response=20, longest=80, max_num_seqs=2
+    )
     # 80 steps, in which a quarter of a response runs on average: 5,700 + 0.25 x 20 x 40 = 5,900 bytes.
     assert seconds == pytest.approx(80 * 0.0059 + 10 * 6100e-9, rel=1e-5)
 

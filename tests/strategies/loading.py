@@ -75,9 +75,9 @@ def updates_with(
     return weights, all_weights(strategy, "reference"), second
 
 
-def live_elements(folder: Path, limit: int | None) -> tuple[int, int]:
+def max_live_parameters(folder: Path, limit: int | None) -> tuple[int, int]:
     """The fewest and most elements that are gathered while a layer of a trained model computes, small ones apart."""
-    strategy = DeepSpeedStrategy(3, live_elements=limit)
+    strategy = DeepSpeedStrategy(3, max_live_parameters=limit)
     Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy.processes).launch()
     handle = trained(folder, Optimizer())
     strategy.setup_role("actor", handle, folder)

@@ -16,7 +16,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
-from tests.strategies.loading import live_elements, updates_with
+from tests.strategies.loading import max_live_parameters, updates_with
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.update import Stage, launch
 
@@ -35,9 +35,9 @@ def expected(tiny: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        (2, {"bucket_elements": 1001}),
-        (3, {"bucket_elements": 1001, "live_elements": 1}),
-        (3, {"live_elements": 10**9}),
+        (2, {"reduce_bucket_size": 1001}),
+        (3, {"reduce_bucket_size": 1001, "max_live_parameters": 1}),
+        (3, {"max_live_parameters": 10**9}),
     ],
 )
 def test_limits_change_no_result(
@@ -77,7 +77,7 @@ def test_as_many_weights_are_whole_at_a_time_as_the_largest_layer_has(tiny: Path
     sizes = [parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(tiny).model.layers[0].parameters()]
     layer = sum(sizes)
     for (least, most), (_, most_of_all) in zip(
-        ranks2.run(live_elements, tiny, None), ranks2.run(live_elements, tiny, 10**9), strict=True
+        ranks2.run(max_live_parameters, tiny, None), ranks2.run(max_live_parameters, tiny, 10**9), strict=True
     ):
         assert 0 < least <= most <= layer + max(sizes)
         assert most_of_all > 1.5 * layer
@@ -86,11 +86,11 @@ def test_as_many_weights_are_whole_at_a_time_as_the_largest_layer_has(tiny: Path
 @pytest.mark.parametrize(
     ("settings", "refusal"),
     [
-        ({"stage": 2, "live_elements": 5}, "`live_elements` is 5, and `stage` is 2"),
-        ({"stage": 1, "offload_parameters": True}, "`offload_parameters` is True, and `stage` is 1"),
+        ({"stage": 2, "max_live_parameters": 5}, "`max_live_parameters` is 5, and `stage` is 2"),
+        ({"stage": 1, "offload_param": True}, "`offload_param` is True, and `stage` is 1"),
         ({"stage": 3, "hpz_partition_size": 1}, "`hpz_partition_size` is 1; give 2 or more"),
-        ({"stage": 3, "bucket_elements": 0}, "`bucket_elements` is 0; give 1 or more"),
-        ({"stage": 3, "live_elements": -1}, "`live_elements` is -1; give 1 or more"),
+        ({"stage": 3, "reduce_bucket_size": 0}, "`reduce_bucket_size` is 0; give 1 or more"),
+        ({"stage": 3, "max_live_parameters": -1}, "`max_live_parameters` is -1; give 1 or more"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(settings: dict[str, Any], refusal: str) -> None:

@@ -111,7 +111,7 @@ def test_an_unknown_column_is_refused() -> None:
 
 
 def test_a_node_that_raises_is_one_line_and_no_report() -> None:
-    with pytest.raises(UserError, match=r"the step cannot run: `advantages` raised ZeroDivisionError: .*; mend it$"):
+    with pytest.raises(UserError, match=r"the step cannot run: `advantages` raised ZeroDivisionError: .*; correct it$"):
         examine(grpo(Broken), columns=())
 
 

@@ -131,13 +131,13 @@ def run_a_program_without_end() -> None:
     """Run it in a sandbox; it sleeps 123457 seconds, by which its processes are known."""
     from rlflow.worker import Limits, Sandbox
 
-    Sandbox(Limits(seconds=123457)).run("while True: pass")
+    Sandbox(Limits(timeout_s=123457)).run("while True: pass")
 
 
 def run_a_program(memory_mb: int) -> str:
     from rlflow.worker import Limits, Sandbox
 
-    return Sandbox(Limits(seconds=20, memory_mb=memory_mb)).run("print(1)").output
+    return Sandbox(Limits(timeout_s=20, memory_mb=memory_mb)).run("print(1)").output
 
 
 def what_is_no_json() -> Any:

@@ -23,7 +23,7 @@ if os.environ.get("RLFLOW_HAS_NAMESPACES") == "1":
     assert not why_not(), why_not()
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"programs cannot be isolated here: {why_not()}")
 
-LIMITS = Limits(seconds=20, memory_mb=512, file_mb=8, output_kb=4)
+LIMITS = Limits(timeout_s=20, memory_mb=512, file_mb=8, output_kb=4)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_no_process_of_others_is_seen_and_none_is_left(sandbox: Sandbox) -> None
 
 @pytest.mark.parametrize("program", ["while True: pass", "import os\nfor _ in range(6): os.fork()\nwhile True: pass"])
 def test_what_takes_too_long_is_killed(program: str) -> None:
-    ran = Sandbox(Limits(seconds=1.0)).run(program)
+    ran = Sandbox(Limits(timeout_s=1.0)).run(program)
     assert (ran.timed_out, ran.succeeded) == (True, False)
 
 
@@ -129,7 +129,7 @@ def test_output_beyond_the_limit_is_dropped(sandbox: Sandbox) -> None:
 
 def test_a_program_ends_with_the_worker_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
-    with contextlib.closing(Worker(Limits(seconds=3, memory_mb=None))) as worker, pytest.raises(WorkerTimeout):
+    with contextlib.closing(Worker(Limits(timeout_s=3, memory_mb=None))) as worker, pytest.raises(WorkerTimeout):
         worker.function("harm.run_a_program_without_end")
     until = time.monotonic() + 10
     while (left := _without_end()) and time.monotonic() < until:

@@ -20,7 +20,7 @@ from rlflow.worker import Limits, Worker, WorkerDied, WorkerRaised, WorkerTimeou
 from rlflow.worker.worker import MARK
 from tests.slow import slow_but
 
-SHORT = Limits(seconds=0.5, memory_mb=2048, file_mb=4, output_kb=8)
+SHORT = Limits(timeout_s=1.0, memory_mb=2048, file_mb=4, output_kb=8)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_an_object_is_kept_from_call_to_call(worker: Worker) -> None:
 def test_what_takes_too_long_is_killed_within_its_time(worker: Worker, function: str) -> None:
     worker.function("harm.add", 1, 2)  # it has started
     began = time.monotonic()
-    with pytest.raises(WorkerTimeout, match=rf"`harm.{function}` took longer than 0.5 s"):
+    with pytest.raises(WorkerTimeout, match=rf"`harm.{function}` took longer than 1 s"):
         worker.function(f"harm.{function}")
     assert time.monotonic() - began < 5
     assert not worker.runs
@@ -77,7 +77,7 @@ def test_a_fork_of_the_code_ends_and_answers_nobody(worker: Worker) -> None:
 
 
 def test_a_process_that_leaves_is_named_with_its_code_and_last_words() -> None:
-    worker = Worker(Limits(seconds=30))
+    worker = Worker(Limits(timeout_s=30))
     with pytest.raises(WorkerDied, match=r"`harm\.leave` ended its process with code 0; its last line was 'so long'"):
         worker.function("harm.leave")
     with pytest.raises(WorkerDied, match=r"`harm\.close_the_pipes` closed the pipe of its answers"):
@@ -125,7 +125,7 @@ def test_long_arguments_and_values_pass() -> None:
 )
 def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    with closing(Worker(Limits(seconds=6))) as worker, pytest.raises(WorkerTimeout):
+    with closing(Worker(Limits(timeout_s=10))) as worker, pytest.raises(WorkerTimeout):
         worker.function(f"harm.{function}", str(pids))
     started = [int(line) for line in pids.read_text().split()]
     assert len(started) == processes
@@ -227,7 +227,7 @@ def test_what_a_program_left_that_ended_as_it_was_looked_at_is_killed(
 
 def test_processes_that_multiply_are_killed() -> None:
     before = {process.pid for process in psutil.process_iter()}
-    with closing(Worker(Limits(seconds=0.5))) as worker:
+    with closing(Worker(Limits(timeout_s=0.5))) as worker:
         worker.function("harm.add", 1, 2)
         with pytest.raises(WorkerTimeout):
             worker.function("harm.multiply")

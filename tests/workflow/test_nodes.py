@@ -185,7 +185,7 @@ REFUSALS = [  # what is written, and what is said of it
     ("x: {call: STEPS.shortened, settings: {weight: much}}", '`nodes.x.settings`: Parser key "weight"'),
     ("x: {call: STEPS.shortened, settings: {rewards: 3}}", "`nodes.x.settings`: "),
     ("actor_loss: {settings: {clip: {lwo: 0.1}}}", "`nodes.actor_loss.settings`: "),
-    ("x: {cal: mean}", "`nodes.x.cal` ('mean') is no known key. Did you mean \"call\"?"),
+    ("x: {cal: mean}", "`nodes.x.cal` ('mean') is not a known key. Did you mean \"call\"?"),
     ("x: {role: actor}", "`nodes.x.call` is missing; set it"),
     ("x: 3", "`nodes.x` is 3; give"),
     (
@@ -196,7 +196,10 @@ REFUSALS = [  # what is written, and what is said of it
     ("kl_penalty: null", "`nodes.kl_penalty` is null, and Workflow has no node of that name to remove."),
     ("log: STEPS.shortened", "`nodes.log` has the name of something else of Workflow; rename it"),
     ("actor: STEPS.shortened", "`nodes.actor` has the name of something else of Workflow; rename it"),
-    ("my-node: STEPS.shortened", "`nodes.my-node` is no name that a parameter can have; write letters, digits and _"),
+    (
+        "my-node: STEPS.shortened",
+        "`nodes.my-node` is not a name that a parameter can have; write letters, digits and _",
+    ),
     ("x: STEPS.starred", "parameter `*values` of `x` is variadic positional, and values are passed by name."),
     ("x: STEPS.squared", "`x` waits for itself: `x` -> `x`. Break the cycle"),
     (
@@ -245,7 +248,10 @@ def test_a_node_of_a_class_that_is_misspelt_is_not_removed(tmp_path: Path) -> No
             "{state: MODEL}",
             "a model of Workflow is called `state`, the name of another file of checkpoints",
         ),
-        ("{rollout: MODEL}", "`models.rollout` is given, and that is no name for a model; give the model another name"),
+        (
+            "{rollout: MODEL}",
+            "`models.rollout` is given, and that is not a name for a model; give the model another name",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(model: str, wrong: str, tmp_path: Path) -> None:

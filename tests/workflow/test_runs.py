@@ -60,7 +60,7 @@ def run(of: RLModule, folder: Path, **given: Any) -> Fit:
 
 
 def assert_equal(found: Result, expected: Result) -> None:
-    """Every weight and every metric that is no time."""
+    """Every weight and every metric that is not a time."""
     assert len(found.steps) == STEPS
     assert found.weights.keys() == expected.weights.keys()
     assert all(torch.equal(weight, expected.weights[name]) for name, weight in found.weights.items())

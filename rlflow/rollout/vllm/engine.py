@@ -29,13 +29,13 @@ from rlflow.rollout.engine import (
     NO_VERSION,
     Completion,
     EngineMemory,
+    GenerationRequest,
     InProcessEngine,
     Piece,
     RankInfo,
     RolloutEngine,
     Sampling,
     SyncReport,
-    Turn,
     WeightSyncError,
     in_dtype_held,
 )
@@ -147,7 +147,7 @@ class VLLMEngine(InProcessEngine):
         self._float32_head = False
         self._most_kept = 0  # tokens of the largest support that is noted
         self._returned = 0  # likeliest tokens of each place that vLLM returns where a support is noted
-        self._in_progress: dict[int, Turn] = {}  # by number
+        self._in_progress: dict[int, GenerationRequest] = {}  # by number
         self._begun = 0  # how often it was woken
         self._asleep: set[str] = set()  # memory given back: WEIGHTS, CACHE
         self._group_of_vllm = False  # whether vLLM made the process group that it is in
@@ -155,7 +155,7 @@ class VLLMEngine(InProcessEngine):
     def use_float32_head(self) -> None:
         self._float32_head = True
 
-    def tell_support(self, most: int) -> None:
+    def return_support(self, most: int) -> None:
         self._most_kept, self._returned = most, most + max(SPARE, most // 2)
 
     def memory_taken(self, rows: int, row_bytes: int, on_cpu: bool) -> EngineMemory:
@@ -364,7 +364,7 @@ class VLLMEngine(InProcessEngine):
             if self._group_of_vllm:  # the default group too, which stays where training made it
                 destroy_distributed_environment()
 
-    def step(self, new: Mapping[int, Turn], sampling: Sampling, version: int) -> dict[int, Completion]:
+    def step(self, new: Mapping[int, GenerationRequest], sampling: Sampling, version: int) -> dict[int, Completion]:
         turns = new.values()
         pictures = [turn.pictures for turn in turns]
         self._check(version, [turn.prompt for turn in turns], [turn.longest for turn in turns], pictures)

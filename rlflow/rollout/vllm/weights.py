@@ -323,7 +323,7 @@ TRANSPOSED = {  # GPT-OSS's: [E, in, out], gate and up alternate
 
 def unserved_experts(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
     """Reason why `VLLMEngine` refuses a mixture of experts, as in `unserved`; None if it takes the model, or the model
-    is no mixture.
+    is not a mixture.
 
     Args:
         config: The transformers configuration of the model's text part.
@@ -346,8 +346,8 @@ def unserved_experts(config: PretrainedConfig, tensor_parallel_size: int, on_cpu
     for name, width in (("hidden size", config.hidden_size), ("size on each rank", size // tensor_parallel_size)):
         if on_cpu and width % CPU_MULTIPLE:
             return (
-                f"has experts whose {name} is {width}; on the CPU vLLM pads what is no multiple of {CPU_MULTIPLE}, and"
-                " cannot read it back to verify a sync"
+                f"has experts whose {name} is {width}; on the CPU vLLM pads what is not a multiple of {CPU_MULTIPLE},"
+                " and cannot read it back to verify a sync"
             )
     return None
 
