@@ -18,7 +18,7 @@ from tests.own_folder import TWO_RANKS, write
 pytestmark = [pytest.mark.row("rank death or stall"), pytest.mark.slow]
 HERE = socket.gethostname()
 STALLS = Path(__file__).with_name("stalls.py")
-TIMEOUT_S = 30.0  # ranks start side by side with others, and one may be so late
+TIMEOUT_S = 60.0  # ranks start side by side with others, and one may be a minute late where tests share the cores
 POINTS = ("start", "load", "rollout", "train", "sync", "save")
 CHANGES = TWO_RANKS | {
     "strategy": {"class_path": "rlflow.strategies.DeepSpeedStrategy", "init_args": {"timeout_s": TIMEOUT_S}},
