@@ -125,8 +125,8 @@ def lines(found: Diagnosis) -> list[str]:
     rows += [("note", "", text) for text in found.notes]
     widths = [max([0, *(len(row[column]) for row in rows)]) for column in range(2)]
     table = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
-    told = {"conforms": "it conforms", "convention": "it conforms, with conventions of its own"}
-    return [*table, f"  {told.get(found.verdict, 'it differs')} ({found.form})"]
+    phrases = {"conforms": "it conforms", "convention": "it conforms, with conventions of its own"}
+    return [*table, f"  {phrases.get(found.verdict, 'it differs')} ({found.form})"]
 
 
 def _show_museum() -> int:

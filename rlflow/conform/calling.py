@@ -152,9 +152,9 @@ class Function:
             if given not in parameters:
                 raise UserError(f"`--names` has {given!r}, and {name} takes {', '.join(parameters)}")
             if meant not in known:
-                told = ", ".join(sorted(known))
+                listed = ", ".join(sorted(known))
                 raise UserError(
-                    f"`--names.{given}` is {meant!r}, which such a function is not called with; give one of {told}"
+                    f"`--names.{given}` is {meant!r}, which such a function is not called with; give one of {listed}"
                 )
         own = SETTINGS.keys() & known  # for a loss `eps` is the clip's range, for advantages what is added to a divisor
         chosen = {quantity_of(key, own) or quantity_of(key, SETTINGS) or key: value for key, value in settings.items()}
@@ -171,10 +171,10 @@ class Function:
             ):  # an `eps` that has a default is the function's own
                 takes[each.name] = quantity
             elif each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
-                told = ", ".join(sorted(known))
+                listed = ", ".join(sorted(known))
                 hint = did_you_mean(each.name, [name for quantity in known for name in NAMES[quantity]])
                 raise UserError(
-                    f"{name} has a parameter `{each.name}`, which is none of {told}.{hint} Give its number by"
+                    f"{name} has a parameter `{each.name}`, which is none of {listed}.{hint} Give its number by"
                     f" --settings.{each.name}, or name the quantity that it stands for by --names.{each.name}"
                 )
         taken = {*takes.values()}

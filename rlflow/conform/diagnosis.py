@@ -410,9 +410,9 @@ class _Watched:
         wrong = lost or unexplained or any(not each.is_convention for each in changes)
         verdict: Verdict = "differs" if wrong else "convention" if changes else "conforms"
         given = "given advantages [B], " if function.has("advantages") and function.advantages == "rows" else ""
-        told = f"{given}returns {self.observed[0].view.form or 'entries'}"
+        form = f"{given}returns {self.observed[0].view.form or 'entries'}"
         notes = dict.fromkeys([*self.notes, *([] if unexplained else self._more_notes())])
-        return Diagnosis(verdict, changes, tuple(sets[1:]), unexplained, lost, tuple(notes), told)
+        return Diagnosis(verdict, changes, tuple(sets[1:]), unexplained, lost, tuple(notes), form)
 
     def _scaled(self) -> tuple[Change, ...]:
         """The change that multiplies every output by a factor, if that explains all; else nothing."""
@@ -455,8 +455,8 @@ class _Watched:
         """Properties of right functions that this one lacks, by terms; and the cases that differ, with the numbers."""
         right = chosen(self._own, self._nearest())
         missed = [each for each in self.observed if not self._is_near(each, right)]
-        told = {each.view.case.name: _told(each, self.expected(each, right)) for each in reversed(missed)}
-        cases = tuple((x.name, x.term, told[x.name]) for x in dict.fromkeys(each.view.case for each in missed))
+        outcomes = {each.view.case.name: _outcome(each, self.expected(each, right)) for each in reversed(missed)}
+        cases = tuple((x.name, x.term, outcomes[x.name]) for x in dict.fromkeys(each.view.case for each in missed))
         lost = [*self._lost(right), *self._looked_at(missed, right)]
         return tuple(dict.fromkeys(lost)), cases
 
@@ -560,7 +560,7 @@ def _in_float64(view: View) -> View:
     return replace(view, given=given)
 
 
-def _told(observed: Observed, expected: Tensor) -> str:
+def _outcome(observed: Observed, expected: Tensor) -> str:
     what = "gradient" if observed.gradient else "value"
     if expected.shape != observed.entries.shape:
         return f"{list(observed.entries.shape)} entries, {list(expected.shape)} expected"

@@ -105,8 +105,8 @@ class TemplateBridge(Bridge):
         whole = self._written([*known, *self._special.marked(new)], generate=True)
         if whole.startswith(self._written(asked, generate=True) + self._text(spoken, special=True)):
             return False
-        told = self._written(known)
-        return not (told.startswith(self._written(asked)) and whole.startswith(told))
+        rendered = self._written(known)
+        return not (rendered.startswith(self._written(asked)) and whole.startswith(rendered))
 
     def plain(self, prompt: str | Sequence[int], begins: bool = True) -> list[int]:
         return self._special.plain(prompt, begins)
@@ -146,12 +146,12 @@ class TemplateBridge(Bridge):
             return None
         call = ToolCall(self._first_tool, {"text": "a b"})
         written = self._written_call(call).partition(self._text([self.end], special=True))[0]
-        told = self._written([message("user", "?")])
+        rendered = self._written([message("user", "?")])
         for form in TOOL_FORMS.values():
             if [(each.name, each.arguments) for each in form.calls(written, ())] == [(call.name, call.arguments)]:
                 return form
         for form in sorted(TOOL_FORMS.values(), key=lambda form: form.mark == "<tool_call>"):  # which stands in two
-            if form.mark in told:
+            if form.mark in rendered:
                 return form
         raise UserError(
             "the model's chat template calls tools in a form that is not known; name it by `data.tool_calls`, one of"

@@ -94,8 +94,8 @@ class Line:
             return f"{self.name:16}{shown:>10}  left out: {self.left_out}"
         if self.node is None:
             return f"{self.name:16}{shown:>10}  same"
-        told = "meant: " if self.meant else "DIFFERS: "
-        return f"{self.name:16}{shown:>10}  {told}`{self.node}` {self.what}"
+        label = "meant: " if self.meant else "DIFFERS: "
+        return f"{self.name:16}{shown:>10}  {label}`{self.node}` {self.what}"
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ def recorded_rows(like: Mapping[str, Any], pictures: bool = False) -> list[dict[
     rows = []
     for number, prompt in enumerate(PROMPTS):
         answer, worse = ("".join(draw.choices("012345", k=draw.randint(2, 9))) for _ in range(2))
-        told = {name: _ended(value, "abcde"[number]) for name, value in like.items()}
-        rows.append(told | {"question": prompt, "answer": answer, "response": answer, "worse": worse})
+        fields = {name: _ended(value, "abcde"[number]) for name, value in like.items()}
+        rows.append(fields | {"question": prompt, "answer": answer, "response": answer, "worse": worse})
         if pictures:
             rows[-1][PICTURES] = [_picture(draw) for _ in range(2 if number == 1 else 1)]
     return rows
