@@ -180,7 +180,7 @@ def test_a_terminal_that_is_gone_changes_no_exit_code(tmp_path: Path) -> None:
     assert ends_at_its_reward(tmp_path, full, "fit") == 2
 
 
-def test_an_answer_that_nobody_reads_on_is_no_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     gone = "reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1)"
     points = "\ndef points(response, row): return 1.0"
     assert ends_at_its_reward(tmp_path, gone + points, "graph") == 141

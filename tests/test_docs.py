@@ -325,7 +325,7 @@ def test_the_page_on_lines_has_what_is_counted_now() -> None:
     assert [tuple(map(int, row)) for row in rows] == now, "python benchmarks/lines.py"
 
 
-def test_a_line_of_code_is_no_blank_comment_or_docstring() -> None:
+def test_blank_lines_comments_and_docstrings_are_not_lines_of_code() -> None:
     source = [
         '"""Module."""',
         "",

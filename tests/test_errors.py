@@ -47,7 +47,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
         use()
 
 
-def test_an_older_python_is_told_in_one_line() -> None:
+def test_an_older_python_is_refused_in_one_line() -> None:
     # The interpreter at hand stands for an older one; the package's first file is read as it is.
     file = str(PACKAGE / "__init__.py")
     code = f"import sys; sys.version_info = (3, 10, 2); exec(open({file!r}).read())"

@@ -98,7 +98,9 @@ def length(completions: list[str], **columns: Any) -> list[float]:
     return [-float(len(text)) for text in completions]
 
 
-def test_a_run_with_all_of_it(policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_takes_callbacks_a_logger_and_a_profiler_in_lightning_s_names(
+    policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     callbacks = [
         saved := ModelCheckpoint(monitor="time/elapsed", save_top_k=1, every_n_train_steps=1),
         Timer("00:01:00:00"),
@@ -236,11 +238,11 @@ class Keeps(RLModule):
         self.save_hyperparameters(given)
 
 
-def test_hyperparameters_of_a_namespace() -> None:
+def test_hyperparameters_of_a_namespace_are_its_attributes() -> None:
     assert Keeps(0.1, Namespace(size=3)).hparams == {"size": 3}
 
 
-def test_hyperparameters_of_a_class_and_of_its_parent() -> None:
+def test_hyperparameters_are_those_of_a_class_and_of_its_parent() -> None:
     class Parent(RLModule):
         def __init__(self, lr: float, names: tuple[str, ...] = ("a",)) -> None:
             self.save_hyperparameters()
@@ -453,7 +455,7 @@ callbacks:
 """
 
 
-def test_a_config_has_them_too_and_runs_again_as_it_was_resolved(tmp_path: Path) -> None:
+def test_a_config_takes_lightning_s_names_and_runs_again_as_it_was_resolved(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     (tmp_path / "my.yaml").write_text(CONFIG.replace("rows.jsonl", str(tmp_path / "rows.jsonl")))
     first = read_fit(["--config", str(tmp_path / "my.yaml")])

@@ -45,7 +45,7 @@ def test_each_case_has_a_name_of_its_own_and_settings_that_it_takes(gpu: Any) ->
         signature(case.run).bind(ROOT, "cpu", case.devices, **case.settings)
 
 
-def test_attention_passes_on_the_cpu(gpu: Any, tmp_path: Path) -> None:
+def test_the_attention_case_passes_on_the_cpu(gpu: Any, tmp_path: Path) -> None:
     (case,) = (case for case in gpu.CASES if case.name == "attention-shared-window-sinks")
     found = case.run(tmp_path, "cpu", case.devices, **case.settings)
     assert len(found["values"]) == 5

@@ -55,7 +55,7 @@ class TestGates:
             (divergence(0.001, 0.02), divergence(0.02, 0.6)),
         ],
     )
-    def test_a_gate_passes_what_it_should(self, gate: object, fails: object) -> None:
+    def test_a_gate_passes_within_its_bound_and_fails_beyond(self, gate: object, fails: object) -> None:
         assert gate.passes(RUN)  # type: ignore[attr-defined]
         assert not fails.passes(RUN)  # type: ignore[attr-defined]
 

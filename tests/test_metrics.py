@@ -155,7 +155,7 @@ def test_a_mean_takes_its_total_and_its_count_from_different_devices() -> None:
     metrics.mean("mean", torch.tensor(1.0), torch.tensor(1.0, device="meta"))
 
 
-def test_the_straggler_is_told_with_how_much_longer_than_the_median_it_worked() -> None:
+def test_the_straggler_is_logged_with_its_time_above_the_median() -> None:
     assert straggler([2.0, 5.0, 1.0]) == {"time/straggler_rank": 1.0, "time/straggler_share": 1.5}
     assert straggler([2.0, 2.0]) == {"time/straggler_rank": 0.0, "time/straggler_share": 0.0}
 

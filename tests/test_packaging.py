@@ -60,7 +60,7 @@ def test_the_wheel_holds_every_module_algorithm_config_and_known_answer(wheel: z
     assert modules | algorithms | configs | answers | project | others <= set(wheel.namelist())
 
 
-def test_the_wheel_holds_nothing_beside_the_package(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.ZipFile) -> None:
     assert {name.split("/")[0].split("-")[0] for name in wheel.namelist()} == {"rlflow", "rlflow_llm"}
 
 

@@ -49,7 +49,7 @@ class TestCases:
         cases = cases_of(CONFIGS)
         assert len({case.name for case in cases}) == len(cases)
 
-    def test_what_is_quick_is_less_effort(self) -> None:
+    def test_a_case_with_fewer_ranks_and_no_vllm_has_less_effort(self) -> None:
         one, four, served = CASE, replace(CASE, ranks=4), replace(CASE, ranks=1, engine=VLLM)
         assert sorted([served, four, one], key=lambda case: case.effort) == [one, four, served]
 
@@ -113,7 +113,7 @@ class TestComparison:
         )
 
     @pytest.mark.parametrize(("before", "now"), [(0.0, -0.0), (None, 0.0), ("1.0", 1.0)])
-    def test_what_is_alike_is_not_equal(self, before: Any, now: Any) -> None:
+    def test_values_of_another_sign_or_type_are_not_equal(self, before: Any, now: Any) -> None:
         assert len(compared({"step 1": {"x": before}}, {"step 1": {"x": now}}, allowed=())[1]) == 1
 
     def test_a_value_that_one_side_lacks_is_a_difference_unless_it_is_allowed(self) -> None:
@@ -227,7 +227,7 @@ class TestRevisions:
             str(revision.code / "rlflow" / "algorithms" / "__init__.py"),
         ]
 
-    def test_so_do_the_processes_that_a_run_starts(self, tmp_path: Path) -> None:
+    def test_processes_that_a_run_starts_import_the_revision_s_code_too(self, tmp_path: Path) -> None:
         log = tmp_path / "printed.log"
         code = "import rlflow.algorithms; print(rlflow.algorithms.NAME)"
         assert python(placed("base", self.FILES, tmp_path), ["-c", code], tmp_path, log) == 0
@@ -245,7 +245,7 @@ class TestRevisions:
         assert len({digest(self.FILES), digest(changed), digest(moved)}) == 3
         assert digest(dict(reversed(self.FILES.items()))) == digest(self.FILES)
 
-    def test_the_command_is_that_of_setup(self) -> None:
+    def test_the_entry_point_is_the_one_of_setup_py(self) -> None:
         module, function = entry_point((ROOT / "setup.py").read_text(encoding="utf-8"))
         assert callable(getattr(import_module(module), function))
 

@@ -203,7 +203,7 @@ FAULTS = {
         around(
             functional.importance_weights, lambda old, o, rollout, *more, **options: old(rollout, o, *more, **options)
         ),
-        "tests/functional/test_importance.py::test_weights_of_tokens",
+        "tests/functional/test_importance.py::test_weights_of_tokens_take_the_log_ratio_of_each_token",
     ),
     "reference-trains": Fault(
         "the reference gets the actor's weights after each update",
@@ -259,7 +259,7 @@ FAULTS = {
     "kl-sign": Fault(
         "the KL estimate swaps policy and reference",
         around(functional.kl_estimate, lambda old, p, q, *more, **options: old(q, p, *more, **options)),
-        "tests/functional/test_kl.py::test_values_of_the_estimators",
+        "tests/functional/test_kl.py::test_estimators_have_the_known_values",
     ),
     "clip-inverted": Fault(
         "the clipped objective of the policy is the larger of its two terms, not the smaller",

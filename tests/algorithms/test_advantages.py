@@ -92,7 +92,7 @@ def test_a_critic_explains_what_was_earned_and_not_what_it_says_itself(
     assert result.steps[0]["critic/explained_variance"] == pytest.approx(expected.item(), abs=1e-4)
 
 
-def test_dropout_of_adapters_is_no_part_of_the_policy_that_sampled(policy: Path, tmp_path: Path) -> None:
+def test_dropout_of_adapters_is_not_part_of_the_policy_that_sampled(policy: Path, tmp_path: Path) -> None:
     module = grpo(policy, lora=LoRA(rank=8, alpha=64.0, dropout=0.5))
     assert "old_logprobs" in read_graph(module).nodes
     for step in fit(Fit(module, sums(9, 3), tmp_path / "run", settings={"max_steps": 3})).steps:

@@ -108,7 +108,7 @@ def of_bases(algorithm: type) -> dict[str, tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("name", [*(CLASSES | BASES)])
-def test_the_defaults_are_the_class_s(name: str) -> None:
+def test_the_defaults_in_the_table_are_those_of_the_class(name: str) -> None:
     of_class = defaults((CLASSES | BASES)[name])
     assert {setting: default for setting, (default, _) in TABLE.get(name, {}).items()} == {
         setting: of_class[setting] for setting in TABLE.get(name, {})

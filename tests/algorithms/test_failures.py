@@ -10,7 +10,7 @@ from rlflow import algorithms
 from rlflow.values.path import NO_GROUP
 
 
-def test_groups_that_only_failures_tell_apart_are_not_useful_to_dapo() -> None:
+def test_groups_whose_rewards_differ_by_failures_alone_are_not_useful_to_dapo() -> None:
     dapo = object.__new__(algorithms.DAPO)
     scores = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     group = torch.tensor([3, 3, 3, 8, 8, 8])

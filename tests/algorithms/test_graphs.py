@@ -161,7 +161,7 @@ def test_with_adapters_a_reference_that_is_named_is_a_model_of_its_own() -> None
     assert module.reference.model == "other"
 
 
-def test_a_missing_critic_is_told_with_the_nodes_that_need_it() -> None:
+def test_a_missing_critic_is_reported_with_the_nodes_that_need_it() -> None:
     class Uncritical(algorithms.PPO):
         def configure_models(self) -> None:
             super().configure_models()

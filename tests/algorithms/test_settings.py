@@ -83,7 +83,7 @@ def test_a_clip_without_dual_is_given_none(name: str) -> None:
         assert algorithm(CausalLM("tiny"), OddCharacters(), clip=clip).clip.low == 0.1
 
 
-def test_a_teacher_s_word_is_of_tokens_or_of_responses() -> None:
+def test_reverse_kl_is_of_tokens_or_of_sequences() -> None:
     with pytest.raises(UserError, match="`reverse_kl` is 'tokens'; give one of token, sequence"):
         algorithms.OnPolicyDistillation(CausalLM("tiny"), teacher=CausalLM("tiny"), reverse_kl="tokens")  # type: ignore[arg-type]
 

@@ -255,7 +255,7 @@ def test_an_engine_whose_cache_is_too_short_is_refused_before_the_first_step(
         ("returns_infinity_in_float32", "ValueError: it returned 1e+308, which float32 cannot hold"),
     ],
 )
-def test_a_reward_that_fails_is_told_with_its_sample(
+def test_a_reward_that_fails_is_reported_with_its_sample(
     folder: Path, capfd: pytest.CaptureFixture[str], function: str, reason: str
 ) -> None:
     write(folder / "my.yaml", rewarded_by(function))
@@ -297,7 +297,7 @@ def body(response): return 1.0
 """
 
 
-def test_a_reward_that_calls_exit_is_told_with_its_rank_and_task(
+def test_a_reward_that_calls_exit_is_reported_with_its_rank_and_task(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(folder / "my.yaml", rewarded_by("exits"))
@@ -348,7 +348,7 @@ class NoLevel(GRPO):
         ("NoLevel", "rows of `rollout` have no level 'question'; theirs are batch, rollout", "rewards`, my_asks.py:25"),
     ],
 )
-def test_what_only_the_run_can_know_is_told_with_rank_node_and_line(
+def test_what_only_the_run_can_know_is_reported_with_rank_node_and_line(
     folder: Path, capfd: pytest.CaptureFixture[str], name: str, found: str, where: str
 ) -> None:
     (folder / "my_asks.py").write_text(ASKS)

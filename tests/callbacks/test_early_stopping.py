@@ -36,11 +36,11 @@ def test_a_run_ends_after_so_many_looks_without_a_better_value() -> None:
     assert stops_after(EarlyStopping("val/accuracy", mode="max", patience=2), [0.1, 0.3, 0.3, 0.2, 0.9]) == 4
 
 
-def test_a_better_value_starts_the_patience_anew() -> None:
+def test_a_better_value_restarts_the_patience() -> None:
     assert stops_after(EarlyStopping("val/accuracy", mode="max", patience=2), [0.3, 0.2, 0.4, 0.3, 0.5]) is None
 
 
-def test_a_gain_of_no_more_than_min_delta_is_no_better_value() -> None:
+def test_a_gain_of_at_most_min_delta_is_not_a_better_value() -> None:
     assert stops_after(EarlyStopping("val/accuracy", mode="max", patience=2, min_delta=0.25), [0.25, 0.5, 0.5]) == 3
 
 

@@ -173,7 +173,7 @@ class Lasted(Callback):
         self.rates.append((metrics["train/batches_per_sec"], metrics["time/elapsed"]))
 
 
-def test_callbacks_begin_each_fit_of_a_trainer_anew(policy: Path, tmp_path: Path) -> None:
+def test_callbacks_start_again_with_each_fit_of_a_trainer(policy: Path, tmp_path: Path) -> None:
     timer, early, lasted = Timer({"microseconds": 1}), EarlyStopping("actor/lr"), Lasted()
     throughput, profiler = ThroughputMonitor(window_size=2), SimpleProfiler()
     callbacks = [timer, early, throughput, lasted, profiler]

@@ -275,7 +275,7 @@ def test_a_tensor_that_nobody_changed_is_written_by_the_first() -> None:
     assert second[1] == {}
 
 
-def test_ranks_that_change_a_tensor_to_different_ones_are_told_so() -> None:
+def test_a_tensor_that_ranks_change_differently_is_refused() -> None:
     def change(modules: list[Keeps], updates: list[Stored]) -> None:
         for rank, module in enumerate(modules[1:], 1):
             module.mean = torch.full((3,), float(rank))
@@ -286,7 +286,7 @@ def test_ranks_that_change_a_tensor_to_different_ones_are_told_so() -> None:
     assert "\n" not in str(error.value)
 
 
-def test_an_entry_is_that_of_the_rank_that_has_or_changed_it() -> None:
+def test_an_entry_is_taken_from_the_rank_that_has_or_changed_it() -> None:
     def change(modules: list[Keeps], updates: list[Stored]) -> None:
         modules[2].count = 5
         updates[1].state, updates[2].state = {"critic": {"norms": [2.0]}}, {"actor": {"norms": [1.0]}}

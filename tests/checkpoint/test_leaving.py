@@ -36,7 +36,7 @@ def complete(draft: Draft) -> None:
         checkpoint.complete(draft, disk, (), progress, checkpoint.Retention(2))
 
 
-def test_it_waits_for_the_last_one(tmp_path: Path) -> None:
+def test_a_checkpoint_is_complete_when_the_last_rank_has_closed_its_files(tmp_path: Path) -> None:
     draft = written(tmp_path, 0.1)
     said = r"0.1 s after the others, its files were still read, to write models, by rank 1 on second; look at that disk"
     with pytest.raises(UserError, match=said):
@@ -49,7 +49,7 @@ def test_it_waits_for_the_last_one(tmp_path: Path) -> None:
     assert [path.name for path in draft.target.iterdir()] == ["state.json"]
 
 
-def test_what_one_could_not_make_of_it_ends_it(tmp_path: Path) -> None:
+def test_a_failed_write_of_one_rank_leaves_the_checkpoint_incomplete(tmp_path: Path) -> None:
     draft, disk = written(tmp_path), Disk()
     disk.do(lambda: 1 / 0)
     checkpoint.leave(of(tmp_path, 1), disk)

@@ -61,7 +61,7 @@ def test_a_metric_may_say_which_checkpoint_is_best_though_none_stays_for_it() ->
     assert Settings(monitor="loss", ckpt_path="best").save_top_k == 0
 
 
-def test_true_is_the_least_number_of_last_ones() -> None:
+def test_save_last_true_keeps_two_checkpoints() -> None:
     assert Trainer(save_last=True).save_last == 2
 
 

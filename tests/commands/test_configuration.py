@@ -75,7 +75,7 @@ def test_a_policy_s_engine_is_another_or_a_share_of_another_s(folder: Path) -> N
     assert engines["judge"] is engines["opponent"]
 
 
-def test_a_class_of_the_user_s_own_is_found_beside_the_config(folder: Path) -> None:
+def test_a_class_of_the_user_s_own_is_found_in_the_folder_of_the_config(folder: Path) -> None:
     configured = read_fit(["--config", "my.yaml", "--module.class_path", "my_algorithm.ShortGRPO"])
     assert type(configured.module).__name__ == "ShortGRPO"
 

@@ -25,7 +25,7 @@ class Distilled(SFT):
     def actor_loss(self, batch: Batch) -> PerToken: ...
 
 
-def test_the_models_that_a_node_uses_stand_beside_its_role() -> None:
+def test_the_models_that_a_node_uses_are_listed_with_its_role() -> None:
     graph = Graph.read(Distilled(), ("actor", "teacher", "judge"))
     layout = Layout((0,), 1, "balanced")
     planned = plan(graph, dict.fromkeys(("actor", "teacher", "judge"), layout), world_size=1)
@@ -33,7 +33,7 @@ def test_the_models_that_a_node_uses_stand_beside_its_role() -> None:
     assert "actor, uses teacher, judge · MODEL_TRAIN" in mermaid(graph, planned)
 
 
-def test_the_table_and_the_plan_of_a_rank() -> None:
+def test_the_text_shows_the_table_of_nodes_and_the_plan_of_a_rank() -> None:
     graph = Graph.read(SFT(), ("actor",))
     steps = plan(graph, {"actor": Layout((1,), 1, "balanced")}, world_size=2)
     table = [

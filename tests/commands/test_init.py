@@ -15,7 +15,7 @@ from rlflow.errors import UserError
 FILES = ["README.md", "algorithm.py", "config.yaml", "data.jsonl", "rewards.py", "test_project.py"]
 
 
-def test_it_writes_a_project_whose_graph_can_be_drawn(
+def test_init_writes_a_project_whose_graph_can_be_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["init", str(tmp_path / "mine")])
@@ -28,17 +28,17 @@ def test_it_writes_a_project_whose_graph_can_be_drawn(
         sys.modules.pop(name, None)
 
 
-def test_the_next_line_can_be_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_next_command_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init(tmp_path / "my project")
     assert f"next: cd '{tmp_path}/my project' && rlflow" in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_written_is_said_in_one_line() -> None:
+def test_a_folder_that_cannot_be_written_is_reported_in_one_line() -> None:
     with pytest.raises(UserError, match=r"`/proc/mine` cannot be written: .*No such file or .*; name another"):
         init(Path("/proc/mine"))
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     init(tmp_path / "empty")
     (tmp_path / "other").mkdir()
     init(tmp_path / "other")

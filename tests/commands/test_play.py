@@ -218,7 +218,7 @@ def test_what_the_environment_said_to_nobody_is_shown(
         ({"environment": "no.such.Game"}, (), "`environment` is 'no.such.Game', but there is no module no"),
     ],
 )
-def test_what_cannot_be_is_one_line(
+def test_what_cannot_be_played_is_refused_in_one_line(
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

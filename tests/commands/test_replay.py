@@ -147,7 +147,7 @@ def test_what_a_node_read_that_raised_is_kept_and_raises_again(
     assert "it does not like prompt 11" in printed.err.splitlines()[-1]
 
 
-def test_a_node_that_was_mended_is_said_not_to_raise(
+def test_a_node_that_was_fixed_is_reported_as_not_raising(
     replayed: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MENDED", "1")

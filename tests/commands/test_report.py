@@ -94,7 +94,7 @@ def test_a_rank_that_waits_for_another_is_seen_to_wait(folder: Path) -> None:
     assert early.end - early.start > SLOW_S / 4  # rank 0 may be late itself, where others use the cores
 
 
-def test_an_exchange_is_under_way_from_its_issue_to_its_reader(folder: Path) -> None:
+def test_an_exchange_is_in_progress_from_its_issue_to_its_reader(folder: Path) -> None:
     timeline = timeline_of(folder)
     flights = [span for span in timeline.spans if span.category == "Flight" and span.rank == 0]
     issued = [span for span in timeline.tasks if span.category == "Exchange" and span.rank == 0]

@@ -244,7 +244,7 @@ def test_ticks_are_round_few_and_around_the_values(ends: tuple[float, float]) ->
     assert marks[-1] >= ends[1] - 1e-9
 
 
-def test_numbers_are_short() -> None:
+def test_numbers_have_four_digits_and_a_suffix() -> None:
     assert [short(x) for x in (0.20034, 6066.0, 128_456.0, 2.5e9, 5.6e-7)] == [
         "0.2003",
         "6066",
@@ -254,7 +254,7 @@ def test_numbers_are_short() -> None:
     ]
 
 
-def test_bytes_are_thousands() -> None:
+def test_bytes_are_shown_in_units_of_a_thousand() -> None:
     assert [in_bytes(number) for number in (0, 512, 9_999, 128_456, 2.5e9)] == [
         "0 B",
         "512 B",
@@ -347,7 +347,7 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path, arguments: list[str], to
         call(report, [str(tmp_path), *arguments])
 
 
-def test_the_served_page_is_made_anew_when_the_metrics_grow(tmp_path: Path) -> None:
+def test_the_served_page_is_made_again_when_the_metrics_grow(tmp_path: Path) -> None:
     folder, made = written(tmp_path / "run"), list[str]()
     server = open_server([folder], lambda version: made.append(version) or f"page {version}")  # type: ignore[func-returns-value]
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -107,7 +107,7 @@ def test_a_sample_of_a_tree_says_which_one_it_continues(tmp_path: Path, capsys: 
     ]
 
 
-def test_where_none_is_so_a_line_says_of_how_many(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_no_sample_matches_a_line_says_how_many_there_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["samples", str(folder), "--step", "2", "--ended", "turns"])
     assert capsys.readouterr().out == "none of 2 samples is so\n"
 
@@ -121,7 +121,9 @@ def test_where_none_is_so_a_line_says_of_how_many(folder: Path, capsys: pytest.C
         ("--reward_below x", "`--reward_below` is 'x'; give a number or null"),
     ],
 )
-def test_what_cannot_be_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], options: str, line: str) -> None:
+def test_options_that_cannot_work_are_refused_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: str, line: str
+) -> None:
     assert refusal(capsys, str(folder), *options.split()) == f"rlflow: error: {line.format(folder)}\n"
 
 
@@ -156,7 +158,7 @@ def test_a_terminal_has_colours_and_lines_of_its_width(
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == re.sub(r"\x1b\[[\d;]*m", "", plain)
 
 
-def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
+def test_a_pipe_closed_by_its_reader_is_not_an_error(tmp_path: Path) -> None:
     write(tmp_path, {1: [TALK | {"messages": [{"role": "user", "content": "x" * 1000}]}] * 500})
     command = [sys.executable, "-m", "rlflow.cli", "samples", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

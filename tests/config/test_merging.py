@@ -94,7 +94,7 @@ def test_the_text_of_an_option_is_what_its_type_says(text: str, value: str | Non
     assert merged(options=["--name", text])["name"] == value
 
 
-def test_off_is_a_word_where_it_is_one_of_the_choices() -> None:
+def test_off_is_a_string_where_it_is_one_of_the_choices() -> None:
     assert written_whole(Text("off"), Literal["auto", "off"] | Point) == "off"
     assert written_whole(False, Literal["auto", "off"] | Point) == "off"  # `balance: off` of a file
     assert written_whole(False, bool) is False

@@ -43,7 +43,7 @@ from rlflow.errors import UserError
     ],
     ids=lambda value: value[-40:] if isinstance(value, str) and value.startswith("which") else "",
 )
-def test_a_file_that_is_no_config_is_refused_in_one_line(text: str | bytes, line: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_config_is_refused_in_one_line(text: str | bytes, line: str, tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=re.escape(line)) as refused:

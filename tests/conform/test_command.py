@@ -83,12 +83,12 @@ def test_the_loss_of_the_page_that_takes_counts_conforms_in_parts(tmp_path: Path
     assert run(*shlex.split(command.replace("my_losses", "my_losses_in_parts"))[2:]) == 0
 
 
-def test_a_trainer_that_averages_ranks_is_said_by_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_says_that_a_trainer_averages_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--aggregation", "others_losses:by_rank", "--ranks", "mean") == 1
     assert "  differs  denominator of ranks  each part divides by its own count" in capsys.readouterr().out
 
 
-def test_parameters_with_other_names_are_said_by_options() -> None:
+def test_options_map_parameters_with_other_names() -> None:
     given = "--names.a", "logprobs", "--names.b", "old_logprobs", "--settings.weight", "1.0"
     assert run("--loss", "others_losses:named_otherwise", *given) == 0
 

@@ -241,13 +241,15 @@ def goes_on(folder: Path, made: Callable[[], RLModule], ranks: RankPool, **setti
 
 
 @pytest.mark.slow
-def test_a_reference_alone_goes_on_to_the_bit(policy: Path, tmp_path: Path, ranks3: RankPool) -> None:
+def test_a_reference_on_a_rank_of_its_own_resumes_to_the_bit(policy: Path, tmp_path: Path, ranks3: RankPool) -> None:
     placement = {"rollout": 0, "reference": 1, "actor": 2}
     goes_on(tmp_path, lambda: reference_alone(policy), ranks3, placement=placement, max_staleness=1)
 
 
 @pytest.mark.slow
-def test_responses_beside_the_prompts_go_on_to_the_bit(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+def test_rows_of_prompts_and_of_their_responses_resume_to_the_bit(
+    policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
     goes_on(tmp_path, lambda: remax(policy), ranks2, placement={"rollout": 0, "actor": 1}, max_staleness=2)
 
 

@@ -123,7 +123,7 @@ def test_an_average_that_keeps_nothing_samples_as_the_policy_that_it_follows(
     assert all(before != after for before, after in zip(alone.record["rollout"], again, strict=True))
 
 
-def test_it_moves_from_the_step_on_that_trains_its_owner(policy: Path, tmp_path: Path) -> None:
+def test_the_average_moves_from_the_first_step_that_trains_its_owner(policy: Path, tmp_path: Path) -> None:
     average, owner = (
         fit(run(kind(policy, start_step=1), tmp_path / kind.__name__)) for kind in (FromAverage, FromActor)
     )
@@ -133,18 +133,20 @@ def test_it_moves_from_the_step_on_that_trains_its_owner(policy: Path, tmp_path:
     assert "actor/loss" not in average.steps[0]
 
 
-def test_what_it_scores_of_its_own_is_compared_with_its_engine(policy: Path, tmp_path: Path) -> None:
+def test_the_average_s_scores_of_its_own_rows_are_compared_with_its_engine(policy: Path, tmp_path: Path) -> None:
     found = fit(run(Scores(policy, decay=0.5), tmp_path))
     assert all(0 < step["sync/logprob_gap"] < 1e-5 for step in found.steps)
 
 
 @pytest.mark.parametrize("stage", slow_but((3,), [2, 3, "fsdp"]))
-def test_so_it_does_on_two_ranks(stage: Stage, policy: Path, alone: Result, tmp_path: Path, ranks2: RankPool) -> None:
+def test_the_average_moves_on_two_ranks_as_on_one(
+    stage: Stage, policy: Path, alone: Result, tmp_path: Path, ranks2: RankPool
+) -> None:
     strategy: partial[TrainingStrategy] = partial(strategy_of, stage, token_budget=40)
     assert tokens(ranks2.run(fit, run(FromAverage(policy), tmp_path, strategy=strategy))) == tokens([alone])
 
 
-def test_engines_on_ranks_of_their_own_get_each_move_of_it(
+def test_engines_on_ranks_of_their_own_get_each_move_of_the_average(
     policy: Path, alone: Result, tmp_path: Path, ranks2: RankPool
 ) -> None:
     settings = {"placement": {"rollout": Place(0), "actor": Place(1)}}
@@ -154,7 +156,7 @@ def test_engines_on_ranks_of_their_own_get_each_move_of_it(
     assert trains.record["again"] == []
 
 
-def test_its_engine_is_compared_with_it_after_each_move(policy: Path, alone: Result, tmp_path: Path) -> None:
+def test_the_average_s_engine_is_compared_with_it_after_each_move(policy: Path, alone: Result, tmp_path: Path) -> None:
     found = fit(run(FromAverage(policy, decay=0.5), tmp_path))
     assert all(0 < step["sync/logprob_gap"] < 1e-5 for step in found.steps)
     assert found.record["rollout"][0] == alone.record["rollout"][0]  # both begin with the model's files

@@ -187,7 +187,7 @@ def test_a_token_is_left_out_as_truncated_if_no_row_that_has_it_ended(policy: Pa
     assert found.steps[0]["actor/loss"] == pytest.approx(loss_of(policy, ended), rel=1e-5)
 
 
-def test_partial_rollout_does_not_go_with_it(policy: Path, tmp_path: Path) -> None:
+def test_partial_rollout_is_refused_with_nodes_that_continue_responses(policy: Path, tmp_path: Path) -> None:
     line = "`trainer.partial_rollout` is set, and `trunk` and `rollout` would have to wait for one another"
     with pytest.raises(UserError, match=line):
         fit(run(Branching(policy), tmp_path / "run", partial_rollout=3))

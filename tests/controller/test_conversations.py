@@ -193,7 +193,7 @@ def test_the_trace_shows_turns_of_the_first_conversations_within_their_node(alon
     assert "Turn" not in {span.category for span in spans(events)}, "the report is of tasks"
 
 
-def test_time_in_environments_is_told_from_the_policy_s(policy: Path, tmp_path: Path) -> None:
+def test_time_in_environments_is_logged_apart_from_the_policy_s(policy: Path, tmp_path: Path) -> None:
     """With one call at a time in the rank's own process each follows another, and so nothing is done meanwhile."""
     slow = Environment("tests.controller.answering.Slow", max_turns=3, max_turn_length=6, max_concurrent=1)
     (step,) = fit(run(talking(policy, environment=slow), tmp_path / "run", max_steps=1)).steps

@@ -201,7 +201,7 @@ def test_another_number_of_ranks_goes_on_with_conversations_in_progress(
     assert tokens_of(on_one) == tokens_of(*on_two)[2:]
 
 
-def test_an_environment_without_a_state_begins_anew_when_a_run_is_resumed(
+def test_an_environment_without_a_state_begins_again_when_a_run_is_resumed(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     rest = stopped(policy, tmp_path / "run", ranks2, DRAWING)

@@ -124,7 +124,7 @@ FAST = [("transformers", "workers", "drop"), ("transformers", "http in batches",
 @pytest.mark.parametrize(
     ("engine", "way", "on_error"), slow_but([*FAST, ("transformers", "max_concurrent", "raise")], CASES)
 )
-def test_a_run_leaves_the_same_to_the_byte(
+def test_a_run_with_early_scores_leaves_the_same_files_to_the_byte(
     engine: str, way: str, on_error: OnError, policy: Path, tmp_path: Path, server: Server, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(server, "answer", server.answer)  # as it was, afterwards
@@ -189,7 +189,9 @@ FAST_KINDS = ["a sum of which a part scores early", "a mixture with samples that
 
 
 @pytest.mark.parametrize("kind", slow_but(FAST_KINDS, KINDS))
-def test_runs_of_other_kinds_leave_the_same(kind: str, policy: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_runs_of_other_kinds_with_early_scores_leave_the_same_files(
+    kind: str, policy: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     fit(KINDS[kind](policy, tmp_path / "early"))
     late(monkeypatch, KINDS[kind](policy, tmp_path / "late"))
     assert_same(tmp_path)
@@ -240,7 +242,7 @@ OTHERS: dict[str, Callable[[Path, Path], Fit]] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_responses_than_were_sampled_are_scored_anew(
+def test_responses_other_than_those_sampled_are_scored_again(
     kind: str, policy: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     rollouts, add = set[EarlyScores](), EarlyScores.add
@@ -391,7 +393,7 @@ def fit_late(run: Fit) -> None:
 
 
 @pytest.mark.parametrize("of_datasets", slow_but([False], [False, True]))
-def test_a_run_that_is_continued_leaves_the_same(
+def test_a_resumed_run_with_early_scores_leaves_the_same_files(
     of_datasets: bool, policy: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     def run(name: str, **more: Any) -> Fit:
@@ -408,7 +410,7 @@ def test_a_run_that_is_continued_leaves_the_same(
 
 
 @pytest.mark.slow
-def test_a_run_one_step_off_that_is_continued_leaves_the_same(ranks2: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_one_step_off_leaves_the_same_files(ranks2: RankPool, policy: Path, tmp_path: Path) -> None:
     ranks2.run(stopped, of_ranks(policy, tmp_path / "early"), 2, timeout_s=240)
     ranks2.run(fit_to_the_end, of_ranks(policy, tmp_path / "early", ckpt_path="last"), timeout_s=240)
     assert early_steps(tmp_path / "early") >= 1

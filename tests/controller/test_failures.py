@@ -151,7 +151,7 @@ class FailingOnAll(OddCharacters):
         raise KeyError("solution")
 
 
-def test_a_run_whose_samples_are_all_dropped_is_no_success(policy: Path, tmp_path: Path) -> None:
+def test_a_run_whose_samples_are_all_dropped_fails(policy: Path, tmp_path: Path) -> None:
     of = made(Noting, policy, FailingOnAll("drop"), group_size=GROUP, max_response_length=12)
     of.record = []
     told = "the reward of `actor` failed on all samples in 3 updates in a row, which were skipped"
@@ -335,7 +335,7 @@ def test_rows_that_are_made_of_a_group_are_made_without_the_dropped(policy: Path
     assert difference(dropped.weights, trained(RaggedRAFT, "zero").weights) > 10 * FLOAT32
 
 
-def test_a_node_whose_rows_cannot_be_told_of_may_not_score(policy: Path, tmp_path: Path) -> None:
+def test_a_node_may_not_score_the_responses_that_it_generates(policy: Path, tmp_path: Path) -> None:
     class Scoring(Noting):
         @node(generates="actor")
         def rollout(self, batch: Any) -> Rollout:

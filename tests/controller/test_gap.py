@@ -33,7 +33,7 @@ def test_an_engine_that_lies_about_its_weights_is_caught_within_the_step(
 
 
 @pytest.mark.parametrize("gap", [0.0011, float("nan"), float("inf")])
-def test_a_gap_above_the_limit_ends_the_run_and_one_that_is_no_number_does(gap: float) -> None:
+def test_a_gap_that_is_above_the_limit_or_not_a_number_ends_the_run(gap: float) -> None:
     alarm = LogprobGap(0.001, torch.float32)
     alarm.check({GAP: 0.001})
     with pytest.raises(UserError, match="differ by"):
@@ -152,7 +152,7 @@ def test_a_checkpoint_has_the_gaps_of_the_steps_before(policy: Path, tmp_path: P
     assert len(three) == 3
 
 
-def test_a_gap_that_rounding_makes_is_no_fault_however_small_it_was_before() -> None:
+def test_a_gap_from_rounding_is_not_a_fault_however_small_it_was_before() -> None:
     alarm = LogprobGap(None, torch.bfloat16)
     for gap in (0.0, 0.0009):
         alarm.check(_figures(gap))

@@ -123,7 +123,7 @@ def test_a_verdict_ends_at_the_judges_own_end_tokens(policy: Path, other: Path, 
     assert result.steps[0]["rollout/length"] > 1
 
 
-def test_behind_a_filter_the_judges_engine_is_counted_beside_the_actors(
+def test_behind_a_filter_the_judges_engine_is_counted_in_addition_to_the_actors(
     policy: Path, other: Path, tmp_path: Path
 ) -> None:
     module, engine = judged(policy, other), EngineSettings(TransformersEngine())
@@ -134,7 +134,7 @@ def test_behind_a_filter_the_judges_engine_is_counted_beside_the_actors(
         assert memory.together == together
 
 
-def test_two_ranks_hear_the_same_verdicts(
+def test_two_ranks_receive_the_same_verdicts(
     alone: Result, policy: Path, other: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     on_two = ranks2.run(fit, run(judged(policy, other), tmp_path / "run", FSDP))
@@ -200,7 +200,7 @@ def test_a_response_whose_question_is_too_long_is_worth_0_and_counted(
         assert results[0].steps[step]["verdict/too_long"] == pytest.approx(left_out / 12)
 
 
-def test_what_becomes_of_a_long_question_is_one_of_two(policy: Path, other: Path) -> None:
+def test_on_too_long_is_raise_or_zero(policy: Path, other: Path) -> None:
     with pytest.raises(UserError, match=r"^`on_too_long` is 'mask'; give one of raise, zero$"):
         judged(policy, other, on_too_long="mask")
 

@@ -67,7 +67,7 @@ APART = {"placement": {"rollout": 0, "actor": 1}}  # every rollout is sent, with
         pytest.param(ZERO2, APART, id="apart"),
     ],
 )
-def test_it_is_the_same_at_two_ranks(
+def test_losses_and_weights_at_two_ranks_are_those_of_one(
     strategy: Any, placement: Any, alone: Result, experts: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     results = ranks2.run(fit, run(experts, tmp_path, REPLAYED, strategy, **placement), timeout_s=200)

@@ -209,7 +209,7 @@ def stopped(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: Rank
     return given(policy, folder, **settings, callbacks=[StopAfter(STEPS)], ckpt_path=str(checkpoint))
 
 
-def test_another_number_of_ranks_goes_on_with_what_is_under_way(
+def test_another_number_of_ranks_resumes_what_is_in_progress(
     stopped: Fit, alone: tuple[Result, list[dict[str, Tensor]]], tmp_path: Path
 ) -> None:
     result = fit(replace(stopped, folder=tmp_path, strategy=SingleProcess))
@@ -322,7 +322,7 @@ class Twice(Recording):
         return super().rollout(batch)
 
 
-def test_a_node_that_samples_twice_is_told_so(policy: Path, tmp_path: Path) -> None:
+def test_a_node_that_samples_twice_is_refused(policy: Path, tmp_path: Path) -> None:
     result = failing_fit(given(policy, tmp_path, SingleProcess, Twice))
     assert result.error == (
         "node `rollout` samples twice, and `trainer.partial_rollout` continues the responses of one `generate`;"

@@ -205,7 +205,7 @@ class FromResponses(SelfPlay):
         ),
     ],
 )
-def test_what_a_node_cannot_generate_is_told_in_one_line(
+def test_what_a_node_cannot_generate_is_refused_in_one_line(
     module: type[SelfPlay], line: str, policy: Path, other: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as refused:

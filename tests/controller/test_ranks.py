@@ -164,7 +164,7 @@ def test_one_response_to_each_prompt_is_as_long_on_every_rank(policy: Path, tmp_
                 assert result.steps[0][metric] == pytest.approx(alone.steps[0][metric], rel=1e-6)
 
 
-def test_the_most_bytes_held_are_counted_anew_at_every_step(policy: Path, tmp_path: Path) -> None:
+def test_the_most_bytes_held_are_counted_for_each_step_alone(policy: Path, tmp_path: Path) -> None:
     run = Fit(RecordingSFT(str(policy)), answers((9, 12, 1, 2), 2, shuffle=False), tmp_path, settings={"max_steps": 2})
     long, short = fit(run).steps
     assert 0 < short["exchange/held_bytes_max"] < long["exchange/held_bytes_max"]

@@ -149,7 +149,7 @@ class Asks(RaggedGRPO):
         return rollout
 
 
-def test_the_method_of_a_model_samples_so_too(policy: Path, tmp_path: Path) -> None:
+def test_a_model_s_own_method_scores_at_the_dataset_s_settings_too(policy: Path, tmp_path: Path) -> None:
     runs = []
     for kind in (RaggedGRPO, Asks):
         module = updated(policy)
@@ -335,7 +335,7 @@ def test_validation_samples_each_dataset_by_its_settings(policy: Path, tmp_path:
         assert own[f"val_greedy/{of}/reward"] == none[f"val_greedy/{of}/reward"]
 
 
-def test_predicted_responses_are_sampled_so_and_made_anew_if_a_setting_changes(policy: Path, tmp_path: Path) -> None:
+def test_predictions_use_these_settings_and_are_made_again_if_one_changes(policy: Path, tmp_path: Path) -> None:
     def responses(own: Own) -> tuple[int, dict[str, set[str]]]:
         found = Trainer(tmp_path / "run", accelerator="cpu", val_samples=4).predict(grpo(policy), mixture(own))
         lines = [json.loads(line) for line in Path(found["path"]).read_text().splitlines()]

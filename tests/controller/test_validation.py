@@ -72,7 +72,7 @@ def test_validate_builds_no_optimizer_and_no_model_but_the_one_that_generates(po
     assert not any(weight.requires_grad for weight in strategy.roles["actor"].model.parameters())
 
 
-def test_validate_leaves_its_numbers_beside_the_run_that_it_reads(policy: Path) -> None:
+def test_validate_writes_its_numbers_into_the_folder_of_the_run_that_it_reads(policy: Path) -> None:
     found = trainer(policy.parent).validate(grpo(policy), sums(8, 2, held_out=3))
     left = RunFolder(policy.parent.with_name("run-validate"))
     assert json.loads(left.validation.read_text()) == found
@@ -97,7 +97,7 @@ def test_at_most_so_many_batches_are_validated_on(policy: Path, tmp_path: Path) 
     assert found["problems"] == 4
 
 
-def test_one_response_to_each_prompt_tells_no_pass_at_k(policy: Path, tmp_path: Path) -> None:
+def test_pass_at_k_is_not_logged_for_one_response_to_each_prompt(policy: Path, tmp_path: Path) -> None:
     found = trainer(tmp_path / "run").validate(grpo(policy), sums(8, 2, held_out=3))
     assert [name for name in found if "pass" in name] == []
 

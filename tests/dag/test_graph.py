@@ -142,7 +142,7 @@ def test_a_tensor_parameter_takes_any_tensor() -> None:
     assert Graph.read(Module(), ROLES).nodes["advantages"].reads == ("rollout", "rewards")
 
 
-def test_all_problems_are_told_at_once_with_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_problems_are_reported_together_with_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """\
 from rlflow.dag.node import node
 from rlflow import Batch, PerSample, PerToken, Rollout
@@ -203,7 +203,7 @@ def test_a_missing_value_without_a_near_name_lists_the_values() -> None:
     assert problems(Module()) == ["`a` reads `xyz`, which no node makes. The values are batch, actor_loss, a."]
 
 
-def test_the_reader_of_a_removed_node_is_told_so() -> None:
+def test_the_reader_of_a_removed_node_is_a_problem_that_says_so() -> None:
     class Module(GRPO):
         rewards = None
 
@@ -212,7 +212,7 @@ def test_the_reader_of_a_removed_node_is_told_so() -> None:
     ]
 
 
-def test_the_reader_of_an_unmarked_method_is_told_so() -> None:
+def test_the_reader_of_an_unmarked_method_is_a_problem_that_says_so() -> None:
     class Module(GRPO):
         def penalty(self, rollout: Rollout) -> PerSample: ...
 
@@ -345,7 +345,7 @@ def test_the_role_rollout_reads_as_the_first_language_model_that_is_trained() ->
         ),
     ],
 )
-def test_what_cannot_generate_is_told(marks: dict[str, Any], line: str) -> None:
+def test_marks_that_cannot_generate_are_reported(marks: dict[str, Any], line: str) -> None:
     class Module(GRPO):
         @node(**marks)
         def more(self, batch: Batch) -> Rollout: ...
@@ -355,7 +355,7 @@ def test_what_cannot_generate_is_told(marks: dict[str, Any], line: str) -> None:
     assert [str(problem) for problem in error.value.problems if f"`more` {line}" in str(problem)], str(error.value)
 
 
-def test_misspelt_marks_are_told() -> None:
+def test_misspelt_marks_are_reported() -> None:
     class Module(SFT):
         @node(role="actor", type="trian")
         def a(self, batch: Batch) -> PerToken: ...
@@ -389,7 +389,7 @@ def test_no_node_is_called_batch() -> None:
     assert problems(Module()) == ["a node may not be called `batch`, the name of the dataset's rows. Rename it"]
 
 
-def test_an_attribute_that_hides_a_node_is_told() -> None:
+def test_an_attribute_that_hides_a_node_is_reported() -> None:
     module = GRPO()
     module.rewards = 1.0
     assert problems(module) == [
@@ -406,7 +406,7 @@ class Twice(SFT):
     def a(self, batch: Batch) -> PerToken: ...  # noqa: F811
 
 
-def test_two_nodes_of_one_name_in_one_class_are_told() -> None:
+def test_two_nodes_of_one_name_in_one_class_are_reported() -> None:
     (problem,) = problems(Twice())
     assert problem.startswith("`a` is defined before, in line ")
 
@@ -422,6 +422,6 @@ def test_a_class_typed_at_a_prompt_is_read_without_its_source() -> None:
     assert list(Graph.read(names["Typed"](), ROLES).nodes) == ["actor_loss"]
 
 
-def test_a_module_without_nodes_is_told() -> None:
+def test_a_module_without_nodes_is_reported() -> None:
     with pytest.raises(UserError, match=r"`Empty` has no node. Mark the steps of the algorithm with `@node`"):
         Graph.read(type("Empty", (), {})(), ROLES)

@@ -21,7 +21,7 @@ from tests.dag.modules import GRPO, ROLES, SFT, ReMax
 from tests.dag.plans import BALANCED, BOTH, GROUPS, two_ranks
 
 
-def test_the_plan_of_grpo_on_two_ranks() -> None:
+def test_the_plan_of_grpo_on_two_ranks_has_these_tasks() -> None:
     assert two_ranks(GRPO()).tasks == (
         Load("batch", GROUPS),
         SyncWeights("actor", BOTH, BOTH),
@@ -38,7 +38,7 @@ def test_the_plan_of_grpo_on_two_ranks() -> None:
     )
 
 
-def test_prompts_come_beside_samples_once_these_are_made() -> None:
+def test_prompts_follow_their_samples_once_these_are_made() -> None:
     class Module(GRPO):
         def rewards(self, rollout: Rollout, batch: Batch) -> PerSample: ...
 
@@ -67,7 +67,7 @@ def test_rows_are_read_once_and_exchanged_for_readers_elsewhere() -> None:
     assert two_ranks(Module()).tasks[:2] == (Load("batch", GROUPS), Exchange("batch", "batch", GROUPS, BALANCED))
 
 
-def test_a_prompts_value_beside_samples_is_exchanged_even_in_one_layout() -> None:
+def test_a_prompts_value_read_with_samples_is_exchanged_even_in_one_layout() -> None:
     found = [task for task in two_ranks(ReMax()).tasks if isinstance(task, Exchange) and task.value == "baseline"]
     assert found == [Exchange("baseline", reader_space="rollout", source=GROUPS, target=GROUPS)]
 
@@ -226,7 +226,7 @@ def test_a_node_that_reads_texts_runs_where_they_were_made() -> None:
     assert planned.layouts()["rewards"] == Layout((0, 1), 2)
 
 
-def test_a_task_prints_all_that_tells_it_from_another() -> None:
+def test_a_task_prints_all_that_distinguishes_it_from_another() -> None:
     layout = Layout((0, 1, 4, 5), 2, "balanced", 64)
     task = str(Exchange("rollout", "rollout", Layout((3,), 1), layout))
     assert task == (
@@ -235,7 +235,7 @@ def test_a_task_prints_all_that_tells_it_from_another() -> None:
     )
 
 
-def test_the_digest_tells_plans_apart() -> None:
+def test_different_plans_have_different_digests() -> None:
     assert two_ranks(GRPO()).digest == two_ranks(GRPO()).digest
     assert two_ranks(GRPO()).digest != two_ranks(GRPO(), rollout=Layout(BOTH, 1)).digest
 

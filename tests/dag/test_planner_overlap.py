@@ -62,7 +62,7 @@ def test_a_filter_runs_ahead_without_the_ranks_that_train() -> None:
     assert BroadcastRows("rollout", 0, (2,)) in planned.crossing()
 
 
-def test_ranks_that_train_are_told_of_rows_when_they_have_trained() -> None:
+def test_rows_are_broadcast_to_ranks_that_train_after_their_training() -> None:
     layouts = {
         "actor.rollout": GENERATES,
         "reference": Layout((1,), 1, "balanced"),

@@ -113,7 +113,7 @@ def test_policies_that_share_an_engine_take_turns_within_what_repeats() -> None:
     ]
 
 
-def test_a_value_of_rows_above_is_seen_beside_each_row_below() -> None:
+def test_a_value_of_rows_above_is_read_with_each_row_below() -> None:
     found = [task for task in plan(Graph.read(SelfPlay(), POLICIES), TOGETHER, 2).tasks if isinstance(task, Exchange)]
     assert Exchange("worth", reader_space="answer", source=GROUPS, target=GROUPS) in found
 

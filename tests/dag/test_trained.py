@@ -135,7 +135,7 @@ def test_nodes_not_after_the_owner_s_training_see_the_average_of_the_steps_start
     assert found == ["rollout", "first", "early", "beside", "actor_loss", "after", "late"]
 
 
-def test_weights_that_were_trained_come_to_the_engine_anew() -> None:
+def test_weights_that_were_trained_are_synced_to_the_engine_again() -> None:
     tasks = plan(Graph.read(Twice(), ROLES, policies=("actor",)), LAYOUTS, world_size=2).tasks
     words = [task for task in tasks if isinstance(task, SyncWeights | Sleep | TrainNode)]
     assert [type(task) for task in words[:6]] == [SyncWeights, Sleep, TrainNode, SyncWeights, Sleep, TrainNode]
@@ -163,7 +163,7 @@ def test_an_average_comes_to_its_engine_when_all_training_of_its_owner_is_done()
     assert tasks.index(syncs[1]) > max(tasks.index(task) for task in tasks if isinstance(task, TrainNode))
 
 
-def test_the_training_of_another_model_brings_no_weights_anew() -> None:
+def test_the_training_of_another_model_syncs_no_weights_again() -> None:
     tasks = plan(Graph.read(Judged(), ROLES, policies=("actor",)), LAYOUTS, world_size=2).tasks
     assert [task.changed for task in tasks if isinstance(task, SyncWeights)] == [0]
 
@@ -178,7 +178,7 @@ def test_a_removed_training_is_not_waited_for_where_it_is_optional() -> None:
     assert Graph.read(Module(), ROLES).nodes["rewards"].after == ()
 
 
-def test_what_comes_after_something_else_is_told() -> None:
+def test_after_something_other_than_a_train_node_is_reported() -> None:
     class Module(Judged):
         @node(role="judge")
         def rewards(self, rollout: Rollout, before: After) -> PerSample: ...
@@ -188,7 +188,7 @@ def test_what_comes_after_something_else_is_told() -> None:
     ]
 
 
-def test_a_loss_that_is_read_as_a_value_is_told_how_to_come_after_it() -> None:
+def test_a_loss_read_as_a_value_is_an_error_that_says_how_to_come_after_it() -> None:
     class Module(Judged):
         @node(role="judge")
         def rewards(self, rollout: Rollout, judge_loss: PerSample) -> PerSample: ...
@@ -197,7 +197,7 @@ def test_a_loss_that_is_read_as_a_value_is_told_how_to_come_after_it() -> None:
     assert problem.endswith("Compute what is shared in another node, or write `judge_loss: After` to come after it")
 
 
-def test_a_circle_through_a_training_is_told() -> None:
+def test_a_cycle_through_a_training_is_reported() -> None:
     class Direct(Judged):
         @node(role="judge", type="train")
         def judge_loss(self, rollout: Rollout, rewards: PerSample) -> PerSample: ...

@@ -46,7 +46,7 @@ def test_a_value_that_cannot_be_cut_is_refused() -> None:
     assert problem.startswith("`rewards` returns list[float], which cannot be cut by rows: ")
 
 
-def test_a_type_that_is_not_imported_is_told() -> None:
+def test_a_type_that_is_not_imported_is_reported() -> None:
     class Module(SFT):
         @node
         def a(self, batch: Batch) -> Unknown: ...  # noqa: F821

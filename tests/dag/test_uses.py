@@ -53,7 +53,7 @@ class Wrong(Distilled):
     def trained(self, batch: Batch) -> PerSample: ...
 
 
-def test_what_a_node_cannot_use_is_told_with_the_rest() -> None:
+def test_what_a_node_cannot_use_is_reported_with_the_other_problems() -> None:
     with pytest.raises(GraphError) as error:
         Graph.read(Wrong(), HANDLES)
     found = [problem.message for problem in error.value.problems]

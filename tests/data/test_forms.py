@@ -147,7 +147,7 @@ def test_fit_takes_rows_and_validation_rows_without_settings(policy: Path, tmp_p
     assert (found["problems"], found["val/reward"]) == (3, summary["reward_before"])
 
 
-def test_validation_rows_beside_a_prompt_data_are_refused(policy: Path, tmp_path: Path) -> None:
+def test_validation_rows_in_addition_to_a_prompt_data_are_refused(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="`validation` is given together with a PromptData, which has its own"):
         Trainer(str(tmp_path), max_steps=1).fit(grpo(policy), PromptData(ROWS), ROWS)
 
@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize(("form", "line"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_data_is_refused_in_one_line(form: Callable[[], Any], line: str) -> None:
+def test_what_is_not_data_is_refused_in_one_line(form: Callable[[], Any], line: str) -> None:
     with pytest.raises(UserError, match=line) as raised:
         PromptData(form())
     assert "\n" not in str(raised.value)
@@ -326,7 +326,7 @@ def test_what_is_no_data_is_refused_in_one_line(form: Callable[[], Any], line: s
         (["train/0.parquet", "test/0.parquet"], "a folder with files of the splits test and train; give the files of"),
     ],
 )
-def test_a_folder_that_is_no_dataset_of_one_form_and_split_is_refused(
+def test_a_folder_that_is_not_one_dataset_of_one_format_and_split_is_refused(
     files: list[str], line: str, tmp_path: Path
 ) -> None:
     for name in files:

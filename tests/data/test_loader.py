@@ -212,7 +212,7 @@ def test_a_row_that_json_cannot_carry_is_named() -> None:
         loader([{"question": "a"}, {"question": "b", "picture": b"\x00"}])
 
 
-def test_the_digest_tells_datasets_apart_that_read_differently() -> None:
+def test_datasets_that_read_differently_have_different_digests() -> None:
     rows = numbered(3)
     datasets = [rows, rows[:2], rows[::-1], [{"question": "01"}, {"question": "2"}], [{"question": "012"}]]
     digests = {loader(each).scan.digest for each in datasets} | {loader(rows, response="answer").scan.digest}
@@ -221,7 +221,7 @@ def test_the_digest_tells_datasets_apart_that_read_differently() -> None:
     assert loader(rows, seed=1).scan.digest in digests
 
 
-def test_the_digest_tells_columns_apart_that_only_a_reward_reads() -> None:
+def test_columns_that_only_a_reward_reads_change_the_digest() -> None:
     digests = {loader([{"question": "a", "answer": answer}]).scan.digest for answer in ("1", "2")}
     assert len(digests) == 2
 
@@ -255,7 +255,7 @@ def test_the_longer_response_of_a_pair_must_fit() -> None:
     assert data.scan.longest_response == 5
 
 
-def test_the_digest_tells_rejected_responses_apart() -> None:
+def test_rejected_responses_change_the_digest() -> None:
     digests = {loader([{"question": "a", "good": "b", "bad": bad}], **PAIRED).scan.digest for bad in ("c", "d", "cc")}
     assert len(digests) == 3
 

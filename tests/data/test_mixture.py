@@ -97,7 +97,7 @@ def test_weights_with_a_schedule_are_those_of_each_step(tokenizer: PreTrainedTok
     assert len({*of_b[:7]}) == len({*of_b[7:14]}) == 7  # passed over once, and again
 
 
-def test_shares_that_are_no_whole_prompts_are_made_up_for(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_fractions_of_prompts_are_made_up_for_in_later_steps(tokenizer: PreTrainedTokenizerBase) -> None:
     loader = loader_of(mixed(a=(9, [(0, 1.0), (999, 1.0)]), b=(9, 2.0), c=(9, 4.0)), tokenizer, step=1)
     # of 70 prompts a seventh, two and four sevenths; a step of one prompt has one dataset
     assert Counter(prompt[0] for prompt in drawn(loader, range(70))) == {"a": 10, "b": 20, "c": 40}
@@ -268,7 +268,7 @@ def test_a_response_has_the_longest_length_of_its_dataset(model: Path, tmp_path:
     assert limited_ == [(of, min(2, length) if of == "a" else length) for of, length in plain]
 
 
-def test_predicted_responses_have_it_too(model: Path, tmp_path: Path) -> None:
+def test_predicted_responses_have_the_longest_length_of_their_dataset_too(model: Path, tmp_path: Path) -> None:
     module = GRPO(str(model), reward=CallableReward(starts_with_a_digit), group_size=4, max_response_length=6)
     found = Trainer(tmp_path / "run", accelerator="cpu", val_samples=4).predict(module, PromptData(limited()))
     lines = [json.loads(line) for line in Path(found["path"]).read_text().splitlines()]

@@ -91,7 +91,9 @@ def test_a_row_names_its_picture(form: str, in_message: bool, processor: Picture
     [png(), Image.open(BytesIO(png())), {"bytes": png(), "path": None}, {"bytes": png(), "path": "a.png"}],
     ids=["bytes", "an image of Pillow", "an image of datasets", "with its name"],
 )
-def test_what_is_no_text_becomes_a_data_url_of_the_same_pixels(value: Any, processor: PictureProcessor) -> None:
+def test_a_picture_that_is_not_a_path_becomes_a_data_url_of_the_same_pixels(
+    value: Any, processor: PictureProcessor
+) -> None:
     picture = picture_of(loader(processor, [{"prompt": "which?", "image": value}], images="image"))
     assert picture.opened().tobytes() == Image.open(BytesIO(png())).tobytes()
     assert portable({"name": "x", "n": 1, "of": [None]}) == {"name": "x", "n": 1, "of": [None]}
@@ -197,7 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_in_one_line(case: str, processor: PictureProcessor) -> None:
+def test_pictures_that_cannot_be_placed_are_refused_in_one_line(case: str, processor: PictureProcessor) -> None:
     row, settings, said = REFUSED[case]
     with pytest.raises(UserError, match=re.escape(said)) as error:
         loader(processor, [{"prompt": "which?", **row}], **{"images": "image", **settings})

@@ -91,7 +91,7 @@ def test_a_source_is_read_by_one_thread() -> None:
     assert source.most_at_once == 1
 
 
-def test_a_row_that_cannot_be_read_is_told_to_who_asks_for_it() -> None:
+def test_the_error_of_a_row_that_cannot_be_read_is_raised_when_it_is_asked_for() -> None:
     source, loader = slow(4)
     source.rows[3] = {"answer": "3"}
     with Prefetch(loader, draws=2) as prompts:

@@ -154,7 +154,7 @@ def test_a_missing_column_is_named_with_those_that_are_there() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, {"a": 1}])
-def test_a_prompt_that_is_no_text_is_named(value: Any) -> None:
+def test_a_prompt_that_is_not_text_is_named(value: Any) -> None:
     with pytest.raises(UserError, match=r"listed, row 0: column `question` is .*, not a text"):
         encode({"question": value})
 
@@ -177,7 +177,7 @@ def test_a_message_without_role_or_content_is_named(message: Any) -> None:
         encode({"question": [message]}, chat_template=True)
 
 
-def test_a_part_of_a_message_that_is_no_text_is_named_with_its_row() -> None:
+def test_a_part_of_a_message_that_is_not_text_is_named_with_its_row() -> None:
     with pytest.raises(UserError, match=r"row 0: the prompt gave a content of type 'str', and only text is read"):
         encode({"question": [{"role": "user", "content": ["context"]}]}, chat_template=True)
 

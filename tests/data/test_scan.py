@@ -170,7 +170,7 @@ def test_a_later_run_reads_no_row_for_its_lengths(cache: Path) -> None:
     assert second.scan.digest == first.scan.digest
 
 
-def test_limits_are_no_part_of_what_is_kept(cache: Path) -> None:
+def test_limits_are_not_part_of_what_is_stored(cache: Path) -> None:
     load(ROWS)
     found, source = load(ROWS, max_prompt_length=2)
     assert source.reads == []
@@ -198,7 +198,7 @@ def _shorter_tokenizer() -> Any:
     ],
     ids=["rows", "tokenizer", "response", "prompt"],
 )
-def test_other_data_tokens_or_columns_are_counted_anew(cache: Path, other: dict[str, Any]) -> None:
+def test_other_data_tokens_or_columns_are_counted_again(cache: Path, other: dict[str, Any]) -> None:
     load(ROWS)
     _, source = load(**other)
     assert len(source.reads) == len(ROWS)
@@ -215,7 +215,7 @@ def _flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, _flip, lambda path: path.write_bytes(b"")], ids=["cut", "flip", "empty"])
-def test_a_damaged_file_is_made_anew(cache: Path, damage: Any) -> None:
+def test_a_damaged_file_is_written_again(cache: Path, damage: Any) -> None:
     first, _ = load(ROWS)
     damage(next(cache.glob("*.rows")))
 
@@ -233,7 +233,7 @@ def test_a_whole_file_of_another_number_of_rows_is_not_read(cache: Path, rows: i
     assert read_counted("key", rows) is None
 
 
-def test_rows_of_another_version_are_counted_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_version_are_counted_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(ROWS)
     monkeypatch.setattr("rlflow.data.scan.VERSION", "another")
     assert len(load(ROWS)[1].reads) == len(ROWS)
@@ -264,7 +264,7 @@ def _until_ended(writers: list[threading.Thread]) -> Iterator[Counted | None]:
         yield read_counted("key", 500_000)
 
 
-def test_a_cache_that_cannot_be_written_is_told_of_and_ends_nothing(
+def test_a_cache_that_cannot_be_written_is_reported_and_the_run_continues(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache.parent.write_text("no folder")

@@ -144,7 +144,7 @@ def test_a_source_opens_nothing_until_it_is_read(kind) -> None:
         len(source)
 
 
-def test_a_folder_without_jsonl_files_is_no_jsonl(tmp_path: Path) -> None:
+def test_a_folder_without_jsonl_files_is_not_jsonl(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").touch()
     with pytest.raises(UserError, match=r"which is a folder without a .jsonl file; give a JSON Lines file$"):
         len(JSONL(str(tmp_path)))
@@ -198,7 +198,7 @@ def test_files_are_opened_again_in_another_folder_and_one_that_is_gone_is_named(
         source[0]
 
 
-def test_a_device_is_no_source_and_is_not_read() -> None:
+def test_a_device_is_not_a_source_and_is_not_read() -> None:
     with pytest.raises(
         UserError, match=r"is '/dev/zero', which is a device or a pipe; give a JSON Lines file or a folder of them$"
     ):
@@ -207,7 +207,7 @@ def test_a_device_is_no_source_and_is_not_read() -> None:
         len(Parquet("/dev/zero"))
 
 
-def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:
+def test_blank_lines_are_not_rows_but_count_as_lines(tmp_path: Path) -> None:
     source = JSONL(write(tmp_path / "a.jsonl", '{"n": 1}\n\n  \n{"n": 2}\n\n'))
 
     assert [source[row]["n"] for row in range(len(source))] == [1, 2]
@@ -233,7 +233,7 @@ def test_an_empty_jsonl_file_has_no_rows(tmp_path: Path) -> None:
         (b"[1, 2]", "line 2 is not a JSON object"),
     ],
 )
-def test_a_line_that_is_no_row_is_named(line: bytes, complaint: str, tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_row_is_named(line: bytes, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"n": 1}\n' + line + b"\n")
     source = JSONL(str(tmp_path / "a.jsonl"))
 
@@ -247,7 +247,7 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
         len(Parquet(write(tmp_path / "a.parquet", "question\n1+1=\n")))
 
 
-def test_a_missing_split_is_named_beside_those_that_are_there(tmp_path: Path) -> None:
+def test_a_missing_split_is_named_with_the_existing_ones(tmp_path: Path) -> None:
     source = saved_splits(tmp_path)
     source = HuggingFace(source.path, split="trains")
 

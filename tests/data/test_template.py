@@ -29,7 +29,7 @@ def test_braces_are_written_twice_and_those_of_a_column_stay() -> None:
     assert written({**ROW, "answer": "{x}"}, "{{{answer}}}") == "{{x}}"
 
 
-def test_it_is_read_as_the_prompts_of_the_dataset_are() -> None:
+def test_a_template_applies_the_chat_template_and_system_prompt_of_the_dataset() -> None:
     chat = written(ROW, "{prompt}{answer}", chat_template=True, system_prompt="be brief")
     assert chat == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n1+1=2<|im_end|>\n<|im_start|>assistant\n"
@@ -51,7 +51,7 @@ def test_of_messages_what_the_user_says_last_is_rewritten() -> None:
     ]
 
 
-def test_no_rows_are_no_prompts() -> None:
+def test_without_rows_there_are_no_prompts() -> None:
     assert Encoder(PromptData([{"prompt": "?"}]).resolved(), TOKENIZER).written([], "{prompt}") == []
 
 
@@ -97,7 +97,7 @@ def test_a_prompt_that_a_template_makes_too_long_is_refused() -> None:
         ),
     ],
 )
-def test_what_cannot_be_written_is_told_in_one_line(
+def test_a_prompt_that_cannot_be_written_is_refused_in_one_line(
     row: dict[str, Any], template: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError) as error:

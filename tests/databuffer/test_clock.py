@@ -116,7 +116,7 @@ def test_a_wait_of_the_stream_is_timed_though_work_returns_at_once(ranks2: RankP
         assert synchronized == 1
 
 
-def test_waits_are_told_once() -> None:
+def test_each_wait_is_reported_once() -> None:
     stream, told = Stream(), []
     clock = Clock(stream.event)
     with clock.waiting(lambda begin, end: told.append(end - begin)):

@@ -27,5 +27,5 @@ def raised_from(cause: Exception) -> Exception:
         (None, False),
     ],
 )
-def test_it_is_told_whether_another_rank_is_to_blame(error: Exception | None, is_one: bool) -> None:
+def test_errors_of_collectives_are_distinguished_from_a_rank_s_own(error: Exception | None, is_one: bool) -> None:
     assert of_a_collective(error) is is_one

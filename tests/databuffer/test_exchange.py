@@ -244,7 +244,7 @@ def _ragged_bytes() -> tuple[int, int, int]:
     return buffer.bytes_sent, buffer.bytes_received, transport.count
 
 
-def test_the_sizes_of_ragged_rows_are_sent_before_them_and_are_no_payload(ranks2: RankPool) -> None:
+def test_the_sizes_of_ragged_rows_are_sent_first_and_are_not_counted_as_payload(ranks2: RankPool) -> None:
     assert ranks2.run(_ragged_bytes) == [(32, 0, 2), (0, 32, 2)]
 
 

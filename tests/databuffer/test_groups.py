@@ -108,7 +108,7 @@ def test_whole_groups_stay_whole_and_rows_of_each_draw_keep_their_version() -> N
     assert space.versions.tolist() == [0] * 4 + [1] * 4
 
 
-def test_a_layout_that_made_nothing_is_dealt_anew() -> None:
+def test_a_layout_that_made_nothing_is_dealt_again() -> None:
     parts = [drawn(0, number, 6).only(torch.tensor([0, 1, 6])) for number in (0, 1)]
     space = Groups.joined(parts).spaces["rollout"]
     assert [len(rows) for rows in space.partition(Layout((0, 1), 2)).shards] == [2, 4]

@@ -89,7 +89,7 @@ def test_descendants_follow_the_order_of_their_ancestors_then_their_paths(
     assert found == [[i for of in share for i, row in enumerate(below) if row[:2] == above[of]] for share in shares]
 
 
-def test_what_descends_from_none_is_told() -> None:
+def test_a_row_without_an_ancestor_has_the_index_minus_1() -> None:
     assert ancestors(torch.tensor([[1, 0], [1, 2]]), torch.tensor([[1, 1, 0], [1, 2, 0], [9, 9, 9]])).tolist() == [
         -1,
         1,

@@ -69,7 +69,7 @@ def test_the_ranks_of_an_engine_share_out_its_own_groups() -> None:
     assert [len(held) for held in shards[:4]] == [1, 1, 2, 3]
 
 
-def test_groups_are_dealt_anew_for_another_number_of_shards() -> None:
+def test_groups_are_dealt_again_for_another_number_of_shards() -> None:
     space = _space([1] * 8, group_size=2)
     shards = space.partition(Layout((0, 1, 2, 3), 4)).shards
     assert [rows.tolist() for rows in shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -109,7 +109,7 @@ def test_rows_from_one_shard_follow_one_another_in_the_order_of_that_shard() -> 
     assert space.partition(Layout((0, 1), 1, "balanced")).shards[0].tolist() == [3, 1, 2, 0]
 
 
-def test_what_moving_was_predicted_to_save_and_take_is_told() -> None:
+def test_the_predicted_savings_and_cost_of_moving_rows_are_recorded() -> None:
     space = _space([300, 300, 100, 100], balance=Balance(tokens_per_s=100, bytes_per_token=10, bytes_per_s=1000))
     assert space.predicted == Predicted()
     space.partition(Layout((0, 1), 2, "balanced"))
@@ -243,7 +243,7 @@ def test_a_row_sees_the_row_of_each_level_that_it_descends_from() -> None:
     assert prompts._ancestors_of(questions).tolist() == [0, 1, 1, 2]
 
 
-def test_rows_of_three_levels_are_told_as_they_are() -> None:
+def test_rows_of_three_levels_are_the_same_after_a_message() -> None:
     space = _below("answer", TREE, ("batch", "question"))
     found = space_from_message(space_to_message(space))
     assert found.levels == space.levels

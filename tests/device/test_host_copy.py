@@ -48,7 +48,7 @@ def _changed() -> list[list[int]]:
     return [on_host(tensor).tolist() for tensor in (there, viewed, copied)]
 
 
-def test_a_tensor_that_changed_in_place_is_brought_over_anew(device1: RankPool) -> None:
+def test_a_tensor_that_changed_in_place_is_copied_to_the_host_again(device1: RankPool) -> None:
     assert device1.run(_changed) == [[[4, 2, 3], [3, 0, 0], [3, 1, 2]]]
 
 

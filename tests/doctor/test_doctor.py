@@ -58,7 +58,7 @@ def line(printed: str, start: str) -> str:
     return next(each.strip() for each in printed.splitlines() if each[11:].startswith(start))
 
 
-def test_what_is_broken_is_named_with_how_to_mend_it_and_the_code_is_1(tmp_path: Path) -> None:
+def test_what_is_broken_is_named_with_how_to_fix_it_and_the_code_is_1(tmp_path: Path) -> None:
     taken = socket.create_server(("", 0))
     (tmp_path / "file").write_text("")
     code, printed = examined(

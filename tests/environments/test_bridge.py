@@ -67,7 +67,7 @@ def test_a_template_that_ends_turns_with_plain_text_is_refused() -> None:
         TemplateBridge(with_template(CHAT_TEMPLATE.replace("<|im_end|>", "")))
 
 
-def test_a_template_that_tells_nothing_of_tools_is_refused_where_there_are_some() -> None:
+def test_a_template_that_shows_no_tools_is_refused_if_there_are_tools() -> None:
     schema = {"type": "function", "function": {"name": "guess", "parameters": {}}}
     with pytest.raises(UserError, match="does not show the policy its tools, so it cannot call `guess`"):
         TemplateBridge(with_template(CHAT_TEMPLATE.replace("if tools", "if false")), [schema])

@@ -60,7 +60,7 @@ ESCAPES = {
 
 @isolated
 @pytest.mark.parametrize("reached", ESCAPES)
-def test_a_program_does_not_reach(
+def test_a_program_cannot_read_files_variables_or_sockets_of_the_run(
     reached: str, tool: PythonTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     word = secrets.token_hex(8)

@@ -113,7 +113,7 @@ def test_a_renderer_that_drops_thoughts_at_a_message_is_refused_before_the_run()
         ("gpt-oss", r"reads OpenAI's vocabulary from the folder that TIKTOKEN_ENCODINGS_BASE names"),
     ],
 )
-def test_what_is_no_renderer_of_this_model_is_refused_in_one_line(
+def test_what_is_not_a_renderer_of_this_model_is_refused_in_one_line(
     renderer: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TIKTOKEN_ENCODINGS_BASE", raising=False)

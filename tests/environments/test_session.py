@@ -92,7 +92,7 @@ def test_an_environment_of_trl_s_docs_keeps_its_reward_and_raises_at_the_end(hos
         ('<tool_call>["guess"]</tool_call>', "a tool call is an object with `name` and `arguments`"),
     ],
 )
-def test_a_call_that_fails_is_told_to_the_policy_and_counted(host: Host, said: str, told: str) -> None:
+def test_a_call_that_fails_is_reported_to_the_policy_and_counted(host: Host, said: str, told: str) -> None:
     session = Session(defined("games.WordGame"), host)
     session.begin(PROMPT, {"word": "house"})
     reply = session.answer(spoken(said), turn=0)
@@ -221,7 +221,7 @@ def test_what_an_environment_changes_is_its_own(host: Host) -> None:
     assert began == [[message("user", "count down from 6")]] * 2
 
 
-def test_an_object_that_an_environment_in_the_process_is_made_with_is_no_copy() -> None:
+def test_an_object_given_to_an_environment_in_the_process_is_not_copied() -> None:
     host, lock = InProcess(), threading.Lock()
     host.make("games.Sized", start=lock)
     assert host.read("start") is lock
@@ -260,7 +260,7 @@ def test_data_that_an_environment_in_the_process_changes_is_its_own(data: Any, c
 
 
 @pytest.mark.parametrize(("given", "shown"), [("nan", "nan"), ("an integer beyond floats", "10{59}")])
-def test_a_reward_that_is_no_number_names_class_method_and_turn(host: Host, given: str, shown: str) -> None:
+def test_a_reward_that_is_not_a_number_names_class_method_and_turn(host: Host, given: str, shown: str) -> None:
     session = Session(defined("games.Unrewarding"), host)
     session.begin([], {"start": 1})
     said = f"^`games.Unrewarding.step` at turn 4 gave the reward {shown}; give a finite number$"
@@ -315,7 +315,7 @@ def test_an_environment_that_never_returns_ends_by_its_limit() -> None:
         (None, ("games.subtract",), "`tools` has 'games.subtract', but games has no subtract"),
     ],
 )
-def test_what_is_no_environment_is_refused_in_one_line(
+def test_what_is_not_an_environment_is_refused_in_one_line(
     environment: str | None, tools: tuple[Any, ...], complaint: str
 ) -> None:
     with pytest.raises(UserError, match=complaint) as refused:
@@ -332,7 +332,7 @@ def test_what_is_no_environment_is_refused_in_one_line(
         ("text", "gave a content of type 'str'"),
     ],
 )
-def test_a_part_that_is_no_text_is_a_failure_of_the_environment(part: Any, complaint: str) -> None:
+def test_a_part_that_is_not_text_is_a_failure_of_the_environment(part: Any, complaint: str) -> None:
     session = Session(defined("games.Pictures", arguments={"part": part}), InProcess())
     with pytest.raises(HostError) as refused:
         session.begin([], {"start": 3})

@@ -60,7 +60,7 @@ def test_text_without_a_spelling_has_the_tokens_that_it_always_had(family: str) 
     assert BRIDGES["template", family].begin(said) == tokenizer(written, add_special_tokens=False)["input_ids"]
 
 
-def test_values_beside_the_content_of_a_message_are_marked_too() -> None:
+def test_values_other_than_the_content_of_a_message_are_marked_too() -> None:
     more = {"ids": [1, None], "images": ["textures/a.png"], "by": {"text": "Ann"}}
     spelled = {"notes": [{"text": "<|im_end|>"}, "<|im_end|>"]}
     (said,) = SpecialTokens(tokenizer_of("qwen2.5")).marked([message("user", "?", **more, **spelled)])
@@ -86,7 +86,7 @@ def test_a_spelling_within_another_is_text_too() -> None:
     assert ids == [2, *map(ord, "user\n<|im<|im_end|>_end|>"), 3, 10, 2, *map(ord, "assistant\n")]
 
 
-def test_spaces_that_special_tokens_swallow_are_swallowed_beside_spellings_too() -> None:
+def test_spaces_that_special_tokens_swallow_are_swallowed_next_to_spellings_too() -> None:
     tokenizer: Any = deepcopy(tokenizer_of("qwen2.5"))
     end = AddedToken("<|im_end|>", rstrip=True, special=True, normalized=False)
     tokenizer.add_tokens([end], special_tokens=True)

@@ -206,7 +206,7 @@ def test_a_template_of_no_known_form_is_refused_with_what_to_set() -> None:
         TemplateBridge(tokenizer, [SCHEMA])
 
 
-def test_a_template_that_writes_no_calls_may_tell_the_policy_of_their_form() -> None:
+def test_a_template_that_writes_no_calls_may_describe_their_form_to_the_policy() -> None:
     tokenizer = deepcopy(tokenizer_of("qwen2.5"))
     told = "{{ tools }} Say <tool_call>\n<function=NAME>.{% for message in messages %}"
     tokenizer.chat_template = told + "{{ message.role }} {{ message.content }}<|im_end|>{% endfor %}"

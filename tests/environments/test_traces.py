@@ -47,12 +47,12 @@ def test_the_turns_of_the_policy_are_learned_with_the_token_that_ends_each() -> 
         ([ASKED, {"role": "me", "content": ""}], "not a message with a role and content"),
     ],
 )
-def test_what_is_no_conversation_to_learn_from_is_named(messages: list[Any], complaint: str) -> None:
+def test_what_is_not_a_conversation_to_learn_from_is_named(messages: list[Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         conversation_tokens(messages, BRIDGE, ids, "a row")
 
 
-def test_a_dataset_of_conversations_tells_the_policy_of_the_environment_s_tools() -> None:
+def test_a_dataset_of_conversations_shows_the_policy_the_environment_s_tools() -> None:
     environment = Environment(tools=["tests.environments.games.add"])
     told = TemplateBridge(TOKENIZER, environment.definitions[""].schemas).begin([ASKED])
     source = Listed([{"messages": [ASKED, FIRST]}])

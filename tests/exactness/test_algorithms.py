@@ -224,7 +224,7 @@ def without_one_setting(case: Case) -> list[Case]:
     return [replace(case, objective=replace(objective, **{name: OFF[name]})) for name in on]
 
 
-def test_every_two_choices_meet_in_the_cover() -> None:
+def test_every_two_choices_of_settings_are_tried_together() -> None:
     ways = [(ranks, *vars(setting).items()) for ranks, settings in COVER.items() for setting in settings]
     choices = [sorted(set(values), key=str) for values in zip(*ways, strict=True)]
     for one, other in combinations(range(len(choices)), 2):

@@ -287,7 +287,7 @@ def test_losses_and_weights_are_those_of_the_papers(alone: tuple[str, Result], f
         assert torch.allclose(weight, expected_weight, rtol=0, atol=1e-9), key
 
 
-def test_two_ranks_come_to_the_same(
+def test_two_ranks_come_to_the_samples_and_losses_of_one(
     alone: tuple[str, Result], folders: dict[str, Path], tmp_path: Path, ranks2: RankPool
 ) -> None:
     name, expected = alone

@@ -118,7 +118,7 @@ def install(name: str, stubs: list[Stub], patched: pytest.MonkeyPatch) -> list[s
 
 
 @pytest.mark.parametrize("name", STUBS)
-def test_they_get_the_line_and_its_rows(
+def test_kernels_of_mixers_receive_a_packed_line_and_the_starts_of_its_rows(
     name: str, family: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, gradient = alone(family(name))

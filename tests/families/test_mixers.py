@@ -75,7 +75,7 @@ WAYS = {"packed": ({}, {}), "padded": ({"packing": False}, {}), "checkpointed": 
 
 @pytest.mark.parametrize("way", slow_but(["packed", "checkpointed"], WAYS))
 @pytest.mark.parametrize("name", slow_but(["qwen3_5", "falcon_h1", "lfm2"], STATEFUL))
-def test_rows_together_are_each_row_alone(name: str, way: str, family: Family) -> None:
+def test_rows_together_have_the_logprobs_and_gradients_of_each_row_alone(name: str, way: str, family: Family) -> None:
     expected, gradient = alone(family(name))
     plan, settings = WAYS[way]
     with wide_casts():
@@ -85,7 +85,7 @@ def test_rows_together_are_each_row_alone(name: str, way: str, family: Family) -
 
 
 @pytest.mark.parametrize("name", slow_but(["qwen3_5"], STATEFUL))
-def test_in_float32_they_are_equal_to_its_precision(name: str, family: Family) -> None:
+def test_in_float32_rows_together_are_rows_alone_up_to_rounding(name: str, family: Family) -> None:
     expected, gradient = alone(family(name))
     logprobs, found, _ = together(family(name), torch.float32, ForwardPlan())
     torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=2e-5)

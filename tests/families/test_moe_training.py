@@ -115,7 +115,7 @@ def attached(folder: Path, moe: MoE | None = None) -> tuple[CausalLM, Any]:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_the_reference_engine_tells_the_experts_of_every_token_that_it_reads(name: str, family: Family) -> None:
+def test_the_reference_engine_reports_the_experts_of_every_token_that_it_reads(name: str, family: Family) -> None:
     folder = family(name)
     _, model = attached(folder)
     # Prompts are read in parts of two tokens, and rows leave the batch when they end.
@@ -131,7 +131,7 @@ def test_the_reference_engine_tells_the_experts_of_every_token_that_it_reads(nam
 
 
 @pytest.mark.slow
-def test_an_engine_in_a_process_of_its_own_tells_the_same_experts(family: Family) -> None:
+def test_an_engine_in_a_process_of_its_own_reports_the_same_experts(family: Family) -> None:
     folder = family("qwen3_moe")
     _, model = attached(folder)
     expected = generate(telling(folder), model)

@@ -170,7 +170,7 @@ PATHS = ("empty", "fifo", "/dev/zero", "loop", "", "a" * 5000)
 @pytest.mark.parametrize(
     ("path", "kind"), slow_but([*itertools.product(PATHS, SOURCES)][::4], itertools.product(PATHS, SOURCES))
 )
-def test_what_is_no_dataset_is_refused_and_nothing_hangs(
+def test_what_is_not_a_dataset_is_refused_and_nothing_hangs(
     kind: str, path: str, refused: Callable[..., str], counted: Callable[[str], None]
 ) -> None:
     line = refused(kind, path)
@@ -220,5 +220,5 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_and_no_signal(
     seen("a file that gets shorter named with its row")
 
 
-def test_there_are_more_than_forty_kinds() -> None:
+def test_more_than_forty_kinds_of_bad_data_are_tried() -> None:
     assert len({name for name, *_ in TEXTS}) + len(EMPTY) + len(SOURCES) * len(PATHS) + len(ROTS) + 2 > 40

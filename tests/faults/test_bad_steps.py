@@ -161,7 +161,7 @@ def test_a_spike_just_after_a_resume_is_skipped_as_without_the_break(
 
 
 @pytest.mark.parametrize("factor", [float("nan"), pytest.param(1e6, marks=pytest.mark.slow)], ids=["nan", "spike"])
-def test_the_third_in_a_row_ends_the_run_and_what_it_read_is_stored(
+def test_the_third_bad_update_in_a_row_ends_the_run_and_stores_its_input(
     factor: float, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     results = run(failing_fit, ranks2, policy, tmp_path, STRATEGIES["zero2"], (factor, (8, 9, 10)), 12)

@@ -104,7 +104,7 @@ def test_a_killed_run_whose_prompts_have_pictures_goes_on_to_the_byte(
     check(kind, "before an update", model, tmp_path / "run", uninterrupted)
 
 
-def test_every_point_is_come_to_by_a_run() -> None:
+def test_a_run_is_killed_at_every_point() -> None:
     every = {point for kind in kinds() for point in points(kind)}
     assert {point for _, point in runs()} == every
     assert every >= POINTS.keys()

@@ -73,7 +73,7 @@ def test_a_wrong_config_is_refused_in_one_line_and_no_model_is_loaded(
     counted("wrong configs and options refused in one line with key, value and what is legal", case.name)
 
 
-def test_there_are_more_than_a_hundred_of_them() -> None:
+def test_more_than_a_hundred_wrong_configs_are_tried() -> None:
     assert len({case.name for case in ALL}) == len(ALL) > 100
 
 
@@ -103,7 +103,7 @@ sys.exit(code)
         "a hub name without a network",
     ],
 )
-def test_a_process_of_its_own_ends_with_2_in_10_seconds_and_1_gb(
+def test_a_command_with_a_wrong_config_ends_with_2_in_10_seconds_and_1_gb(
     tmp_path: Path, content: str, options: tuple[str, ...], measured: Callable[[str, float], None]
 ) -> None:
     make(tmp_path)

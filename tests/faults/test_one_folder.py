@@ -49,7 +49,7 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_runs_that_start_together(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_of_two_runs_that_start_together_the_second_is_refused(tmp_path: Path, seen: Callable[[str], None]) -> None:
     first, second = together(folders(tmp_path))
     assert first.code == 0, first
     require_refused(second, tmp_path / "run")
@@ -58,7 +58,7 @@ def test_two_runs_that_start_together(tmp_path: Path, seen: Callable[[str], None
     seen("started together: the second refused in a line")
 
 
-def test_two_runs_that_resume_together(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_of_two_runs_that_resume_together_the_second_is_refused(tmp_path: Path, seen: Callable[[str], None]) -> None:
     made = folders(tmp_path)
     assert fit(made[0], "--config", "my.yaml", "--trainer.max_steps", "1").code == 0
     first, second = together(made, "--trainer.ckpt_path", "last")

@@ -110,7 +110,7 @@ def test_planted_secrets_are_found_in_no_file_line_or_command_of_a_run(
     seen(f"{len(KEYS)} planted, 0 found")
 
 
-def test_nor_in_those_of_a_run_that_ends_with_an_error_which_forges_no_line(tmp_path: Path) -> None:
+def test_secrets_are_in_no_file_of_a_run_that_fails_and_its_error_forges_no_line(tmp_path: Path) -> None:
     ended, lines = run(tmp_path, f"--{REWARD}.init_args.at_end", "true", "--trainer.dump_steps", "[]")
     assert ended.code == 2, ended
     assert "answered 401" in ended.last

@@ -109,7 +109,9 @@ def run(
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("engine", [HERE, BY_VLLM])
-def test_without_a_fault_nothing_is_told(engine: type[Any], precision: Precision, model: Path, tmp_path: Path) -> None:
+def test_without_a_fault_nothing_is_reported(
+    engine: type[Any], precision: Precision, model: Path, tmp_path: Path
+) -> None:
     result = run(fit, grpo(model, group_size=8), engine, precision, tmp_path, [])
     assert len(result.steps) == BEFORE + 2
     assert all(abs(step["sync/logprob_spread"] - 1) < 0.01 for step in result.steps)

@@ -74,7 +74,7 @@ def test_no_module_unpickles_or_evaluates_but_those_of_an_engine_s_own_process()
         "subprocess.run(line, shell=True)",
     ],
 )
-def test_what_could_run_is_seen(source: str) -> None:
+def test_source_that_could_run_untrusted_code_is_found(source: str) -> None:
     assert unsafe(source) != []
 
 

@@ -24,14 +24,14 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
         ("masked_outside_0.5_2", {"mode": "mask", "low": 0.5, "high": 2.0}),
     ],
 )
-def test_known_weights(known: dict[str, Any], answer: str, arguments: dict[str, Any]) -> None:
+def test_importance_weights_are_the_known_ones(known: dict[str, Any], answer: str, arguments: dict[str, Any]) -> None:
     old = torch.tensor([[known["importance_weights"]["old_logprob"]]])
     rollout = torch.tensor([[known["importance_weights"]["rollout_logprob"]]])
     weights = importance_weights(old, rollout, torch.ones(1, 1), Importance(**arguments))
     assert_close(weights.item(), known["importance_weights"][answer], rtol=0, atol=1e-6)
 
 
-def test_weights_of_tokens() -> None:
+def test_weights_of_tokens_take_the_log_ratio_of_each_token() -> None:
     expected = torch.tensor([[math.exp(0.2), math.exp(-0.1), math.exp(0.5)], [math.e, 0.0, 0.0]])
     assert_close(importance_weights(OLD, ROLLOUT, MASK, Importance("token", high=9.0)), expected)
 

@@ -22,13 +22,13 @@ def expected_gradient(kind: KLEstimator) -> float:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_values_of_the_estimators(known: dict[str, Any], kind: KLEstimator) -> None:
+def test_estimators_have_the_known_values(known: dict[str, Any], kind: KLEstimator) -> None:
     logprob, ref = torch.tensor([[known["kl"]["logprob"]]]), torch.tensor([[known["kl"]["ref_logprob"]]])
     assert_close(kl_estimate(logprob, ref, kind).item(), known["kl"][kind], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_gradients_of_the_estimators_as_losses(known: dict[str, Any], kind: KLEstimator) -> None:
+def test_estimators_as_losses_have_the_known_gradients(known: dict[str, Any], kind: KLEstimator) -> None:
     assert_close(expected_gradient(kind), known["kl_gradient"][f"{kind}_loss"], rtol=0, atol=1e-7)
 
 

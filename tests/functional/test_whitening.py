@@ -22,12 +22,12 @@ def whiten(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     return standardize(x, mask, moments(x, mask), unbiased)
 
 
-def test_whiten_with_the_unbiased_deviation(known: dict[str, Any]) -> None:
+def test_whitening_with_the_unbiased_deviation_gives_the_known_numbers(known: dict[str, Any]) -> None:
     expected = torch.tensor(known["global_whiten"]["unbiased_std"])
     assert_close(whiten(GLOBAL_BATCH, EVERYWHERE), expected, rtol=0, atol=1e-6)
 
 
-def test_whiten_with_the_population_deviation(known: dict[str, Any]) -> None:
+def test_whitening_with_the_population_deviation_gives_the_known_numbers(known: dict[str, Any]) -> None:
     expected = torch.tensor(known["global_whiten"]["population_std"])
     assert_close(whiten(GLOBAL_BATCH, EVERYWHERE, unbiased=False), expected, rtol=0, atol=1e-6)
 
@@ -78,7 +78,7 @@ def test_equal_entries_become_exactly_zero_on_one_rank_and_on_many() -> None:
         assert (standardize(x, torch.ones(size), merged) == 0.0).all()
 
 
-def test_nothing_to_whiten_is_no_error() -> None:
+def test_nothing_to_whiten_is_not_an_error() -> None:
     assert whiten(torch.zeros(2, 3), torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
     assert merge_moments(torch.zeros(2, 3, dtype=torch.float64)).tolist() == [0.0, 0.0, 0.0]
 

@@ -61,7 +61,7 @@ def test_a_rank_that_does_not_show_only_logs(log: Path) -> None:
     assert run(log, shows=False).stdout.splitlines() == ["before", "after"]
 
 
-def test_an_error_gives_the_terminal_back_before_it_is_told(log: Path) -> None:
+def test_an_error_gives_the_terminal_back_before_it_is_printed(log: Path) -> None:
     ran = run(log, then="raise SystemExit('`lr` is -1; give a positive number')")
     assert ran.stderr == "`lr` is -1; give a positive number\n"
     assert "lr" not in log.read_text()

@@ -133,7 +133,7 @@ def test_a_row_that_is_damaged_during_a_run_is_left_out_when_a_metric_comes(tmp_
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_table_that_was_moved_away_during_a_run_begins_anew(tmp_path: Path, name: str) -> None:
+def test_a_table_that_was_moved_away_during_a_run_is_started_again(tmp_path: Path, name: str) -> None:
     logger = begun(tmp_path)
     (tmp_path / "metrics.csv").rename(tmp_path / "mine.csv")
     logger.log_metrics({name: 2.0}, step=2)
@@ -141,7 +141,7 @@ def test_a_table_that_was_moved_away_during_a_run_begins_anew(tmp_path: Path, na
     assert logger.warnings == [f"warning: {tmp_path}/metrics.csv is gone; it begins anew with step 2"]
 
 
-def test_a_table_that_cannot_be_read_during_a_run_begins_anew_when_a_metric_comes(tmp_path: Path) -> None:
+def test_a_table_that_cannot_be_read_is_started_again_when_a_metric_is_added(tmp_path: Path) -> None:
     logger = begun(tmp_path)
     (tmp_path / "metrics.csv").unlink()
     (tmp_path / "metrics.csv").mkdir()

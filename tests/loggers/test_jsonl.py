@@ -158,7 +158,7 @@ def test_what_cannot_be_opened_as_a_file_is_moved_away(tmp_path: Path) -> None:
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 2, "x": 1.0}]
 
 
-def test_a_metric_that_is_no_number_is_damaged(tmp_path: Path) -> None:
+def test_a_metric_that_is_not_a_number_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(WHOLE + '{"step": 1, "x": "0.5"}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line 2 is not what a run writes there; remove"):
         read_metrics(tmp_path)

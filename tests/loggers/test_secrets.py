@@ -121,7 +121,7 @@ def test_a_command_in_a_list_is_shown_without_secrets() -> None:
         ("tokens", {"a": 1, "b": [2.0, None]}),
     ],
 )
-def test_what_is_no_secret_though_its_key_is_of_one_is_shown(key: str, value: Any) -> None:
+def test_what_is_not_a_secret_though_its_key_is_of_one_is_shown(key: str, value: Any) -> None:
     assert without_secrets({key: value}) == {key: value}
 
 

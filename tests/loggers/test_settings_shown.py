@@ -35,7 +35,7 @@ def metrics() -> set[str]:
     return set(re.findall(r"`([a-z_]+/[\w/{}@]+)`", (PROJECT / "docs/metrics.md").read_text()))
 
 
-def test_there_are_settings_and_metrics_of_tokens_among_them() -> None:
+def test_the_checked_names_include_settings_and_metrics_of_tokens() -> None:
     assert {"max_prompt_length", "max_tokens", "key"} <= settings()
     assert "rollout/tokens" in metrics()
     assert len(settings()) > 1000

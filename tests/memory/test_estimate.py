@@ -257,7 +257,7 @@ def test_a_second_copy_of_weights_within_a_node_is_counted() -> None:
     assert replace(ZERO3, divided_over=8, within=4).weights == 3850 * 2 / 8 + 3850 * 2 / 4
 
 
-def test_a_moving_average_is_counted_beside_narrower_weights() -> None:
+def test_a_moving_average_is_counted_in_addition_to_narrower_weights() -> None:
     teacher = CausalLM("tiny").averaged(0.9)
 
     def how(strategy: TrainingStrategy) -> LoadedRole:
@@ -275,7 +275,7 @@ def test_logits_of_a_small_vocabulary_are_less_than_a_chunk() -> None:
     assert replace(large, on_cpu=False).logits(80 * 2**30) == 2 * 2**30
 
 
-def test_beside_logits_is_the_gradient_of_the_output_layer_in_float32() -> None:
+def test_in_addition_to_logits_the_output_layer_s_float32_gradient_is_counted() -> None:
     # Of its 1,000 weights; in 16 bits also a chunk's, or with `float32_head` the weights once more
     assert ZERO3.logits(80e9) == CHUNK + 1000 * (4 + 2)
     assert replace(ZERO3, width=4).logits(80e9) == CHUNK + 1000 * 4
@@ -378,7 +378,7 @@ def test_what_an_optimizer_keeps_for_each_weight_is_measured(optimizer: Optimize
     assert divided.stepping == (3850 * 4 / 4 if root else 0)
 
 
-def test_states_that_lie_with_the_cpu_are_told_apart() -> None:
+def test_optimizer_states_are_offloaded_only_if_the_run_is_not_on_the_cpu() -> None:
     handle = CausalLM("tiny", optimizer=Optimizer())
     strategy = DeepSpeedStrategy(offload_optimizer=True)
     for on_cpu, offloaded in ((False, True), (True, False)):

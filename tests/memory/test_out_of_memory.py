@@ -156,7 +156,7 @@ def test_a_backward_pass_that_runs_out_names_the_role_and_its_settings(folder: P
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_libraries_say_of_memory_is_known(error: Exception) -> None:
+def test_out_of_memory_errors_of_libraries_are_recognised(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 

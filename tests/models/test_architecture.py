@@ -75,11 +75,11 @@ def test_a_mixer_that_is_not_known_is_refused_by_its_name(monkeypatch: pytest.Mo
         check_architecture(configuration("nemotron_h"), "`model`", scores_tokens=True)
 
 
-def test_a_bias_of_an_output_layer_that_is_replaced_is_no_hindrance() -> None:
+def test_a_bias_of_an_output_layer_that_is_replaced_is_accepted() -> None:
     check_architecture(transformers.PhiConfig(**SMALL), "`model`", scores_tokens=False)
 
 
-def test_logits_that_are_shaped_are_no_hindrance_where_none_are_made() -> None:
+def test_settings_that_shape_logits_are_accepted_where_no_logits_are_made() -> None:
     check_architecture(transformers.LlamaConfig(**SMALL, logits_scaling=3.0), "`model`", scores_tokens=False)
 
 

@@ -38,7 +38,7 @@ def test_a_sequence_beyond_the_original_length_is_refused_with_that_setting() ->
         check_positions(phi3(), 257, "actor", "a row")
 
 
-def test_the_longest_response_that_fits_beside_a_prompt_is_told() -> None:
+def test_an_error_names_the_longest_response_that_fits_after_a_prompt() -> None:
     check_positions(phi3(), 256, "actor", "a prompt and a response", prompt=6)
     with pytest.raises(UserError, match=r"; lower `module.max_response_length` to at most 250, or `data.max_prompt_l"):
         check_positions(phi3(), 257, "actor", "a prompt and a response", prompt=6)

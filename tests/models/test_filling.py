@@ -76,13 +76,13 @@ def _buffers(found: PackedModel, expected: PackedModel) -> list[tuple[dict[str, 
 
 # Falcon-H1 computes buffers of its layers, and GLM-4-MoE has one in its files.
 @pytest.mark.parametrize("family", slow_but((*SHORT, "falcon_h1", "glm4_moe"), FAMILIES))
-def test_every_family(tmp_path: Path, family: str) -> None:
+def test_a_model_of_every_family_filled_by_parts_is_the_one_loaded_whole(tmp_path: Path, family: str) -> None:
     folder, handle = write_family(family, tmp_path), CausalLM("m")
     assert_alike(filled(handle, folder, torch.bfloat16, 3), handle.load(folder, torch.bfloat16, CPU))
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_experts_that_files_hold_one_by_one(tmp_path: Path, name: str) -> None:
+def test_experts_that_files_store_one_by_one_are_filled_as_loaded_whole(tmp_path: Path, name: str) -> None:
     folder, handle = write(tmp_path, name, **FUSED[name]), CausalLM("m")
     expected = handle.load(folder, torch.float32, CPU)
     for ranks in (2, 7):  # a rank of 7 has parts of experts, and some have none
@@ -94,7 +94,9 @@ def test_experts_that_files_hold_one_by_one(tmp_path: Path, name: str) -> None:
     [ValueModel("m"), CausalLM("m", lora=LoRA(rank=3)), ValueModel("m", lora=LoRA(rank=3))],
     ids=["critic", "adapters", "critic with adapters"],
 )
-def test_a_new_output_layer_and_new_adapters(tmp_path: Path, handle: ModelHandle) -> None:
+def test_a_new_output_layer_and_new_adapters_are_those_of_a_model_loaded_whole(
+    tmp_path: Path, handle: ModelHandle
+) -> None:
     folder = write_tiny_model(tmp_path / "tiny", layers=1)
     found, expected = filled(handle, folder, torch.float32, 3), handle.load(folder, torch.float32, CPU)
     assert_alike(found, expected)
@@ -103,7 +105,7 @@ def test_a_new_output_layer_and_new_adapters(tmp_path: Path, handle: ModelHandle
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_model_that_says_it_is_tied_is_only_where_its_files_say_so_too(tmp_path: Path, changed: bool) -> None:
+def test_embeddings_are_tied_only_if_the_config_and_the_files_both_say_so(tmp_path: Path, changed: bool) -> None:
     folder, handle = write_tiny_model(tmp_path / "tiny", layers=1, tie=True), CausalLM("m")
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -129,7 +131,7 @@ def test_any_range_of_a_tensor_is_read_and_no_more(tmp_path: Path, shape: tuple[
             assert sum(read) == end - start
 
 
-def test_no_more_than_a_chunk_is_read_at_once(tmp_path: Path) -> None:
+def test_no_more_than_a_chunk_is_read_at_a_time(tmp_path: Path) -> None:
     rows = 3 * CHUNK_BYTES // 8 // 1024
     save_file({"weight": torch.zeros(rows, 1024, dtype=torch.int8)}, tmp_path / "model.safetensors")
     files = WeightFiles(tmp_path)
@@ -172,7 +174,7 @@ def _in_shards(folder: Path) -> Path:
     return folder / "several"
 
 
-def test_a_model_in_several_files(tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_filled_as_loaded_whole(tmp_path: Path) -> None:
     folder, handle = _in_shards(tmp_path), CausalLM("m")
     assert len(list(folder.glob("*.safetensors"))) > 3
     assert_alike(filled(handle, folder, torch.float32, 2), handle.load(folder, torch.float32, CPU))

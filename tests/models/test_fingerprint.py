@@ -59,7 +59,7 @@ def test_a_fingerprint_is_the_same_however_many_chunks_are_multiplied_together(e
         assert (int(fingerprint(tensor, together)) - value) % 2**64 == 0
 
 
-def test_as_many_operations_for_eight_chunks_as_for_one() -> None:
+def test_eight_chunks_take_as_many_operations_as_one() -> None:
     counted = []
     for chunks in (1, 8):
         tensor = torch.ones(chunks * CHUNK, dtype=torch.float64)

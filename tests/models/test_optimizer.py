@@ -11,7 +11,7 @@ from rlflow.models.optimizer import Optimizer
 
 
 @pytest.mark.parametrize("setting", ["lr", "eps", "weight_decay", "warmup_steps", "gradient_clipping"])
-def test_an_optimizer_below_zero_is_refused(setting: str) -> None:
+def test_a_setting_of_an_optimizer_below_zero_is_refused(setting: str) -> None:
     with pytest.raises(UserError, match=f"`optimizer.{setting}` is -1"):
         Optimizer(**{setting: -1})  # type: ignore[arg-type]
 

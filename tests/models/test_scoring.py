@@ -176,7 +176,7 @@ def changed(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_one_weight_that_is_no_number_is_refused_with_tensor_and_folder(value: float, tmp_path: Path) -> None:
+def test_one_weight_that_is_not_a_number_is_refused_with_tensor_and_folder(value: float, tmp_path: Path) -> None:
     norm = torch.ones(128)
     norm[7] = value
     folder = changed(tmp_path / "tiny", {"model.norm.weight": norm})
@@ -186,7 +186,7 @@ def test_one_weight_that_is_no_number_is_refused_with_tensor_and_folder(value: f
         ScoringModel.load(folder, torch.float32, CPU)
 
 
-def test_tensors_that_the_model_does_not_know_are_told_in_one_line(tmp_path: Path) -> None:
+def test_tensors_that_the_model_does_not_know_are_reported_in_one_line(tmp_path: Path) -> None:
     extra = {name: torch.zeros(2) for name in ("model.layers.0.extra.weight", "zzz", "score.weight")}
     folder = changed(tmp_path / "tiny", extra)
     (line,) = ScoringModel.load(folder, torch.float32, CPU).remarks
@@ -195,6 +195,6 @@ def test_tensors_that_the_model_does_not_know_are_told_in_one_line(tmp_path: Pat
     )
 
 
-def test_the_output_layer_of_another_kind_of_model_is_left_out_in_silence(tmp_path: Path) -> None:
+def test_the_output_layer_of_another_kind_of_model_is_left_out_without_a_remark(tmp_path: Path) -> None:
     folder = changed(tmp_path / "tiny", {"score.weight": torch.zeros(1, 128)})
     assert ScoringModel.load(folder, torch.float32, CPU).remarks == []

@@ -108,7 +108,7 @@ def test_the_byte_bpe_gives_back_every_text(byte_bpe: Path) -> None:
         assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_its_tokens_are_the_merges_in_their_order_within_the_words_of_qwen2(byte_bpe: Path) -> None:
+def test_byte_bpe_tokens_are_the_merges_in_order_within_the_words_of_qwen2(byte_bpe: Path) -> None:
     ranks = {tuple(line.split()): rank for rank, line in enumerate(MERGES.read_text().splitlines())}
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2's alphabet writes as themselves
     names = {byte: chr(byte) for byte in shown}
@@ -167,6 +167,6 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["tyni", "/no/such", "./missing/model", "a/b/c", ""])
-def test_a_name_that_is_no_model_is_refused(model: str, tmp_path: Path) -> None:
+def test_a_name_that_is_not_a_model_is_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"`model` is .*give"):
         resolve_model(model, tmp_path)

@@ -76,7 +76,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 BEFORE = "if anything was saved before, it is still there: continue with `--trainer.ckpt_path last`"
 
 
-def test_a_second_signal_ends_it_before_it_has_saved() -> None:
+def test_a_second_signal_ends_a_process_before_it_has_saved() -> None:
     with waiting() as process:
         process.terminate()
         time.sleep(0.3)
@@ -85,14 +85,14 @@ def test_a_second_signal_ends_it_before_it_has_saved() -> None:
         assert ended(process) == (3, f"rlflow: ended by SIGTERM: {why}; {BEFORE}\n")
 
 
-def test_it_ends_when_its_grace_is_over() -> None:
+def test_a_process_ends_when_its_grace_is_over() -> None:
     with waiting(grace_s=0.2) as process:
         process.terminate()
         why = "0.2 s (`trainer.grace_s`) were over before the run had ended"
         assert ended(process) == (3, f"rlflow: ended by SIGTERM: {why}; {BEFORE}\n")
 
 
-def test_a_signal_before_a_run_has_begun_ends_it_at_once() -> None:
+def test_a_signal_before_a_run_has_begun_ends_the_process_immediately() -> None:
     with waiting(begins=False) as process:
         process.terminate()
         code, line = ended(process)
@@ -100,7 +100,7 @@ def test_a_signal_before_a_run_has_begun_ends_it_at_once() -> None:
         assert line.startswith("ended by SIGTERM: the run had not begun")
 
 
-def test_a_signal_that_comes_twice_at_once_is_one() -> None:
+def test_a_signal_that_comes_twice_in_a_moment_counts_once() -> None:
     with waiting(same_s=60.0, until="preemption.received()", busy_s=0.3) as process:
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
@@ -111,14 +111,16 @@ def test_a_signal_that_comes_twice_at_once_is_one() -> None:
 @pytest.mark.parametrize(
     ("at_hangup", "received", "within_s"), [(signal.SIG_DFL, signal.SIGHUP.value, 60), (signal.SIG_IGN, 0, 0.5)]
 )
-def test_a_closed_terminal_asks_it_to_end_but_not_below_nohup(at_hangup: int, received: int, within_s: float) -> None:
+def test_a_closed_terminal_asks_a_process_to_end_but_not_below_nohup(
+    at_hangup: int, received: int, within_s: float
+) -> None:
     until = f"preemption.received() or time.monotonic() > {time.monotonic() + within_s}"
     with waiting(until=until, at_hangup=at_hangup) as process:
         process.send_signal(signal.SIGHUP)
         assert ended(process) == (0, f"{received}\n")
 
 
-def test_a_signal_that_another_rank_received_is_one_of_this_rank_too() -> None:
+def test_a_signal_that_another_rank_received_counts_for_this_rank_too() -> None:
     agrees = f"preemption.agree({signal.SIGTERM.value}) or preemption.received()"
     with waiting(grace_s=0.2, until=agrees, busy_s=20) as process:
         why = "0.2 s (`trainer.grace_s`) were over before the run had ended"

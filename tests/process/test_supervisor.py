@@ -75,7 +75,9 @@ def waiting(script: subprocess.Popen[str]) -> int:
     return int(found[1])
 
 
-def test_what_comes_to_its_end_ends_with_code_0_and_without_a_word(scripts: dict[str, subprocess.Popen[str]]) -> None:
+def test_a_run_that_comes_to_its_end_exits_with_code_0_and_prints_nothing(
+    scripts: dict[str, subprocess.Popen[str]],
+) -> None:
     assert ending(scripts["comes to its end"]) == (0, "")
 
 
@@ -91,36 +93,36 @@ def test_a_parent_that_was_started_with_sigchld_ignored_waits_no_longer() -> Non
             script.kill()
 
 
-def test_what_leaves_by_c_s_own_exit_is_named_with_its_rank_and_task(
+def test_an_exit_in_c_before_the_end_is_reported_with_rank_and_task(
     scripts: dict[str, subprocess.Popen[str]],
 ) -> None:
     line = f"rlflow: error: rank 3 on {HERE} exited with code 0 (step 7, run rewards), before the run came to its end\n"
     assert ending(scripts["leaves by libc"]) == (1, line)
 
 
-def test_what_is_killed_is_named_and_the_signal_passed_on(scripts: dict[str, subprocess.Popen[str]]) -> None:
+def test_a_killed_run_is_named_and_the_signal_passed_on(scripts: dict[str, subprocess.Popen[str]]) -> None:
     line = f"rlflow: error: rank 3 on {HERE} was killed by SIGKILL (step 7, run rewards)\n"
     assert ending(scripts["is killed"]) == (-signal.SIGKILL, line)
 
 
-def test_a_run_that_had_saved_is_told_how_to_go_on(scripts: dict[str, subprocess.Popen[str]]) -> None:
+def test_the_error_of_a_run_that_had_saved_says_how_to_resume(scripts: dict[str, subprocess.Popen[str]]) -> None:
     errors = ending(scripts["is killed after a save"])[1]
     assert errors.endswith("SIGKILL (step 7, run rewards); continue with `--trainer.ckpt_path last`, after step 5\n")
 
 
-def test_what_has_told_why_is_not_told_of_again(scripts: dict[str, subprocess.Popen[str]]) -> None:
+def test_a_run_that_has_printed_its_error_is_not_reported_again(scripts: dict[str, subprocess.Popen[str]]) -> None:
     assert ending(scripts["exits with 2 after a word of its own"]) == (2, "")
 
 
 @pytest.mark.parametrize(("happening", "code"), [("its end", 0), ("the end of a failure", 2)])
-def test_what_code_in_c_holds_at_its_end_is_ended_with_its_own_code_and_named(
+def test_a_run_that_code_in_c_holds_at_its_end_exits_with_its_own_code_and_is_named(
     happening: str, code: int, scripts: dict[str, subprocess.Popen[str]]
 ) -> None:
     line = f"rlflow: rank 3 on {HERE}: code in C still held it 2 s after all was done; ended with it\n"
     assert ending(scripts[f"is held by C at {happening}"]) == (code, line)
 
 
-def test_what_is_stopped_is_named_and_ended(scripts: dict[str, subprocess.Popen[str]]) -> None:
+def test_a_stopped_run_is_named_and_ended(scripts: dict[str, subprocess.Popen[str]]) -> None:
     code, line = ending(scripts["is stopped"])
     assert code == 1
     assert line.startswith(f"rlflow: error: rank 3 on {HERE} has not answered for ")
@@ -135,14 +137,14 @@ def test_a_rank_that_others_wait_for_is_named_and_all_are_ended(scripts: dict[st
     )
 
 
-def test_a_program_that_it_leaves_running_is_ended(scripts: dict[str, subprocess.Popen[str]]) -> None:
+def test_a_program_that_a_run_leaves_running_is_ended(scripts: dict[str, subprocess.Popen[str]]) -> None:
     script = scripts["leaves a program"]
     written, errors = script.communicate(timeout=300)
     assert (script.returncode, errors) == (0, "")
     assert not _runs(int(written.split()[-1]))
 
 
-def test_what_runs_at_its_end_is_not_held(scripts: dict[str, subprocess.Popen[str]]) -> None:
+def test_a_run_that_takes_long_to_exit_is_not_ended(scripts: dict[str, subprocess.Popen[str]]) -> None:
     assert ending(scripts["takes long to leave"]) == (0, "")
 
 
@@ -187,7 +189,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_child_once() -> None:
     os.close(master)
 
 
-def test_a_terminal_that_is_closed_is_told_to_the_child_too() -> None:
+def test_the_child_also_receives_the_signal_of_a_closed_terminal() -> None:
     with on_a_terminal("counts signals") as (script, master):
         os.close(master)
         assert script.stdout is not None

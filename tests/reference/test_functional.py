@@ -70,7 +70,7 @@ SURROGATES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Surrogat
 
 
 @pytest.mark.parametrize(("ours", "reference"), SURROGATES.values(), ids=SURROGATES.keys())
-def test_surrogate_losses_and_their_gradients(
+def test_surrogate_losses_and_their_gradients_are_those_of_the_reference(
     ours: Callable[[Tensor, Tensor, Tensor], Tensor], reference: Surrogate
 ) -> None:
     new, same = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
@@ -84,7 +84,7 @@ def test_surrogate_losses_and_their_gradients(
     assert_close(new.grad, same.grad, rtol=1e-12, atol=1e-13)
 
 
-def test_cpgd_up_to_the_constant_in_which_they_differ() -> None:
+def test_cpgd_s_loss_and_drift_have_the_gradient_of_the_reference() -> None:
     new, same = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
     loss = functional.cpgd_loss(new, OLD, torch.tensor(WHOLE, dtype=torch.float64), *RATES)
     (loss + 0.3 * functional.cpgd_drift(new, OLD, 0.1)).where(MASK, 0.0).sum().backward()
@@ -98,14 +98,14 @@ def test_cpgd_up_to_the_constant_in_which_they_differ() -> None:
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_importance_weights(level: Any, mode: Any) -> None:
+def test_importance_weights_are_those_of_the_reference(level: Any, mode: Any) -> None:
     found = functional.importance_weights(NEW, OLD, MASK, functional.Importance(level, mode, 0.8, 1.3))
     pairs = zip(rows(NEW), rows(OLD), strict=True)
     assert_equal_rows(found, [surrogates.importance(n, o, level, mode, 0.8, 1.3) for n, o in pairs])
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k3+", "k3-ratio"])
-def test_divergences_and_their_gradients(kind: Any) -> None:
+def test_divergences_and_their_gradients_are_those_of_the_reference(kind: Any) -> None:
     new, same = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
     found = functional.kl_estimate(new, OLD, kind)[MASK]
     expected = torch.stack(
@@ -118,7 +118,7 @@ def test_divergences_and_their_gradients(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
-def test_the_critic_s_loss_and_its_gradient(clip: float | None) -> None:
+def test_the_critic_s_loss_and_its_gradient_are_those_of_the_reference(clip: float | None) -> None:
     new, same = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
     found = functional.value_loss(new, OLD, REWARDS, clip)[MASK]
     expected = torch.stack(surrogates.value(list(same[MASK]), OLD[MASK].tolist(), REWARDS[MASK].tolist(), clip))
@@ -129,7 +129,7 @@ def test_the_critic_s_loss_and_its_gradient(clip: float | None) -> None:
 
 
 @pytest.mark.parametrize("after", [None, WHOLE])
-def test_generalised_advantage_estimation(after: list[float] | None) -> None:
+def test_gae_is_that_of_the_reference(after: list[float] | None) -> None:
     bootstrap = None if after is None else torch.tensor(after, dtype=torch.float64)
     advantages, returns = functional.gae(REWARDS, VALUES, MASK, 0.9, 0.8, bootstrap)
     ends = after or [0.0] * len(LENGTHS)
@@ -138,12 +138,12 @@ def test_generalised_advantage_estimation(after: list[float] | None) -> None:
     assert_equal_rows(returns, [total for _, total in expected])
 
 
-def test_returns() -> None:
+def test_discounted_returns_are_those_of_the_reference() -> None:
     found = functional.reinforce_returns(REWARDS, MASK, 0.9)
     assert_equal_rows(found, [worth.discounted(r, 0.9) for r in rows(REWARDS)])
 
 
-def test_whitening() -> None:
+def test_whitening_is_that_of_the_reference() -> None:
     moments = functional.merge_moments(functional.row_moments(REWARDS, MASK))
     assert_equal_rows(functional.standardize(REWARDS, MASK, moments), worth.whitened(rows(REWARDS)))
 
@@ -158,11 +158,13 @@ def test_whitening() -> None:
     ],
     ids=["grpo", "dr. grpo", "rloo", "opo"],
 )
-def test_advantages_of_groups(ours: Callable[[Tensor, Tensor], Tensor], expected: list[float]) -> None:
+def test_advantages_of_groups_are_those_of_the_reference(
+    ours: Callable[[Tensor, Tensor], Tensor], expected: list[float]
+) -> None:
     found = ours(torch.tensor(WHOLE, dtype=torch.float64), torch.tensor(GROUPS))
     assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-13)
 
 
-def test_overlong_penalties() -> None:
+def test_overlong_penalties_are_those_of_the_reference() -> None:
     found = functional.overlong_penalty(torch.arange(1, 15, dtype=torch.float64), 12, 5)
     assert found.tolist() == [worth.overlong(length, 12, 5) for length in range(1, 15)]

@@ -62,7 +62,7 @@ def slope(loss: Tensor, at: Tensor) -> float:
     return torch.autograd.grad(loss, at)[0].item() if loss.requires_grad else 0.0
 
 
-def test_group_advantages(known: dict[str, Any]) -> None:
+def test_group_advantages_are_the_known_ones(known: dict[str, Any]) -> None:
     rewards, groups = known["group_normalized"]["rewards"], [7] * 4
     assert worth.grpo(rewards, groups, 1e-6) == pytest.approx(known["group_normalized"]["advantages"], abs=CLOSE)
     assert worth.dr_grpo(rewards, groups) == pytest.approx(known["group_normalized"]["dr_grpo"], abs=CLOSE)
@@ -82,7 +82,7 @@ def test_gpg_makes_up_for_the_groups_without_signal() -> None:
     assert worth.gpg([1, 1], [0, 0]) == [0.0, 0.0]
 
 
-def test_gae(known: dict[str, Any]) -> None:
+def test_gae_gives_the_known_advantages_and_returns(known: dict[str, Any]) -> None:
     given = known["gae"]
     arguments = given["rewards"], given["values"], given["gamma"], given["lam"]
     advantages, returns = worth.gae(*arguments)
@@ -91,7 +91,7 @@ def test_gae(known: dict[str, Any]) -> None:
     assert worth.gae(*arguments, after=0.8)[0] == pytest.approx(given["advantages_with_bootstrap_0.8"], abs=CLOSE)
 
 
-def test_returns_of_penalised_tokens() -> None:
+def test_returns_of_penalised_tokens_are_those_by_hand() -> None:
     rewards = worth.token_rewards(1.0, [0.1, 0.2, 0.4])
     assert rewards == pytest.approx([-0.1, -0.2, 0.6])
     assert worth.discounted(rewards, 0.5) == pytest.approx([-0.1 - 0.1 + 0.15, -0.2 + 0.3, 0.6])
@@ -102,21 +102,21 @@ def test_whitening_is_unbiased(known: dict[str, Any]) -> None:
     assert first + second == pytest.approx(known["global_whiten"]["unbiased_std"], abs=CLOSE)
 
 
-def test_overlong_penalty(known: dict[str, Any]) -> None:
+def test_overlong_penalties_are_the_known_ones(known: dict[str, Any]) -> None:
     given = known["overlong_penalty"]
     for length, penalty in given["cases"].items():
         assert worth.overlong(int(length), given["max_length"], given["buffer"]) == penalty
 
 
 @pytest.mark.parametrize(("high", "objective", "moves"), [(0.28, 1.25, True), (0.2, 1.2, False)])
-def test_clip_higher(high: float, objective: float, moves: bool) -> None:
+def test_clip_higher_lets_a_likelier_token_learn(high: float, objective: float, moves: bool) -> None:
     new = token(math.log(1.25))
     (loss,) = surrogates.ppo([new], [0.0], [1.0], 0.2, high)
     assert loss.item() == pytest.approx(-objective)
     assert (slope(loss, new) != 0) == moves
 
 
-def test_dual_clip(known: dict[str, Any]) -> None:
+def test_dual_clip_gives_the_known_objective_and_gradient(known: dict[str, Any]) -> None:
     given, new = known["dual_clip"], token(math.log(5.0))
     (loss,) = surrogates.ppo([new], [0.0], [given["advantage"]], 0.2, 0.2, given["dual_clip"])
     assert (-loss.item(), slope(loss, new)) == (given["objective"], given["gradient"])
@@ -156,7 +156,7 @@ def test_cpgd_stops_outside_its_range_and_its_drift_pulls_back() -> None:
     assert slope(loss, new) == pytest.approx(0.1 * 0.3)
 
 
-def test_importance_weights(known: dict[str, Any]) -> None:
+def test_importance_weights_are_the_known_ones(known: dict[str, Any]) -> None:
     given = known["importance_weights"]
     old, rollout = [given["old_logprob"]], [given["rollout_logprob"]]
     cut = surrogates.importance(old, rollout, "token", "truncate", 0.5, 2.0)
@@ -166,14 +166,14 @@ def test_importance_weights(known: dict[str, Any]) -> None:
     assert free == pytest.approx([given["plain"]], abs=CLOSE)
 
 
-def test_importance_weights_of_whole_responses() -> None:
+def test_importance_weights_of_responses_take_the_sum_or_mean_of_log_ratios() -> None:
     old, rollout = [0.3, -0.1], [0.0, 0.0]
     assert surrogates.importance(old, rollout, "sequence", "truncate", 0.5, 2.0) == pytest.approx([math.exp(0.2)] * 2)
     assert surrogates.importance(old, rollout, "geometric", "truncate", 0.5, 2.0) == pytest.approx([math.exp(0.1)] * 2)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_divergence(known: dict[str, Any], kind: str) -> None:
+def test_divergences_are_the_known_ones(known: dict[str, Any], kind: str) -> None:
     given = known["kl"]
     found = surrogates.divergence(token(given["logprob"]), given["ref_logprob"], kind)
     assert found.item() == pytest.approx(given[kind], abs=CLOSE)
@@ -182,7 +182,7 @@ def test_divergence(known: dict[str, Any], kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "answer"), [("k1", "k1_loss"), ("k2", "k2_loss"), ("k3", "k3_loss"), ("k3+", "k2_loss")]
 )
-def test_expected_gradients_of_the_divergence(known: dict[str, Any], kind: str, answer: str) -> None:
+def test_divergences_have_the_known_expected_gradients(known: dict[str, Any], kind: str, answer: str) -> None:
     logit = token(1.0)
     logprobs = torch.log_softmax(torch.stack([logit, torch.zeros_like(logit)]), dim=0)
     ref = torch.log_softmax(torch.tensor([-0.5, 0.0], dtype=torch.float64), dim=0).tolist()
@@ -192,7 +192,7 @@ def test_expected_gradients_of_the_divergence(known: dict[str, Any], kind: str, 
     assert slope(expected, logit) == pytest.approx(known["kl_gradient"][answer], abs=CLOSE)
 
 
-def test_value_clip(known: dict[str, Any]) -> None:
+def test_the_clipped_value_loss_is_the_known_one(known: dict[str, Any]) -> None:
     given, new = known["value_clip"], token(known["value_clip"]["value"])
     (loss,) = surrogates.value([new], [given["old_value"]], [given["return"]], given["clip_range"])
     assert loss.item() == pytest.approx(given["loss"])

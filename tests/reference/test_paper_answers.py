@@ -43,7 +43,7 @@ def assert_rows(found: list[list[float]], wanted: list[list[float]]) -> None:
     assert [x for row in found for x in row] == pytest.approx([x for row in wanted for x in row], rel=1e-6, abs=1e-6)
 
 
-def test_ppo(known: Known) -> None:
+def test_ppo_s_paper_gives_the_losses_and_the_gradient_by_hand(known: Known) -> None:
     answer = known["paper_ppo"]
     log_old, log_pi = zeros(answer["ratios"]), ragged(logs(answer["ratios"]))
 
@@ -55,14 +55,14 @@ def test_ppo(known: Known) -> None:
     assert ppo.value_loss(ragged([[answer["value"]]]), [[answer["value_target"]]]).item() == answer["value_loss"]
 
 
-def test_the_kl_penalty_of_ppo_falls_on_each_token(known: Known) -> None:
+def test_ppo_s_kl_penalty_is_subtracted_at_each_token(known: Known) -> None:
     answer = known["paper_ppo_kl_reward"]
     gap = answer["log_ratios_to_reference"]
     found = ppo.rewards_with_kl([answer["reward"]], [gap], [[0.0] * len(gap)], answer["beta"])
     assert_rows(found, [answer["rewards"]])
 
 
-def test_gae_in_its_two_forms(known: Known) -> None:
+def test_both_forms_of_gae_give_the_advantages_by_hand(known: Known) -> None:
     answer = known["gae"]
     for form in (ppo.gae, ppo.gae_as_average):
         for after, wanted in ((0.0, "advantages"), (0.8, "advantages_with_bootstrap_0.8")):
@@ -70,7 +70,7 @@ def test_gae_in_its_two_forms(known: Known) -> None:
             assert found == pytest.approx(answer[wanted], abs=1e-9)
 
 
-def test_gmpo(known: Known) -> None:
+def test_gmpo_s_paper_gives_the_loss_and_the_gradient_by_hand(known: Known) -> None:
     answer = known["paper_gmpo"]
     log_old, log_pi = zeros(answer["log_ratios"]), ragged(answer["log_ratios"])
 
@@ -81,7 +81,7 @@ def test_gmpo(known: Known) -> None:
     assert_rows(gradient(loss, log_pi), answer["gradient"])
 
 
-def test_gpg(known: Known) -> None:
+def test_gpg_s_paper_gives_the_advantages_and_the_loss_by_hand(known: Known) -> None:
     answer = known["paper_gpg"]
     A = gpg.advantages(answer["groups"])
     assert_rows(A, answer["advantages"])
@@ -89,12 +89,12 @@ def test_gpg(known: Known) -> None:
     assert gpg.loss(log_pi, [a for row in A for a in row]).item() == pytest.approx(answer["loss"], abs=1e-9)
 
 
-def test_opo(known: Known) -> None:
+def test_opo_s_paper_gives_the_advantages_by_hand(known: Known) -> None:
     answer = known["paper_opo"]
     assert opo.advantages(answer["rewards"], answer["lengths"]) == pytest.approx(answer["advantages"], abs=1e-9)
 
 
-def test_remax(known: Known) -> None:
+def test_remax_s_paper_gives_the_loss_and_the_gradient_by_hand(known: Known) -> None:
     answer = known["paper_remax"]
     log_pi = ragged(answer["logprobs"])
 
@@ -105,7 +105,7 @@ def test_remax(known: Known) -> None:
     assert_rows(gradient(loss, log_pi), answer["gradient"])
 
 
-def test_reinforce_plus_plus(known: Known) -> None:
+def test_reinforce_plus_plus_gives_the_advantages_by_hand(known: Known) -> None:
     answer = known["paper_reinforce_plus_plus"]
     gap = answer["log_ratios_to_reference"]
     for ddof, wanted in ((0, "population_std"), (1, "unbiased_std")):
@@ -115,14 +115,14 @@ def test_reinforce_plus_plus(known: Known) -> None:
         assert_rows(found, answer[wanted])
 
 
-def test_reinforce_plus_plus_with_a_baseline(known: Known) -> None:
+def test_reinforce_plus_plus_with_a_baseline_gives_the_advantages_by_hand(known: Known) -> None:
     answer = known["paper_reinforce_plus_plus_baseline"]
     found = reinforce_plus_plus.advantages_with_baseline(answer["groups"], answer["lengths"])
     lengths = [length for group in answer["lengths"] for length in group]
     assert_rows(found, [[a] * length for a, length in zip(answer["advantages"], lengths, strict=True)])
 
 
-def test_cpgd(known: Known) -> None:
+def test_cpgd_s_paper_gives_the_loss_and_the_gradient_by_hand(known: Known) -> None:
     answer = known["paper_cpgd"]
     log_old, log_pi = zeros(answer["log_ratios"]), ragged(answer["log_ratios"])
 
@@ -134,7 +134,7 @@ def test_cpgd(known: Known) -> None:
     assert_rows(gradient(loss, log_pi), answer["gradient"])
 
 
-def test_the_weights_of_cpgd(known: Known) -> None:
+def test_cpgd_s_paper_gives_the_weights_by_hand(known: Known) -> None:
     answer = known["paper_cpgd_weights"]
     groups = answer["groups"]
     assert cpgd.clip_filter_like_weight(groups, answer["c_omega"]) == [answer["clip_filter_like"]] * len(groups)
@@ -142,7 +142,7 @@ def test_the_weights_of_cpgd(known: Known) -> None:
     assert cpgd.std_weight(groups, ddof=0) == pytest.approx(answer["std_population"])
 
 
-def test_distillation(known: Known) -> None:
+def test_papers_on_distillation_give_the_kl_the_gradients_and_advantages_by_hand(known: Known) -> None:
     answer = known["paper_distillation"]
     q = torch.tensor([answer["student"]], dtype=torch.float64).log().requires_grad_()
     p = torch.tensor([answer["teacher"]], dtype=torch.float64).log()
@@ -157,7 +157,7 @@ def test_distillation(known: Known) -> None:
     assert_rows(distillation.per_token_reverse_kl_advantages(log_q, log_p), [gap])
 
 
-def test_gspo(known: Known) -> None:
+def test_gspo_s_paper_gives_the_losses_and_gradients_by_hand(known: Known) -> None:
     answer = known["paper_gspo"]
     log_pi, log_old = ragged([answer["log_ratios"]]), zeros([answer["log_ratios"]])
     low, high = answer["epsilon_low"], answer["epsilon_high"]
@@ -172,7 +172,7 @@ def test_gspo(known: Known) -> None:
     )
 
 
-def test_sapo(known: Known) -> None:
+def test_sapo_s_paper_gives_the_loss_and_the_gradient_by_hand(known: Known) -> None:
     answer = known["paper_sapo"]
     log_old, log_pi = zeros(answer["ratios"]), ragged(logs(answer["ratios"]))
 
@@ -183,12 +183,12 @@ def test_sapo(known: Known) -> None:
     assert_rows(gradient(loss, log_pi), answer["gradient"])
 
 
-def test_gdpo(known: Known) -> None:
+def test_gdpo_s_paper_gives_the_advantages_by_hand(known: Known) -> None:
     answer = known["paper_gdpo"]
     assert_rows(gdpo.advantages(answer["parts"]), answer["advantages"])
 
 
-def test_dppo(known: Known) -> None:
+def test_dppo_s_paper_gives_the_masks_the_loss_and_the_gradient_by_hand(known: Known) -> None:
     answer = known["paper_dppo_tv"]
     log_mu = ragged([[log(x)] for x in answer["rollout_probabilities"]])
     log_pi = ragged([[log(x)] for x in answer["probabilities"]])
@@ -201,19 +201,19 @@ def test_dppo(known: Known) -> None:
     assert_rows(gradient(loss, log_pi), [[g] for g in answer["gradient"]])
 
 
-def test_maxrl(known: Known) -> None:
+def test_maxrl_s_paper_gives_the_advantages_by_hand(known: Known) -> None:
     answer = known["paper_maxrl"]
     assert_rows([maxrl.advantages(group) for group in answer["groups"]], answer["advantages"])
 
 
-def test_off_policy_sequence_masks(known: Known) -> None:
+def test_deepseek_v32_s_paper_gives_the_sequence_masks_by_hand(known: Known) -> None:
     answer = known["paper_off_policy_sequence_mask"]
     log_mu = ragged(answer["log_rollout_over_policy"])
     log_pi = zeros(answer["log_rollout_over_policy"])
     assert deepseek_v32.sequence_masks(log_pi, log_mu, answer["advantages"], answer["delta"]) == answer["masks"]
 
 
-def test_the_kl_whose_gradient_is_exact_off_policy(known: Known) -> None:
+def test_deepseek_v32_s_unbiased_kl_has_the_value_and_gradient_by_hand(known: Known) -> None:
     answer = known["paper_k3_ratio"]
     log_pi = torch.tensor(answer["logprob"], dtype=torch.float64, requires_grad=True)
     others = [torch.tensor(answer[name], dtype=torch.float64) for name in ("old_logprob", "ref_logprob")]
@@ -224,7 +224,7 @@ def test_the_kl_whose_gradient_is_exact_off_policy(known: Known) -> None:
     assert log_pi.grad.item() == pytest.approx(answer["gradient"], abs=1e-7)
 
 
-def test_that_kl_and_its_gradient_are_exact_in_expectation_under_the_old_policy() -> None:
+def test_deepseek_v32_s_kl_and_its_gradient_are_unbiased_under_the_old_policy() -> None:
     """The sum over all actions, weighted by pi_old, of eq. 7 is KL(pi || pi_ref); so for the gradient."""
     logits = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
     log_old = torch.log_softmax(torch.tensor([1.0, 0.2, -0.4], dtype=torch.float64), -1)

@@ -123,7 +123,7 @@ def of_tokens(advantages: Sequence[float]) -> list[list[float]]:
     return [[a] * n for a, n in zip(advantages, LENGTHS, strict=True)]
 
 
-def test_ppo(run: Run, data: Batch) -> None:
+def test_ppo_s_nodes_give_the_advantages_returns_and_loss_of_the_paper(run: Run, data: Batch) -> None:
     """GAE over the reward with its KL penalty; the advantages are whitened too, as in InstructGPT's code and no
     equation.
     """
@@ -143,24 +143,24 @@ def test_ppo(run: Run, data: Batch) -> None:
     assert_loss(data, made, lambda new: ppo.clip_loss(new, old, whitened, 0.2))
 
 
-def test_gmpo(run: Run, data: Batch) -> None:
+def test_gmpo_s_nodes_give_the_loss_and_gradient_of_the_paper(run: Run, data: Batch) -> None:
     made, old = run(GMPO, **TWICE), data.rows(data.log_old)
     assert_loss(data, made, lambda new: gmpo.loss(new, old, made.values["advantages"].tolist()))
 
 
-def test_gspo(run: Run, data: Batch) -> None:
+def test_gspo_s_nodes_give_the_loss_and_gradient_of_the_paper(run: Run, data: Batch) -> None:
     made, old = run(GSPO, **TWICE), data.rows(data.log_old)
     assert_loss(data, made, lambda new: gspo.loss(new, old, made.values["advantages"].tolist(), 3e-4, 4e-4))
 
 
-def test_gpg(run: Run, data: Batch) -> None:
+def test_gpg_s_nodes_give_the_advantages_and_loss_of_the_paper(run: Run, data: Batch) -> None:
     A = of_responses(gpg.advantages(data.groups(data.rewards)))
     made = run(GPG)
     assert_advantages(data, made.values["advantages"], of_tokens(A))
     assert_loss(data, made, lambda new: gpg.loss(new, A))
 
 
-def test_opo(run: Run, data: Batch) -> None:
+def test_opo_s_nodes_give_the_advantages_and_gradient_of_the_paper(run: Run, data: Batch) -> None:
     """The paper sums a response's tokens; the mean over the step's tokens is that times a number, in an exactly
     on-policy step.
     """
@@ -175,7 +175,7 @@ def test_opo(run: Run, data: Batch) -> None:
     assert_gradient(data, made, theirs, scale=1 / sum(LENGTHS))
 
 
-def test_remax(run: Run, data: Batch) -> None:
+def test_remax_s_nodes_give_the_advantages_and_gradient_of_the_paper(run: Run, data: Batch) -> None:
     """The loss is divided by the step's tokens, as in the authors' code, where the paper divides by its responses."""
     greedy = data.A
     made = run(ReMax, {"greedy": None, "greedy_rewards": None, "baseline": greedy})
@@ -184,7 +184,7 @@ def test_remax(run: Run, data: Batch) -> None:
     assert_gradient(data, made, lambda new: remax.loss(new, r, b), scale=len(LENGTHS) / sum(LENGTHS))
 
 
-def test_the_full_step_kl_of_remax(run: Run, data: Batch) -> None:
+def test_remax_s_nodes_subtract_the_full_step_kl_of_the_paper(run: Run, data: Batch) -> None:
     given = {"greedy": None, "greedy_rewards": None, "baseline": data.A}
     made = run(ReMax, given, kl_coef=BETA, kl_in_reward=True, kl_kind="k1", group_size=1)
     old, ref = numbers(data, data.log_old), numbers(data, data.log_ref)
@@ -193,7 +193,7 @@ def test_the_full_step_kl_of_remax(run: Run, data: Batch) -> None:
 
 
 @pytest.mark.parametrize("weight", ["std", "filter", "none"])
-def test_cpgd(run: Run, data: Batch, weight: str) -> None:
+def test_cpgd_s_nodes_give_the_advantages_and_gradient_of_the_paper(run: Run, data: Batch, weight: str) -> None:
     """Equation 2 averages over the tokens of a prompt's responses, then over prompts; the default, as the authors'
     code, over the tokens of the step, which weighs a prompt by its share of them.
     """
@@ -220,7 +220,9 @@ def test_cpgd(run: Run, data: Batch, weight: str) -> None:
 
 
 @pytest.mark.parametrize("reverse_kl", ["token", "sequence"])
-def test_on_policy_distillation(run: Run, data: Batch, reverse_kl: str) -> None:
+def test_distillation_s_nodes_give_the_advantages_or_the_gradient_of_the_paper(
+    run: Run, data: Batch, reverse_kl: str
+) -> None:
     settings = {"teacher": CausalLM("teacher"), "group_size": 1, "reverse_kl": reverse_kl}
     given = {"teacher_logprobs": data.log_ref, "old_logprobs": data.log_pi}
     made = run(OnPolicyDistillation, given, **settings)
@@ -235,7 +237,7 @@ def test_on_policy_distillation(run: Run, data: Batch, reverse_kl: str) -> None:
     assert_gradient(data, made, theirs, scale=len(LENGTHS) / sum(LENGTHS))
 
 
-def test_reinforce_plus_plus(run: Run, data: Batch) -> None:
+def test_reinforce_plus_plus_s_nodes_give_the_advantages_and_loss_of_the_paper(run: Run, data: Batch) -> None:
     old, ref = numbers(data, data.log_old), numbers(data, data.log_ref)
     A = reinforce_plus_plus.advantages(data.rewards.tolist(), old, ref, BETA, ddof=1)
     made = run(REINFORCEPlusPlus, kl_coef=BETA, group_size=1, **TWICE)
@@ -243,7 +245,7 @@ def test_reinforce_plus_plus(run: Run, data: Batch) -> None:
     assert_loss(data, made, lambda new: ppo.clip_loss(new, data.rows(data.log_old), A, 0.2))
 
 
-def test_reinforce_plus_plus_with_a_baseline(run: Run, data: Batch) -> None:
+def test_reinforce_plus_plus_with_a_baseline_is_that_of_the_paper(run: Run, data: Batch) -> None:
     lengths = data.lengths.reshape(-1, GROUP).tolist()
     A = reinforce_plus_plus.advantages_with_baseline(data.groups(data.rewards), lengths, ddof=1)
     made = run(REINFORCEPlusPlusBaseline, kl_coef=BETA, **TWICE)
@@ -265,13 +267,13 @@ def grpo(groups: list[list[float]]) -> list[float]:
     ]
 
 
-def test_sapo(run: Run, data: Batch) -> None:
+def test_sapo_s_nodes_give_the_loss_and_gradient_of_the_paper(run: Run, data: Batch) -> None:
     A = grpo(data.groups(data.rewards))
     made, old = run(SAPO, **TWICE), data.rows(data.log_old)
     assert_loss(data, made, lambda new: sapo.loss(new, old, A))
 
 
-def test_gdpo(run: Run, data: Batch) -> None:
+def test_gdpo_s_nodes_give_the_advantages_and_loss_of_the_paper(run: Run, data: Batch) -> None:
     parts = {"right": data.rewards, "format": data.A.round().abs()}
     groups = [data.groups(part) for part in parts.values()]
     for weights in (None, {"right": 1.0, "format": 0.25}):
@@ -282,7 +284,7 @@ def test_gdpo(run: Run, data: Batch) -> None:
         assert_loss(data, made, partial(ppo.clip_loss, log_old=old, A=of_tokens(A), epsilon=0.2))
 
 
-def test_dppo(run: Run, data: Batch) -> None:
+def test_dppo_s_nodes_give_the_gradient_of_the_paper(run: Run, data: Batch) -> None:
     """The gradient is the paper's; the value is not, as the ratio has none in the loss. The engine's policy is mu."""
     made = run(DPPO, delta=0.005, **TWICE)
     A, mu = made.values["advantages"].tolist(), data.rows(data.log_mu)
@@ -291,14 +293,14 @@ def test_dppo(run: Run, data: Batch) -> None:
     assert_gradient(data, made, lambda new: dppo.loss(new, mu, A, 0.005))
 
 
-def test_the_advantages_of_dppo_have_no_deviation(run: Run, data: Batch) -> None:
+def test_dppo_s_advantages_are_not_divided_by_a_deviation(run: Run, data: Batch) -> None:
     groups = data.groups(data.rewards)
     assert_advantages(
         data, run(DPPO).values["advantages"], of_tokens([r - mean(group) for group in groups for r in group])
     )
 
 
-def test_maxrl(run: Run, data: Batch) -> None:
+def test_maxrl_s_nodes_give_the_advantages_and_gradient_of_the_paper(run: Run, data: Batch) -> None:
     rewards = torch.tensor([0.0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0], dtype=torch.float64)
     made = run(MaxRL, {"rewards": rewards})
     A = of_responses([maxrl.advantages(group) for group in data.groups(rewards)])
@@ -306,7 +308,7 @@ def test_maxrl(run: Run, data: Batch) -> None:
     assert_gradient(data, made, lambda new: maxrl.loss(new, data.groups(rewards)))
 
 
-def test_off_policy_sequence_masking(run: Run, data: Batch) -> None:
+def test_off_policy_sequence_masking_has_the_loss_and_gradient_of_the_paper(run: Run, data: Batch) -> None:
     """With the unbiased KL, which the mask leaves alone; pi_old is the engine's policy everywhere."""
     A = [r - mean(group) for group in data.groups(data.rewards) for r in group]
     mu, ref = data.rows(data.log_mu), data.rows(data.log_ref)
@@ -316,7 +318,7 @@ def test_off_policy_sequence_masking(run: Run, data: Batch) -> None:
     assert_loss(data, made, lambda new: deepseek_v32.loss(new, mu, mu, ref, A, 0.2, BETA, 0.1))
 
 
-def test_reinforce(run: Run, data: Batch) -> None:
+def test_reinforce_s_nodes_give_the_advantages_and_gradient_of_the_paper(run: Run, data: Batch) -> None:
     A = of_responses([reinforce.rloo_advantages(group) for group in data.groups(data.rewards)])
     made, mu = run(REINFORCE, **TWICE), data.rows(data.log_mu)
     assert_advantages(data, made.values["advantages"], of_tokens(A))

@@ -35,7 +35,7 @@ def assert_same_loss(data: Batch, ours: Ours, theirs: Theirs, mode: Aggregation)
     assert not leaf.grad[~data.mask].any()
 
 
-def test_ppo(data: Batch) -> None:
+def test_ppo_loss_is_that_of_its_paper(data: Batch) -> None:
     old, A = data.rows(data.log_old), [row.tolist() for row in data.rows(data.A_t)]
     assert_same_loss(
         data,
@@ -45,7 +45,7 @@ def test_ppo(data: Batch) -> None:
     )
 
 
-def test_the_loss_of_the_critic_is_half_of_ppos(data: Batch) -> None:
+def test_twice_the_critic_s_loss_is_the_value_loss_of_ppo_s_paper(data: Batch) -> None:
     targets = [row.tolist() for row in data.rows(data.A_t)]
     assert_same_loss(
         data,
@@ -56,7 +56,7 @@ def test_the_loss_of_the_critic_is_half_of_ppos(data: Batch) -> None:
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.97, 0.9), (0.9, 0.0)])
-def test_gae(data: Batch, gamma: float, lam: float) -> None:
+def test_gae_is_that_of_its_paper_in_both_forms(data: Batch, gamma: float, lam: float) -> None:
     advantages, returns = functional.gae(data.A_t, data.log_ref, data.mask, gamma, lam, data.A)
     for i, (r, V) in enumerate(zip(data.rows(data.A_t), data.rows(data.log_ref), strict=True)):
         wanted = torch.tensor(ppo.gae(r.tolist(), V.tolist(), gamma, lam, data.A[i].item()), dtype=torch.float64)
@@ -66,14 +66,14 @@ def test_gae(data: Batch, gamma: float, lam: float) -> None:
         assert_tight(torch.tensor(also, dtype=torch.float64), wanted)
 
 
-def test_the_reward_of_ppo(data: Batch) -> None:
+def test_token_rewards_with_kl_are_those_of_ppo_s_paper(data: Batch) -> None:
     found = functional.last_token_rewards(data.rewards, data.mask)
     found = found - 0.1 * functional.kl_estimate(data.log_old, data.log_ref, "k1")
     old, ref = ([row.tolist() for row in data.rows(x)] for x in (data.log_old, data.log_ref))
     assert_rows(data.rows(found), ppo.rewards_with_kl(data.rewards.tolist(), old, ref, 0.1))
 
 
-def test_gmpo(data: Batch) -> None:
+def test_gmpo_loss_is_that_of_its_paper(data: Batch) -> None:
     old = data.rows(data.log_old)
     assert_same_loss(
         data,
@@ -84,7 +84,7 @@ def test_gmpo(data: Batch) -> None:
 
 
 @pytest.mark.parametrize("clips", [(3e-4, 4e-4), (0.3, 0.5)])
-def test_gspo(data: Batch, clips: tuple[float, float]) -> None:
+def test_gspo_loss_is_that_of_its_paper(data: Batch, clips: tuple[float, float]) -> None:
     old = data.rows(data.log_old)
     assert_same_loss(
         data,
@@ -95,7 +95,7 @@ def test_gspo(data: Batch, clips: tuple[float, float]) -> None:
 
 
 @pytest.mark.parametrize("clips", [(3e-4, 4e-4), (0.3, 0.5)])
-def test_gspo_token(data: Batch, clips: tuple[float, float]) -> None:
+def test_gspo_token_loss_is_that_of_its_paper(data: Batch, clips: tuple[float, float]) -> None:
     old, A = data.rows(data.log_old), [row.tolist() for row in data.rows(data.A_t)]
     assert_same_loss(
         data,
@@ -105,14 +105,14 @@ def test_gspo_token(data: Batch, clips: tuple[float, float]) -> None:
     )
 
 
-def test_opo(data: Batch) -> None:
+def test_opo_advantages_are_those_of_its_paper(data: Batch) -> None:
     found = functional.opo_advantages(data.rewards, data.lengths, data.group).reshape(-1, GROUP)
     lengths = data.lengths.reshape(-1, GROUP).tolist()
     wanted = [opo.advantages(r, n) for r, n in zip(data.groups(data.rewards), lengths, strict=True)]
     assert_rows(list(found), wanted)
 
 
-def test_the_k2_of_reinforce_plus_plus(data: Batch) -> None:
+def test_the_k2_estimate_is_the_kl_loss_of_reinforce_plus_plus_s_paper(data: Batch) -> None:
     ref = data.rows(data.log_ref)
     assert_same_loss(
         data,
@@ -122,7 +122,7 @@ def test_the_k2_of_reinforce_plus_plus(data: Batch) -> None:
     )
 
 
-def test_the_kl_of_deepseek_v32(data: Batch) -> None:
+def test_the_k3_ratio_estimate_is_the_unbiased_kl_of_deepseek_v32_s_paper(data: Batch) -> None:
     old, ref = data.rows(data.log_old), data.rows(data.log_ref)
 
     def theirs(new: list[Tensor]) -> Tensor:
@@ -139,7 +139,7 @@ def test_the_kl_of_deepseek_v32(data: Batch) -> None:
     assert_same_loss(data, ours, theirs, "token-mean")
 
 
-def test_sapo(data: Batch) -> None:
+def test_sapo_loss_is_that_of_its_paper(data: Batch) -> None:
     old = data.rows(data.log_old)
     assert_same_loss(
         data,
@@ -150,7 +150,7 @@ def test_sapo(data: Batch) -> None:
 
 
 @pytest.mark.parametrize("delta", [0.15, 0.05])
-def test_the_masks_of_dppo(data: Batch, delta: float) -> None:
+def test_dppo_masks_are_those_of_its_paper(data: Batch, delta: float) -> None:
     found = functional.dppo_tv_mask(data.log_pi, data.log_old, data.A, delta)
     wanted = dppo.masks(data.rows(data.log_pi), data.rows(data.log_old), data.A.tolist(), delta)
     assert {0, 1} == {m for row in wanted for m in row}
@@ -158,7 +158,7 @@ def test_the_masks_of_dppo(data: Batch, delta: float) -> None:
 
 
 @pytest.mark.parametrize("delta", [0.0, -0.3])
-def test_the_sequence_masks_of_deepseek_v32(data: Batch, delta: float) -> None:
+def test_off_policy_sequence_masks_are_those_of_deepseek_v32_s_paper(data: Batch, delta: float) -> None:
     found = functional.off_policy_sequence_mask(data.log_pi, data.log_old, data.A, data.mask, delta)
     wanted = deepseek_v32.sequence_masks(data.rows(data.log_pi), data.rows(data.log_old), data.A.tolist(), delta)
     assert {0, 1} == set(wanted)

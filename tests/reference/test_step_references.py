@@ -36,7 +36,7 @@ def assert_same_gradient(
     assert_rows(ragged(found), gradient(paper, log_pi))
 
 
-def test_ppo(data: Batch) -> None:
+def test_ppo_s_surrogate_has_the_gradient_of_the_paper(data: Batch) -> None:
     old, A = numbers(data, data.log_old), numbers(data, data.A_t)
     assert_same_gradient(
         data,
@@ -45,7 +45,7 @@ def test_ppo(data: Batch) -> None:
     )
 
 
-def test_gspo(data: Batch) -> None:
+def test_gspo_s_surrogate_has_the_gradient_of_the_paper(data: Batch) -> None:
     old, A = numbers(data, data.log_old), data.A.tolist()
     assert_same_gradient(
         data,
@@ -55,7 +55,7 @@ def test_gspo(data: Batch) -> None:
     )
 
 
-def test_gmpo(data: Batch) -> None:
+def test_gmpo_s_surrogate_has_the_gradient_of_the_paper(data: Batch) -> None:
     old, A = numbers(data, data.log_old), data.A.tolist()
     assert_same_gradient(
         data,
@@ -65,7 +65,7 @@ def test_gmpo(data: Batch) -> None:
     )
 
 
-def test_cpgd(data: Batch) -> None:
+def test_cpgd_s_surrogate_has_the_gradient_of_the_paper(data: Batch) -> None:
     old, A = numbers(data, data.log_old), data.A.tolist()
     assert_same_gradient(
         data,
@@ -74,14 +74,14 @@ def test_cpgd(data: Batch) -> None:
     )
 
 
-def test_gpg(data: Batch) -> None:
+def test_gpg_s_surrogate_has_the_gradient_of_the_paper(data: Batch) -> None:
     A = data.A.tolist()
     assert_same_gradient(
         data, lambda new, i: surrogates.policy_gradient(new, [A[i]] * len(new)), lambda rows: gpg.loss(rows, A)
     )
 
 
-def test_the_kl_of_deepseek_v32(data: Batch) -> None:
+def test_the_k3_ratio_divergence_has_the_gradient_of_deepseek_v32_s_paper(data: Batch) -> None:
     old, ref = numbers(data, data.log_old), numbers(data, data.log_ref)
 
     def reference(new: list[Tensor], i: int) -> list[Tensor]:
@@ -94,7 +94,7 @@ def test_the_kl_of_deepseek_v32(data: Batch) -> None:
     assert_same_gradient(data, reference, paper)
 
 
-def test_advantages_of_groups(data: Batch) -> None:
+def test_opo_gpg_and_cpgd_advantages_are_those_of_the_papers(data: Batch) -> None:
     rewards, groups = data.rewards.tolist(), data.group.tolist()
     of_groups, lengths = data.groups(data.rewards), data.lengths.reshape(-1, GROUP).tolist()
     wanted = [opo.advantages(r, n) for r, n in zip(of_groups, lengths, strict=True)]
@@ -105,7 +105,7 @@ def test_advantages_of_groups(data: Batch) -> None:
     assert worth.cpgd_filtered(rewards, groups, 1.2) == pytest.approx(list(filtered), rel=1e-12)
 
 
-def test_advantages_of_tokens(data: Batch) -> None:
+def test_gae_and_whitening_are_those_of_the_papers(data: Batch) -> None:
     rewards, values, after = numbers(data, data.A_t), numbers(data, data.log_ref), data.A.tolist()
     given = list(zip(rewards, values, after, strict=True))
     A = [ppo.gae(r, V, 0.97, 0.9, end) for r, V, end in given]

@@ -45,16 +45,16 @@ def of(function: Any, responses: RewardInput) -> list[float]:
 
 
 class TestWhatAFunctionIsGiven:
-    def test_columns_by_name(self) -> None:
+    def test_columns_are_given_by_name(self) -> None:
         assert of(exact, RewardInput(["42 ", "41"], [{"answer": "42"}] * 2)) == [1.0, 0.0]
 
-    def test_columns_by_place_where_a_parameter_has_no_name_outside(self) -> None:
+    def test_columns_are_given_by_position_to_positional_only_parameters(self) -> None:
         def by_place(response: str, answer: str, /) -> float:
             return exact(response, answer)
 
         assert of(by_place, RewardInput(["42 ", "41"], [{"answer": "42"}] * 2)) == [1.0, 0.0]
 
-    def test_the_prompt_as_the_dataset_has_it(self) -> None:
+    def test_the_prompt_is_given_as_the_dataset_has_it(self) -> None:
         seen: list[Any] = []
 
         def keep(prompt: Any) -> float:
@@ -66,24 +66,24 @@ class TestWhatAFunctionIsGiven:
         of(keep, RewardInput([""], [{"prompt": [{"role": "user", "content": "d"}]}]))
         assert seen == ["a", "b", "c", [{"role": "user", "content": "d"}]]
 
-    def test_the_conversation_of_a_response(self) -> None:
+    def test_messages_are_the_conversation_of_the_response(self) -> None:
         def last(messages: list[dict[str, Any]]) -> float:
             return float(len(messages) * 10 + len(messages[-1]["content"]))
 
         assert of(last, RewardInput(["42"], [{"prompt": "6 * 7?"}])) == [22.0]
         assert of(last, RewardInput(["42"], [{"prompt": "6 * 7?"}], conversations=[CONVERSATION])) == [42.0]
 
-    def test_the_row_and_its_info(self) -> None:
+    def test_row_is_the_whole_row_and_info_is_its_column(self) -> None:
         def both(row: dict[str, Any], info: dict[str, Any]) -> float:
             return len(row) + 10.0 * len(info)
 
         assert of(both, RewardInput(["", ""], [{"n": 1}, {"n": 1, "info": {"a": 1, "b": 2}}])) == [1.0, 22.0]
 
-    def test_all_columns(self) -> None:
+    def test_keyword_arguments_are_all_columns(self) -> None:
         scores = scored(as_reward(everything), RewardInput(["x"], [{"a": 1, "b": 2}]))
         assert (scores.total, scores.parts) == ([3.0], {"a": [1.0], "b": [2.0]})
 
-    def test_lists_of_its_own(self) -> None:
+    def test_each_call_is_given_lists_of_its_own(self) -> None:
         def pops(response: str, tests: list[str]) -> float:
             return float(tests.pop() == response)
 
@@ -93,13 +93,13 @@ class TestWhatAFunctionIsGiven:
         for function in (pops, pops_all):
             assert of(function, RewardInput(["42", "42"], [{"tests": ["41", "42"]}] * 2)) == [1.0, 1.0]
 
-    def test_a_default_where_there_is_no_column(self) -> None:
+    def test_a_parameter_without_a_column_has_its_default(self) -> None:
         def scaled(response: str, scale: float = 3.0) -> float:
             return scale
 
         assert of(scaled, RewardInput(["", ""], [{}, {"scale": 5.0}])) == [3.0, 5.0]
 
-    def test_a_column_of_a_reserved_name_with_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_column_with_a_reserved_name_is_given_with_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
         reward = as_reward(lambda response: float(response))
         with caplog.at_level(logging.WARNING):
             assert scored(reward, RewardInput(["x", "x"], [{"response": 7}] * 2)).total == [7.0, 7.0]
@@ -118,7 +118,7 @@ class TestWhatAFunctionIsGiven:
         assert of(slow, RewardInput(["1", "2", "3", "4", "5"], [{}] * 5)) == [1, 2, 3, 4, 5]
         assert time.monotonic() - begun < 0.8
 
-    def test_the_same_in_a_worker(self) -> None:
+    def test_a_function_in_a_worker_is_given_columns_too(self) -> None:
         path = f"{__name__}.exact"
         reward = CallableReward(path, timeout_s=10.0)
         assert scored(reward, RewardInput(["42", "41"], [{"answer": "42"}] * 2)).total == [1.0, 0.0]
@@ -130,12 +130,12 @@ class TestWhatCannotBeCalled:
         with pytest.raises(UserError, match=r"failed on sample 0 with TypeError: exact.* argument: 'answer'"):
             of(exact, RewardInput(["42"], [{"question": "", "answers": "42"}]))
 
-    def test_a_prompt_that_no_column_has(self) -> None:
+    def test_a_missing_prompt_column_is_an_error(self) -> None:
         with pytest.raises(UserError, match=r"reads the prompt.*\(n\); name it by `data.prompt`"):
             of(lambda prompt: 0.0, RewardInput(["42"], [{"n": 1}]))
 
     @pytest.mark.parametrize("returned", [None, float("nan"), [1.0], "1", {}])
-    def test_what_is_no_number(self, returned: Any) -> None:
+    def test_a_score_that_is_not_a_number_is_an_error(self, returned: Any) -> None:
         with pytest.raises(UserError, match=r"^reward `<lambda>` failed on sample 0 with .*it returned"):
             of(lambda response: returned, RewardInput(["42"], [{}]))
 
@@ -157,7 +157,7 @@ class TestWhatCannotBeCalled:
             ("exact", "`reward` is 'exact', and no reward is known by that name. Did you mean"),
         ],
     )
-    def test_what_is_no_reward(self, value: Any, line: str) -> None:
+    def test_what_is_not_a_reward_is_refused_in_one_line(self, value: Any, line: str) -> None:
         with pytest.raises(UserError) as raised:
             as_reward(value)
         assert line in str(raised.value)
@@ -196,19 +196,19 @@ class TestTheFormOfTRL:
         state=TrainerState(global_step=3, max_steps=10, epoch=0.5),
     )
 
-    def test_example_1_tokens(self) -> None:
+    def test_example_1_scores_token_ids(self) -> None:
         def reward_func(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
             return [float(len(ids)) for ids in completion_ids]
 
         assert of(reward_func, self.texts) == [2.0, 4.0]
 
-    def test_example_1_1_characters(self) -> None:
+    def test_example_1_1_scores_characters(self) -> None:
         def reward_func(completions: list[str], **kwargs: Any) -> list[float]:
             return [float(len(completion)) for completion in completions]
 
         assert of(reward_func, self.texts) == [6.0, 12.0]
 
-    def test_example_2_a_format_of_messages(self) -> None:
+    def test_example_2_scores_the_format_of_messages(self) -> None:
         def format_reward_func(completions: list[Any], **kwargs: Any) -> list[float]:
             contents = [completion[0]["content"] for completion in completions]
             return [1.0 if each.startswith("<think>") and each.endswith("</answer>") else 0.0 for each in contents]
@@ -217,7 +217,7 @@ class TestTheFormOfTRL:
         texts = ["<think>1 + 2 = 3, times 4 is 12.</think><answer>(1 + 2) * 4 = 12</answer>", "It is 12."]
         assert of(format_reward_func, RewardInput(texts, [{"prompt": each} for each in prompts])) == [1.0, 0.0]
 
-    def test_example_3_a_column(self) -> None:
+    def test_example_3_compares_with_a_column(self) -> None:
         def reward_func(completions: list[str], ground_truth: list[str], **kwargs: Any) -> list[float]:
             found = [each.rpartition("\\boxed{")[2].partition("}")[0] for each in completions]
             return [1.0 if each == truth else 0.0 for each, truth in zip(found, ground_truth, strict=True)]
@@ -227,7 +227,7 @@ class TestTheFormOfTRL:
         assert of(reward_func, RewardInput(texts, rows)) == [1.0, 0.0]
         assert as_reward(reward_func).reads == {"ground_truth": True}
 
-    def test_example_4_tasks_that_a_function_does_not_apply_to(self) -> None:
+    def test_example_4_leaves_out_functions_that_return_none(self) -> None:
         def math_reward_func(prompts: Any, completions: Any, task: list[str], **kwargs: Any) -> list[float | None]:
             return [1.0 if each == "math" else None for each in task]
 
@@ -252,14 +252,14 @@ class TestTheFormOfTRL:
         for reward in (drops, WeightedSum({"a": drops, "b": CallableReward(never, on_error="zero")})):
             assert reward.settled(scored(reward, self.texts), self.texts).failed == {0: "drop"}
 
-    def test_example_5_async(self) -> None:
+    def test_example_5_awaits_a_coroutine(self) -> None:
         async def async_reward_func(prompts: Any, completions: list[str], **kwargs: Any) -> list[float]:
             await asyncio.sleep(0.01)
             return [1.0 if "blue" in each else 0.0 for each in completions]
 
         assert of(async_reward_func, self.texts) == [1.0, 0.0]
 
-    def test_where_the_run_is_and_what_is_logged(self) -> None:
+    def test_a_function_reads_the_trainer_state_and_logs_values(self) -> None:
         def curriculum(completions: list[str], trainer_state: Any, log_extra: Any, log_metric: Any) -> list[float]:
             log_extra("length", [len(each) for each in completions])
             log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
@@ -278,12 +278,12 @@ class TestTheFormOfTRL:
         rows = [{"prompt": CONVERSATION[:1]}]
         assert of(kept, RewardInput(["42"], rows, conversations=[CONVERSATION])) == [1.0]
 
-    def test_in_a_worker_too(self) -> None:
+    def test_a_function_in_a_worker_reads_the_state_and_logs_too(self) -> None:
         reward = CallableReward(f"{__name__}.lengths", timeout_s=20.0)
         scores = scored(reward, self.texts)
         assert (scores.total, scores.metrics, scores.columns) == ([6.0, 12.0], {"step": [3.0]}, {"n": [6, 12]})
 
-    def test_without_samples_it_is_not_called(self) -> None:
+    def test_a_function_is_not_called_without_samples(self) -> None:
         def mean(completions: list[str], answer: list[str]) -> list[float]:
             return [1 / len(completions)] * len(answer)
 
@@ -299,7 +299,7 @@ class TestTheFormOfTRL:
             (["1", "2"], "failed on sample 0 with TypeError: it returned '1', not a number"),
         ],
     )
-    def test_what_is_no_list_of_numbers(self, returned: Any, line: str) -> None:
+    def test_what_is_not_a_list_of_numbers_is_an_error(self, returned: Any, line: str) -> None:
         def wrong(completions: list[str], **kwargs: Any) -> Any:
             return returned
 

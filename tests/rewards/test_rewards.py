@@ -75,7 +75,7 @@ def test_math_verify_compares_as_mathematics(text: str, answer: str, score: floa
     assert MathVerify().score(RewardInput([text], [{"answer": answer}])).total == [score]
 
 
-def test_an_answer_that_is_no_mathematics_is_the_datasets_fault() -> None:
+def test_an_answer_that_is_not_mathematics_is_the_datasets_fault() -> None:
     with pytest.raises(UserError, match="column `answer` holds '', no expression"):
         MathVerify(on_error="zero").score(RewardInput(["1"], [{"answer": ""}]))
 
@@ -156,7 +156,7 @@ def test_a_reward_that_raises_names_the_sample() -> None:
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
-def test_what_a_reward_raises_is_told_in_one_line() -> None:
+def test_what_a_reward_raises_is_reported_in_one_line() -> None:
     def verbose(response: str, row: dict[str, Any]) -> float:
         raise RuntimeError("first\n  second")
 
@@ -165,7 +165,7 @@ def test_what_a_reward_raises_is_told_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("returned", [math.nan, math.inf, 1e39, None, "1", [1.0]])
-def test_what_is_no_finite_number_is_an_error(returned: Any) -> None:
+def test_a_score_that_is_not_a_finite_number_is_an_error(returned: Any) -> None:
     with pytest.raises(UserError, match=r"failed on sample 0 .* it returned"):
         CallableReward(lambda response, row: returned).score(RewardInput(["a"], [{}]))
 
@@ -292,7 +292,7 @@ class Gives(Reward):
         (Scores([1.0, cast(float, None)]), "Gives failed on sample 1 (`total`): it returned None, not a number ("),
     ],
 )
-def test_scores_that_cannot_be_trained_on_are_told_with_reward_and_sample(given: Any, line: str) -> None:
+def test_scores_that_cannot_be_trained_on_are_reported_with_reward_and_sample(given: Any, line: str) -> None:
     with pytest.raises(UserError) as raised:
         scored(Gives(given), RewardInput(["a", "b"], [{"n": 0}, {"n": 1}]))
     assert str(raised.value).startswith(line)
@@ -333,7 +333,7 @@ def test_a_sample_without_the_part_that_others_have_is_named() -> None:
 
 
 @pytest.mark.parametrize("returned", [math.nan, None])
-def test_a_part_that_is_no_finite_number_is_named(returned: Any) -> None:
+def test_a_part_that_is_not_a_finite_number_is_named(returned: Any) -> None:
     with pytest.raises(UserError, match=r"failed on sample 0 with \w+: part `brevity`: it returned (nan|None)"):
         CallableReward(lambda response, row: {"right": 1.0, "brevity": returned}).score(RewardInput(["a"], [{}]))
 
@@ -366,7 +366,7 @@ def test_a_part_is_not_called_as_another_metric(name: str) -> None:
         ("", "0", 0.0),
     ],
 )
-def test_a_sum_is_worked_out_and_what_is_no_sum_has_no_value(question: str, response: str, points: float) -> None:
+def test_a_sum_is_computed_and_what_is_not_a_sum_has_no_value(question: str, response: str, points: float) -> None:
     reward = SumValue("metadata.expression")
     assert reward.score(RewardInput([response], [{"metadata": {"expression": question}}])).total == [points]
 
@@ -380,7 +380,7 @@ def test_a_column_that_a_reward_steps_into_and_that_is_not_there_is_named() -> N
 
 
 @pytest.mark.parametrize("reward", [ExactMatch(on_error="zero"), SumValue("answer"), CodeTests("answer")], ids=str)
-def test_null_is_no_answer(reward: SampleReward) -> None:
+def test_null_is_not_an_answer(reward: SampleReward) -> None:
     with pytest.raises(
         UserError, match="column `answer`, which the reward reads, is null, so no response could be right"
     ):

@@ -76,7 +76,7 @@ def test_a_server_scores_in_batches(server: Server) -> None:
     assert server.requests[0]["rows"][0] == {"answer": "4"}
 
 
-def test_parts_are_parts(server: Server) -> None:
+def test_parts_that_a_server_returns_are_parts_of_the_reward(server: Server) -> None:
     server.answer = lambda body: (200, {"scores": [{"right": 1.0, "brief": 0.5}] * len(body["texts"])})
     scores = HTTPReward(server.url).score(RewardInput(["a", "b"], [{}] * 2))
     assert scores.total == [1.5, 1.5]
@@ -115,7 +115,7 @@ def test_a_server_that_fails_ends_the_run_in_one_line_or_scores_0(
 
 
 @pytest.mark.parametrize("score", [None, "1", {"right": None}, 1e300, {}])
-def test_what_is_no_number_is_a_failure_of_the_server(server: Server, score: Any) -> None:
+def test_what_is_not_a_number_is_a_failure_of_the_server(server: Server, score: Any) -> None:
     server.answer = lambda body: (200, {"scores": [score] * len(body["texts"])})
     with pytest.raises(
         UserError,
@@ -126,7 +126,7 @@ def test_what_is_no_number_is_a_failure_of_the_server(server: Server, score: Any
 
 
 @pytest.mark.parametrize("wrong", [None, b"1e300", b"1" + b"0" * 400, b"NaN"])
-def test_of_one_answer_that_is_no_score_one_sample_fails(server: Server, wrong: Any) -> None:
+def test_an_answer_that_is_not_a_score_fails_its_sample_alone(server: Server, wrong: Any) -> None:
     said = wrong if isinstance(wrong, bytes) else json.dumps(wrong).encode()
     server.answer = lambda body: (200, b'{"scores": [{"a": 1}, %s, {"a": 2}]}' % said)
     scores = HTTPReward(server.url, on_error="drop").score(RewardInput(["a", "b", "c"], [{}] * 3))
@@ -244,5 +244,5 @@ def test_a_prompt_of_a_column_that_is_not_there_is_refused(server: Server) -> No
     ],
     ids=range(10),
 )
-def test_the_last_grades_count(said: str, grades: dict[str, float]) -> None:
+def test_of_several_grades_in_an_answer_the_last_count(said: str, grades: dict[str, float]) -> None:
     assert grades_in(said, ["a"], 10) == grades

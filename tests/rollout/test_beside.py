@@ -229,7 +229,7 @@ def test_a_refusal_at_setup_keeps_the_engine_s_words_and_ends_its_process(tied: 
     assert not _process(beside).runs
 
 
-def test_an_engines_own_error_is_told_with_its_kind_and_its_place(broken: RolloutEngine, model: Any) -> None:
+def test_an_engines_own_error_is_reported_with_its_type_and_its_place(broken: RolloutEngine, model: Any) -> None:
     with pytest.raises(EngineProcessError, match=r"^rank 0: .* could not load the weights of version 0: ZeroDiv") as no:
         broken.update_weights(buckets(model), 0)
     assert "in update_weights" in no.value.__notes__[0]
@@ -237,14 +237,14 @@ def test_an_engines_own_error_is_told_with_its_kind_and_its_place(broken: Rollou
         broken.update_weights(buckets(model), 0)  # they still understand each other
 
 
-def test_a_process_that_exits_is_told_of_with_its_code_and_its_last_words(broken: RolloutEngine) -> None:
+def test_a_process_that_exits_is_reported_with_its_code_and_its_last_lines(broken: RolloutEngine) -> None:
     said = r"^rank 0: .* exited with code 3 when it should generate 6 responses\. .*\nthe last words of an engine$"
     with pytest.raises(EngineProcessError, match=re.compile(said, re.S)):
         broken.generate(PROMPTS, SEEDS, SAMPLING, 0)
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_while_it_works_is_told_of_at_once(broken: RolloutEngine) -> None:
+def test_a_process_that_is_killed_while_it_works_is_reported_immediately(broken: RolloutEngine) -> None:
     process = _process(broken)
     threading.Timer(0.5, process._popen.kill).start()
     started = time.monotonic()
@@ -260,7 +260,7 @@ def test_a_signal_that_asks_the_run_to_end_leaves_the_engine_to_its_rank(engine:
     assert _process(engine).runs
 
 
-def test_a_process_that_hangs_is_ended_and_told_of(broken: RolloutEngine) -> None:
+def test_a_process_that_hangs_is_ended_and_reported(broken: RolloutEngine) -> None:
     process = _process(broken)
     process._timeout_s = 0.5
     with pytest.raises(EngineProcessError, match=r"^rank 0: .* should sleep and did not within 0\.5 s"):

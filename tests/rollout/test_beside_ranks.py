@@ -89,7 +89,9 @@ def _from_rank_0(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
 
 
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_an_engine_beside_one_of_two_ranks_answers_as_it_does_alone(kind: str, ranks2: RankPool, tied: Path) -> None:
+def test_an_engine_process_of_one_of_two_ranks_answers_as_it_does_alone(
+    kind: str, ranks2: RankPool, tied: Path
+) -> None:
     nothing, found = ranks2.run(_beside, kind, tied, [1], timeout_s=300)
     assert nothing == []
     for completions, expected in zip(found, _alone(kind, tied, 1), strict=True):
@@ -97,7 +99,7 @@ def test_an_engine_beside_one_of_two_ranks_answers_as_it_does_alone(kind: str, r
 
 
 @pytest.mark.slow
-def test_vllm_beside_two_of_three_ranks_answers_as_it_does_on_two(
+def test_vllm_in_processes_of_two_of_three_ranks_answers_as_on_two(
     ranks2: RankPool, ranks3: RankPool, tied: Path
 ) -> None:
     expected, same = ranks2.run(_alone, "vllm", tied, 2, timeout_s=300)

@@ -260,7 +260,9 @@ def test_messages_that_a_template_refuses_are_named_by_environment_turn_and_row(
         held(engine, strict, Picky)
 
 
-def test_neither_delays_nor_threads_nor_who_is_beside_change_a_token(engine: RolloutEngine, tokenizer: Any) -> None:
+def test_neither_delays_nor_threads_nor_other_conversations_change_a_token(
+    engine: RolloutEngine, tokenizer: Any
+) -> None:
     plain = held(engine, tokenizer, lockstep=True)
     delayed = held(engine, tokenizer, SlowEcho)
     few = held(engine, tokenizer, SlowEcho, max_concurrent=2)
@@ -377,7 +379,7 @@ def test_a_prompt_that_is_too_long_is_refused(engine: RolloutEngine, tokenizer: 
         held(engine, tokenizer, longest_prompt=10)
 
 
-def test_ranks_that_share_an_engine_hear_what_the_first_answers() -> None:
+def test_ranks_that_share_an_engine_receive_what_the_first_answers() -> None:
     """And only the first one calls environments."""
     said: list[bytes] = []
     called: list[int] = []
@@ -410,7 +412,7 @@ def test_ranks_that_call_no_environment_name_the_row_too(engine: RolloutEngine, 
         held(engine, tokenizer, places=[0], sharing=sharing, longest_prompt=5)
 
 
-def test_who_waits_for_an_environment_hears_that_there_is_nothing_yet() -> None:
+def test_empty_rounds_are_sent_while_a_rank_waits_for_an_environment() -> None:
     rounds: list[bytes] = []
     answered = threading.Event()
 
@@ -426,7 +428,7 @@ def test_who_waits_for_an_environment_hears_that_there_is_nothing_yet() -> None:
     assert rounds[:3] == [b"[]"] * 3
 
 
-def test_what_no_one_foresaw_is_a_failure_that_all_hear_of() -> None:
+def test_an_unforeseen_error_is_a_failure_that_all_ranks_receive() -> None:
     calls = EnvironmentCalls(1, SharedCalls(True, lambda message: message, 60))
     calls.submit(0, lambda: {1, 2})
     ((_, answers),) = calls.answers(1)
@@ -470,7 +472,7 @@ def add(a: float, b: float) -> float:
     return a + b
 
 
-def test_a_turn_that_was_cut_is_no_answer(engine: RolloutEngine, tokenizer: Any) -> None:
+def test_a_turn_that_was_cut_is_not_an_answer(engine: RolloutEngine, tokenizer: Any) -> None:
     """Of six tokens few turns end by themselves; one that called no tool might have gone on to."""
     how = Rules(
         "actor",

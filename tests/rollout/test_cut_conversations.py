@@ -141,7 +141,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_tools_alone_go_on_and_their_calls_are_counted_on() -> None:
+def test_tools_without_an_environment_continue_and_keep_their_count_of_calls() -> None:
     definition = defined(None, [add])
     state = Session(definition, host := InProcess(), ROWS[0], 1, seed=3)
     state.begin([], ROWS[0])

@@ -25,7 +25,7 @@ def double(number: int) -> int:
 
 
 @pytest.mark.parametrize(("finished", "told"), [(True, "no JSON"), (False, "no JSON (the turn was cut at 3 tokens)")])
-def test_that_the_turn_was_cut_is_said(finished: bool, told: str) -> None:
+def test_the_error_of_a_call_says_that_its_turn_was_cut(finished: bool, told: str) -> None:
     session = Session(defined(None, [double]), InProcess(), {})
     conversation = Conversation(session, TemplateBridge(tiny_tokenizer()), [1], [])
     conversation.add_turn(Completion((5, 6, 7), (0.0,) * 3, finished))

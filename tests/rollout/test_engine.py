@@ -69,6 +69,6 @@ def test_a_response_has_at_least_one_token() -> None:
 
 
 @pytest.mark.parametrize("temperature", [-0.5, float("nan"), float("inf")])
-def test_a_temperature_divides(temperature: float) -> None:
+def test_a_temperature_that_logits_cannot_be_divided_by_is_refused(temperature: float) -> None:
     with pytest.raises(UserError, match="`temperature` is"):
         Sampling(8, temperature)

@@ -108,7 +108,7 @@ def test_logprobs_of_each_seat_are_those_of_its_policy_reading_its_own_view(
             torch.testing.assert_close(scored[written], torch.tensor(view.logprobs)[written], atol=1e-5, rtol=0)
 
 
-def test_a_seat_reads_what_the_game_tells_it_and_speaks_in_its_turns(
+def test_a_seat_reads_what_the_game_shows_it_and_speaks_in_its_turns(
     engines: dict[str, RolloutEngine], tokenizer: Any
 ) -> None:
     """In a game of four moves each seat speaks twice; who begins reads the first message of the game."""
@@ -161,7 +161,7 @@ def test_the_reward_of_a_seat_that_never_spoke_is_on_no_example_of_its_prompt(
     assert rewarded == [[views["player"].messages[-1]["content"]], []]
 
 
-def test_neither_delays_nor_who_is_beside_change_a_token(engines: dict[str, RolloutEngine], tokenizer: Any) -> None:
+def test_neither_delays_nor_other_games_change_a_token(engines: dict[str, RolloutEngine], tokenizer: Any) -> None:
     plain = tokens(played(engines, tokenizer, lockstep=True))
     assert tokens(played(engines, tokenizer, "tests.controller.answering.SlowDuel")) == plain
     assert tokens(played(engines, tokenizer, max_concurrent=3)) == plain

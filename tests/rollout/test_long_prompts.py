@@ -186,7 +186,7 @@ def mean_gap(model: Any, completions: list[Completion]) -> float:
 
 
 @pytest.mark.slow
-def test_an_engine_beside_its_rank_computes_prompts_in_parts(folder: Path, expected: list[Completion]) -> None:
+def test_an_engine_in_a_process_of_its_own_computes_prompts_in_parts(folder: Path, expected: list[Completion]) -> None:
     check_same(
         answers(EngineSubprocess(vllm(IN_PARTS), index=0, size=1, address="", timeout_s=120.0), folder), expected
     )

@@ -18,13 +18,13 @@ def test_a_token_taken_back_is_drawn_again() -> None:
     assert generator.rewinds == 2
 
 
-def test_it_draws_what_a_plain_generator_draws() -> None:
+def test_a_rewindable_generator_draws_what_a_plain_generator_draws() -> None:
     rewindable, plain = RewindableGenerator(), torch.Generator()
     rewindable.set_state(plain.manual_seed(3).get_state())
     assert [_drawn(rewindable) for _ in range(1000)] == [_drawn(plain) for _ in range(1000)]
 
 
-def test_taking_back_more_than_one_token_is_no_rewind_that_it_knows() -> None:
+def test_taking_back_more_than_one_token_is_refused() -> None:
     generator = RewindableGenerator()
     generator.enter()
     with pytest.raises(AssertionError, match="moves a generator to offset -4"):

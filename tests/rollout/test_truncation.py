@@ -43,7 +43,7 @@ def engine(folder: Path) -> Iterator[RolloutEngine]:
     engine.close()
 
 
-def test_its_logprobs_are_those_of_training_over_the_tokens_that_stayed(engine: RolloutEngine, folder: Path) -> None:
+def test_logprobs_are_those_of_training_over_the_tokens_that_stayed(engine: RolloutEngine, folder: Path) -> None:
     check_support(engine, folder, 0)
 
 

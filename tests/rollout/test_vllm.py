@@ -375,7 +375,7 @@ def test_a_prompt_beyond_the_context_is_refused(engine: RolloutEngine, model: An
         engine.generate([[65] * 500], [0], Sampling(13), _sync(engine, model))
 
 
-def test_a_context_that_the_cache_cut_short_is_told_with_the_settings(tied: Path) -> None:
+def test_a_context_that_the_cache_cut_short_is_reported_with_the_settings(tied: Path) -> None:
     engine = setup(VLLMEngine(kv_cache_gib=5 * 32 / 2**20, max_num_seqs=4), tied)  # 5 blocks of 32 tokens of 1 KiB
     engine.check_context(100, 10)
     with pytest.raises(

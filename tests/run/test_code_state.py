@@ -41,7 +41,7 @@ def mine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RLModule:
     return made
 
 
-def test_the_commit_of_the_working_directory_and_whether_files_changed(repository: Path) -> None:
+def test_the_commit_and_whether_tracked_files_changed_are_recorded(repository: Path) -> None:
     commit = git(repository, "rev-parse", "HEAD").strip()
     (repository / "runs").mkdir()
     (repository / "runs/metrics.jsonl").write_text("")  # what is not tracked is not a change
@@ -63,7 +63,7 @@ def test_a_module_of_ones_own_counts_and_not_the_working_directory(
     assert code_of(module)["code"]["changed"] is True  # the commit does not have the file
 
 
-def test_names_of_files_in_another_encoding_are_no_problem(repository: Path) -> None:
+def test_names_of_files_in_another_encoding_are_read(repository: Path) -> None:
     git(repository, "config", "core.quotepath", "false")
     name = os.fsencode(repository) + b"/caf\xe9.txt"
     Path(os.fsdecode(name)).write_text("one")

@@ -43,7 +43,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_arguments_that_differ_within_are_told_apart(name: str) -> None:
+def test_arguments_that_differ_at_any_depth_are_found(name: str) -> None:
     here, there = PAIRS[name]
     assert lines(here) == lines(here)
     assert lines(here) != lines(there)

@@ -59,7 +59,7 @@ def test_a_run_that_starts_from_another_run_s_model_carries_on_its_seconds(tmp_p
     assert json.loads(second.summary.read_text()) == summary
 
 
-def test_a_stranger_s_summary_beside_a_model_is_left_alone(tmp_path: Path) -> None:
+def test_a_stranger_s_summary_in_a_folder_with_a_model_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("no JSON")
     summary = RunFolder.open(tmp_path / "run").write_summary({}, started_from=tmp_path / "qwen")
     assert list(summary["seconds"]) == ["run"]
@@ -162,7 +162,7 @@ def test_nothing_is_removed_where_the_file_system_has_no_locks(tmp_path: Path, m
     assert (tmp_path / "run" / LOCK).exists()
 
 
-def test_who_waits_for_a_folder_that_a_refused_run_removes_makes_it_anew(tmp_path: Path) -> None:
+def test_a_run_that_waits_for_a_folder_makes_it_again_if_a_refused_run_removes_it(tmp_path: Path) -> None:
     with taking(tmp_path / "runs/own", "lock.release(); print('gone', flush=True); input()") as other:
         lock = FolderLock(tmp_path / "runs/own")
         with ThreadPoolExecutor(1) as pool:

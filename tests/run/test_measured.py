@@ -175,7 +175,7 @@ def test_a_data_module_is_asked_for_the_rows_of_the_command(model: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_predictions_of_other_prompts_begin_anew(model: Path, tmp_path: Path) -> None:
+def test_predictions_of_other_prompts_start_again(model: Path, tmp_path: Path) -> None:
     trainer(tmp_path).predict(grpo(model), ROWS)
     assert trainer(tmp_path).predict(grpo(model), ROWS[:5])["found"] == 0
     assert len(lines(tmp_path / "run-predict" / "responses.jsonl")) == 5
@@ -189,7 +189,7 @@ def test_the_folder_of_a_run_stands_for_its_model(model: Path, tmp_path: Path) -
     assert Path(of_run).read_text() == Path(trainer(tmp_path / "2").predict(grpo(model), ROWS)["path"]).read_text()
 
 
-def test_predictions_of_a_checkpoint_are_refused_and_a_monitor_is_no_matter(model: Path, tmp_path: Path) -> None:
+def test_predictions_of_a_checkpoint_are_refused_and_a_monitor_is_ignored(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="and `rlflow predict` reads a model; leave it out"):
         trainer(tmp_path, ckpt_path="runs/x/checkpoint").predict(grpo(model), ROWS)
     monitored = trainer(tmp_path, monitor="val/accuracy", save_top_k=1, save_every_n_steps=1)

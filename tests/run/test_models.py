@@ -111,13 +111,13 @@ def test_a_critic_s_losses_per_token_become_one_number_by_themselves() -> None:
         ({"gradient_checkpointing": True}, "gradient_checkpointing"),
     ],
 )
-def test_a_model_that_only_scores_is_not_told_how_to_be_trained(settings: dict[str, Any], name: str) -> None:
+def test_settings_of_training_are_refused_for_a_model_that_only_scores(settings: dict[str, Any], name: str) -> None:
     teacher = CausalLM("teacher", **settings)
     with pytest.raises(UserError, match=f"`{name}` is given for 'teacher', which this algorithm does not train; leave"):
         read_graph(OnPolicyDistillation(CausalLM("tiny"), teacher=teacher))
 
 
-def test_what_is_compared_has_one_temperature() -> None:
+def test_models_that_are_compared_have_one_temperature() -> None:
     for given in (1.0, 0.7):
         module = DPO(CausalLM("tiny", temperature=0.7), reference=CausalLM("other", temperature=given))
         read_graph(module)
@@ -133,7 +133,7 @@ def test_what_is_compared_has_one_temperature() -> None:
         (RewardModel("tiny"), "`actor` is .*RewardModel.*, which is not a CausalLM; give one"),
     ],
 )
-def test_what_is_no_model_is_refused(actor: Any, message: str) -> None:
+def test_what_is_not_a_model_is_refused(actor: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         SFT(actor)
 

@@ -105,7 +105,7 @@ def test_a_view_of_a_model_lives_where_the_model_does() -> None:
         ({"rollout": "0-1", "actor": "1-3"}, 2, "ranks 0-1 share an engine .* and among them only rank 1 hold `actor`"),
     ],
 )
-def test_what_cannot_be_placed_is_told_in_one_line(
+def test_what_cannot_be_placed_is_refused_in_one_line(
     placement: dict[str, Placed], tensor_parallel_size: int, said: str
 ) -> None:
     with pytest.raises(UserError, match=said) as error:

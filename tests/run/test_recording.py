@@ -65,7 +65,7 @@ def test_every_logger_has_the_commit_the_versions_and_the_graph(
     assert shown in (folder / "graph.md").read_text()
 
 
-def test_a_run_of_another_commit_resumes_without_a_word_and_notes_it(
+def test_a_run_resumes_at_another_commit_without_a_message_and_records_both(
     policy: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("runs") / "run"

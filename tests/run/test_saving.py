@@ -152,7 +152,7 @@ WAYS: dict[str, tuple[Any, str, Mapping[str, int]]] = {
     ("way", "precision"),
     slow_but([("zero3", "bf16"), ("apart", "bf16")], itertools.product(WAYS, ["fp32", "bf16"])),
 )
-def test_what_is_written_beside_the_steps_is_what_is_written_between_them(
+def test_what_async_save_writes_during_steps_is_what_is_written_between_them(
     way: str,
     precision: str,
     model: Path,

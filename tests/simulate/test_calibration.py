@@ -66,7 +66,7 @@ def test_a_constant_is_never_negative() -> None:
     assert 0.25 / 1.25 < found.train_efficiency < 0.25
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_written_constants_of_a_machine_are_read_back_unchanged(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(as_yaml(TRUE, {2: 1.5, 4: 3.0}))
     assert read_hardware(str(tmp_path / "mine.yaml")) == replace(TRUE, sharing={2: 1.5, 4: 3.0})
 
@@ -100,7 +100,7 @@ def simulation(ranks: int, sharing: dict[int, float]) -> Simulation:
 
 
 @pytest.mark.parametrize("sharing", ["half", "{two: 1.5}"])
-def test_a_sharing_that_is_no_table_is_refused(sharing: str, tmp_path: Path) -> None:
+def test_a_sharing_that_is_not_a_table_is_refused(sharing: str, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(f"like: h100\nsharing: {sharing}\n")
     with pytest.raises(UserError, match='holds no hardware: Parser key "sharing"'):
         read_hardware(str(tmp_path / "mine.yaml"))

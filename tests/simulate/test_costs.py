@@ -35,7 +35,7 @@ ZERO3 = LoadedRole(SMALL, Layout((0, 1, 2, 3), 4), 3, 4, 2, 3850, 3, False, 2, 5
 PAIRS = Layout((0, 1, 2, 3), 2)  # two ranks hold the same rows
 
 
-def test_parameters_are_counted() -> None:
+def test_parameters_and_bytes_of_the_cache_are_counted() -> None:
     assert (SMALL.parameters, SMALL.multiplied) == (3850, 2850)
     assert SMALL.cache_bytes(2) == 2 * 2 * 5 * 2  # keys and values, layers, width, bytes
 

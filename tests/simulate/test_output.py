@@ -100,7 +100,7 @@ def test_prompts_with_pictures_are_measured_with_their_pictures(tmp_path: Path) 
     assert with_lengths(simulation).prompt_tokens == pytest.approx(29.45, abs=0.01)
 
 
-def test_the_first_step_is_not_counted(folder: Path) -> None:
+def test_the_first_step_is_left_out_of_the_measured_median(folder: Path) -> None:
     simulation = read_fit(["--config", "my.yaml", "--predict", "machine.yaml"]).simulation
     assert simulation is not None
     steps = [{"step": float(step), "time/step": seconds} for step, seconds in ((1, 9.0), (2, 1.0), (3, 3.0), (4, 2.0))]

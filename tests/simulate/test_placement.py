@@ -49,7 +49,7 @@ def test_a_step_that_runs_ahead_takes_the_longer_of_the_two_phases_and_the_sync(
     assert seconds(ahead) == pytest.approx(of(ahead, "sync actor") + training, rel=1e-4)
 
 
-def test_the_gain_over_other_placements_is_told() -> None:
+def test_the_seconds_of_other_placements_are_given() -> None:
     ahead = simulation(*APART, "--trainer.max_staleness=1")
     assert list(ahead.alternatives) == ["in step", "all roles on all ranks"]
     in_step, together = (other.timelines["rlflow"].seconds for other in ahead.alternatives.values())
@@ -58,7 +58,7 @@ def test_the_gain_over_other_placements_is_told() -> None:
     assert simulation().alternatives == {}
 
 
-def test_a_placement_that_cannot_be_is_no_alternative() -> None:
+def test_a_placement_that_cannot_be_is_not_an_alternative() -> None:
     # an engine of 7 ranks does not divide 8
     assert simulation('--placement={rollout: "0-6", actor: 7}', "--rollout.tensor_parallel_size=7").alternatives == {}
 

@@ -34,7 +34,7 @@ def test_where_weights_are_divided_a_node_reads_the_parts_of_its_ranks() -> None
     assert found({"actor": ZERO3})["loading"].seconds == pytest.approx(3850 * 2 / 2 / 1000)
 
 
-def test_where_they_are_not_a_node_reads_them_all_once() -> None:
+def test_where_weights_are_not_divided_a_node_reads_them_all_once() -> None:
     assert found({"actor": replace(ZERO3, stage=2)})["loading"].seconds == pytest.approx(7.7)
 
 
@@ -65,7 +65,7 @@ def test_roles_are_loaded_one_after_the_other() -> None:
     assert loading.memory == pytest.approx(part * (2 + 4 + 4) + part * 2 + 1000 * 2)
 
 
-def test_the_fullest_rank_is_told_of() -> None:
+def test_the_memory_of_a_phase_is_that_of_the_fullest_rank() -> None:
     frozen = LoadedRole(SMALL, Layout(tuple(range(4, 8)), 4), 0, 4, 2, 0, 0, False, 1, 5)
     apart = found({"actor": HALF, "reference": frozen})
     assert apart["loading"].memory == pytest.approx(3850 / 4 * 10 + 1000 * 2)

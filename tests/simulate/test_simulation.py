@@ -115,7 +115,7 @@ def test_zero_3_needs_less_memory_of_a_rank_the_more_there_are(simulation: Simul
     assert growth[8].memory.kept == pytest.approx(64 * growth[512].memory.kept)
 
 
-def test_a_model_that_does_not_fit_is_told_with_role_and_bytes(
+def test_a_model_that_does_not_fit_is_reported_with_role_and_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     larger = ["--module.actor", "Qwen/Qwen2.5-7B", "--module.critic", "Qwen/Qwen2.5-7B"]

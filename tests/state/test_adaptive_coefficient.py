@@ -8,7 +8,7 @@ from rlflow import RLModule, UserError
 from rlflow.state import AdaptiveCoefficient
 
 
-def test_without_a_target_it_stays() -> None:
+def test_a_coefficient_without_a_target_does_not_change() -> None:
     coefficient = AdaptiveCoefficient(0.1)
     coefficient.update(100.0, rows=10_000)
     assert coefficient.value == 0.1
@@ -24,19 +24,19 @@ def test_without_a_target_it_stays() -> None:
         (0.0, 0.1),  # nothing has moved yet
     ],
 )
-def test_it_moves_with_the_error(observed: float, value: float) -> None:
+def test_a_coefficient_moves_with_the_error(observed: float, value: float) -> None:
     coefficient = AdaptiveCoefficient(0.1, target=1.0, horizon=1000)
     coefficient.update(observed, rows=500)
     assert coefficient.value == pytest.approx(value, rel=1e-12)
 
 
-def test_a_step_of_many_horizons_leaves_it_above_0() -> None:
+def test_a_step_of_many_horizons_leaves_a_coefficient_above_0() -> None:
     coefficient = AdaptiveCoefficient(0.1, target=1.0, horizon=100)
     coefficient.update(0.5, rows=1024)  # by the formula, the factor is 1 - 0.2 * 10.24
     assert coefficient.value == pytest.approx(0.01)
 
 
-def test_it_holds_what_grows_by_itself_near_its_target() -> None:
+def test_a_coefficient_holds_a_growing_divergence_near_its_target() -> None:
     coefficient, kl = AdaptiveCoefficient(0.01, target=1.0, horizon=100), 0.1
     for _ in range(2000):
         kl = 1 / (0.1 + 10 * coefficient.value)  # the more it is restrained the smaller

@@ -75,7 +75,7 @@ def test_earlier_samples_weigh_less() -> None:
         ({"pass_reward": float("nan")}, "`pass_reward` is nan"),
     ],
 )
-def test_what_is_no_curriculum_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_what_is_not_a_curriculum_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Curriculum(**settings)
 

@@ -31,7 +31,7 @@ def test_a_row_comes_whole() -> None:
         assert response[:length].tolist() == [number] * (number % 3)
 
 
-def test_what_a_key_draws_depends_on_nothing_beside_it() -> None:
+def test_what_a_key_draws_does_not_depend_on_other_keys() -> None:
     buffer = filled(8, 8)
     together = buffer.sample(torch.arange(100)).prompt_ids.values
     apart = [buffer.sample(keys).prompt_ids.values for keys in torch.arange(100).split(30)]  # ranks with their own
@@ -50,7 +50,7 @@ def test_a_state_comes_back_and_a_smaller_buffer_keeps_its_last_rows() -> None:
     assert {int(row) for row in smaller.sample(keys).prompt_ids.values} == {7, 8}
 
 
-def test_mistakes_are_told_in_one_line() -> None:
+def test_mistakes_are_refused_in_one_line() -> None:
     with pytest.raises(UserError, match="`capacity` of a ReplayBuffer is 0"):
         ReplayBuffer(0)
     with pytest.raises(UserError, match="was sampled before rows were added"):

@@ -48,7 +48,7 @@ def test_tensors_are_as_they_were_when_they_were_given(asynchronous: bool, tmp_p
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_beside_a_run_nothing_is_written_before_all_is_copied(asynchronous: bool) -> None:
+def test_an_asynchronous_disk_writes_nothing_before_it_is_started(asynchronous: bool) -> None:
     disk, done = Disk(asynchronous), threading.Event()
     disk.do(done.set)
     assert done.wait(0.2 if asynchronous else 30) is not asynchronous

@@ -51,7 +51,7 @@ def test_a_tensor_is_asked_for_when_those_before_are_on_their_way(tmp_path: Path
     assert [size - sizes[0] for size in sizes] == [0, 4000, 8000]
 
 
-def test_another_tensor_than_was_announced_is_no_file(tmp_path: Path) -> None:
+def test_a_tensor_other_than_the_announced_one_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         write_tensors(tmp_path / "file", [StoredTensor("a", (2,), torch.float32)], [torch.ones(3)])
 

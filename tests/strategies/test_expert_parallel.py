@@ -130,7 +130,7 @@ def test_ranks_whose_experts_get_no_token_make_the_same_passes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "experts"), [(1, 4), (2, 2)])
-def test_in_bf16_divided_experts_are_no_farther_from_float64_than_whole_ones(
+def test_in_bf16_divided_experts_are_as_near_to_float64_as_whole_ones(
     layers: int, experts: int, tmp_path: Path, ranks4: RankPool
 ) -> None:
     folder, errors = written(tmp_path, "qwen3_moe"), []

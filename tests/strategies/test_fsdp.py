@@ -39,7 +39,7 @@ def adapted_in_bf16(folder: Path, stage: Stage) -> tuple[list[float], set[tuple[
     return norms, {(parameter.requires_grad, parameter.dtype) for parameter in parameters}
 
 
-def test_in_bf16_float32_adapters_train_beside_frozen_weights_as_at_zero_3(tiny: Path, ranks2: RankPool) -> None:
+def test_in_bf16_float32_adapters_train_with_frozen_weights_as_at_zero_3(tiny: Path, ranks2: RankPool) -> None:
     expected = ranks2.run(adapted_in_bf16, tiny, 3)
     for (norms, dtypes), (of_zero, _) in zip(ranks2.run(adapted_in_bf16, tiny, "fsdp"), expected, strict=True):
         assert norms == pytest.approx(of_zero, rel=1e-2)  # bf16 resolves 4e-3
@@ -101,7 +101,7 @@ def test_a_rank_holds_its_rows_alone_after_scoring_and_between_micro_batches(tin
         assert shares == pytest.approx([0.5, 0.5, 0.5], abs=0.01)
 
 
-def test_ranks_that_are_no_multiple_of_those_that_divide_are_refused() -> None:
+def test_ranks_that_are_not_a_multiple_of_those_that_divide_are_refused() -> None:
     roles = {"critic": CausalLM("tiny"), "actor": CausalLM("tiny")}
     layouts = {"critic": Layout((1,), 1), "actor": Layout((0, 1, 2), 3), "rollout": Layout((3, 4, 5), 3)}
     with pytest.raises(UserError, match=r"`hsdp_shard_size` is 2, and `actor` lives on 3 ranks"):
@@ -173,7 +173,7 @@ def test_an_update_imports_no_deepspeed(tiny: Path, ranks1: RankPool) -> None:
 
 
 @pytest.mark.slow
-def test_it_needs_no_deepspeed(tiny: Path) -> None:
+def test_fsdp_trains_where_deepspeed_is_not_installed(tiny: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_DEEPSPEED, str(tiny)], capture_output=True, text=True, check=False
     )

@@ -110,7 +110,7 @@ def test_a_killed_rank_is_named_rather_than_the_collective_that_it_broke() -> No
 
 
 @pytest.mark.slow
-def test_a_user_s_error_that_all_ranks_find_is_told_once_by_rank_0() -> None:
+def test_a_user_s_error_that_all_ranks_find_is_reported_once_by_rank_0() -> None:
     ending = ends("both ranks find a user's error")
     assert ending.code == 1  # of an uncaught exception
     assert ending.errors.count("UserError: `stage` is 7\n") == 1

@@ -53,7 +53,7 @@ def alike(
     [(True, "fp32", "fp32", True), (False, "bf16", "fp32", True), (True, "fp32", "bf16", False)],
 )
 @DIVIDED
-def test_a_language_model(
+def test_a_language_model_loaded_divided_has_the_weights_of_one_loaded_whole(
     stage: Stage, tmp_path: Path, ranks2: RankPool, tie: bool, stored: str, precision: str, trainable: bool
 ) -> None:
     folder = written(tmp_path / "model", tie, DTYPES[stored])
@@ -61,13 +61,17 @@ def test_a_language_model(
 
 
 @DIVIDED
-def test_a_critic_with_a_new_output_layer_on_two_ranks_of_three(stage: Stage, tmp_path: Path, ranks3: RankPool) -> None:
+def test_a_critic_loaded_on_two_of_three_ranks_has_the_weights_of_one_loaded_whole(
+    stage: Stage, tmp_path: Path, ranks3: RankPool
+) -> None:
     folder = written(tmp_path / "model")
     alike(stage, ranks3, ValueModel(str(folder)), folder, "fp32", Layout((1, 2), 2))
 
 
 @DIVIDED
-def test_a_frozen_reward_model(stage: Stage, tmp_path: Path, ranks2: RankPool) -> None:
+def test_a_frozen_reward_model_loaded_divided_has_the_weights_of_one_loaded_whole(
+    stage: Stage, tmp_path: Path, ranks2: RankPool
+) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(written(tmp_path / "model"), num_labels=1)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
     folder = tmp_path / "classifier"
@@ -76,7 +80,9 @@ def test_a_frozen_reward_model(stage: Stage, tmp_path: Path, ranks2: RankPool) -
 
 
 @DIVIDED
-def test_adapters_and_the_digest_of_their_base(stage: Stage, tmp_path: Path, ranks2: RankPool) -> None:
+def test_adapters_and_the_digest_of_their_base_are_those_of_a_model_loaded_whole(
+    stage: Stage, tmp_path: Path, ranks2: RankPool
+) -> None:
     folder = written(tmp_path / "model")
     alike(stage, ranks2, CausalLM(str(folder), lora=LoRA(rank=3)), folder, "bf16")
 

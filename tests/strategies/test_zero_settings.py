@@ -98,7 +98,7 @@ def test_a_setting_that_cannot_work_is_refused(settings: dict[str, Any], refusal
         DeepSpeedStrategy(**settings)
 
 
-def test_ranks_that_are_no_multiple_are_refused_for_training_but_not_an_engine() -> None:
+def test_ranks_that_are_not_a_multiple_are_refused_for_training_but_not_an_engine() -> None:
     strategy = DeepSpeedStrategy(3, hpz_partition_size=2)
     roles = {"actor": CausalLM("tiny")}
     strategy.check_roles(roles, {"actor": Layout((0, 1, 2, 3), 4), "rollout": Layout((4, 5, 6), 3)})

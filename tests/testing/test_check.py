@@ -94,7 +94,7 @@ def test_pictures_that_moved_are_named_and_others_are_right() -> None:
 
 
 @pytest.mark.slow
-def test_an_assertion_has_the_table() -> None:
+def test_the_message_of_an_assertion_has_the_table() -> None:
     with pytest.raises(AssertionError, match=r"micro-batches .* DIFFERS: `actor_loss` gives"):
         check(grpo(MeanOverMicroBatch))
 

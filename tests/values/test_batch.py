@@ -39,7 +39,7 @@ def test_the_tokens_of_a_pair_are_those_of_two_rows() -> None:
     assert PAIRS.tokens.tolist() == [(2 + 2) + (2 + 4), (1 + 3) + (1 + 1)]
 
 
-def test_no_pairs_are_no_rows() -> None:
+def test_without_pairs_there_are_no_rows() -> None:
     nothing = Ragged.from_lists([])
     rows = Pairs(nothing, nothing, nothing, []).both
     assert (len(rows.prompt_ids), tuple(rows.response_ids.shape), rows.lengths.tolist()) == (0, (0, 0), [])

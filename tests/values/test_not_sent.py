@@ -57,14 +57,16 @@ def test_a_use_raises_one_line_with_the_field_and_what_to_write(use: Callable[[]
         use()
 
 
-def test_it_is_shown_as_what_it_is() -> None:
+def test_a_field_that_was_not_sent_is_shown_as_not_sent() -> None:
     value = Value(torch.tensor(1), NOT_SENT)
     assert repr(value) == "Value(number=tensor(1), texts=<texts: not sent here>)"
     assert f"{NOT_SENT}" == "<texts: not sent here>"
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_value_that_holds_it_is_replaced_copied_and_pickled(copied: Callable[[Value], Value]) -> None:
+def test_a_value_with_a_field_that_was_not_sent_is_replaced_copied_and_pickled(
+    copied: Callable[[Value], Value],
+) -> None:
     other = copied(replace(Value(torch.tensor(1), NOT_SENT), number=torch.tensor(2)))
     assert other.number == 2
     with pytest.raises(UserError, match="`texts` was not sent here; ask for `WithTexts`"):

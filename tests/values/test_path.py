@@ -57,7 +57,7 @@ def test_children_are_consecutive_and_numbered_from_0() -> None:
     assert (made.numbers.tolist(), made.levels) == (ANSWERS.numbers.tolist(), LEVELS)
 
 
-def test_rows_that_a_node_returns_are_numbered_anew_below_their_ancestors() -> None:
+def test_rows_that_a_node_returns_are_renumbered_below_their_ancestors() -> None:
     kept = ANSWERS.take(torch.tensor([1, 4, 2]))
     found = kept.below(1, "best")
     assert found.numbers.tolist() == [[7, 0], [4, 0], [7, 1]]

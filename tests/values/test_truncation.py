@@ -24,7 +24,7 @@ from rlflow.values.truncation import Truncation, noted
         ({"top_k": 9, "top_p": 0.96}, [0, 1, 2, 3]),
     ],
 )
-def test_what_stays_of_four_tokens(settings: dict[str, float], expected: list[int]) -> None:
+def test_top_k_top_p_and_min_p_keep_these_of_four_tokens(settings: dict[str, float], expected: list[int]) -> None:
     order = torch.tensor([2, 0, 3, 1])  # of the tokens 0 to 3 in the row
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     logits = torch.empty(1, 4, dtype=torch.float64)
@@ -34,7 +34,9 @@ def test_what_stays_of_four_tokens(settings: dict[str, float], expected: list[in
 
 
 @pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(0.9, 50, 0.0), (0.5, 7, 0.02), (0.99, 300, 0.1), (1.0, 1, 0.0)])
-def test_it_is_transformers_warpers_in_the_order_of_vllm(top_p: float, top_k: int, min_p: float) -> None:
+def test_truncation_is_that_of_transformers_warpers_in_the_order_of_vllm(
+    top_p: float, top_k: int, min_p: float
+) -> None:
     logits = 3 * torch.randn(64, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = logits
     for warper in (MinPLogitsWarper(min_p), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)):
@@ -52,7 +54,7 @@ def test_as_many_tokens_as_top_k_stay_where_many_are_as_likely() -> None:
     assert Truncation(top_k=3).kept(torch.zeros(2, 8)).sum(1).tolist() == [3, 3]
 
 
-def test_what_is_noted_are_the_other_tokens_and_an_end_with_their_logprobs() -> None:
+def test_the_other_tokens_and_an_end_are_stored_with_their_logprobs() -> None:
     cut = -torch.inf
     logprobs = torch.tensor([[-0.5, cut, -2.0, -1.5], [cut, 0.0, cut, cut]])
     found = [(ids.tolist(), of_ids.tolist()) for ids, of_ids in noted(logprobs, torch.tensor([2, 1]))]

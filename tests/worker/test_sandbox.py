@@ -63,7 +63,7 @@ REACHING_OUT = [
 ]
 
 
-def test_what_reaches_out_fails(sandbox: Sandbox) -> None:
+def test_a_program_that_reaches_outside_the_sandbox_fails(sandbox: Sandbox) -> None:
     """All of it in one program, which tells what it could do."""
     program = (
         "import os, socket, sys\n"

@@ -123,7 +123,7 @@ def test_long_arguments_and_values_pass() -> None:
 @pytest.mark.parametrize(
     ("function", "processes"), slow_but([("start_others", 3)], [("start_others", 3), ("start_a_large_one", 1)])
 )
-def test_nothing_that_it_started_is_left(function: str, processes: int, tmp_path: Path) -> None:
+def test_no_process_that_a_worker_started_is_left(function: str, processes: int, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     with closing(Worker(Limits(timeout_s=10))) as worker, pytest.raises(WorkerTimeout):
         worker.function(f"harm.{function}", str(pids))
@@ -150,7 +150,7 @@ def test_the_end_of_a_worker_does_not_wait_for_a_process_that_may_still_print(wo
     os.kill(orphan, signal.SIGKILL)
 
 
-def test_an_orphan_that_ends_is_no_zombie_of_a_worker_that_adopts_none(worker: Worker) -> None:
+def test_an_orphan_that_ends_is_not_a_zombie_of_a_worker_that_adopts_none(worker: Worker) -> None:
     orphan, own = worker.function("harm.leave_an_orphan", 60), worker.function("harm.own_id")
     assert psutil.Process(own).children() == []
     os.kill(orphan, signal.SIGKILL)
@@ -236,7 +236,7 @@ def test_processes_that_multiply_are_killed() -> None:
     assert left == []
 
 
-def test_it_dies_with_the_process_that_made_it(tmp_path: Path) -> None:
+def test_a_worker_dies_with_the_process_that_made_it(tmp_path: Path) -> None:
     code = (
         f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from rlflow.worker import Limits, Worker\n"

@@ -152,7 +152,7 @@ def test_a_node_of_an_algorithm_is_removed(tmp_path: Path) -> None:
     assert "ref_logprobs" not in graph_of(tmp_path, "ref_logprobs: null", on=GRPO, options=options).nodes
 
 
-def test_a_model_of_an_earlier_config_stays_beside_that_of_a_later(tmp_path: Path) -> None:
+def test_models_of_an_earlier_config_and_of_a_later_one_are_both_there(tmp_path: Path) -> None:
     (tmp_path / "more.yaml").write_text("models: {teacher: {class_path: rlflow.CausalLM, init_args: {model: tiny}}}")
     module = read_fit(["--config", str(WORKFLOW), "--config", str(tmp_path / "more.yaml")]).module
     assert list(module.config_models) == ["actor", "teacher"]
