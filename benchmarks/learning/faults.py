@@ -254,7 +254,7 @@ FAULTS = {
     "engine-stale": Fault(
         "the engine ignores all weights that it receives after the first sync",
         in_method(TransformersEngine, "_load", _first_weights),
-        "tests/rollout/test_parts.py::test_each_token_has_the_version_and_logprob_of_the_weights_that_made_it",
+        "tests/rollout/test_partial_responses.py::test_each_token_has_the_version_and_logprob_of_the_weights_that_made_it",
     ),
     "kl-sign": Fault(
         "the KL estimate swaps policy and reference",

@@ -19,8 +19,8 @@ from rlflow.types import Sampled, WithTexts
 from rlflow.values.path import RowPath
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, Paired, Result, failing_fit, fit, sums
-from tests.controller.test_apart import fit_with_weights
 from tests.controller.test_ranks import FLOAT32, difference
+from tests.controller.test_separate_roles import fit_with_weights
 from tests.ranks import RankPool
 
 PROMPTS, GROUP, STEPS, TURN, LONGEST = 4, 2, 4, 6, 90

@@ -22,7 +22,7 @@ from rlflow.types import Each, Grouped, NewRows, Sampled, WithTexts
 from rlflow.values.path import NO_GROUP
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
-from tests.controller.test_filling import Picky
+from tests.controller.test_filled_steps import Picky
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.making import made
 from tests.ranks import RankPool

@@ -18,9 +18,9 @@ from rlflow.strategies import SingleProcess
 from rlflow.types import Grouped, Sampled, WithDatasetRows
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
-from tests.controller.test_apart import fit_with_delays, fit_with_weights, same
-from tests.controller.test_filling import is_hard
+from tests.controller.test_filled_steps import is_hard
 from tests.controller.test_ranks import FLOAT32, difference
+from tests.controller.test_separate_roles import fit_with_delays, fit_with_weights, same
 from tests.making import made
 from tests.ranks import RankPool
 from tests.saved import write_state

@@ -17,7 +17,7 @@ from rlflow.rollout.sampling import sample, sampling_seed
 from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending, Rollout
 from tests.families.models import write_family
-from tests.rollout.test_parts import batch
+from tests.rollout.test_partial_responses import batch
 from tests.rollout.trained import PROMPTS, buckets, load, perturb, setup
 
 LONGEST = 23

@@ -25,7 +25,7 @@ from rlflow.rollout.vllm.process import RUNNER, import_vllm, runner_chosen
 from rlflow.values.truncation import Truncation
 from tests.rollout.stepping import check_completions, check_steps
 from tests.rollout.test_continued import check_continued, lively
-from tests.rollout.test_parts import check_parts
+from tests.rollout.test_partial_responses import check_parts
 from tests.rollout.trained import PROMPTS, STOP, buckets, check_written, load, logprob_gap, perturb, setup
 from tests.rollout.truncated import MOST, check_gradient, check_own_settings, check_support
 

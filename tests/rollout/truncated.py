@@ -18,7 +18,7 @@ from rlflow.values.ragged import Ragged
 from rlflow.values.response_settings import ResponseSettings, SamplingSettings
 from rlflow.values.rollout import Rollout
 from rlflow.values.truncation import END, NOTED, SUPPORT, Truncation
-from tests.rollout.test_parts import batch
+from tests.rollout.test_partial_responses import batch
 from tests.rollout.trained import PROMPTS
 
 TEMPERATURE, MOST = 0.8, 6

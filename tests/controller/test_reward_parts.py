@@ -146,7 +146,7 @@ def test_a_part_that_is_nan_on_one_rank_ends_all_with_its_row(policy: Path, tmp_
     run = replace(run_of(policy, tmp_path / "run", NotANumber, prompts=2, strategy=ZERO2), data=sums(2, 2))
     errors = [result.error for result in ranks2.run(failing_fit, run)]
     assert errors[0] == errors[1]
-    of = r"part `begins` of `parts` is infinite or NaN for sample 1 of prompt [01] of the run \(.*test_parts"
+    of = r"part `begins` of `parts` is infinite or NaN for sample 1 of prompt [01] of the run \(.*test_reward_parts"
     assert re.match(of, errors[0])
 
 
