@@ -19,7 +19,7 @@ Each case runs in a process of its own, so that one that fails or hangs takes no
 
 The report, `gpu-report.json`, holds the machine, the versions, and of each case its values with their limits; what is
 printed last is short enough to paste into an issue. The exit code is 1 if a case failed, or none ran. Half an hour is
-expected; docs/gpu.md says what was run where.
+expected; docs/maintainers/gpu_records.md says what was run where.
 """
 
 from __future__ import annotations

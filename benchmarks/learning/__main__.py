@@ -6,8 +6,8 @@
 
 Names are folders under `runs`: `learn/` holds chains of 64 digits, with TRL's and those with a planted fault,
 `learning/` sums of three digits by each algorithm's own config, and `agents/` conversations with environments. A part
-of a name will do. The exit code is 0 if every chosen training is there and passed. The tables of `docs/learning.md` and
-`docs/agents.md`, and their pictures, are written from what is there.
+of a name will do. The exit code is 0 if every chosen training is there and passed. The tables of `docs/learning.md`,
+`docs/agents.md` and `docs/maintainers/learning_faults.md`, and their pictures, are written from what is there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from benchmarks.learning.running import run_all
 from benchmarks.learning.runs import ROOT, Task
 from benchmarks.learning.tasks import BESIDE, FAULTY, GATES, MOST_APART, OURS, THEIRS
 
-PAGE, OF_AGENTS, PICTURES = ROOT / "docs" / "learning.md", ROOT / "docs" / "agents.md", ROOT / "docs" / "pictures"
+DOCS = ROOT / "docs"
+PAGE, OF_AGENTS, PICTURES = DOCS / "learning.md", DOCS / "agents.md", DOCS / "pictures"
+OF_FAULTS = DOCS / "maintainers" / "learning_faults.md"
 
 
 def main() -> int:
@@ -66,7 +68,7 @@ def failures(task: Task) -> list[str]:
 def write() -> None:
     """Write the tables of the trainings that are there, and each picture whose trainings all are."""
     table.write(PAGE, "chains", table.of_gates(GATES))
-    table.write(PAGE, "faults in training", table.of_gates(FAULTY))
+    table.write(OF_FAULTS, "faults in training", table.of_gates(FAULTY))
     if all(task.complete() for task in GATES):
         panels = {table.called(task): (ACCURACY, table.runs_of(task)) for task in GATES}
         pictures.draw_panels(PICTURES / "learning_chains.svg", panels)

@@ -3,7 +3,7 @@
     python -m benchmarks.learning.noticed [FAULT ...]
 
 The result of each is kept in `runs/learn/faults/`; without names, those that are not there are run. The table of
-`docs/learning.md` is written when all are there. The exit code is 0 if every test noticed its fault.
+`docs/maintainers/learning_faults.md` is written when all are there. The exit code is 0 if every test noticed its fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.learning.faults import FAULTS, Fault
 from benchmarks.learning.runs import ROOT, code
 
 FOUND = ROOT / "runs" / "learn" / "faults"
-PAGE = ROOT / "docs" / "learning.md"
+PAGE = ROOT / "docs" / "maintainers" / "learning_faults.md"
 # By a number that is another, or by a check of the package's own; a fault that cannot run shows nothing.
 FAILED = re.compile(
     r"^FAILED (\S+?)(?:\[.*\])? - (?:assert|AssertionError|\S+(?:WeightSyncError|UserError))", re.MULTILINE
