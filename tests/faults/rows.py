@@ -10,7 +10,7 @@ ROWS = {
     "retention, asynchronous writing": "steps go on before the disk begins to write; the last good one is never lost",
     "success means success": "15 ways to end early: all end with another code than 0, the culprit named",
     "malformed configs": "100 and more: exit code 2 within 10 s and 1 GB, one line, no model loaded",
-    "bad data": "69 kinds: one line with file and row, or skipped and counted; never a hang or a signal",
+    "bad data": "69 kinds: exit code 2, one line with file and row; never a hang or a signal",
     "rewards and environments": "no hang beyond the timeout + 5 s, policy honoured, counted, nothing left over",
     "rank death or stall": "ended within the timeout + 30 s, the rank that was missing named with its node",
     "rank divergence": "refused before step 0, the first difference named",
