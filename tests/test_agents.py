@@ -85,7 +85,7 @@ def test_one_call_in_five_fails_as_the_row_and_the_call_decide() -> None:
     assert [outcomes(f"train/{number}") for number in range(100)] == found
 
 
-def test_the_script_calls_every_other_time_and_repeats_what_it_hears() -> None:
+def test_the_script_calls_every_other_time_and_repeats_what_it_receives() -> None:
     environment = Environment("rlflow.configs.calculator.FailingCalculator", max_turns=4)
     source = Sums(400)
     held = conversations(source, environment, unsure)

@@ -19,7 +19,7 @@ def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_path_may_go_on_within_a_class() -> None:
+def test_a_path_may_continue_within_a_class() -> None:
     assert object_at("dotted_games.Games.Word.guess", "").__qualname__ == "Games.Word.guess"
 
 
@@ -40,7 +40,7 @@ def test_a_path_may_go_on_within_a_class() -> None:
         ),
     ],
 )
-def test_what_cannot_be_found_is_said_in_one_line(path: str, end: str) -> None:
+def test_what_cannot_be_found_is_refused_in_one_line(path: str, end: str) -> None:
     with pytest.raises(UserError) as refused:
         object_at(path, f"`function` is {path!r}")
     assert str(refused.value) == f"`function` is {path!r}{end}"

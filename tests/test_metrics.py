@@ -42,7 +42,7 @@ def test_every_rank_has_the_metrics_over_all_of_them_sorted_by_name(ranks2: Rank
     assert [reduced for reduced, _ in ranks2.run(_reduced)] == [expected] * 2
 
 
-def test_seconds_of_a_step_in_progress_go_on_where_it_is_continued(ranks1: RankPool) -> None:
+def test_seconds_of_a_step_in_progress_continue_where_it_is_resumed(ranks1: RankPool) -> None:
     assert ranks1.run(_continued) == [{"peak": 5.0, "time/node": 2.0 + 3.0}]
 
 

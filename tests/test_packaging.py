@@ -129,7 +129,7 @@ def test_an_audit_without_its_tool_says_how_to_get_it() -> None:
     assert ran.stderr.startswith("there is no not-there here: pipx install pip-audit, or make audit PIP_AUDIT=")
 
 
-def test_an_audit_of_what_cannot_be_looked_up_is_none(tmp_path: Path) -> None:
+def test_an_audit_of_what_cannot_be_looked_up_fails(tmp_path: Path) -> None:
     tool = tmp_path / "pip-audit"  # as pip-audit 2.10 does where it does not reach PyPI: skipped, and code 0
     tool.write_text(
         '#!/bin/sh\ncase " $* " in *" --strict "*) exit 1;; *) echo "No known vulnerabilities found";; esac\n'

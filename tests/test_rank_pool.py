@@ -37,7 +37,7 @@ def test_ranks_are_joined_in_one_group(ranks2: RankPool) -> None:
     assert ranks2.run(_sum_of_ranks) == [1, 1]
 
 
-def test_an_error_names_its_rank_and_the_pool_goes_on(ranks2: RankPool) -> None:
+def test_an_error_names_its_rank_and_the_pool_still_works(ranks2: RankPool) -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*rank 1 does not like it"):
         ranks2.run(_raise_on_rank_1)
     assert ranks2.run(_sum_of_ranks) == [1, 1]

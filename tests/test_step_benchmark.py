@@ -103,7 +103,7 @@ def test_the_summary_takes_the_fastest_ways_and_ratios_step_by_step() -> None:
     assert told["ratio_to_trl_same_engine"] == 1.1
 
 
-def test_trl_is_tried_with_all_rows_of_a_rank_at_once_too() -> None:
+def test_trl_is_tried_with_all_rows_of_a_rank_together_too() -> None:
     assert micro_batches(W1) == [8, 16, 32, 128]
     assert micro_batches(W2) == [8, 16, 32]
 

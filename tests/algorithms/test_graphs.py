@@ -175,7 +175,7 @@ def test_sft_is_one_node() -> None:
     assert set(read_graph(SFT(CausalLM("tiny"))).nodes) == {"actor_loss"}
 
 
-def test_dpo_needs_a_reference_and_reward_model_training_none() -> None:
+def test_dpo_needs_a_reference_and_reward_model_training_needs_none() -> None:
     assert set(read_graph(algorithms.DPO(CausalLM("tiny"))).nodes) == {"ref_logprobs", "actor_loss"}
     assert set(read_graph(algorithms.RewardModelTraining(RewardModel("tiny"))).nodes) == {"reward_model_loss"}
 

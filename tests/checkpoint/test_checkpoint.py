@@ -121,7 +121,7 @@ class StopAfter(Callback):
         self.seen = state["seen"]
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_metrics_to_the_byte(model: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_resumes_with_the_same_metrics_to_the_byte(model: Path, tmp_path: Path) -> None:
     def run(name: str, stop: int, ckpt_path: str | None = None) -> tuple[list[dict[str, Any]], StopAfter]:
         notes = StopAfter(stop)
         settings = {"max_steps": 4, "save_every_n_steps": 3, "ckpt_path": ckpt_path, "callbacks": [notes]}

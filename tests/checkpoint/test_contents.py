@@ -123,7 +123,7 @@ def test_a_replay_buffer_has_the_rows_that_it_was_given(rows: list[tuple[list[in
     }
 
 
-def test_random_generators_go_on_where_they_were() -> None:
+def test_random_generators_resume_where_they_were() -> None:
     def drawn() -> tuple[float, float, float]:
         return random.random(), float(numpy.random.random()), float(torch.rand(()))
 

@@ -79,7 +79,7 @@ def run_of(model: Path, folder: Path, **settings: Any) -> Fit:
     return Fit(grpo(model, max_response_length=4), sums(8, 2), folder, settings=given)
 
 
-def test_a_run_that_goes_on_knows_the_values_of_before(model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_knows_the_previous_values(model: Path, tmp_path: Path) -> None:
     best = {"save_top_k": 1, "monitor": "time/step", "mode": "min"}
     fit(run_of(model, tmp_path, max_steps=3, save_top_k=-1))
     assert steps(tmp_path) == [1, 2, 3]

@@ -152,7 +152,7 @@ def write_experts(folder: Path) -> Path:
     return folder
 
 
-def test_a_checkpoint_of_experts_apart_is_refused_before_anything_is_written(
+def test_a_checkpoint_of_experts_that_files_name_otherwise_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(4)]

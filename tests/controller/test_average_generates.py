@@ -178,7 +178,7 @@ def test_the_policy_and_its_average_share_an_engine_in_turns(policy: Path, tmp_p
     assert shared.steps[-1]["sync/logprob_gap/teacher"] == pytest.approx(own.steps[-1]["sync/logprob_gap/teacher"])
 
 
-def test_a_run_that_goes_on_samples_from_the_average_that_it_had(policy: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_samples_from_the_average_that_it_had(policy: Path, tmp_path: Path) -> None:
     whole = fit(run(FromAverage(policy, decay=0.5), tmp_path / "whole"))
     fit(run(FromAverage(policy, decay=0.5), tmp_path / "parts", settings={"callbacks": [StopsAfter(2)]}))
     rest = fit(run(FromAverage(policy, decay=0.5), tmp_path / "parts", settings={"ckpt_path": "last"}))

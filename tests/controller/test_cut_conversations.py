@@ -108,7 +108,7 @@ def check_versions(records: list[dict[tuple[int, ...], Row]], weights: list[dict
     assert others > 1e-2, "other weights say the same"
 
 
-def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
+def test_every_token_is_of_the_version_that_is_recorded_for_it(
     alone: tuple[Result, list[dict[str, Tensor]]], policy: Path
 ) -> None:
     result, weights = alone
@@ -193,7 +193,7 @@ def stopped(policy: Path, folder: Path, ranks2: RankPool, of: str) -> Fit:
     return given(policy, folder, ZERO2, of, **settings, callbacks=[StopAfter(STEPS)], ckpt_path=checkpoint)
 
 
-def test_another_number_of_ranks_goes_on_with_conversations_in_progress(
+def test_another_number_of_ranks_continues_conversations_in_progress(
     on_two: list[Result], policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     rest = stopped(policy, tmp_path / "run", ranks2, STATEFUL)

@@ -274,7 +274,7 @@ def test_a_surplus_takes_its_marks_to_the_next_step_and_through_a_checkpoint(
 
 
 @pytest.mark.parametrize(("before", "after"), slow_but([("zero", "drop")], [("zero", "drop"), ("drop", "zero")]))
-def test_another_policy_goes_on_with_what_is_in_flight(
+def test_another_failure_policy_resumes_with_what_is_in_progress(
     before: OnError, after: OnError, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     way = {**WAYS["overlapping"], "save_every_n_steps": 1}

@@ -180,7 +180,7 @@ def stopped(policy: Path, tmp_path_factory: pytest.TempPathFactory, ranks2: Rank
     return replace(run, settings={**settings, "callbacks": [StopAfter(STEPS)], "ckpt_path": str(checkpoint)})
 
 
-def test_another_number_of_ranks_goes_on_from_a_surplus(stopped: Fit, runs: Runs, tmp_path: Path) -> None:
+def test_another_number_of_ranks_resumes_from_a_surplus(stopped: Fit, runs: Runs, tmp_path: Path) -> None:
     result = fit(replace(stopped, folder=tmp_path, strategy=SingleProcess))
     for name in ("groups", "versions", "rewards", "prompts"):
         assert result.record[name] == runs(1)[0].record[name][1:]

@@ -79,7 +79,7 @@ def _run(
     fit(Fit(module, answers(LENGTHS, 4), folder, settings=given))
 
 
-def test_adapters_go_on_from_a_checkpoint_to_the_bit_and_it_holds_nothing_else(policy: Path, tmp_path: Path) -> None:
+def test_adapters_resume_from_a_checkpoint_to_the_bit_and_it_holds_nothing_else(policy: Path, tmp_path: Path) -> None:
     _run(policy, tmp_path / "through", 4)
     _run(policy, tmp_path / "parts", 2)
     (checkpoint,) = (tmp_path / "parts/checkpoint").iterdir()

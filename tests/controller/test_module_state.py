@@ -124,7 +124,7 @@ def filled_names() -> list[str]:
     return list(ReplayBuffer(1).state_dict())
 
 
-def test_a_tensor_that_ranks_change_apart_is_refused_when_it_is_saved(
+def test_a_tensor_that_ranks_change_differently_is_refused_when_it_is_saved(
     policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     for result in ranks2.run(failing_fit, run(policy, tmp_path, Apart, ZERO2)):

@@ -139,7 +139,7 @@ def test_what_a_module_measures_is_the_same_on_one_rank_and_on_two(
     assert alone["margin_after"] > alone["margin_before"]
 
 
-def test_a_run_without_a_language_model_to_train_goes_on_to_the_bit(policy: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_language_model_to_train_resumes_to_the_bit(policy: Path, tmp_path: Path) -> None:
     def run(steps: int, name: str, **settings: Any) -> dict[str, Any]:
         module = RewardModelTraining(RewardModel(str(policy), optimizer=Optimizer(lr=1e-2)))
         settings |= {"max_steps": steps, "save_every_n_steps": 2}

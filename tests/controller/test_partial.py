@@ -104,7 +104,7 @@ def check_versions(result: Result, weights: list[dict[str, Tensor]], policy: Pat
     assert apart > 1e-2, "other weights say the same"
 
 
-def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
+def test_every_token_is_of_the_version_that_is_recorded_for_it(
     policy: Path, alone: tuple[Result, list[dict[str, Tensor]]]
 ) -> None:
     check_versions(*alone, policy)
@@ -330,13 +330,13 @@ def test_a_node_that_samples_twice_is_refused(policy: Path, tmp_path: Path) -> N
     )
 
 
-def test_whole_responses_do_not_go_on_with_parts(stopped: Fit, tmp_path: Path) -> None:
+def test_a_run_of_partial_rollouts_is_not_resumed_with_whole_responses(stopped: Fit, tmp_path: Path) -> None:
     settings = {**stopped.settings, "partial_rollout": None}
     result = failing_fit(replace(stopped, folder=tmp_path, strategy=SingleProcess, settings=settings))
     assert "has unfinished responses, which would be lost" in result.error
 
 
-def test_unfinished_responses_do_not_go_on_with_draws_of_another_size(stopped: Fit, tmp_path: Path) -> None:
+def test_unfinished_responses_are_not_resumed_with_draws_of_another_size(stopped: Fit, tmp_path: Path) -> None:
     fewer = replace(stopped, folder=tmp_path, strategy=SingleProcess, data=sums(10, NEEDED - 1))
     assert f"has unfinished responses of draws of {NEEDED} prompts, whose ids other" in failing_fit(fewer).error
 

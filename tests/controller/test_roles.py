@@ -61,7 +61,7 @@ def test_a_reference_stays_what_it_was_at_the_start(policy: Path, tmp_path: Path
     assert second["actor/kl"] > 1e-4  # before the second update: what the first one moved
 
 
-def test_a_run_with_a_critic_and_an_actor_that_starts_later_goes_on_to_the_bit(policy: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_critic_and_an_actor_that_starts_later_resumes_to_the_bit(policy: Path, tmp_path: Path) -> None:
     def run(name: str, stop: int, ckpt_path: str | None = None) -> list[dict[str, float]]:
         settings = {"max_steps": 4, "save_every_n_steps": 9, "ckpt_path": ckpt_path, "callbacks": [StopsAfter(stop)]}
         optimizer = Optimizer("adamw", lr=1e-2, warmup_steps=1, schedule="linear")

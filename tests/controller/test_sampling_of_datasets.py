@@ -193,7 +193,7 @@ class Continues(RaggedGRPO):
         return rollout
 
 
-def test_a_response_goes_on_by_the_settings_it_was_begun_with(policy: Path, tmp_path: Path) -> None:
+def test_a_response_is_continued_by_the_settings_it_was_begun_with(policy: Path, tmp_path: Path) -> None:
     module = updated(policy, kl=KL(0.0))
     module.__class__ = Continues
     (step,) = fit(run_of(module, tmp_path, max_steps=1)).steps

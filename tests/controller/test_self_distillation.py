@@ -111,7 +111,7 @@ def test_two_ranks_come_to_what_one_does(
         assert difference(result.weights, alone[0].weights) < FLOAT32
 
 
-def test_a_run_goes_on_from_a_checkpoint_to_the_bit_with_the_average(
+def test_a_run_with_an_average_resumes_from_a_checkpoint_to_the_bit(
     policy: Path, alone: tuple[Result, Path], tmp_path: Path
 ) -> None:
     fit(run(policy, tmp_path / "parts", settings={"callbacks": [StopsAfter(2)]}))

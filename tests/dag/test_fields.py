@@ -224,7 +224,7 @@ def test_grpo_sends_the_actor_what_it_scores_compares_and_masks() -> None:
     assert "; only prompt_ids, response_ids" in str(of_rollout)
 
 
-def test_what_the_framework_reads_is_said_with_its_reason() -> None:
+def test_what_the_framework_reads_is_listed_with_its_reason() -> None:
     fields = read_graph(PPO(CausalLM("tiny"), reward=ExactMatch(), kl=KL(0.1))).fields
     assert str(fields["old_logprobs", "rollout"]) == (
         "prompt_ids, response_ids, lengths; compared with the engine's logprobs: loss_mask, logprobs, version"

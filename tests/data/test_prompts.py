@@ -235,7 +235,7 @@ def test_a_tokenizer_without_an_end_cannot_end_responses() -> None:
         encode({"question": "hi", "answer": "2"}, tokenizer, response="answer")
 
 
-def test_a_step_without_prompts_is_refused_at_once() -> None:
+def test_a_step_without_prompts_is_refused_by_the_constructor() -> None:
     with pytest.raises(UserError, match="`prompts_per_step` is 0"):
         PromptData(Listed([]), prompts_per_step=0)
 

@@ -177,7 +177,7 @@ def test_limits_are_not_part_of_what_is_stored(cache: Path) -> None:
     assert found.scan.kept.tolist() == [0, 1, 7, 8]
 
 
-def test_few_rows_are_counted_at_once_and_not_kept(cache: Path) -> None:
+def test_few_rows_are_counted_directly_and_not_stored(cache: Path) -> None:
     assert load(ROWS[:4], ranks=3)[0].is_scanned
     assert not cache.exists()
 
@@ -239,7 +239,7 @@ def test_rows_of_another_version_are_counted_again(cache: Path, monkeypatch: pyt
     assert len(load(ROWS)[1].reads) == len(ROWS)
 
 
-def test_runs_that_keep_the_same_counts_at_once_never_show_half_a_file(cache: Path) -> None:
+def test_runs_that_store_the_same_counts_concurrently_never_show_half_a_file(cache: Path) -> None:
     numbers = torch.arange(NUMBERS * 500_000, dtype=torch.int32).view(-1, NUMBERS)
     numbers[:, :3] = 2  # each row has 6 token ids
     keep(numbers)

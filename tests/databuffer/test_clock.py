@@ -107,7 +107,7 @@ def _exchanged() -> tuple[float, float, dict[str, float], int]:
     return before, buffer.waited_s, noted.waits, stream.synchronized
 
 
-def test_a_wait_of_the_stream_is_timed_though_work_returns_at_once(ranks2: RankPool) -> None:
+def test_a_wait_of_the_stream_is_timed_though_work_returns_immediately(ranks2: RankPool) -> None:
     for before, waited, noted, synchronized in ranks2.run(_exchanged):
         assert before == 0.0  # not known yet, and nothing waited to know it
         assert waited >= 0.25

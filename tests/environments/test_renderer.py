@@ -82,7 +82,7 @@ def test_the_family_s_template_alone_is_refused_with_the_first_differing_token()
     assert len(ids("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n")) == 31
 
 
-def test_thoughts_and_calls_are_read_apart() -> None:
+def test_thoughts_and_calls_are_read_separately() -> None:
     bridge = RendererBridge(QWEN3, "qwen3", [SCHEMA], "tool")
     begun = bridge.begin([message("user", "?")])
     said = bridge.read(ids("<think>hm</think>Let <|im_start|>me see.<tool_call>{broken</tool_call><|im_end|>"), begun)
@@ -140,7 +140,7 @@ def test_llama_s_renderer_writes_and_reads_its_family_s_tokens() -> None:
     assert tokenizer.decode(bridge.after([tool("é")], turn, begun)) == wanted
 
 
-def test_glm_s_renderer_goes_on_as_its_family_s_template_writes() -> None:
+def test_glm_s_renderer_continues_as_its_family_s_template_writes() -> None:
     """A turn there has no end of its own: who speaks next ends it, so `<|observation|>` is sampled."""
     tokenizer = tokenizer_of("glm-4.5")
     bridge = RendererBridge(tokenizer, "glm-4.5", [SCHEMA], "tool")
@@ -173,7 +173,7 @@ class ByteHarmony:
         return [token for each in conversation.messages for token in self.render(each)]
 
 
-def test_gpt_oss_s_renderer_goes_on_after_what_it_thought(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpt_oss_s_renderer_continues_after_what_it_thought(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts have a fixed date; a turn that was cut in a thought is closed, and another keeps its end."""
     monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", "here")
     monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", lambda name: ByteHarmony())

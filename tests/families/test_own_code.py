@@ -35,7 +35,7 @@ def test_an_engine_runs_no_code_that_is_not_trusted(tmp_path: Path) -> None:
     assert not (tmp_path / "was_run").exists()
 
 
-def test_vllm_needs_the_decoder_s_name_which_is_said_before_it_is_built(tmp_path: Path) -> None:
+def test_vllm_needs_the_decoder_s_name_and_an_error_says_so_before_it_is_built(tmp_path: Path) -> None:
     folder = write_own_model(tmp_path / "own", was_run=tmp_path / "was_run")
     with copies_in(tmp_path / "copies"):
         VLLMEngine().check_model(load_config(folder, trust_remote_code=True))

@@ -93,7 +93,7 @@ def test_a_sync_resets_the_encoder_cache_of_pictures_seen_before(
 
 
 @pytest.mark.slow
-def test_pictures_that_an_engine_cannot_take_are_refused_and_it_goes_on(
+def test_pictures_that_an_engine_cannot_take_are_refused_and_it_still_works(
     engine: Callable[..., tuple[Any, Any, Any]],
 ) -> None:
     vllm, model, rows = engine("qwen3_vl")

@@ -118,7 +118,7 @@ def test_every_byte_of_the_manifest_counts(copied: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", REAL)
 @pytest.mark.parametrize("name", ["actor-00000-of-00001.safetensors", "actor.json", "state.json"])
-def test_a_run_goes_on_from_the_older_checkpoint_and_says_so_in_a_line(
+def test_a_run_resumes_from_the_older_checkpoint_and_says_so_in_a_line(
     name: str, damage: str, model: Path, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     damaged = copied / "checkpoint" / NEWEST

@@ -68,7 +68,7 @@ def killed(run: Any, point: str, pids: Path, ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("kind", "point"), slow_but(QUICK[1:2], QUICK), ids=[f"{kind}: {point}" for kind, point in QUICK]
 )
-def test_a_run_that_is_killed_goes_on_to_the_byte(
+def test_a_killed_run_resumes_to_the_byte(
     kind: Kind, point: str, model: Path, tmp_path: Path, uninterrupted: Any
 ) -> None:
     check(kind, point, model, tmp_path / "run", uninterrupted)
@@ -76,7 +76,7 @@ def test_a_run_that_is_killed_goes_on_to_the_byte(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "point"), runs(), ids=[f"{kind}: {point}" for kind, point in runs()])
-def test_runs_of_all_kinds_that_are_killed_anywhere_go_on_to_the_byte(
+def test_runs_of_all_kinds_that_are_killed_anywhere_resume_to_the_byte(
     kind: Kind, point: str, model: Path, tmp_path: Path, uninterrupted: Any, counted: Callable[..., None]
 ) -> None:
     check(kind, point, model, tmp_path / "run", uninterrupted)
@@ -87,7 +87,7 @@ def test_runs_of_all_kinds_that_are_killed_anywhere_go_on_to_the_byte(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
-def test_a_killed_run_of_a_model_whose_layers_carry_a_state_goes_on_to_the_byte(
+def test_a_killed_run_of_a_model_whose_layers_carry_a_state_resumes_to_the_byte(
     strategy: str, tmp_path: Path, uninterrupted: Any
 ) -> None:
     kind = Kind("grpo", "together", strategy, "transformers", False)
@@ -96,7 +96,7 @@ def test_a_killed_run_of_a_model_whose_layers_carry_a_state_goes_on_to_the_byte(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
-def test_a_killed_run_whose_prompts_have_pictures_goes_on_to_the_byte(
+def test_a_killed_run_whose_prompts_have_pictures_resumes_to_the_byte(
     strategy: str, tmp_path: Path, uninterrupted: Any
 ) -> None:
     kind = Kind("pictures", "together", strategy, "transformers", False)

@@ -45,7 +45,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_a_run_goes_on_from_before_its_first_update(ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_resumes_from_before_its_first_update(ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
     own_folder.make(tmp_path)
     (tmp_path / "late.py").write_text(REWARDS)
     (tmp_path / "ranks").write_text(str(ranks))

@@ -123,7 +123,7 @@ def test_a_run_whose_session_has_lost_its_terminal_saves_its_state(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_a_second_signal_ends_the_run_immediately(tmp_path: Path, seen: Callable[[str], None]) -> None:
     def twice(run: Running) -> None:
         run.process.terminate()
         time.sleep(3)
@@ -144,7 +144,7 @@ def test_the_end_of_the_grace_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_has_not_begun_ends_at_once(tmp_path: Path) -> None:
+def test_a_run_that_has_not_begun_ends_immediately(tmp_path: Path) -> None:
     folder = preempted.make(tmp_path)
     with left_over(folder) as left, Running(folder, "fit", "--config", "my.yaml") as run:
         run.ranks(1)
@@ -157,7 +157,7 @@ def test_a_run_that_has_not_begun_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_to_torchruns_agent_reaches_the_ranks_which_save_and_go_on(
+def test_a_signal_to_torchruns_agent_reaches_the_ranks_which_save_and_resume(
     tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     folder = preempted.make(tmp_path, **TWO_RANKS)

@@ -146,7 +146,7 @@ EVERY_TASK = [
     ("number", "task", "receive", "saved"),
     [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY_TASK if each not in FEW)],
 )
-def test_a_signal_at_a_task_ends_all_ranks_alike_and_the_run_goes_on_to_the_byte(
+def test_a_signal_at_a_task_ends_all_ranks_alike_and_the_run_resumes_to_the_byte(
     number: signal.Signals,
     task: str,
     receive: tuple[int, ...],

@@ -16,7 +16,7 @@ def test_the_penalty_is_that_of_dapo(known: dict[str, Any]) -> None:
     assert penalties.tolist() == list(answer["cases"].values())
 
 
-def test_a_buffer_as_long_as_the_response_starts_at_once() -> None:
+def test_a_buffer_as_long_as_the_response_starts_at_its_first_token() -> None:
     assert overlong_penalty(torch.tensor([0, 1, 4]), 4, 4).tolist() == [0.0, -0.25, -1.0]
 
 

@@ -95,7 +95,7 @@ def test_each_token_that_an_agent_received_is_trained_once_whoever_called_first(
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("responds", "responds_in_events", "claude")),
     ],
 )
-def test_a_call_of_a_tool_is_read_and_its_result_goes_on_from_the_tokens(
+def test_a_call_of_a_tool_is_read_and_its_result_continues_the_sampled_tokens(
     agent: str, runner: ConversationRunner
 ) -> None:
     made = played(agent, says(CALL, "5"), [SUM], runner=runner)
@@ -164,7 +164,7 @@ def test_another_name_is_another_policy_which_answers_and_has_no_row(runner: Con
         played("asks_a_critic", says(), players={"critic": ("rival", 0.5, Truncation())}, rivals=rivals, **more)
 
 
-def test_a_text_goes_on_from_the_tokens_that_were_sampled_and_has_no_turns(
+def test_a_text_continues_the_tokens_that_were_sampled_and_has_no_turns(
     engine: RolloutEngine, runner: ConversationRunner
 ) -> None:
     made = played("completes", engine, runner=runner)

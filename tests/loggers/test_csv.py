@@ -60,7 +60,7 @@ def test_numbers_come_back_to_the_bit(tmp_path: Path) -> None:
     assert float(table(tmp_path)[1][1]) == 0.1 + 0.2
 
 
-def test_a_run_that_goes_on_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.start(tmp_path)
     for step in (1, 2, 3):
@@ -91,7 +91,7 @@ def go_on(folder: Path) -> list[str]:
     "row",
     [b"x,0.0", b",0.0", b"1", b"1,0.0,5", b"1,a", b"1,0.0\0", bytes(64), b"1,\xff", b'1,"0.0', b"9" * 200_000],
 )
-def test_a_damaged_row_is_left_out_by_a_run_that_goes_on(tmp_path: Path, row: bytes) -> None:
+def test_a_damaged_row_is_left_out_by_a_resumed_run(tmp_path: Path, row: bytes) -> None:
     before = b"step,a\r\n" + row + b"\r\n2,0.0\r\n"
     (tmp_path / "metrics.csv").write_bytes(before)
     assert go_on(tmp_path) == [

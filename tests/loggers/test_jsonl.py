@@ -71,7 +71,7 @@ def test_half_a_character_in_a_sample_is_replaced(tmp_path: Path) -> None:
     assert sample["messages"] == [{"tool_calls": [{"arguments": {"word": "a?"}}]}]
 
 
-def test_a_run_that_goes_on_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     for first_step, steps, value in ((0, (1, 2, 3), 0.0), (2, (2, 3, 4), 1.0)):
         logger = JSONLLogger()
         logger.start(tmp_path, first_step)
@@ -119,7 +119,7 @@ def go_on(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 @pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_line_is_left_out_by_a_run_that_goes_on(tmp_path: Path, line: bytes, name: str) -> None:
+def test_a_damaged_line_is_left_out_by_a_resumed_run(tmp_path: Path, line: bytes, name: str) -> None:
     file, aside = tmp_path / name, tmp_path / f"{name}.damaged"
     before = line + WHOLE.encode() + b'{"step": 2, "x": 0.0}\n'
     file.write_bytes(before)

@@ -412,7 +412,7 @@ def test_engines_keep_what_they_say() -> None:
     assert held.memory.cache == 3 * (20 * 2 * 1 * 5 * 2 + 7 * 4)
 
 
-def test_engines_that_are_never_awake_at_once_are_not_added() -> None:
+def test_engines_that_are_never_awake_together_are_not_added() -> None:
     small = engine(weights=10, cache=5, asleep="nothing")
     large = engine(weights=20, cache=10, asleep="weights")
     other = engine(weights=1, cache=1, asleep="weights and cache")

@@ -132,7 +132,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-def test_all_logits_are_never_held_at_once() -> None:
+def test_all_logits_are_never_held_together() -> None:
     hidden, weight = torch.randn(64, 2, requires_grad=True), torch.randn(100, 2, requires_grad=True)
     with _Largest() as largest:
         logprobs, entropy = token_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), chunk_elements=400)

@@ -38,7 +38,7 @@ def test_betas_outside_their_range_are_refused(betas: tuple[float, float]) -> No
         ({"arguments": {"lr": 1.0}}, "`optimizer.arguments` has `lr`; that is a setting"),
     ],
 )
-def test_an_optimizer_that_cannot_be_made_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
+def test_an_optimizer_that_cannot_be_made_is_refused_by_its_constructor(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         Optimizer(**settings)
 

@@ -139,7 +139,7 @@ def _resolve_at_once(scratch: str) -> str:
     return str(resolve_model("tiny", Path(scratch)))
 
 
-def test_ranks_that_write_tiny_at_once_end_with_one_folder(ranks2: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_write_tiny_concurrently_end_with_one_folder(ranks2: RankPool, tmp_path: Path) -> None:
     assert ranks2.run(_resolve_at_once, str(tmp_path)) == [str(tmp_path / "tiny")] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")

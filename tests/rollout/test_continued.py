@@ -69,7 +69,7 @@ def ends(rollout: Rollout) -> Tensor:
     return rollout.finished | (rollout.lengths == LONGEST)
 
 
-def test_a_response_that_was_cut_goes_on_as_it_did_before(plain: RolloutEngine) -> None:
+def test_a_response_that_was_cut_is_continued_as_it_was_before(plain: RolloutEngine) -> None:
     check_continued(plain, 0)
 
 

@@ -94,7 +94,7 @@ def facts(each: Conversation) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("budget", "in_workers"), [(1, False), (4, False), (6, False), (4, True)])
-def test_a_conversation_that_is_cut_anywhere_goes_on_as_it_did(
+def test_a_conversation_that_is_cut_anywhere_is_continued_as_it_was(
     engine: RolloutEngine, workers: Callable[[], Host], budget: int, in_workers: bool
 ) -> None:
     hosts = workers if in_workers else InProcess

@@ -172,7 +172,7 @@ def tokens(games: list[Views]) -> list[dict[str, list[int]]]:
     return [{seat: view.prompt + view.tokens for seat, view in views.items()} for views in games]
 
 
-def test_a_seat_that_cannot_go_on_ends_the_game_of_all(engines: dict[str, RolloutEngine], tokenizer: Any) -> None:
+def test_a_seat_that_cannot_continue_ends_the_game_of_all(engines: dict[str, RolloutEngine], tokenizer: Any) -> None:
     few = played(engines, tokenizer, max_turns=1)
     assert [{view.ended for view in views.values()} for views in few] == [
         {Ending.DONE if place % 4 < 2 else Ending.TURNS} for place in PLACES

@@ -40,7 +40,7 @@ def sampled(
     return sample(engine, batch(), ids, n, Sampling(longest, 0.0, STOP), part=part, **settings)
 
 
-def test_parts_make_the_response_that_is_made_at_once(tied: Path) -> None:
+def test_parts_make_the_response_that_is_made_in_one_call(tied: Path) -> None:
     engine = setup(TransformersEngine(), tied)
     engine.update_weights(buckets(load(tied)), 0)
     check_parts(engine, 0)

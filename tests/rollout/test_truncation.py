@@ -65,7 +65,7 @@ def test_tokens_come_as_often_as_their_probabilities_say(engine: RolloutEngine, 
         assert abs(share - p) < 4 * (p * (1 - p) / number) ** 0.5
 
 
-def test_a_cut_response_keeps_what_belongs_to_its_tokens_and_goes_on(engine: RolloutEngine) -> None:
+def test_a_cut_response_keeps_what_belongs_to_its_tokens_and_is_continued(engine: RolloutEngine) -> None:
     rollout = sampled(engine, 0)
     cut = rollout.cut(torch.full_like(rollout.lengths, 3))
     for whole, part, length in zip(rollout.support.rows(), cut.support.rows(), cut.lengths.tolist(), strict=True):

@@ -68,11 +68,11 @@ def model(folder: Path) -> Any:
     return load(folder)
 
 
-def test_parts_make_the_response_that_is_made_at_once(engine: RolloutEngine, model: Any) -> None:
+def test_parts_make_the_response_that_is_made_in_one_call(engine: RolloutEngine, model: Any) -> None:
     check_parts(engine, _sync(engine, model))
 
 
-def test_a_response_that_was_cut_goes_on_as_it_did_before(engine: RolloutEngine, folder: Path) -> None:
+def test_a_response_that_was_cut_is_continued_as_it_was_before(engine: RolloutEngine, folder: Path) -> None:
     check_continued(engine, _sync(engine, lively(folder)))
 
 

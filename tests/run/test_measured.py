@@ -81,7 +81,7 @@ def test_the_results_are_those_of_the_responses_that_are_left(model: Path, tmp_p
     assert results["problems"] == 6
 
 
-def test_predictions_go_on_where_a_killed_process_stopped(model: Path, tmp_path: Path) -> None:
+def test_predictions_resume_where_a_killed_process_stopped(model: Path, tmp_path: Path) -> None:
     how = {"val_samples": 2}
     whole = Path(trainer(tmp_path, **how).predict(grpo(model), ROWS)["path"])
     text = whole.read_text()

@@ -76,7 +76,7 @@ def failing_fit_then_unlimited(run: Fit) -> str:
         pytest.param(ZERO3, False, marks=pytest.mark.slow),
     ],
 )
-def test_what_one_rank_cannot_write_is_said_by_all_and_the_last_good_files_stay(
+def test_what_one_rank_cannot_write_is_named_by_all_and_the_last_good_files_stay(
     strategy: Any, async_save: bool, model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     run = replace(run_of(model, tmp_path / "run", callbacks=[StopAfter(1)]), strategy=strategy)

@@ -109,7 +109,7 @@ def test_a_rank_holds_what_lives_on_it() -> None:
     assert generating.engines["actor"].weights == pytest.approx(7_615_616_512 * 2 / 2)  # engines of two ranks
 
 
-def test_engines_of_a_node_with_two_policies_are_awake_at_once() -> None:
+def test_engines_of_a_node_with_two_policies_are_awake_together() -> None:
     arguments = ["--config", str(ROOT / "configs" / "agent_two_players.yaml"), "--strategy=deepspeed"]
     (memory,) = read_simulate([*arguments, "--module.actor.model=tiny"]).predicted.memories
     assert len(memory.engines) == 2

@@ -38,7 +38,7 @@ def test_where_weights_are_not_divided_a_node_reads_them_all_once() -> None:
     assert found({"actor": replace(ZERO3, stage=2)})["loading"].seconds == pytest.approx(7.7)
 
 
-def test_all_nodes_of_a_role_write_at_once() -> None:
+def test_all_nodes_of_a_role_write_concurrently() -> None:
     # float32 weights, two moments, and the model in 2 bytes
     both = found({"actor": ZERO3})["saving"]
     one = found({"actor": HALF})["saving"]

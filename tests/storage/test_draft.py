@@ -27,7 +27,7 @@ def test_a_rank_that_writes_nothing_is_named_with_its_machine(tmp_path: Path) ->
         draft.collect(NODES)
 
 
-def test_what_one_rank_could_not_write_is_said(tmp_path: Path) -> None:
+def test_what_one_rank_could_not_write_is_reported(tmp_path: Path) -> None:
     draft = opened(tmp_path)
     for rank in NODES:
         draft.add(Record(rank, error="no room" if rank == 2 else None))
@@ -81,7 +81,7 @@ def test_a_rank_that_could_not_write_is_not_kept_waiting_for_others(tmp_path: Pa
         draft.collect(NODES)
 
 
-def test_a_rank_that_has_no_room_to_say_so_is_named_without_a_wait(
+def test_a_rank_without_room_to_report_its_failure_is_named_without_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = opened(tmp_path)

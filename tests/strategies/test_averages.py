@@ -97,7 +97,7 @@ def test_with_copies_within_a_node_the_average_is_what_all_ranks_read(model: Pat
     follows(ranks4.run(averaged_steps, model, 3, "fp32", None, {"hpz_partition_size": 2}), model, "fp32")
 
 
-def test_a_checkpoint_of_two_ranks_of_fsdp_goes_on_with_one_process(
+def test_a_checkpoint_of_two_ranks_of_fsdp_resumes_in_one_process(
     model: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     outcomes = ranks2.run(averaged_steps, model, "fsdp", "fp32", tmp_path, {})

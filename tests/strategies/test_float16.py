@@ -107,7 +107,7 @@ def test_a_checkpoint_keeps_the_loss_scale_for_another_strategy(tiny: Path, tmp_
         assert found == [(FIRST / 2, 1), None]
 
 
-def test_a_loss_scale_falls_at_once_and_rises_after_long() -> None:
+def test_a_loss_scale_falls_immediately_and_rises_after_long() -> None:
     scale = LossScale(factor=4.0)
     for _ in range(LONG - 1):
         scale.update(finite=True)

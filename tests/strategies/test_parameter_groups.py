@@ -94,7 +94,7 @@ def test_on_three_ranks_groups_are_those_of_torch(stage: Stage, tiny: Path, rank
 @pytest.mark.parametrize(
     ("stage", "precision"), slow_but([(2, "bf16")], itertools.product([0, 1, 2, 3, "fsdp"], ["fp32", "bf16"]))
 )
-def test_a_resumed_run_goes_on_with_each_group_s_rate_and_state_to_the_bit(
+def test_a_resumed_run_has_each_group_s_rate_and_state_to_the_bit(
     stage: Stage, precision: str, untied: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     for straight, continued in ranks2.run(resumed, untied, stage, precision, tmp_path):

@@ -107,7 +107,7 @@ def test_sgd_takes_a_momentum(tiny: Path) -> None:
     assert distance(update(single("fp64"), tiny, given, updates=2).weights, weights) < 1e-12
 
 
-def test_an_optimizer_that_counts_in_plain_numbers_goes_on_with_its_count(tiny: Path) -> None:
+def test_an_optimizer_that_counts_in_plain_numbers_resumes_its_count(tiny: Path) -> None:
     strategies = single("fp64"), single("fp64")
     first, second = strategies
     handles = [trained(tiny, Optimizer(f"{__name__}.Counts", lr=1.0)) for _ in strategies]

@@ -42,7 +42,7 @@ def named(report: Report) -> dict[str, str | None]:
     return {line.name: line.node for line in report.wrong}
 
 
-def test_nothing_is_said_of_grpo_in_one_process() -> None:
+def test_no_difference_is_reported_for_grpo_in_one_process() -> None:
     report = examine(grpo(), columns=ALONE)
     assert named(report) == {}
     assert all(line.apart is not None and line.apart < 1e-8 for line in report.lines)
@@ -73,13 +73,13 @@ def configured_report(name: str, columns: tuple[CheckColumn, ...]) -> Report:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "ppo", "tree_rl", "self_play", "score_centering"])
-def test_nothing_is_said_of_our_largest_algorithms_in_any_column(name: str) -> None:
+def test_no_difference_is_reported_for_our_largest_algorithms_in_any_column(name: str) -> None:
     assert named(configured_report(name, COLUMNS)) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
-def test_nothing_is_said_of_right_algorithms_that_are_unusual(name: str) -> None:
+def test_no_difference_is_reported_for_right_algorithms_that_are_unusual(name: str) -> None:
     assert named(configured_report(name, NOT_SHARDED)) == {}
 
 

@@ -58,7 +58,7 @@ def test_what_takes_too_long_is_killed_within_its_time(worker: Worker, function:
     assert worker.function("harm.add", 1, 2) == 3, "the next call has a new process"
 
 
-def test_what_raises_says_so_in_one_line_and_the_worker_goes_on(worker: Worker) -> None:
+def test_a_call_that_raises_is_one_line_and_the_worker_still_works(worker: Worker) -> None:
     with pytest.raises(WorkerRaised, match=r"^`harm.complain` raised ValueError at harm.py:\d+: of two lines$"):
         worker.function("harm.complain")
     with pytest.raises(WorkerRaised, match=r"`harm\.give_up` raised SystemExit"):
