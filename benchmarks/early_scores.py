@@ -3,7 +3,7 @@
     python benchmarks/early_scores.py
 
 GRPO with a small random model in one process; nothing is learned, so that responses are of the same lengths all along.
-A reward in processes of its own (`seconds`, 8 `workers`) sleeps for 50 ms a sample. Steps of one run take turns:
+A reward in processes of its own (`timeout_s`, 8 `workers`) sleeps for 50 ms a sample. Steps of one run take turns:
 `free` does not sleep, `early` scores each response when it has ended, `late` scores after the last has ended, as plain
 functions do. Seconds are those of `rollout` and `rewards` together, medians with the smallest and largest. What a way
 adds is the median of its differences from the `free` step of its round: to both nodes, and to `rewards` alone, which is
