@@ -200,7 +200,7 @@ class Conversations:
             DEFINED,
             max_turns=self._given["turns"],
             max_turn_length=self._given["tokens"],
-            seconds=SECONDS,
+            timeout_s=SECONDS,
             workers=workers,
         )
 

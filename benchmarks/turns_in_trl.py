@@ -138,7 +138,7 @@ def in_rlflow(engine: str, lockstep: bool = False) -> Callable[[Path, float, int
                 "benchmarks.delays.DelayedTool",
                 max_turns=TURNS,
                 max_turn_length=TOKENS,
-                seconds=300.0,
+                timeout_s=300.0,
                 workers=conversations,
                 lockstep=lockstep,
             ),

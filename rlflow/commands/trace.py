@@ -84,9 +84,13 @@ def chosen_steps(folder: Path, known: Collection[int], step: int | None, steps: 
     if steps is not None and steps < 1:
         raise UserError(f"`--steps` is {steps}; give 1 or more")
     if not known:
-        raise UserError(f"the traces of `{folder}` hold no step: the run ended before its first task did")
+        raise UserError(
+            f"the traces of `{folder}` hold no step: the run ended before its first task did; trace a run that takes a step"
+        )
     last = max(known) if step is None else step
     if last not in known:
-        raise UserError(f"`--step` is {last}, and `{folder}` has traces of steps {min(known)} to {max(known)}")
+        raise UserError(
+            f"`--step` is {last}, and `{folder}` has traces of steps {min(known)} to {max(known)}; give one of these"
+        )
     first = min(known) if steps is None else last - steps + 1
     return sorted(each for each in known if first <= each <= last)

@@ -168,7 +168,7 @@ def _check_share(
 ) -> None:
     setting = f"engines.{policy}.share"
     if share.share == policy:
-        raise UserError(f"`{setting}` is {policy!r}, the policy itself; name the policy whose engine it shall use")
+        raise UserError(f"`{setting}` is {policy!r}, the policy itself; name another policy, whose engine it uses")
     _require_policy(setting, share.share, policies)
     further = exceptions.get(share.share)
     if isinstance(further, Share):

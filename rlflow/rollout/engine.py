@@ -697,8 +697,8 @@ class InProcessEngine(RolloutEngine):
             found, wanted = prompt.count(self._processor.placeholder_id), sum(map(self._processor.features, shown))
             if found < wanted:
                 raise UserError(
-                    f"a prompt has places for {found} features of its images, which have {wanted}; a node that writes"
-                    " prompts of its own gives them without `pictures`, as `Rollout.as_prompts` does"
+                    f"a prompt has places for {found} features of its images, which have {wanted}; if a node"
+                    " writes its prompts, let it return them without `pictures`, as `Rollout.as_prompts` does"
                 )
 
     @abstractmethod

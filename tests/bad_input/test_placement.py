@@ -25,7 +25,7 @@ CASES: list[Case] = [
     (
         "a policy that shares its own engine",
         {"engines": {"actor": {"share": "actor"}}},
-        "`engines.actor.share` is 'actor', the policy itself; name the policy whose engine it shall use",
+        "`engines.actor.share` is 'actor', the policy itself; name another policy, whose engine it uses",
     ),
     (
         "a role that is not there",

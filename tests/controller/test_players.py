@@ -72,7 +72,7 @@ class Against(Alone):
 
 
 def playing(policy: Path, kind: type[Alone] = Alone, duel: str = DUEL, **settings: Any) -> Alone:
-    more = {name: settings.pop(name) for name in ("seconds", "workers") if name in settings}
+    more = {name: settings.pop(name) for name in ("timeout_s", "workers") if name in settings}
     environment = Environment(duel, max_turns=3, max_turn_length=6, **more)
     given = {"environment": environment, "group_size": GROUP, "max_response_length": 90, **settings}
     return kind(CausalLM(str(policy), optimizer=SGD), **given)
@@ -174,7 +174,7 @@ def test_the_same_games_are_played_on_two_ranks_and_in_workers(
     against: Result, policy: Path, tmp_path: Path, ranks2: RankPool
 ) -> None:
     on_two = ranks2.run(fit, run(playing(policy, Against, frozen=str(policy)), tmp_path / "two", FSDP))
-    apart = playing(policy, Against, frozen=str(policy), seconds=60, workers=2)
+    apart = playing(policy, Against, frozen=str(policy), timeout_s=60, workers=2)
     in_workers = fit(run(apart, tmp_path / "workers", max_steps=1))
     for step in range(2):
         assert on_two[0].record[step] | on_two[1].record[step] == against.record[step]

@@ -71,7 +71,7 @@ def test_a_share_is_the_engine_of_the_other_policy() -> None:
         ),
         (
             {"opponent": Share("opponent")},
-            "`engines.opponent.share` is 'opponent', the policy itself; name the policy whose engine it shall use",
+            "`engines.opponent.share` is 'opponent', the policy itself; name another policy, whose engine it uses",
         ),
         (
             {"opponent": Share("judge"), "judge": Share("actor")},
