@@ -85,7 +85,8 @@ def chosen_steps(folder: Path, known: Collection[int], step: int | None, steps: 
         raise UserError(f"`--steps` is {steps}; give 1 or more")
     if not known:
         raise UserError(
-            f"the traces of `{folder}` hold no step: the run ended before its first task did; trace a run that takes a step"
+            f"the traces of `{folder}` hold no step: the run ended before its first task did; trace a run that"
+            " takes a step"
         )
     last = max(known) if step is None else step
     if last not in known:
