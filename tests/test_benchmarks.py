@@ -87,7 +87,8 @@ def test_metrics_that_benchmarks_read_are_logged(tmp_path: Path) -> None:
     data.chat_template, data.max_prompt_length = True, 120
     (of_conversations,) = fit(Fit(talking, data, tmp_path / "talks")).steps
     step |= of_conversations
-    read = {(name, file.name) for file in BENCHMARKS.rglob("*.py") for name in metrics_read(file)}
+    files = [file for file in BENCHMARKS.rglob("*.py") if file.name != "renamed.py"]  # which has names of earlier code
+    read = {(name, file.name) for file in files for name in metrics_read(file)}
     assert ("time/step", "predicted.py") in read
     assert sorted((name, file) for name, file in read if name not in step) == []
 

@@ -604,7 +604,10 @@ def test_every_argument_of_lightning_s_methods_has_an_answer_that_names_ours(met
         (lambda: Timer({"hour": 3}), "is {'hour': 3}; give arguments of a timedelta"),
         (lambda: Timer(3600), "`duration` of Timer is 3600; give DD:HH:MM:SS"),  # type: ignore[arg-type]
         (lambda: Timer().time_elapsed("validate"), "the stage 'validate', and it measures training"),  # type: ignore[arg-type]
-        (lambda: Keeps(0.1, "lrs"), "`save_hyperparameters` was given 'lrs', .* no argument of Keeps; .* Did you mean"),
+        (
+            lambda: Keeps(0.1, "lrs"),
+            "`save_hyperparameters` was given 'lrs', .* not an argument of Keeps; .* Did you mean",
+        ),
         (lambda: Keeps(0.1, 7), "`save_hyperparameters` was given 7, .* give names of arguments, or a dict of values"),
         (lambda: Mine.load_from_checkpoint("nowhere"), "'nowhere' is neither a folder of a run with a model of Mine"),
     ],

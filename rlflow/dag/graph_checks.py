@@ -156,7 +156,7 @@ def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Co
                 why = did_you_mean(policy, policies) or f" The language models are {', '.join(policies) or 'none'}."
                 yield node.problem(f"generates with {policy!r}, which names no model handle of the module.{why}")
             elif policy not in policies:
-                why = f"no language model; only a CausalLM generates, and those are {', '.join(policies) or 'none'}"
+                why = f"not a language model; only a CausalLM generates, and those are {', '.join(policies) or 'none'}"
                 yield node.problem(f"generates with {policy!r}, which is {why}. Name one of them")
 
 

@@ -122,7 +122,11 @@ def test_a_type_may_be_a_class_a_text_or_a_list_or_mapping_of_either(value: Any,
     ("value", "keys", "found"),
     [
         ([{"class_path": "ExactMatsh"}], ("0", "class_path"), "is 'ExactMatsh', and no class is known by that name."),
-        ({"a": {"class_path": "exact_match", "init_args": {"anwser": "a"}}}, ("a", "init_args", "anwser"), "no known"),
+        (
+            {"a": {"class_path": "exact_match", "init_args": {"anwser": "a"}}},
+            ("a", "init_args", "anwser"),
+            "not a known",
+        ),
     ],
 )
 def test_a_mistake_in_a_list_or_mapping_of_classes_is_found_at_its_key(value: Any, keys: Any, found: str) -> None:

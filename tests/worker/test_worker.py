@@ -252,7 +252,7 @@ def test_a_worker_dies_with_the_process_that_made_it(tmp_path: Path) -> None:
     assert not _lives(pid)
 
 
-@pytest.mark.parametrize("name", ["seconds", "memory_mb", "file_mb", "output_kb"])
+@pytest.mark.parametrize("name", ["timeout_s", "memory_mb", "file_mb", "output_kb"])
 def test_limits_are_above_0(name: str) -> None:
     with pytest.raises(UserError, match=f"`{name}` is 0; give more than 0"):
         Limits(**{name: 0})
