@@ -64,7 +64,7 @@ def test_a_prompt_that_has_no_places_for_its_pictures_is_refused_by_the_engine(t
     folder = write_tiny_vision_model(tmp_path / "model")
     engine: Any = setup(TransformersEngine(), folder)
     engine.update_weights([weights(reference(folder))], 0)
-    with pytest.raises(UserError, match=r"^a prompt has places for 0 features of its images, which have 4; a node"):
+    with pytest.raises(UserError, match=r"^a prompt has places for 0 features of its images, which have 4; if a node"):
         engine.generate([[65, 66]], [0], Sampling(2, 1.0, ()), 0, pictures=[[noise(0, 40, 40)]])
 
 

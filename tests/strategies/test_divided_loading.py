@@ -96,7 +96,7 @@ def test_a_model_that_would_be_scored_wrongly_is_refused(tmp_path: Path, ranks2:
 
 def test_a_rank_that_loads_its_part_never_holds_the_whole_model(tmp_path: Path, ranks2: RankPool) -> None:
     small = write_tiny_model(tmp_path / "small", layers=1)
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "layers": 8, "dtype": torch.bfloat16}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "layers": 14, "dtype": torch.bfloat16}
     large = write_tiny_model(tmp_path / "large", **sizes)  # type: ignore[arg-type]
     for growth, of_model in ranks2.run(growth_while_loading, small, large, 3):
         assert 0.45 * of_model < growth < 0.95 * of_model  # half, two copies of a layer, and some MB of modules
