@@ -81,7 +81,7 @@ def test_every_config_for_gpus_has_a_twin_of_fsdp() -> None:
     assert by_deepspeed == {twin.stem.removesuffix("_fsdp") for twin in TWINS}
 
 
-@pytest.mark.parametrize("config", slow_but(LEARN[:2], LEARN), ids=lambda config: config.stem)
+@pytest.mark.parametrize("config", LEARN, ids=lambda config: config.stem)
 def test_a_config_of_the_learning_benchmark_has_settings_that_exist(config: Path) -> None:
     assert read_fit(["--config", str(config)]).trainer.settings.devices == 1
 

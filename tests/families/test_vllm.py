@@ -39,7 +39,7 @@ def engine(request: pytest.FixtureRequest, family: Family) -> Iterator[tuple[Rol
     engine.close()
 
 
-@pytest.mark.parametrize("engine", slow_but(["smollm3"], SERVED), indirect=True)
+@pytest.mark.parametrize("engine", slow_but(["smollm3", "gpt_oss"], SERVED), indirect=True)
 def test_logprobs_are_training_s_after_each_sync_and_every_tensor_is_read_back(
     engine: tuple[Any, ScoringModel],
 ) -> None:

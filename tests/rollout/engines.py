@@ -1,4 +1,4 @@
-"""An engine that does wrong things in its own process."""
+"""Engines for a process of its own: one that does wrong things, and one that says what it was given."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ class Broken(RolloutEngine):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+class SaysItsRank(Broken):
+    """Fails when it is set up, with its number among the ranks that share it."""
+
+    def setup(self, model_path: str, rank_info: RankInfo) -> None:
+        raise RuntimeError(f"rank {rank_info.rank} of {rank_info.world_size}")

@@ -24,6 +24,7 @@ from rlflow.process.preemption import SIGNALS
 from rlflow.rollout import (
     EngineProcessError,
     EngineSubprocess,
+    RankInfo,
     RolloutEngine,
     Sampling,
     TransformersEngine,
@@ -31,7 +32,7 @@ from rlflow.rollout import (
     WeightSyncError,
 )
 from rlflow.rollout.engine_subprocess import share
-from tests.rollout.engines import Broken
+from tests.rollout.engines import Broken, SaysItsRank
 from tests.rollout.stepping import check_completions, check_steps
 from tests.rollout.trained import PROMPTS, STOP, buckets, load, perturb, setup
 
@@ -51,14 +52,14 @@ engine.sleep()
 
 @pytest.fixture(scope="module")
 def engine(tied: Path) -> Iterator[RolloutEngine]:
-    engine = setup(_beside(TransformersEngine()), tied)
+    engine = setup(_in_subprocess(TransformersEngine()), tied)
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def broken(tied: Path) -> Iterator[RolloutEngine]:
-    engine = setup(_beside(Broken()), tied)
+    engine = setup(_in_subprocess(Broken()), tied)
     yield engine
     engine.close()
 
@@ -68,7 +69,7 @@ def model(tied: Path) -> Any:
     return load(tied)
 
 
-def _beside(engine: RolloutEngine, timeout_s: float = 120.0) -> EngineSubprocess:
+def _in_subprocess(engine: RolloutEngine, timeout_s: float = 120.0) -> EngineSubprocess:
     return EngineSubprocess(engine, index=0, size=1, address="", timeout_s=timeout_s)
 
 
@@ -223,7 +224,7 @@ def test_no_descriptor_is_left_open(engine: RolloutEngine, model: Any) -> None:
 
 
 def test_a_refusal_at_setup_keeps_the_engine_s_words_and_ends_its_process(tied: Path) -> None:
-    beside = _beside(VLLMEngine())
+    beside = _in_subprocess(VLLMEngine())
     with pytest.raises(UserError, match=r"^vLLM does not run in torch\.float64"):
         setup(beside, tied, torch.float64)
     assert not _process(beside).runs
@@ -258,6 +259,12 @@ def test_a_signal_that_asks_the_run_to_end_leaves_the_engine_to_its_rank(engine:
     _process(engine)._popen.send_signal(number)
     engine.check_context(1, 1)
     assert _process(engine).runs
+
+
+def test_an_engine_counts_the_ranks_that_share_it_not_those_of_the_job() -> None:
+    engine = _in_subprocess(SaysItsRank())
+    with pytest.raises(EngineProcessError, match="rank 0 of 1"):
+        engine.setup("", RankInfo(torch.float32, torch.device("cpu"), rank=1, world_size=2))
 
 
 def test_a_process_that_hangs_is_ended_and_reported(broken: RolloutEngine) -> None:

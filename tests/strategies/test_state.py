@@ -55,7 +55,7 @@ def holds_the_state(model: Path, state: State, stage: Stage, precision: str, ran
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    slow_but([(1, "fp32"), (3, "bf16")], [(0, "bf16"), (1, "fp32"), (3, "bf16"), ("fsdp", "bf16")]),
+    slow_but([(0, "bf16"), (1, "fp32"), (3, "bf16")], [(0, "bf16"), (1, "fp32"), (3, "bf16"), ("fsdp", "bf16")]),
 )
 def test_two_ranks_hold_each_element_of_a_state_once_and_compute_with_it(
     stage: Stage, precision: str, model: Path, state: State, ranks2: RankPool
