@@ -59,8 +59,8 @@ class GAIL(GroupBaseline, Clipped):
     """Trains a discriminator to tell the dataset's responses from samples, and the policy to pass for the dataset.
 
         D(x, y) = sigmoid(s(x, y))                                  s: the discriminator's score of the response y to x
-        discriminator:  ascends E_data[log D] + E_pi[log(1 - D)]            (the paper's D is 1 minus this one)
-        policy: GRPO's loss with the reward r(x, y) = -log(1 - D(x, y))
+        discriminator: ascends E_data[log D] + E_pi[log(1 - D)]     (the paper's D is 1 minus this one)
+        policy:        GRPO's loss with the reward r(x, y) = -log(1 - D(x, y))
 
     A sample with a score of 0 has D = 0.5 and the reward 0.69; the reward grows with the score. In each step the
     discriminator is trained first, and then scores the samples. The dataset's response counts as much in the

@@ -65,11 +65,8 @@ class Preempted(BaseException):
         return f"ended by {signal.Signals(number).name}:"
 
 
-ENDING = (
-    Preempted,
-    SystemExit,
-    KeyboardInterrupt,
-)  # end the process, and are not a failure of the code they come through
+# They end the process, and are not a failure of the code that they come through.
+ENDING = (Preempted, SystemExit, KeyboardInterrupt)
 
 
 class UserError(ValueError):

@@ -161,7 +161,7 @@ def class_named(name: str, bases: Sequence[type]) -> type:
     if not inspect.isclass(found) or not issubclass(found, tuple(bases)):
         kinds = " or ".join(dict.fromkeys(base.__name__ for base in bases))
         raise UserError(
-            f"names the class {name}, which is not of the kind {kinds}; name one that is{such_as(name, bases)}"
+            f"names the class {name}, which is not a subclass of {kinds}; name one that is{such_as(name, bases)}"
         )
     cls: type = found
     return cls

@@ -89,7 +89,7 @@ def test_a_number_of_lightnings_that_has_no_meaning_here_is_refused(name: str, v
         ({"engines": {"critic": "vlm"}}, "`engines.critic` is 'vlm', and no class is known by that name. Did you"),
         (
             {"logger": ["csv", "os.sep"]},
-            "`logger` names the class os.sep, which is not of the kind Logger or FabricLogger; name",
+            "`logger` names the class os.sep, which is not a subclass of Logger or FabricLogger; name",
         ),
         ({"callbacks": ["early_stopping"]}, "`callbacks` is 'early_stopping', and EarlyStopping needs `monitor`;"),
         ({"callbacks": "early_stopping"}, "`callbacks` is 'early_stopping', and EarlyStopping needs `monitor`;"),

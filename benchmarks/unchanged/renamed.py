@@ -12,7 +12,6 @@ from benchmarks.unchanged.record import Values
 
 METRICS: Mapping[str, str] = {
     "rollout/under_way": "rollout/unfinished_groups",
-    "rollout/begun_anew": "rollout/restarted",
     "judge/accuracy": "discriminator/accuracy",
     "judge/grad_norm": "discriminator/grad_norm",
     "judge/loss": "discriminator/loss",

@@ -89,7 +89,7 @@ class Configured:
         self.require_secrets()
         with self.keys.in_errors(self.config), ExitStack() as stack:
             if self.simulation is not None:
-                from rlflow.simulate.output import prediction
+                from rlflow.simulate.display import prediction
 
                 stack.enter_context(prediction(self.simulation))
             self.trainer.fit(self.module, self.data)

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
     for finding in failing:
         print(f"needed: {finding}")
     here = f"{'GPUs' if gpu else 'the CPU'}, {nodes} machine(s)"
-    print(f"{len(failing)} of {len(found)} need mending" if failing else f"all that runs need works ({here})")
+    print(f"{len(failing)} of {len(found)} need fixing" if failing else f"all that runs need works ({here})")
     raise CommandExit(1 if failing else 0)
 
 

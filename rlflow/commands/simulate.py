@@ -12,8 +12,8 @@ import torch
 from rlflow.commands.configuration import NODES, Configured, call_configured
 from rlflow.data.mixture import settings_of
 from rlflow.run.prepare import read_graph
+from rlflow.simulate.display import show
 from rlflow.simulate.hardware import read_hardware, this_machine
-from rlflow.simulate.output import show
 from rlflow.simulate.simulation import Scaling, Simulation
 
 

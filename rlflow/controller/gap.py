@@ -40,10 +40,8 @@ TIMES = 3.0  # a gap above this multiple of their median is a fault; healthy gap
 OFF = 0.03  # a spread this far from 1 is a fault; the spread is about the trainer's temperature over the engine's
 SMALLEST_VARIANCE = 1e-4  # variance of logprobs below which rounding dominates, so no spread is computed
 FAR = 10.0  # times the default limit, which ends a run also where other faults are only warned of
-SMALLEST = {
-    torch.float64: 1e-4,
-    torch.float32: 1e-4,
-}  # gaps up to this for an uncertain token are not a fault; else 1e-3
+# Gaps up to this for an uncertain token are not a fault; 1e-3 for other dtypes.
+SMALLEST = {torch.float64: 1e-4, torch.float32: 1e-4}
 PROBES = 4  # responses that a probe compares
 TOKENS = 8  # most tokens of each
 

@@ -320,7 +320,7 @@ class UpdateWatch:
             UserError: `most` updates of the role in a row were skipped.
         """
         metrics.number(f"{role}/skipped_updates", 1.0)
-        self._count(role, f"the reward of `{role}` failed on all samples", "Mend the reward")
+        self._count(role, f"the reward of `{role}` failed on all samples", "Correct the reward")
 
     def _count(self, role: str, what: str, remedy: str) -> None:
         """Count one more update that was skipped in a row; end the run if there are too many."""

@@ -143,7 +143,7 @@ def miscast(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Probl
 
 
 def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Collection[str]) -> Iterator[Problem]:
-    """Names in `generates=` that are not a model handle of the module, or a handle of no language model.
+    """Names in `generates=` that name no model handle of the module, or one whose model is not a language model.
 
     Args:
         nodes: The graph's nodes.
@@ -161,7 +161,7 @@ def misgenerated(nodes: Mapping[str, Node], roles: Collection[str], policies: Co
 
 
 def misused(nodes: Mapping[str, Node], roles: Collection[str]) -> Iterator[Problem]:
-    """Names in `uses=` that are not a model handle, or are trained; and `uses=` of a node without a role.
+    """Names in `uses=` that name no model handle, or one that is trained; and `uses=` of a node without a role.
 
     Args:
         nodes: The graph's nodes.

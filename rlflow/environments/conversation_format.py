@@ -61,7 +61,7 @@ def conversation_tokens(
     if not turns or turns[0] == 0 or turns[-1] != len(read) - 1:
         raise UserError(
             f"{place} has the roles {', '.join(each['role'] for each in read) or 'of nobody'}; a conversation to learn"
-            " from begins with a prompt and ends with a turn of `assistant`. Mend or remove the row"
+            " from begins with a prompt and ends with a turn of `assistant`. Correct or remove the row"
         )
     prompt, tokens, written = bridge.begin(read[: turns[0]]), list[int](), list[bool]()
     for turn, following in zip(turns, [*turns[1:], None], strict=True):

@@ -23,7 +23,7 @@ class PythonTool:
     """
 
     def __init__(self, timeout_s: float = 5.0, memory_mb: int = 512, output_kb: int = 2) -> None:
-        self._seconds = timeout_s
+        self._timeout_s = timeout_s
         self._sandbox = Sandbox(Limits(timeout_s=timeout_s, memory_mb=memory_mb, output_kb=output_kb))
 
     @classmethod
@@ -39,7 +39,7 @@ class PythonTool:
         """
         ran = self._sandbox.run(code)
         if ran.timed_out:
-            return f"{ran.output}the program took longer than {self._seconds:g} s and was ended"
+            return f"{ran.output}the program took longer than {self._timeout_s:g} s and was ended"
         if ran.succeeded:
             return ran.output or "the program printed nothing"
         why = ran.errors.strip().splitlines()

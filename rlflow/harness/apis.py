@@ -1,7 +1,7 @@
 """The APIs by which agents call the policy: OpenAI's chat completions, completions and responses, Anthropic's messages.
 
-An API reads a request as `ApiRequest`, and writes what the policy `AssistantTurn`. A field that cannot be served
-exactly is refused in the API's own form, with its name. Formats: platform.openai.com/docs/api-reference,
+An API reads a request as an `ApiRequest`, and writes the policy's turn, an `AssistantTurn`. A field that cannot be
+served exactly is refused in the API's own form, with its name. Formats: platform.openai.com/docs/api-reference,
 docs.anthropic.com/en/api.
 """
 

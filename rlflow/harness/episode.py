@@ -244,9 +244,7 @@ class Episode:
         try:
             bridge = terms.bridge(asked.tools)
             read, first, rewritten = self._tokens(asked, policy, settings, digests, bridge)
-        except (
-            Exception
-        ) as error:  # a template may fail in any way on a client's messages, which is not a fault of the run
+        except Exception as error:  # a template may fail in any way on a client's messages: not a fault of the run
             text = f"the model's family cannot write the {asked.reads} ({one_line(error)})"
             raise RequestError(text, asked.reads, code="invalid_value") from error
         if not terms.ends.issuperset(bridge.ends):

@@ -24,7 +24,7 @@ def whole_lines(file: Path) -> Iterator[bytes]:
                     yield line
     except OSError as error:
         raise UserError(
-            f"{file} cannot be read ({error.strerror}); correct that disk or the file's rights, or move the file away"
+            f"{file} cannot be read ({error.strerror}); repair that disk or the file's permissions, or move it away"
         ) from error
 
 

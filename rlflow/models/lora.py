@@ -259,8 +259,8 @@ def merge(adapter: Path, folder: Path, scratch: Path, trust_remote_code: bool = 
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"`--model` {str(adapter)!r} on {str(base)!r} cannot be loaded: {reason}; give the model that it"
-            " was trained on"
+            f"`--model` {str(adapter)!r} on {str(base)!r} cannot be loaded: {reason}; if that is not the"
+            f" model it was trained on, correct `base_model_name_or_path` in its {CONFIG}"
         ) from error
     generation = merged.generation_config if merged.can_generate() else None
     if generation is not None:  # which `save_pretrained` may refuse

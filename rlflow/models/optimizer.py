@@ -77,7 +77,9 @@ class Optimizer:
             try:
                 inspect.signature(self.kind).bind([], **self.keywords)
             except TypeError as error:
-                raise UserError(f"`optimizer.arguments` is {self.arguments}; {self.name}: {error}. Mend it") from error
+                raise UserError(
+                    f"`optimizer.arguments` is {self.arguments}; {self.name}: {error}. Correct it"
+                ) from error
 
     @property
     def kind(self) -> type[torch.optim.Optimizer]:

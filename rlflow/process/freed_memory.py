@@ -23,7 +23,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> bool:
-    """Let this process return large blocks to the system as soon as it frees them: such as gathered weights of a layer.
+    """Let this process return large blocks to the system as soon as it frees them, such as gathered weights of a layer.
 
     Otherwise the allocator comes to hold as much as a whole model, although there was only one layer at a time.
 

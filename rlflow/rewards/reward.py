@@ -449,7 +449,7 @@ def read_column(row: Mapping[str, Any], name: str, may_be_null: bool = False, pl
     try:
         value = column_of(row, name, place, ", which the reward reads")
     except UserError as error:
-        raise UserError(f"{error} Mend or remove the row, or name another column in the reward") from error
+        raise UserError(f"{error} Correct or remove the row, or name another column in the reward") from error
     if value is None and not may_be_null:
         raise UserError(
             f"{place}: column `{name}`, which the reward reads, is null, so no response could be right; write its"

@@ -222,13 +222,13 @@ def engines_of_rank(
         on_cpu: Whether they run on the CPU.
         timeout_s: Seconds that a wait for an engine's own process may take.
     """
-    apart = policies_with_engine_processes(engines, layouts, transport.world_size, on_cpu)
+    in_processes = policies_with_engine_processes(engines, layouts, transport.world_size, on_cpu)
     own: dict[str, RolloutEngine] = {}
     by_policy: dict[str, RolloutEngine] = {}
     for policy, engine in engines.own.items():
         if transport.rank not in layouts[policy].ranks:
             continue
-        here = _in_a_process(engine, layouts[policy], transport, timeout_s) if policy in apart else engine
+        here = _in_a_process(engine, layouts[policy], transport, timeout_s) if policy in in_processes else engine
         own[policy] = by_policy[policy] = here
         if len(users := engines.users(policy)) > 1:
             turns: dict[str, TimeSharedEngine] = {}
@@ -250,14 +250,14 @@ def policies_with_engine_processes(
         world_size: Ranks of the run.
         on_cpu: Whether they run on the CPU.
     """
-    apart: list[str] = []
+    in_processes: list[str] = []
     for policy, engine in engines.own.items():
-        inside = [other for name, other in engines.own.items() if name not in apart]
+        inside = [other for name, other in engines.own.items() if name not in in_processes]
         before = inside[: inside.index(engine)]
         on_some = engine.needs_all_ranks and len(layouts[policy].ranks) < world_size
         if on_some or not all(engine.shares_process(other, on_cpu) for other in before):
-            apart.append(policy)
-    return tuple(apart)
+            in_processes.append(policy)
+    return tuple(in_processes)
 
 
 def _in_a_process(engine: RolloutEngine, layout: Layout, transport: Transport, timeout_s: float) -> RolloutEngine:

@@ -69,7 +69,7 @@ class TransformersEngine(InProcessEngine):
             )
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
-        self._tells_experts = False
+        self._returns_experts = False
         self._most_kept = 0  # tokens of the largest support that is noted
         self._float32_head = False
 
@@ -77,7 +77,7 @@ class TransformersEngine(InProcessEngine):
         self._float32_head = True
 
     def return_experts(self) -> None:
-        self._tells_experts = True
+        self._returns_experts = True
 
     def return_support(self, most: int) -> None:
         self._most_kept = most
@@ -118,7 +118,7 @@ class TransformersEngine(InProcessEngine):
                 config, dtype=rank_info.dtype, trust_remote_code=rank_info.trust_remote_code, **attention
             )
         self._model.eval()
-        if self._tells_experts:
+        if self._returns_experts:
             watch_routers(self._model)
         if self._float32_head:
             head = self._model.get_output_embeddings()
@@ -276,7 +276,7 @@ class TransformersEngine(InProcessEngine):
     def _routings(self, ids: Tensor) -> list[Routing]:
         """A `Routing` for each part in which the new tokens are computed; empty where experts are not recorded."""
         parts = range(0, ids.shape[1], self._most(ids))
-        return [Routing() for _ in parts] if self._tells_experts else []
+        return [Routing() for _ in parts] if self._returns_experts else []
 
     def _most(self, ids: Tensor) -> int:
         """The number of new tokens of each row that one forward pass computes.

@@ -238,7 +238,7 @@ class Rollout(Placed):
         if len(support.values) != len(values):
             raise UserError(
                 f"the engine noted {len(support.values)} tokens that it sampled from, and {len(values)} of their"
-                " log-probabilities; let `return_support` of the engine note both"
+                " log-probabilities; an engine with `return_support` gives both"
             )
         if len(values) and bool(((support.lengths == 0) & (lengths > 0)).any()):
             raise UserError(

@@ -142,7 +142,8 @@ CASES: list[Case] = [
     (
         "a class of another kind",
         {"data.train.class_path": "rlflow.rewards.ExactMatch"},
-        "`data.train.class_path` names the class rlflow.rewards.ExactMatch, which is not of the kind Source; name one",
+        "`data.train.class_path` names the class rlflow.rewards.ExactMatch, which is not a subclass of Source;"
+        " name one that is",
     ),
     (
         "arguments without a class",

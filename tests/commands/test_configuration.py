@@ -400,7 +400,10 @@ def test_help_of_a_key_without_a_class_names_the_classes(capsys: pytest.CaptureF
     [
         ("GRP", """is 'GRP', and no class is known by that name. Did you mean "GRPO"?"""),
         ("vllm", "is 'vllm', and no class is known by that name. Write module.Class, such as "),
-        ("rlflow.rewards.ExactMatch", "names the class rlflow.rewards.ExactMatch, which is not of the kind RLModule; "),
+        (
+            "rlflow.rewards.ExactMatch",
+            "names the class rlflow.rewards.ExactMatch, which is not a subclass of RLModule; ",
+        ),
     ],
 )
 def test_help_of_an_unknown_class_is_refused(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

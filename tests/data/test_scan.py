@@ -339,7 +339,7 @@ def scored(row: dict[str, Any], reads: dict[str, bool], ranks: int = 1, reward: 
 
 
 def test_a_row_without_the_reward_s_column_is_named_before_the_first_step(cache: Path) -> None:
-    line = "row 4 has no column `answer`, which the reward reads; columns found: question. Mend or remove the row"
+    line = "row 4 has no column `answer`, which the reward reads; columns found: question. Correct or remove the row"
     for ranks in (1, 2):
         with pytest.raises(UserError, match=line):
             scored({"question": "1+1="}, {"answer": False}, ranks)

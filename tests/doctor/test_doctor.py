@@ -83,7 +83,7 @@ def test_what_is_broken_is_named_with_how_to_fix_it_and_the_code_is_1(tmp_path: 
     assert "no eth77 here; give one of" in line(printed, "GLOO_SOCKET_IFNAME")
     assert line(printed, "MASTER_ADDR").startswith("ok")
     assert "tried" not in printed
-    assert "need mending" in printed.splitlines()[-1]
+    assert "need fixing" in printed.splitlines()[-1]
 
 
 def test_what_many_nodes_need_is_needed_where_a_run_has_many(monkeypatch: pytest.MonkeyPatch) -> None:

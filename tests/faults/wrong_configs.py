@@ -241,17 +241,19 @@ PATHS = [
 CLASSES = [
     *_of(
         "module",
-        ("os.system", "which is not of the kind RLModule; name one that is, such as "),
-        ("builtins.exec", "which is not of the kind RLModule"),
+        ("os.system", "which is not a subclass of RLModule; name one that is, such as "),
+        ("builtins.exec", "which is not a subclass of RLModule"),
         ([1], "`module` is [1]; give a RLModule, by its name or as `class_path` and"),
     ),
     *_of(
         "rollout",
-        ("os.system", "which is not of the kind RolloutEngine"),
+        ("os.system", "which is not a subclass of RolloutEngine"),
         (3, "`rollout` is 3; give a RolloutEngine, by its name or as `class_path` and `init_args` or null"),
     ),
     *_of(
-        "strategy", ("fspd", 'Did you mean "fsdp"?'), ("subprocess.Popen", "which is not of the kind TrainingStrategy")
+        "strategy",
+        ("fspd", 'Did you mean "fsdp"?'),
+        ("subprocess.Popen", "which is not a subclass of TrainingStrategy"),
     ),
     *_of(
         "data.train",
@@ -268,7 +270,7 @@ CLASSES = [
     *_of(
         "logger",
         (3, "`logger` is 3; give a Logger, by its name or as"),
-        ([{"class_path": "os.system"}], "which is not of the kind Logger"),
+        ([{"class_path": "os.system"}], "which is not a subclass of Logger"),
     ),
     *_of(
         REWARD,
@@ -281,7 +283,7 @@ CLASSES = [
         ("a..b", "init_args.reward` is 'a..b', which is not a path of a module and a name in it; write module.name"),
         (
             {"class_path": "os.sep"},
-            "reward.class_path` names the class os.sep, which is not of the kind Reward; name one that is,",
+            "reward.class_path` names the class os.sep, which is not a subclass of Reward; name one that is,",
         ),
     ),
     *(

@@ -173,5 +173,5 @@ def test_readers_name_the_damaged_line_and_its_file(tmp_path: Path, line: bytes)
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(No such file or directory\); correct"):
+    with pytest.raises(UserError, match=r"metrics.jsonl cannot be read \(No such file or directory\); repair"):
         read_metrics(tmp_path)

@@ -96,7 +96,8 @@ def test_a_server_that_fails_ends_the_run_in_one_line_or_scores_0(
     server.answer = lambda body: (400, {})
     with pytest.raises(
         UserError,
-        match=r"got no answer \(HTTPStatusError: .*400.*\) \(response .*; correct it, or set `on_error` to zero or",
+        match=r"got no answer \(HTTPStatusError: .*400.*\) \(response .*; correct it, or set `on_error` to"
+        r" zero or drop",
     ) as refused:
         HTTPReward(server.url).score(RewardInput(["ab"], [{}]))
     assert "\n" not in str(refused.value)

@@ -11,8 +11,8 @@ from rlflow.algorithms import DAPO
 from rlflow.algorithms.judged import Judged
 from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError
+from rlflow.simulate.display import compared, with_lengths
 from rlflow.simulate.hardware import this_machine
-from rlflow.simulate.output import compared, with_lengths
 from tests.own_folder import make, write
 
 
@@ -70,7 +70,7 @@ def test_a_policy_that_takes_turns_in_an_engine_is_synced_in_every_draw(folder: 
     write(
         folder / "my.yaml",
         {
-            "module.class_path": "tests.simulate.test_output.JudgedDAPO",
+            "module.class_path": "tests.simulate.test_display.JudgedDAPO",
             "module.init_args.judge": "tiny",
             "module.init_args.judge_length": 4,
             "engines": {"judge": {"share": "actor"}},
