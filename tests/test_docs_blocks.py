@@ -11,7 +11,6 @@ import functools
 import json
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,7 +28,7 @@ from rlflow.dag.methods import read_methods
 from rlflow.errors import UserError, one_line
 from rlflow.models.tiny import write_tiny_model
 from rlflow.module import RLModule
-from tests.own_folder import command
+from tests.own_folder import command, forgotten
 from tests.test_docs import DOCS, ROOT, imported
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -163,9 +162,8 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working directory is the folder, whose modules are forgotten afterwards."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    yield folder
-    for name in [name for name, module in sys.modules.items() if str(folder) in str(vars(module).get("__file__"))]:
-        del sys.modules[name]
+    with forgotten(folder):
+        yield folder
 
 
 PRELUDE = """

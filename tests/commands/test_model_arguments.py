@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ import pytest
 
 from rlflow import CausalLM
 from rlflow.commands.fit import read_fit
-from tests.own_folder import make, write
+from tests.own_folder import forgotten, make, write
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     make(tmp_path)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with forgotten(tmp_path):
+        yield tmp_path
 
 
 def actor_of(*options: str) -> CausalLM:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rlflow.data import JSONL
 from rlflow.errors import UserError
 from rlflow.models.causal_lm import ScoringModel
 from tests.bad_input.refusal import refusal
-from tests.own_folder import FILES, ROWS, make, write
+from tests.own_folder import FILES, ROWS, forgotten, make, write
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.row("bad data")
@@ -96,7 +96,7 @@ TEXTS: list[tuple[str, bytes, dict[str, Any], str]] = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("own")
     make(folder)
     (folder / "empty").mkdir()
@@ -105,7 +105,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.mkfifo(folder / "fifo")
     (folder / "loop").symlink_to("loop")
     parquet.write_table(TABLE, folder / "good.parquet")
-    return folder
+    with forgotten(folder):  # `main` puts the folder on the path
+        yield folder
 
 
 @pytest.fixture

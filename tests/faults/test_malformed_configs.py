@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from rlflow.models.causal_lm import ScoringModel
 from tests.bad_input.refusal import refusal
 from tests.faults.running import COMMAND, Running
 from tests.faults.wrong_configs import ALL, OWN, Wrong
-from tests.own_folder import make, write
+from tests.own_folder import forgotten, make, write
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.row("malformed configs")
@@ -29,13 +29,14 @@ LEGAL = re.compile(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("own")
     make(folder)
     os.mkfifo(folder / "fifo")
     (folder / "empty").mkdir()
     (folder / "second.yaml").write_text("trainer: {max_steps: late}\n")
-    return folder
+    with forgotten(folder):  # `main` puts the folder on the path
+        yield folder
 
 
 def write_case(folder: Path, case: Wrong) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rlflow.rollout.transformers import TransformersEngine
 from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
-from tests.own_folder import make, write
+from tests.own_folder import forgotten, make, write
 
 GREEDY = """
 import torch
@@ -50,13 +51,12 @@ class Listing(GRPO):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     make(tmp_path)
     (tmp_path / "greedy.py").write_text(GREEDY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.delitem(sys.modules, "greedy", raising=False)
-    return tmp_path
+    with forgotten(tmp_path):
+        yield tmp_path
 
 
 def last_line(capfd: pytest.CaptureFixture[str], changes: dict[str, Any], code: int = 2) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,15 +14,16 @@ from rlflow.commands.fit import read_fit
 from rlflow.memory.estimate import memories
 from rlflow.run.prepare import prepare
 from rlflow.run.tables import device_memory, run_workload
-from tests.own_folder import make, write
+from tests.own_folder import forgotten, make, write
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's own."""
     make(tmp_path)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with forgotten(tmp_path):
+        yield tmp_path
 
 
 def printed(folder: Path, changes: dict[str, object], capfd: pytest.CaptureFixture[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rlflow.commands.fit import read_fit
 from rlflow.errors import UserError
 from rlflow.simulate.display import compared, with_lengths
 from rlflow.simulate.hardware import this_machine
-from tests.own_folder import make, write
+from tests.own_folder import forgotten, make, write
 
 
 @dataclass(eq=False)
@@ -22,13 +23,14 @@ class JudgedDAPO(Judged, DAPO):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's own, with a config and a machine."""
     make(tmp_path)
     write(tmp_path / "my.yaml", {})
     (tmp_path / "machine.yaml").write_text("like: h100\nrow_seconds: 2.0e-3\n")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with forgotten(tmp_path):
+        yield tmp_path
 
 
 def test_a_run_is_predicted_before_and_compared_after(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
