@@ -7,7 +7,7 @@ from rlflow.functional import Clip, group_has_signal
 from rlflow.types import Grouped, WithTexts
 
 from .grpo import GRPO
-from .policy_gradient import Earned
+from .policy_gradient import WithTurns
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class DAPO(GRPO):
         return self.scored(rollout, model_scores)
 
     @node
-    def rewards(self, rollout: Earned, scores: PerSample) -> PerSample:
+    def rewards(self, rollout: WithTurns, scores: PerSample) -> PerSample:
         return self.credited(rollout, self.shaped(rollout.policy_lengths, scores))
 
     @node(type="filter")

@@ -14,7 +14,7 @@ from .grpo import GRPO
 from .policy_gradient import Clipped, GroupBaseline
 
 
-class Real(WithLossMask, Protocol):
+class WithResponses(WithLossMask, Protocol):
     """The fields of the dataset's rows that the discriminator reads; their prompts are those of the samples."""
 
     response_ids: PerToken  # [B, T]
@@ -81,7 +81,7 @@ class GAIL(GroupBaseline, Clipped):
     advantages = GRPO.advantages
 
     @node
-    def examples(self, batch: Real, rollout: Each[SampledRows]) -> NewRows[Labelled]:
+    def examples(self, batch: WithResponses, rollout: Each[SampledRows]) -> NewRows[Labelled]:
         sampled, parent = rollout.values, rollout.parent
         real = torch.arange(len(batch.lengths), device=parent.device)
         first = rollout.counts.cumsum(0) - rollout.counts  # of each prompt's samples: an environment may add to prompts

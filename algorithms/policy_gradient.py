@@ -207,7 +207,7 @@ class Scored(OnPolicy):
         return outcome
 
 
-class Earned(Protocol):
+class WithTurns(Protocol):
     """The fields of a rollout that the credit of turns and the overlong penalty read."""
 
     @property
@@ -276,7 +276,7 @@ class TurnCredit(Scored):
     ) -> PerSample:
         return self.credited(rollout, super().rewards(rollout, model_scores, kl_penalty))
 
-    def credited(self, rollout: Earned, rewards: PerSample) -> PerSample:
+    def credited(self, rollout: WithTurns, rewards: PerSample) -> PerSample:
         """The numbers that are compared in groups: the rewards `[B]`, or the G_k of all turns, `[B, max_turns]`."""
         if self.advantages_at == "conversation":
             return rewards

@@ -14,7 +14,7 @@ from .policy_gradient import Clipped, Scored
 OnTruncation = Literal["terminal", "bootstrap", "mask"]
 
 
-class Ended(WithLossMask, Protocol):
+class WithFinished(WithLossMask, Protocol):
     """The fields of a rollout that the estimates read: which tokens count, and which responses were not cut."""
 
     finished: PerSample  # [B] bool
@@ -119,7 +119,7 @@ class PPO(Clipped, Scored):
     @node
     def estimates(
         self,
-        rollout: Ended,
+        rollout: WithFinished,
         rewards: PerSample,
         values: PerToken,
         kl_penalty: PerToken | None = None,

@@ -10,15 +10,15 @@ from .grpo import GroupRelative
 
 @dataclass(eq=False)
 class SAPO(GroupRelative):
-    """GRPO with a soft gate in place of the clip: a token's weight falls smoothly as its ratio leaves 1.
+    """GRPO with a soft gate in place of the clip: it falls smoothly as a token's ratio moves away from 1.
 
         surrogate_t = -sigmoid(tau (r_t - 1)) 4 / tau A_i,    tau = tau_pos where A_i > 0, else tau_neg
 
     Equations 5 and 6, with r_t = pi_t / old_t. The gradient of log pi_t has the weight 4 p (1 - p) r_t A_i with
-    p = sigmoid(tau (r_t - 1)), which is A_i at a ratio of 1.
+    p = sigmoid(tau (r_t - 1)). The gate is 4 p (1 - p), which is 1 at a ratio of 1.
 
     Args:
-        tau_pos: Temperature of tokens with a positive advantage: how sharply their weight falls.
+        tau_pos: Temperature of tokens with a positive advantage: how sharply their gate falls.
         tau_neg: Temperature of the other tokens; above `tau_pos`, since their gradients spread to all other tokens.
     """
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.lines import code_lines
+from benchmarks.line_counts import code_lines
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("rlflow", "algorithms")

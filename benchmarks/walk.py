@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from benchmarks.lines import code_lines
+from benchmarks.line_counts import code_lines
 from benchmarks.size import FOLDERS
 from rlflow import Callback, Trainer
 from rlflow.algorithms import GRPO

@@ -19,7 +19,7 @@ from rlflow.process.supervisor import leave, supervise
 # What each command does, by its name. `rlflow.commands.<name>`, which runs it, is imported when it is chosen, so that
 # `rlflow --help` answers quickly.
 COMMANDS = {
-    "init": "Write a folder with an algorithm, a reward, data, a config and a test, which trains at once.",
+    "init": "Write a folder with an algorithm, a reward, data, a config and a test, ready to train.",
     "fit": "Train a model as a config says.",
     "validate": "Measure a config's model on its held-out prompts.",
     "test": "Score a config's model on held-out prompts: avg@k, pass@k, with intervals.",

@@ -18,7 +18,7 @@ Kind = Literal["mean", "sum", "largest", "smallest", "seconds", "worked"]
 _COMPARED = ("largest", "smallest", "seconds")  # of ranks; the others are added
 
 
-class How(NamedTuple):
+class MetricOptions(NamedTuple):
     """Logging and reduction of a metric; each name has one way.
 
     Attributes:
@@ -40,15 +40,17 @@ class How(NamedTuple):
         return total / count if self.kind == "mean" else total
 
 
-MEAN = How("mean")
-_Entries = Mapping[tuple[How, str], tuple[float, float]]  # value and count of each; a count of 0: there is none
+MEAN = MetricOptions("mean")
+_Entries = Mapping[
+    tuple[MetricOptions, str], tuple[float, float]
+]  # value and count of each; a count of 0: there is none
 
 
 @dataclass
 class _Entry:
     """A value and a count in float64: numbers from the CPU, and tensors that stay on a device until they are needed."""
 
-    how: How
+    how: MetricOptions
     here: list[float]
     there: list[Tensor | None] = field(default_factory=lambda: [None, None])  # 0-dim each
 
@@ -110,17 +112,17 @@ class StepMetrics:
 
     def sum(self, name: str, value: Tensor | float) -> None:
         """Add to the total over ranks and calls, as fits bytes and tokens; a tensor is 0-dim."""
-        self.add(name, How("sum"), value, 1.0)
+        self.add(name, MetricOptions("sum"), value, 1.0)
 
     def largest(self, name: str, value: Tensor | float) -> None:
         """Keep the largest over ranks and calls, as fits peaks; a tensor is 0-dim."""
-        self.add(name, How("largest"), value, 1.0)
+        self.add(name, MetricOptions("largest"), value, 1.0)
 
     def seconds(self, name: str, value: float) -> None:
         """Add to this rank's total; the metric is the largest total of a rank, as fits times."""
-        self.add(name, How("seconds"), value, 1.0)
+        self.add(name, MetricOptions("seconds"), value, 1.0)
 
-    def add(self, name: str, how: How, value: Tensor | float, count: Tensor | float) -> None:
+    def add(self, name: str, how: MetricOptions, value: Tensor | float, count: Tensor | float) -> None:
         """Add a value, 0-dim, of `count` entries to a metric, in the way `how`; for `smallest` give its negative.
 
         Raises:
@@ -142,13 +144,13 @@ class StepMetrics:
         for (entry, i, _), number in zip(waiting, numbers, strict=True):
             entry.bring_over(i, number)
 
-    def entries(self, worked: float | None) -> dict[tuple[How, str], tuple[float, float]]:
+    def entries(self, worked: float | None) -> dict[tuple[MetricOptions, str], tuple[float, float]]:
         """Value and count of each metric as ranks reduce them; a count of 0 means that there is no value."""
         entries = {(entry.how, name): (entry.here[0], entry.here[1]) for name, entry in self.logged.items()}
-        return entries if worked is None else entries | {(How("worked"), ""): (worked, 1.0)}
+        return entries if worked is None else entries | {(MetricOptions("worked"), ""): (worked, 1.0)}
 
 
-def in_two_ways(name: str, one: How, other: How) -> UserError:
+def in_two_ways(name: str, one: MetricOptions, other: MetricOptions) -> UserError:
     """The error for a name that is logged in two ways."""
     if one.by_module != other.by_module:
         return UserError(f"`self.log` has the name {name!r}, under which rlflow logs a metric of its own; take another")
@@ -171,7 +173,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._steps: dict[int, StepMetrics] = {}
-        self._known: list[tuple[How, str]] = []  # names of all ranks so far, in the same order on each
+        self._known: list[tuple[MetricOptions, str]] = []  # names of all ranks so far, in the same order on each
 
     def of(self, step: int) -> StepMetrics:
         """The metrics of a step, counted from 0, until they are reduced."""
@@ -199,7 +201,7 @@ class Metrics:
         for stored in state["steps"]:
             logged = self.of(stored["step"])
             for name, (how, value, count) in stored["entries"].items():
-                logged.add(name, How(*how), value, count)
+                logged.add(name, MetricOptions(*how), value, count)
 
     def reduce(self, step: int, transport: Transport, worked: float | None = None, asks: int = 0) -> dict[str, float]:
         """The step's metrics over all ranks, the same on each, sorted by name; the step's entries are then removed.
@@ -283,9 +285,9 @@ class Metrics:
             UserError: Ranks, or steps, have logged a name in different ways; on all ranks.
         """
         news = [*(mine.keys() - set(self._known))]
-        names = {(How(*how), name) for of_rank in transport.gather_json(news) for how, name in of_rank}
+        names = {(MetricOptions(*how), name) for of_rank in transport.gather_json(news) for how, name in of_rank}
         self._known = sorted(names.union(self._known))
-        ways = dict[str, How]()
+        ways = dict[str, MetricOptions]()
         for how, name in self._known:
             if ways.setdefault(name, how) != how:
                 raise in_two_ways(name, ways[name], how)

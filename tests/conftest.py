@@ -14,7 +14,7 @@ from hypothesis import settings
 from rlflow.known_answers import known_answers, numbers_of
 from rlflow.models.tiny import write_tiny_model
 from rlflow.process.environment_variables import PLACE
-from tests import pictures
+from tests import no_curves
 from tests.leftovers import workers
 from tests.ranks import RankPool, return_freed_memory
 
@@ -22,7 +22,7 @@ pytest_plugins = ["tests.passed"]
 os.environ["RLFLOW_CACHE"] = ""  # nothing is kept for later runs
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
 PLACE_AT_FIRST = {name: os.environ[name] for name in PLACE if name in os.environ}
-pictures.leave_empty()
+no_curves.leave_empty()
 settings.register_profile("rlflow", deadline=None)  # a busy machine is not a fault
 settings.load_profile("rlflow")
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.rows import OTHERS, ROWS
+from tests.faults.promises import OTHERS, ROWS
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent

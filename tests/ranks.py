@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from tests import pictures
+from tests import no_curves
 
 PRELOADED = [
     "rlflow.run.fit",
@@ -184,7 +184,7 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(environment)
     torch.set_num_threads(1)
-    pictures.leave_empty()
+    no_curves.leave_empty()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE_S))
     gc.freeze()  # what the libraries made stays, and need not be looked through after each function
     while True:

@@ -75,7 +75,7 @@ def loaded(path: Path, name: str) -> ModuleType:
     return module
 
 
-counting = loaded(ROOT / "benchmarks" / "lines.py", "counting_lines")
+counting = loaded(ROOT / "benchmarks" / "line_counts.py", "counting_lines")
 drawing = loaded(DOCS / "pictures" / "draw.py", "drawing_graphs")
 
 
@@ -322,7 +322,7 @@ def test_the_page_on_lines_has_what_is_counted_now() -> None:
     rows = re.findall(r"^\| [\w+. ]+ \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE)
     counted = [counting.count(name) for name in counting.VARIATIONS]
     now = [(lines.algorithm, lines.registration, lines.functional, lines.total) for lines in counted]
-    assert [tuple(map(int, row)) for row in rows] == now, "python benchmarks/lines.py"
+    assert [tuple(map(int, row)) for row in rows] == now, "python benchmarks/line_counts.py"
 
 
 def test_blank_lines_comments_and_docstrings_are_not_lines_of_code() -> None:

@@ -16,7 +16,7 @@ from benchmarks.learning.gates import clip_fraction, divergence, explained_varia
 from benchmarks.learning.in_trl import by_step, settings
 from benchmarks.learning.running import waves
 from benchmarks.learning.runs import ROOT, Task
-from benchmarks.learning.tasks import FAULTY, GATES, OURS, START
+from benchmarks.learning.trainings import FAULTY, GATES, OURS, START
 
 RUN = [  # its last tenth is one step
     {"step": 0, "val/accuracy": 0.25},

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.step import ways
 from benchmarks.step.gemm import forward_operations, training_operations, weights_of_products
-from benchmarks.step.recording import Pass
+from benchmarks.step.recorded_parts import Pass
 from benchmarks.step.summary import summary
 from benchmarks.step.trl_side import micro_batches
 from benchmarks.step.workloads import W1, W2, W4, WORKLOADS, Sizes

@@ -20,7 +20,7 @@ from benchmarks.learning.agents import AGENTS
 from benchmarks.learning.gates import ACCURACY
 from benchmarks.learning.running import run_all
 from benchmarks.learning.runs import ROOT, Task
-from benchmarks.learning.tasks import BESIDE, FAULTY, GATES, MOST_APART, OURS, THEIRS
+from benchmarks.learning.trainings import BESIDE, FAULTY, GATES, MOST_APART, OURS, THEIRS
 
 DOCS = ROOT / "docs"
 PAGE, OF_AGENTS, PICTURES = DOCS / "learning.md", DOCS / "agents.md", DOCS / "pictures"

@@ -62,7 +62,7 @@ def failed(task: Task) -> list[str]:
 
 def table() -> list[str]:
     """A line for each number of each training: seed by seed, and by how much it moved."""
-    lines = ["| config | steps | validation | before | after | change | asked for | passed |", "|" + "---|" * 8]
+    lines = ["| config | steps | validation | before | after | change | threshold | passed |", "|" + "---|" * 8]
     for task, moves in AGENTS.items():
         name = f"`{task.name.removeprefix(NAMES)}`"
         if not task.complete():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.step.gemm import forward_operations, gemm_rate, training_operations
-from benchmarks.step.recording import Pass, RecordedStrategy, RecordedVLLM
+from benchmarks.step.recorded_parts import Pass, RecordedStrategy, RecordedVLLM
 from benchmarks.step.timing import over_ranks, timed
 from benchmarks.step.ways import WAYS, OwnForward, build, deepspeed_engine, inputs, score, train
 from benchmarks.step.workloads import RANKS, Workload

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.step.parts import Parts
-from benchmarks.step.recording import RecordedStrategy, RecordedVLLM
+from benchmarks.step.recorded_parts import RecordedStrategy, RecordedVLLM
 from benchmarks.step.timing import slowest
 from benchmarks.step.workloads import LEARNING_RATE, RANKS, Workload, share_of_digits
 from rlflow import Callback, CausalLM, Optimizer, PromptData, RLModule, Trainer

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.step.recording import Pass
+from benchmarks.step.recorded_parts import Pass
 from benchmarks.step.timing import over_ranks
 from benchmarks.step.workloads import LEARNING_RATE, Workload
 from rlflow.models.attention import PACKED_ATTENTION

@@ -63,7 +63,7 @@ class Callbacks:
         """Give each callback the state saved under its key; callbacks may have been added or removed since.
 
         Returns:
-            A line for each state without a callback, which is dropped, and each callback that begins anew.
+            A line for each state without a callback, which is dropped, and each callback without a state.
         """
         present = {callback.state_key: callback for callback in self._given}
         for key in present.keys() & states.keys():
@@ -75,7 +75,7 @@ class Callbacks:
                 for key in states.keys() - present.keys()
             ),
             *(
-                f"the checkpoint has no state of the callback {key}, which begins anew"
+                f"the checkpoint has no state of the callback {key}, which starts without one"
                 for key in sorted(stateful - states.keys())
             ),
         ]

@@ -128,12 +128,12 @@ def find(
         passed.append((folder, what))
     if path == AUTO:
         for newer, why in passed:
-            report(f"{newer} has {why}, and there is no other, so the run begins anew")
+            report(f"{newer} has {why}, and there is no other checkpoint, so a new run starts")
         return None
     damaged = "; ".join(f"{of.name} has {why}" for of, why in passed)
     whole = f" that is whole ({damaged})" if passed else ""
     raise UserError(
-        f"`trainer.ckpt_path` is `{path}`, but {run_dir} has no checkpoint{whole}; leave it out to start anew"
+        f"`trainer.ckpt_path` is `{path}`, but {run_dir} has no checkpoint{whole}; leave it out to start a new run"
     )
 
 

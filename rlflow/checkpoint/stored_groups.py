@@ -5,7 +5,7 @@
     surplus-00000-of-00002.json         rank 0's texts and dataset rows, and the device type of each tensor
 
 Unfinished responses are written in the same form under the name `unfinished`, step 7 as `step-00000007`. If layouts are
-the same when groups are read, every rank gets the rows that it wrote; else groups are dealt to the ranks anew.
+the same when groups are read, every rank gets the rows that it wrote; otherwise groups are distributed again.
 """
 
 from __future__ import annotations
@@ -228,8 +228,8 @@ def _space_from_json(
     made_in = like.origin[0]
     if dealt is not None:
         return like.with_rows(arrays, dealt)
-    anew = like.with_rows(arrays, {made_in: Partition(group_partition(arrays["path"][:, 0], made_in.shards))})
-    return like.with_rows(arrays, {layout: anew.partition(layout) for layout in layouts})
+    placed = like.with_rows(arrays, {made_in: Partition(group_partition(arrays["path"][:, 0], made_in.shards))})
+    return like.with_rows(arrays, {layout: placed.partition(layout) for layout in layouts})
 
 
 def _layout(stored: dict[str, Any]) -> Layout:

@@ -41,7 +41,8 @@ def load_module(cls: type[Module], path: Path, arguments: Mapping[str, Any]) -> 
     of_models = state is None or (run.summary.is_file() and not is_checkpoint)
     if not (roles := _roles(run, state, cls)):
         raise UserError(
-            f"{str(path)!r} is neither a folder of a run with a model of {cls.__name__}, nor a checkpoint of one"
+            f"{str(path)!r} is neither a folder of a run with a model of {cls.__name__}, nor a checkpoint of one; give"
+            " the folder of a run that trained one"
         )
     trusted = {} if module is None else {role: each.trust_remote_code for role, each in handles(module).items()}
     weights = {

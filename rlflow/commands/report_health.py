@@ -54,8 +54,8 @@ RANGES = (
     Range(
         "rollout/requests_refused",
         "0",
-        "the last lines of the agent's output have the errors. List request fields that do not matter in the setting"
-        " `ignore`, or raise `data.max_prompt_length`, `max_response_length` or `max_calls`",
+        "the last lines of the agent's output have the errors. In the setting `ignore`, list the request fields that do"
+        " not matter, or raise `data.max_prompt_length`, `max_response_length` or `max_calls`",
         high=0,
     ),
     Range(
@@ -124,9 +124,9 @@ RANGES = (
     Range(
         "rollout/environment_wait",
         "below 0.2",
-        "the engine is idle; set the environment's `timeout_s`, so that it runs in processes of its own, and raise"
-        " `workers`, the number of these processes; or give a harness more `max_concurrent`, or hold more"
-        " conversations at the same time",
+        "the engine is idle. For an environment: set `timeout_s`, so that it runs in processes of its own, and raise"
+        " `workers`, the number of these processes. For a harness: raise `max_concurrent`. For both: more conversations"
+        " at the same time",
         high=0.2,
     ),
     Range(
@@ -159,7 +159,7 @@ RANGES = (
     Range(
         "time/straggler_share",
         "below 0.1",
-        "the other ranks wait for this rank; see `balance`, and `rlflow report`",
+        "the other ranks wait for this rank; see `trainer.balance`, and `rlflow report`",
         high=0.1,
     ),
 )

@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from rlflow.data.pictures import read_picture, said_pictures, without_pictures
+from rlflow.data.pictures import picture_sources, read_picture, without_pictures
 from rlflow.data.prompts import PromptData
 from rlflow.dotted_path import column_of
 from rlflow.errors import UserError, one_line
@@ -74,7 +74,7 @@ def _of_row(row: int, names: Sequence[str], data: PromptData) -> list[Picture | 
 
     def said(of: dict[str, Any]) -> list[Any]:
         images = None if data.images is None else column_of(of, data.images, place)
-        return said_pictures(column_of(of, str(data.prompt), place), images, place)
+        return picture_sources(column_of(of, str(data.prompt), place), images, place)
 
     if [str(each) for each in said(without_pictures(found, str(data.prompt), data.images))] != list(names):
         raise UserError(f"{place} has other images now")

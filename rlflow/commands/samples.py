@@ -76,7 +76,9 @@ def _of_steps(folder: Path, step: int | None, last: bool) -> Iterator[dict[str, 
         raise UserError(f"`{folder}` has no {SAMPLES_FILE}; give the folder of a run that generates")
     steps = dict.fromkeys(sample["step"] for sample in read_samples(folder))
     if not steps:
-        raise UserError(f"`{folder}` has an empty {SAMPLES_FILE}: no step of the run scored a response yet")
+        raise UserError(
+            f"`{folder}` has an empty {SAMPLES_FILE}: no step of the run has scored a response yet; wait for one"
+        )
     if last:
         step = max(steps)
     if step is not None and step not in steps:

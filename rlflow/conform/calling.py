@@ -150,7 +150,7 @@ class Function:
             ) from error
         for given, meant in names.items():
             if given not in parameters:
-                raise UserError(f"`--names` has {given!r}, and {name} takes {', '.join(parameters)}")
+                raise UserError(f"`--names` has {given!r}, which {name} does not take; give {' or '.join(parameters)}")
             if meant not in known:
                 listed = ", ".join(sorted(known))
                 raise UserError(
@@ -290,7 +290,10 @@ def on_ranks(calls: Sequence[Callable[[Callable[[Tensor], Tensor]], Any]]) -> li
                 turn.notify_all()
             turn.wait_for(lambda: len(totals) > number or ended > 0)
             if len(totals) == number:
-                raise UserError("the ranks do not call `reduce` the same number of times, so one would wait for ever")
+                raise UserError(
+                    "the ranks do not call `reduce` the same number of times, so one would wait for ever; call"
+                    " it on every rank equally often"
+                )
             return totals[number].clone()
 
     def run(rank: int) -> None:

@@ -75,7 +75,7 @@ class EpisodeCounts:
         count: Number of episodes.
         refused: Number of requests that were refused.
         undelivered: Number of answers for which nobody waited any more.
-        rewritten: Number of requests in which the chat template wrote the policy's earlier turns anew.
+        rewritten: Number of requests in which the chat template wrote the policy's earlier turns in other words.
     """
 
     count: int
@@ -287,7 +287,7 @@ class ConversationRunner:
         lengths = self.longest_prompt, sampling.max_tokens
         stops = frozenset(chain.from_iterable(queue.sampling.stop_token_ids for queue in queues.values()))
         policies = {name: call.players.get(name, (call.policy, sampling.temperature))[:2] for name in harness.models}
-        terms = EpisodeSettings(harness, call.policy, policies, *lengths, self._bridge_of, stops, self.decode)
+        settings = EpisodeSettings(harness, call.policy, policies, *lengths, self._bridge_of, stops, self.decode)
         answer = ignored if self._door is None else self._door.answer  # a rank that shares an engine has no door
         in_progress: dict[int, Episode] = {}
 
@@ -296,7 +296,7 @@ class ConversationRunner:
             worker = self._hosts.take(harness, seed)
             session = Session(harness.definition_of(row), worker, row, place=places[number])
             of_row = int(children.path.numbers[number, -1])
-            episode = in_progress[number] = Episode(terms, of_row, session, self.messages(row), seed, answer)
+            episode = in_progress[number] = Episode(settings, of_row, session, self.messages(row), seed, answer)
             name = str(episode)
             end = yield from episode.steps(
                 partial(play, harness, worker, row, seed, number, name, self._door, calls.arrive)
@@ -406,8 +406,8 @@ class ConversationRunner:
         bridge, prompt = self._bridge(definition, numbers), self.messages(row)
         draw = call.draw if begun is None else begun.draw
         key = seed_of("", BEFORE, draw)
-        anew = begun is not None and begun.state is None and not self._hosts.waits(key)
-        begun = None if anew else begun
+        restarted = begun is not None and begun.state is None and not self._hosts.waits(key)
+        begun = None if restarted else begun
         host = self._hosts.take(environment, key)
         open_turn = begun.turns - 1 if begun is not None and begun.turn_open else None
         made = 0 if begun is None else begun.calls
@@ -420,7 +420,7 @@ class ConversationRunner:
         if begun is not None:
             begun.session = session
         conversation = yield from converse(session, bridge, prompt, row, seed_of_turn, rules, begun)
-        conversation.draw, conversation.restarted = draw, anew
+        conversation.draw, conversation.restarted = draw, restarted
         if conversation.ended is None and conversation.state is None:
             self._hosts.keep(key, host)
         else:

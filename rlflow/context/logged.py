@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.metrics import How, Kind
+from rlflow.metrics import Kind, MetricOptions
 
 ReduceFx = str | Callable[..., Any]
 _KINDS: Mapping[str, Kind] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "largest", "min": "smallest"}
@@ -32,12 +32,12 @@ def check_value(name: str, value: Any, mask: Any) -> None:
         raise _refused(name, f"{shape} with a mask of {list(mask.shape)}; give both one shape")
 
 
-def how_logged(name: str, prog_bar: bool, logger: bool | None, reduce_fx: ReduceFx) -> How:
+def how_logged(name: str, prog_bar: bool, logger: bool | None, reduce_fx: ReduceFx) -> MetricOptions:
     """Logging and reduction of a module's metric."""
     word = reduce_fx if isinstance(reduce_fx, str) else next((w for w, f in _OF_TORCH.items() if f is reduce_fx), "")
     if word.lower() not in _KINDS:
         raise _refused(name, f"`reduce_fx={reduce_fx!r:.60}`; give mean, sum, max or min")
-    return How(_KINDS[word.lower()], by_module=True, prog_bar=prog_bar, logger=logger is not False)
+    return MetricOptions(_KINDS[word.lower()], by_module=True, prog_bar=prog_bar, logger=logger is not False)
 
 
 def check_ranks(name: str, sync_dist: bool | None, rank_zero_only: bool) -> None:
@@ -61,7 +61,7 @@ def check_unused(
         raise _refused(name, "`metric_attribute`, and a torchmetrics.Metric cannot be logged; log numbers of rows")
 
 
-def check_weight(name: str, value: Tensor, how: How, batch_size: int | None) -> None:
+def check_weight(name: str, value: Tensor, how: MetricOptions, batch_size: int | None) -> None:
     """Refuse a `batch_size` that weights nothing."""
     if batch_size is None:
         return

@@ -34,7 +34,7 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
-from rlflow.metrics import MEAN, How, Metrics, StepMetrics
+from rlflow.metrics import MEAN, MetricOptions, Metrics, StepMetrics
 from rlflow.models.picture_processor import no_pictures
 from rlflow.rewards.early import EarlyScores
 from rlflow.rewards.reward import Reward, RewardInput, Scores, TrainerState, scored
@@ -497,7 +497,9 @@ class NodeContext:
             self.on_scores(now.metrics.step, rollout, Scores(on_host(returns).tolist()))
         return returns
 
-    def log(self, name: str, x: Tensor, mask: Tensor | None, how: How = MEAN, batch_size: int | None = None) -> None:
+    def log(
+        self, name: str, x: Tensor, mask: Tensor | None, how: MetricOptions = MEAN, batch_size: int | None = None
+    ) -> None:
         """Add this rank's entries to a metric over all ranks, which is made when the step's metrics are reduced.
 
         Of a mean, sum and count are added up separately, so every row has the same weight:

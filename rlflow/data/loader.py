@@ -17,8 +17,8 @@ from rlflow.data.mixture import Mixture, interleaved
 from rlflow.data.pictures import number_of
 from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.data.scan import (
-    Counted,
     Scan,
+    TokenizedRows,
     checked,
     count,
     count_together,
@@ -106,7 +106,7 @@ class Loader:
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self.chosen: ChosenRows | None = None
         self._scan: Scan | None = None
-        self._counted: Counted | None = None
+        self._counted: TokenizedRows | None = None
         with about(source):
             rows = len(source)
         self._key = key_of(source, data, tokenizer, environment, reward, processor) if rows > FEW_ROWS else None
@@ -137,12 +137,12 @@ class Loader:
             return self.scan.kept[: self._limit]
         return interleaved(self._by_dataset(self.scan.kept))[: self._limit].sort().values
 
-    def _use(self, counted: Counted) -> None:
+    def _use(self, counted: TokenizedRows) -> None:
         with about(self._source):
             self._scan = scan(self._source, self._data, counted.numbers)
         self._counted = counted
 
-    def _count(self, keeps: bool = True) -> Counted:
+    def _count(self, keeps: bool = True) -> TokenizedRows:
         """Count all rows, on this rank alone."""
         rows = len(self._source)
         counted = count(self._source, self.encode, range(rows), self._reward)
@@ -339,7 +339,10 @@ class ChosenRows:
         if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype != torch.int64:
             raise UserError(f"`choose_prompts` returned {rows!r:.60}; return rows that it was given, `[N]` int64")
         if not bool(torch.isin(rows, offered).all()):
-            raise UserError(f"`choose_prompts` returned row {int(rows[~torch.isin(rows, offered)][0])}, not one given")
+            stray = int(rows[~torch.isin(rows, offered)][0])
+            raise UserError(
+                f"`choose_prompts` returned row {stray}, which it was not given; return rows that it was given"
+            )
         if len(rows) < self._per_draw:
             raise UserError(
                 f"`choose_prompts` left {len(rows)} of {len(offered)} prompts for epoch {number + 1}, and a step takes"

@@ -56,11 +56,11 @@ def _data_url(data: bytes) -> str:
     return f"data:;base64,{base64.b64encode(data).decode()}"
 
 
-def read_picture(said: Any, folder: Path | None, allow_remote: bool, place: str) -> Picture:
+def read_picture(source: Any, folder: Path | None, allow_remote: bool, place: str) -> Picture:
     """The picture that a row names; only its header is decoded.
 
     Args:
-        said: Value of the row's column: a path or a URL.
+        source: Value of the row's column: a path or a URL.
         folder: Folder of the dataset's file, from which paths start; None for the working directory.
         allow_remote: Whether files may be downloaded.
         place: Place of the row, for errors.
@@ -70,21 +70,21 @@ def read_picture(said: Any, folder: Path | None, allow_remote: bool, place: str)
         UserError: It may not be downloaded, or the row names it by something other than a text.
     """
     require("PIL", "an image in a row", "images")
-    if not isinstance(said, str) or not said:
-        raise UserError(f"{place}: an image is {said!r:.60}; give a path, a URL, bytes or a Pillow image")
-    kind = said.partition(":")[0] if re.match(r"(data|file|https?):", said) else ""
+    if not isinstance(source, str) or not source:
+        raise UserError(f"{place}: an image is {source!r:.60}; give a path, a URL, bytes or a Pillow image")
+    kind = source.partition(":")[0] if re.match(r"(data|file|https?):", source) else ""
     if kind.startswith("http") and not allow_remote:
         raise UserError(
-            f"{place}: the image {said!r:.100} would be downloaded by every rank; set `data.allow_remote: true`, or"
+            f"{place}: the image {source!r:.100} would be downloaded by every rank; set `data.allow_remote: true`, or"
             " give files"
         )
     try:
         if kind == "data":
-            name, data = f"{place}, a data: URL", _decoded(said)
+            name, data = f"{place}, a data: URL", _decoded(source)
         elif kind in ("http", "https"):
-            name, data = said, _downloaded(said)
+            name, data = source, _downloaded(source)
         else:
-            path = Path(url2pathname(urlsplit(said).path) if kind == "file" else said)
+            path = Path(url2pathname(urlsplit(source).path) if kind == "file" else source)
             name = str(path if folder is None else folder / path)
             data = Path(name).read_bytes()
         return Picture.read(data, name)
@@ -92,7 +92,9 @@ def read_picture(said: Any, folder: Path | None, allow_remote: bool, place: str)
         raise UnreadablePicture(f"{place}: {error}") from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or one_line(error)
-        raise UnreadablePicture(f"{place}: the image {said!r:.100} cannot be read ({why}); correct it") from error
+        raise UnreadablePicture(
+            f"{place}: the image {source!r:.100} cannot be read ({why}); correct the file or the row"
+        ) from error
 
 
 def _decoded(url: str) -> bytes:
@@ -124,14 +126,14 @@ def _parts(messages: Sequence[Any]) -> list[Any]:
     return [part for content in contents if isinstance(content, list) for part in content]
 
 
-def _said_in(part: dict[str, Any]) -> Any:
+def _source_of(part: dict[str, Any]) -> Any:
     """The value by which a part of a message names its picture; None if the part only marks the place."""
     if isinstance(of_url := part.get(IMAGE_URL), dict):  # as OpenAI's interface writes it
         return of_url.get("url")
     return next((part[name] for name in (IMAGE, IMAGE_URL, "url", "path") if part.get(name) is not None), None)
 
 
-def said_pictures(prompt: Any, images: Any, place: str) -> list[Any]:
+def picture_sources(prompt: Any, images: Any, place: str) -> list[Any]:
     """The values by which a row names its pictures, in the order of their places in the prompt.
 
     Args:
@@ -142,14 +144,14 @@ def said_pictures(prompt: Any, images: Any, place: str) -> list[Any]:
     Raises:
         UserError: A message and the column both name pictures, or neither says what a part of a message shows.
     """
-    in_parts = [_said_in(part) for part in _parts(prompt) if is_picture(part)] if isinstance(prompt, list) else []
+    in_parts = [_source_of(part) for part in _parts(prompt) if is_picture(part)] if isinstance(prompt, list) else []
     if images is not None:
-        if any(said is not None for said in in_parts):
-            raise UserError(f"{place}: a message names an image, and so does the column `data.images`; keep one")
+        if any(source is not None for source in in_parts):
+            raise UserError(f"{place}: a message and the column `data.images` both name images; use one of the two")
         return images if isinstance(images, list) else [images]
     if None in in_parts:
         raise UserError(
-            f"{place}: a part of a message is an image and does not say which; write"
+            f"{place}: a part of a message is an image without a path or URL; write"
             ' {"type": "image", "image": PATH}, or name the column of images in `data.images`'
         )
     return in_parts

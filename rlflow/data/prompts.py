@@ -13,8 +13,8 @@ from rlflow.data.mixture import Mixture
 from rlflow.data.pictures import (
     MOST_IN_ROW,
     UnreadablePicture,
+    picture_sources,
     read_picture,
-    said_pictures,
     with_places,
     without_pictures,
 )
@@ -349,7 +349,7 @@ class Encoder:
         if self._data.images is None and self._prompt_column.split(".")[0] not in row:  # a whole conversation
             return []
         images = None if self._data.images is None else column_of(row, self._data.images, place)
-        return said_pictures(column_of(row, self._prompt_column, place), images, place)
+        return picture_sources(column_of(row, self._prompt_column, place), images, place)
 
     def sent(self, row: dict[str, Any]) -> dict[str, Any]:
         """A row of the dataset as ranks send it to one another: without the bytes of its pictures."""

@@ -92,7 +92,7 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
     Args:
         source: The rows.
         data: Settings that say what is too long.
-        numbers: Numbers of every row, see `Counted`.
+        numbers: Numbers of every row, see `TokenizedRows`.
 
     Raises:
         UserError: There is no row to keep, or a row is too long and `data.overlong_rows` is `error`.
@@ -140,7 +140,7 @@ def scan(source: Source, data: PromptData, numbers: Tensor) -> Scan:
 
 
 @dataclass(frozen=True, eq=False)
-class Counted:
+class TokenizedRows:
     """Rows in tokens, with the numbers of tokens in their parts.
 
     A row with the prompt `[7, 8]` and the response `[9, 2]`, whose first token alone the policy wrote, has the `ids`
@@ -196,7 +196,7 @@ class Counted:
         return found
 
 
-def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = None) -> Counted:
+def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = None) -> TokenizedRows:
     """Encode rows, and count and check them. If it takes long, rank 0 names it on the terminal.
 
     Raises:
@@ -208,7 +208,7 @@ def count(source: Source, encode: Encoder, rows: range, reward: Reward | None = 
         return _count(source, encode, rows, reward)
 
 
-def _count(source: Source, encode: Encoder, rows: range, reward: Reward | None) -> Counted:
+def _count(source: Source, encode: Encoder, rows: range, reward: Reward | None) -> TokenizedRows:
     numbers, ids = array("i"), array("i")
     for start in range(rows.start, rows.stop, CHUNK):
         chunk = range(start, min(start + CHUNK, rows.stop))
@@ -224,7 +224,7 @@ def _count(source: Source, encode: Encoder, rows: range, reward: Reward | None) 
             numbers.frombytes(_digest(example, row_as_json(example.row, place).encode()))
             for part in parts:
                 ids.extend(part)
-    return Counted(_int32(numbers).view(-1, NUMBERS), _int32(ids))
+    return TokenizedRows(_int32(numbers).view(-1, NUMBERS), _int32(ids))
 
 
 def count_together(
@@ -235,7 +235,7 @@ def count_together(
     key: str,
     keeps: bool,
     reward: Reward | None = None,
-) -> Counted:
+) -> TokenizedRows:
     """Count all rows, a share of them on this rank; a collective of all ranks.
 
     Args:
@@ -253,7 +253,7 @@ def count_together(
     Raises:
         UserError: A row of some rank cannot be read; on all ranks alike, of the first such row.
     """
-    counted, wrong = Counted(torch.empty(0, NUMBERS, dtype=torch.int32), None), ""
+    counted, wrong = TokenizedRows(torch.empty(0, NUMBERS, dtype=torch.int32), None), ""
     try:
         counted = count(source, encode, mine, reward)
     except UserError as error:
@@ -269,10 +269,10 @@ def count_together(
     for _ in pieces:  # what it left out
         pass
     transport.all_gather(torch.zeros(1))  # now all are stored
-    return read_counted(key, len(source)) or Counted(numbers, None)
+    return read_counted(key, len(source)) or TokenizedRows(numbers, None)
 
 
-def _pieces_of_all(mine: Counted, transport: Transport) -> Iterator[tuple[int, Tensor]]:
+def _pieces_of_all(mine: TokenizedRows, transport: Transport) -> Iterator[tuple[int, Tensor]]:
     """The token ids of all ranks' rows in pieces, with their places; a collective that all ranks exhaust."""
     assert mine.ids is not None
     totals = [int(total) for total in transport.all_gather(torch.tensor([len(mine.ids)]))]
@@ -321,7 +321,7 @@ def key_of(
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def read_counted(key: str, rows: int) -> Counted | None:
+def read_counted(key: str, rows: int) -> TokenizedRows | None:
     """The rows stored under `key`; None if there are none, they are damaged, or their number is another.
 
     The token ids are in memory only where they are read.
@@ -341,7 +341,7 @@ def read_counted(key: str, rows: int) -> Counted | None:
     if len(numbers) != NUMBERS * rows:
         return None
     numbers = numbers.clone().view(rows, NUMBERS)
-    return Counted(numbers, ids) if len(ids) == numbers[:, :BEGINS].sum() else None
+    return TokenizedRows(numbers, ids) if len(ids) == numbers[:, :BEGINS].sum() else None
 
 
 def keep_counted(key: str, numbers: Tensor, pieces: Iterable[tuple[int, Tensor]]) -> None:
@@ -352,7 +352,7 @@ def keep_counted(key: str, numbers: Tensor, pieces: Iterable[tuple[int, Tensor]]
 
     Args:
         key: Key of the rows, see `key_of`.
-        numbers: Numbers of all rows, see `Counted`.
+        numbers: Numbers of all rows, see `TokenizedRows`.
         pieces: The token ids in pieces, with their places.
     """
     folder = cache_folder()

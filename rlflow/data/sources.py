@@ -111,7 +111,7 @@ class JSONL(Source):
             raise UserError(f"{self.where(row)} is gone: {one_line(error)}; put it back, and start again") from error
         except OSError as error:
             raise UserError(
-                f"{self.where(row)} cannot be read: {one_line(error)}; correct that, and start again"
+                f"{self.where(row)} cannot be read: {one_line(error)}; make the file readable, and start again"
             ) from error
         if len(line) < lengths[row]:
             raise UserError(
@@ -218,7 +218,7 @@ class Parquet(Source):
                     found[row] = portable(table.slice(row - first, 1).to_pylist()[0])
             except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
                 raise UserError(
-                    f"rows {first} and on of {self.path} cannot be read ({one_line(error)}); write the file anew"
+                    f"rows {first} and on of {self.path} cannot be read ({one_line(error)}); write the file again"
                 ) from error
         return [found[row] for row in rows]
 
@@ -340,7 +340,7 @@ class HuggingFace(_LoadedDataset):
         try:
             return datasets.load_from_disk(self.path)
         except (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError) as error:  # torn files of it
-            raise UserError(f"{self.path} cannot be loaded ({one_line(error)}); save the dataset anew") from error
+            raise UserError(f"{self.path} cannot be loaded ({one_line(error)}); save the dataset again") from error
 
 
 WHOLE_SAMPLERS = {"SequentialSampler", "RandomSampler", "NoneType"}  # of a loader, which draw every row
@@ -456,7 +456,8 @@ class _Listed(Source):
             found = self._rows[row]
         except Exception as error:  # the user's own code
             raise UserError(
-                f"{self.where(row)} cannot be read ({type(error).__name__}: {one_line(error)}); correct it"
+                f"{self.where(row)} cannot be read ({type(error).__name__}: {one_line(error)}); correct the"
+                " dataset's code"
             ) from error
         if not isinstance(found, Mapping):
             raise UserError(

@@ -263,7 +263,10 @@ class SpecialTokens:
         """See `Bridge.plain`."""
         if not isinstance(prompt, str):
             if wrong := next((id for id in prompt if not 0 <= id < len(self._tokenizer)), None):
-                raise UserError(f"there is no token {wrong} among the tokenizer's {len(self._tokenizer)}")
+                raise UserError(
+                    f"there is no token {wrong} among the tokenizer's {len(self._tokenizer)}; give ids of"
+                    " this tokenizer"
+                )
             return list(prompt)
         ids: list[int] = self._tokenizer(prompt, add_special_tokens=begins)["input_ids"]
         return ids

@@ -35,7 +35,7 @@ class PythonTool:
         """Run a Python program and read what it prints.
 
         Args:
-            code: The program. It begins anew each time, and has no network.
+            code: The program. It starts from nothing each time, and has no network.
         """
         ran = self._sandbox.run(code)
         if ran.timed_out:
@@ -55,7 +55,7 @@ def python(code: str) -> str:
     """Run a Python program and read what it prints.
 
     Args:
-        code: The program. It begins anew each time, and has no network.
+        code: The program. It starts from nothing each time, and has no network.
     """
     return _with_defaults().python(code)
 

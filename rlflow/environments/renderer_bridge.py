@@ -76,7 +76,7 @@ class RendererBridge(Bridge):
         except (ValueError, TypeError, AssertionError, KeyError) as error:
             raise UserError(
                 f"the renderer `{self._name}` cannot write the messages ({one_line(error)});"
-                " name another in `data.renderer`"
+                " name another in `data.renderer`, or correct the row"
             ) from error
         return ids
 
@@ -139,7 +139,7 @@ class RendererBridge(Bridge):
                 break
         if closed is None:
             raise UserError(
-                f"the renderer `{self._name}` writes earlier turns anew when a message of role {role} comes, so the"
+                f"the renderer `{self._name}` changes earlier turns when a message of role {role} comes, so the"
                 " policy would read other tokens than it sampled; "
                 + (
                     "name the renderer of the model's family, or leave `data.renderer` out"

@@ -116,7 +116,7 @@ class Session:
 
     @naming_row
     def answer(self, parsed: ParsedTurn, turn: int) -> Reply:
-        """The environment's answer to a turn of the policy.
+        """The environment's answer to a turn of the policy; turns are numbered from 1.
 
         Raises:
             WorkerError: The environment failed, or gave something other than a message and a finite reward.
@@ -153,7 +153,7 @@ class Session:
 
     @naming_row
     def move(self, text: str, seat: str, turn: int) -> Move:
-        """The game's answer to a seat's turn of this number.
+        """The game's answer to a seat's turn of this number, from 1.
 
         Raises:
             WorkerError: The environment failed, or gave something other than a message, a finite reward and a seat.
@@ -172,7 +172,7 @@ class Session:
     def group_rewards(self, conversations: Sequence[Mapping[str, Any]]) -> list[float]:
         """The reward of each conversation of a group, from one row, from `get_group_rewards`, when all are over.
 
-        The environment is made anew, for those of the conversations may be gone.
+        The environment is made again, for those of the conversations may be gone.
 
         Args:
             conversations: Each with its `messages`, the `rewards` of its turns, its `row` and its `seat`.

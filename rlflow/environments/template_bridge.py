@@ -175,7 +175,8 @@ class TemplateBridge(Bridge):
         rest = self._special.ids(text[text.index(SPOKEN) + len(SPOKEN) :]) if SPOKEN in text else []
         if not rest:
             raise UserError(
-                "the model's chat template writes nothing after a turn of the policy, so no turn has an end"
+                "the model's chat template writes nothing after a turn of the policy, so no turn has an end; take"
+                " a template that ends turns with a special token"
             )
         if rest[0] not in self._special.ids_of_all:
             token = self._tokenizer.convert_ids_to_tokens(rest[0])
@@ -228,7 +229,7 @@ class TemplateBridge(Bridge):
         at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         was, now = (self._text(ids[at:], special=True)[:30] for ids in (old, new))
         return (
-            f"the model's chat template writes earlier turns anew when a message comes: from token {at} on, {was!r}"
+            f"the model's chat template changes earlier turns when a message comes: from token {at} on, {was!r}"
             f" becomes {now!r}, so the policy would read other tokens than it sampled; take a template that leaves"
             " earlier turns, or set `data.renderer` to the model's family"
         )
@@ -245,7 +246,10 @@ class TemplateBridge(Bridge):
                 **date_for_template(self._tokenizer),
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"the model's chat template refuses the messages ({one_line(error)})") from error
+            raise UserError(
+                f"the model's chat template refuses the messages ({one_line(error)}); correct the row,"
+                " or take another template"
+            ) from error
         assert isinstance(text, str)
         return text
 

@@ -142,8 +142,8 @@ def sapo_loss(
 ) -> Tensor:
     """`-sigmoid(tau (r - 1)) 4 / tau A`, with `tau_pos` where `A > 0` and `tau_neg` elsewhere.
 
-    The weight of the gradient of log pi is `4 p (1 - p) r` with `p = sigmoid(tau (r - 1))`. It is 1 at `r = 1`, and
-    falls as `r` leaves 1. SAPO, arXiv 2511.20347, equations 5 and 6.
+    The weight of the gradient of log pi is `4 p (1 - p) r` with `p = sigmoid(tau (r - 1))`. The factor
+    `4 p (1 - p)` is 1 at `r = 1`, and falls as `r` moves away from 1. SAPO, arXiv 2511.20347, equations 5 and 6.
 
     Args:
         logprobs: `[B, T]` of the policy in training.

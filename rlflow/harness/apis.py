@@ -116,18 +116,18 @@ class Answer:
     id: str
     model: str
     created: int
-    asked: ApiRequest
-    said: Sequence[AssistantTurn]
+    request: ApiRequest
+    turns: Sequence[AssistantTurn]
 
     @property
     def read(self) -> int:
         """Number of tokens that the policy read."""
-        return self.said[0].read
+        return self.turns[0].read
 
     @property
     def wrote(self) -> int:
         """Number of tokens that it wrote, in all answers."""
-        return sum(each.wrote for each in self.said)
+        return sum(each.wrote for each in self.turns)
 
 
 class API(ABC):
@@ -145,7 +145,7 @@ class API(ABC):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
     unread: ClassVar[frozenset[str]] = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key"})
 
-    def asked(self, body: Any, temperatures: Mapping[str, float], ignored: Collection[str]) -> ApiRequest:
+    def read_request(self, body: Any, temperatures: Mapping[str, float], ignored: Collection[str]) -> ApiRequest:
         """Read a request.
 
         Args:
@@ -177,12 +177,12 @@ class API(ABC):
                 "temperature",
             )
         try:
-            return replace(self._asked(body), branch=_branch(body), model=model)
+            return replace(self._read_body(body), branch=_branch(body), model=model)
         except UserError as error:  # of a message's content
             raise RequestError(str(error), "messages", code="invalid_value") from error
 
     @abstractmethod
-    def _asked(self, body: Body) -> ApiRequest:
+    def _read_body(self, body: Body) -> ApiRequest:
         """Read a request whose fields are all served."""
 
     @abstractmethod
@@ -233,7 +233,7 @@ class Chat(API):
         "modalities": (["text"],),
     }
 
-    def _asked(self, body: Body) -> ApiRequest:
+    def _read_body(self, body: Body) -> ApiRequest:
         longest = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
         return ApiRequest(
             messages=[_chat_message(each, f"messages[{place}]") for place, each in enumerate(_list(body, "messages"))],
@@ -249,30 +249,30 @@ class Chat(API):
 
     def answer(self, answer: Answer) -> Body:
         choices = []
-        for index, said in enumerate(answer.said):
-            content = {"role": "assistant", "content": said.text or None if said.calls else said.text, "refusal": None}
-            calls = {"tool_calls": [_chat_call(call) for call in said.calls]} if said.calls else {}
+        for index, turn in enumerate(answer.turns):
+            content = {"role": "assistant", "content": turn.text or None if turn.calls else turn.text, "refusal": None}
+            calls = {"tool_calls": [_chat_call(call) for call in turn.calls]} if turn.calls else {}
             choices.append(
                 {
                     "index": index,
                     "message": content | calls,
-                    "finish_reason": _finish(said),
-                    "logprobs": _logprobs(said) if answer.asked.logprobs else None,
+                    "finish_reason": _finish(turn),
+                    "logprobs": _logprobs(turn) if answer.request.logprobs else None,
                 }
             )
         return self._body(answer, "chat.completion", choices) | {"usage": _usage(answer)}
 
     def events(self, answer: Answer) -> Iterator[str]:
         """Each choice in one piece: a turn is sent when it has ended."""
-        for index, said in enumerate(answer.said):
-            calls = [{"index": place, **_chat_call(call)} for place, call in enumerate(said.calls)]
-            delta = {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
-            logprobs = _logprobs(said) if answer.asked.logprobs else None
-            for piece, finish in ((delta, None), ({}, _finish(said))):
+        for index, turn in enumerate(answer.turns):
+            calls = [{"index": place, **_chat_call(call)} for place, call in enumerate(turn.calls)]
+            delta = {"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {})
+            logprobs = _logprobs(turn) if answer.request.logprobs else None
+            for piece, finish in ((delta, None), ({}, _finish(turn))):
                 choice = {"index": index, "delta": piece, "finish_reason": finish, "logprobs": logprobs}
                 yield json.dumps(self._body(answer, "chat.completion.chunk", [choice]))
                 logprobs = None
-        if answer.asked.usage:
+        if answer.request.usage:
             yield json.dumps(self._body(answer, "chat.completion.chunk", []) | {"usage": _usage(answer)})
         yield "[DONE]"
 
@@ -298,7 +298,7 @@ class Completions(API):
         "suffix": ("",),
     }
 
-    def _asked(self, body: Body) -> ApiRequest:
+    def _read_body(self, body: Body) -> ApiRequest:
         given = body.get("prompt")
         if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
             (given,) = given
@@ -322,26 +322,26 @@ class Completions(API):
         )
 
     def answer(self, answer: Answer) -> Body:
-        choices = [self._choice(index, said) for index, said in enumerate(answer.said)]
+        choices = [self._choice(index, turn) for index, turn in enumerate(answer.turns)]
         return self._body(answer, choices) | {"usage": _usage(answer)}
 
     def events(self, answer: Answer) -> Iterator[str]:
         """Each choice in one piece."""
-        for index, said in enumerate(answer.said):
-            yield json.dumps(self._body(answer, [self._choice(index, said)]))
-        if answer.asked.usage:
+        for index, turn in enumerate(answer.turns):
+            yield json.dumps(self._body(answer, [self._choice(index, turn)]))
+        if answer.request.usage:
             yield json.dumps(self._body(answer, []) | {"usage": _usage(answer)})
         yield "[DONE]"
 
-    def _choice(self, index: int, said: AssistantTurn) -> Body:
-        tokens = [text for text, _ in said.logprobs]
+    def _choice(self, index: int, turn: AssistantTurn) -> Body:
+        tokens = [text for text, _ in turn.logprobs]
         logprobs = {
             "tokens": tokens,
-            "token_logprobs": [logprob for _, logprob in said.logprobs],
+            "token_logprobs": [logprob for _, logprob in turn.logprobs],
             "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
             "top_logprobs": None,
         }
-        choice = {"index": index, "text": said.text, "finish_reason": _finish(said)}
+        choice = {"index": index, "text": turn.text, "finish_reason": _finish(turn)}
         return choice | {"logprobs": logprobs if tokens else None}
 
     def _body(self, answer: Answer, choices: list[Body]) -> Body:
@@ -366,7 +366,7 @@ class Responses(API):
         "service_tier": ("auto", "default"),
     }
 
-    def _asked(self, body: Body) -> ApiRequest:
+    def _read_body(self, body: Body) -> ApiRequest:
         given = body.get("input", [])
         items = [{"role": "user", "content": given}] if isinstance(given, str) else _list(body, "input")
         messages = [message("system", body["instructions"])] if "instructions" in body else []
@@ -377,10 +377,10 @@ class Responses(API):
         return ApiRequest(messages, tools, longest=longest, stream=stream)
 
     def answer(self, answer: Answer) -> Body:
-        (said,) = answer.said
+        (turn,) = answer.turns
         output: list[Body] = []
-        if said.text or not said.calls:
-            part = {"type": "output_text", "text": said.text, "annotations": []}
+        if turn.text or not turn.calls:
+            part = {"type": "output_text", "text": turn.text, "annotations": []}
             output.append(
                 {
                     "id": f"msg_{answer.id}",
@@ -390,7 +390,7 @@ class Responses(API):
                     "content": [part],
                 }
             )
-        for call in said.calls:
+        for call in turn.calls:
             arguments = json.dumps(call.arguments)
             output.append(
                 {
@@ -407,8 +407,8 @@ class Responses(API):
             "object": "response",
             "created_at": answer.created,
             "model": answer.model,
-            "status": "incomplete" if said.cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if said.cut else None,
+            "status": "incomplete" if turn.cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if turn.cut else None,
             "error": None,
             "output": output,
             "parallel_tool_calls": True,
@@ -466,7 +466,7 @@ class Messages(API):
         "service_tier": ("auto", "standard_only"),
     }
 
-    def _asked(self, body: Body) -> ApiRequest:
+    def _read_body(self, body: Body) -> ApiRequest:
         messages = [message("system", text_of(body["system"], "`system`"))] if "system" in body else []
         for place, given in enumerate(_list(body, "messages")):
             _add_blocks(messages, given, f"messages[{place}]")
@@ -482,21 +482,21 @@ class Messages(API):
         return ApiRequest(messages, tools, longest=_whole(body, "max_tokens"), stop=_stop(body, "stop_sequences"))
 
     def answer(self, answer: Answer) -> Body:
-        (said,) = answer.said
-        content: list[Body] = [{"type": "text", "text": said.text}] if said.text or not said.calls else []
+        (turn,) = answer.turns
+        content: list[Body] = [{"type": "text", "text": turn.text}] if turn.text or not turn.calls else []
         content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)} for call in said.calls
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)} for call in turn.calls
         ]
         reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-        stopped = {"stop_reason": "stop_sequence"} if said.stop else {}
+        stopped = {"stop_reason": "stop_sequence"} if turn.stop else {}
         return {
             "id": f"msg_{answer.id}",
             "type": "message",
             "role": "assistant",
             "model": answer.model,
             "content": content,
-            "stop_reason": reasons[_finish(said)],
-            "stop_sequence": said.stop or None,
+            "stop_reason": reasons[_finish(turn)],
+            "stop_sequence": turn.stop or None,
             "usage": {"input_tokens": answer.read, "output_tokens": answer.wrote},
         } | stopped
 
@@ -543,10 +543,10 @@ def _usage(answer: Answer) -> Body:
     return {"prompt_tokens": answer.read, "completion_tokens": answer.wrote, "total_tokens": total}
 
 
-def _finish(said: AssistantTurn) -> Literal["stop", "length", "tool_calls"]:
-    if said.cut:
+def _finish(turn: AssistantTurn) -> Literal["stop", "length", "tool_calls"]:
+    if turn.cut:
         return "length"
-    return "tool_calls" if said.calls else "stop"
+    return "tool_calls" if turn.calls else "stop"
 
 
 def _chat_call(call: ToolCall) -> Body:
@@ -554,10 +554,10 @@ def _chat_call(call: ToolCall) -> Body:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _logprobs(said: AssistantTurn) -> Body:
+def _logprobs(turn: AssistantTurn) -> Body:
     content = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in said.logprobs
+        for text, logprob in turn.logprobs
     ]
     return {"content": content, "refusal": None}
 
@@ -654,8 +654,8 @@ def _add_blocks(messages: list[Message], given: Any, where: str) -> None:
             arguments = _arguments(block.get("input"), where)
             calls.append(_made(block.get("id"), block.get("name"), arguments))
         elif block.get("type") == "tool_result" and role == "user":
-            said = text_of(block.get("content") or "", f"`{where}`")
-            messages.append(message("tool", said, tool_call_id=str(block.get("tool_use_id", ""))))
+            turn = text_of(block.get("content") or "", f"`{where}`")
+            messages.append(message("tool", turn, tool_call_id=str(block.get("tool_use_id", ""))))
         else:
             texts.append({name: block[name] for name in ("type", "text") if name in block})
     text = text_of(texts, f"`{where}`")

@@ -33,7 +33,7 @@ MODELS = "/v1/models"
 
 
 @dataclass(frozen=True)
-class Sent:
+class HttpAnswer:
     """The answer to a request.
 
     Attributes:
@@ -79,7 +79,7 @@ class Door:
         self._lock = threading.RLock()
         self._episodes: dict[str, OpenEpisode] = {}
         self._ended: dict[str, str] = {}  # names of the last episodes that ended, by their keys; empty once logged
-        self._waiting: dict[int, tuple[OpenEpisode, API, asyncio.Future[Sent]]] = {}  # without an answer, by id
+        self._waiting: dict[int, tuple[OpenEpisode, API, asyncio.Future[HttpAnswer]]] = {}  # without an answer, by id
         self._requests = 0
         self._refused = 0
         self._warned = False  # of a key that was never given
@@ -124,7 +124,7 @@ class Door:
             left = [(request, api) for request, (of, api, _) in self._waiting.items() if of is episode]
         ended = RequestError("the episode has ended", status=410, code="episode_ended")
         for request, api in left:
-            self.answer(request, Sent(ended.status, api.problem(ended)))
+            self.answer(request, HttpAnswer(ended.status, api.problem(ended)))
         return delivered
 
     def refused(self) -> int:
@@ -133,14 +133,14 @@ class Door:
             refused, self._refused = self._refused, 0
         return refused
 
-    def answer(self, request: int, sent: Sent) -> None:
+    def answer(self, request: int, sent: HttpAnswer) -> None:
         """Answer a request; an answer that was given before, because its episode has ended, stays as it is."""
         with self._lock:
             _, _, future = self._waiting.pop(request, (None, None, None))
         if future is None:
             return
 
-        def set_it(waiting: asyncio.Future[Sent] = future) -> None:
+        def set_it(waiting: asyncio.Future[HttpAnswer] = future) -> None:
             if not waiting.done():
                 waiting.set_result(sent)
 
@@ -191,7 +191,7 @@ class Door:
             body = json.loads(sent_body)
         except (ValueError, RecursionError):  # a text, which the episode refuses as no object
             body = sent_body.decode(errors="replace")
-        future: asyncio.Future[Sent] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[HttpAnswer] = asyncio.get_running_loop().create_future()
         with self._lock:
             episode = self._of_key(request)
             if episode is None:
@@ -240,7 +240,7 @@ class Door:
         return _refused(api, RequestError("this key is of no episode in progress", status=401, code="invalid_api_key"))
 
 
-def ignored(request: int, sent: Sent) -> None:
+def ignored(request: int, sent: HttpAnswer) -> None:
     """An `answer` that does nothing, on a rank that shares the engine of another rank with a server."""
 
 

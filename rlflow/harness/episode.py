@@ -22,7 +22,7 @@ from rlflow.environments.session import Session, written
 from rlflow.environments.tool_calls import ToolCall
 from rlflow.errors import UserError, line_log, one_line, shown
 from rlflow.harness.apis import APIS, Answer, ApiRequest, AssistantTurn, RequestError
-from rlflow.harness.door import Sent
+from rlflow.harness.door import HttpAnswer
 from rlflow.harness.harness import Harness
 from rlflow.harness.tree import CallTokens, Tokens, rows_of
 from rlflow.rollout.conversation import Conversation
@@ -70,21 +70,21 @@ class Choice:
         number: Number among the answers of this episode to requests with the same tokens and settings.
         completion: The sampled tokens; None until then.
         stop: The request's text before which the answer ended; empty if it ended by itself.
-        said: The answer as a message; None until answers of lower numbers are known.
+        turn: The answer as a message; None until answers of lower numbers are known.
     """
 
     request: Request
     number: int
     completion: Completion | None = None
     stop: str = ""
-    said: AssistantTurn | None = None
+    turn: AssistantTurn | None = None
 
     @property
     def sampled(self) -> CallTokens:
         """The tokens that were read and written."""
         assert self.completion is not None
         request = self.request
-        return CallTokens(request.read, self.completion.token_ids, self.number, request.asked.branch, request.settings)
+        return CallTokens(request.read, self.completion.token_ids, self.number, request.parsed.branch, request.settings)
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class Request:
 
     Attributes:
         path: Path of its API.
-        asked: The request as its API gave it.
+        parsed: The request as its API read it.
         policy: The policy that answers.
         bridge: The bridge that writes its turns.
         read: Tokens that the policy reads.
@@ -107,7 +107,7 @@ class Request:
     """
 
     path: str
-    asked: ApiRequest
+    parsed: ApiRequest
     policy: str
     bridge: Bridge
     read: Tokens
@@ -117,7 +117,7 @@ class Request:
     rewritten: bool
     ids: list[int] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
-    sent: Sent | None = None
+    sent: HttpAnswer | None = None
 
     @cached_property
     def place(self) -> str:
@@ -135,7 +135,7 @@ class EpisodeEnd:
         calls: Numbers in the episode of the calls that made the turns, by row; rows share some of them.
         refused: Number of requests that were refused.
         undelivered: Number of answers for which nobody waited any more; they are in no row.
-        rewritten: Number of requests in which the chat template wrote the policy's earlier turns anew.
+        rewritten: Number of requests in which the chat template wrote the policy's earlier turns in other words.
     """
 
     rows: list[Conversation]
@@ -154,7 +154,7 @@ class Episode:
     requests.
 
     Args:
-        terms: Settings that all episodes have in common.
+        shared: Settings that all episodes have in common.
         number: Number of the episode among those from its row.
         session: Names the row in errors.
         prompt: Messages of the row's prompt, which stand in the row of an episode without calls.
@@ -164,15 +164,15 @@ class Episode:
 
     def __init__(
         self,
-        terms: EpisodeSettings,
+        shared: EpisodeSettings,
         number: int,
         session: Session,
         prompt: Sequence[Message],
         seed: int,
-        answer: Callable[[int, Sent], None],
+        answer: Callable[[int, HttpAnswer], None],
     ) -> None:
         self._refused = 0
-        self._terms = terms
+        self._shared = shared
         self._number = number
         self._session = session
         self._prompt = prompt
@@ -180,7 +180,7 @@ class Episode:
         self._answer = answer
         self._requests: list[Request] = []
         self._alike: dict[str, list[Choice]] = {}  # answers to equal requests, by `place`
-        self._said: dict[str, list[Choice]] = {}  # by the digest of tools and messages, the turn among them
+        self._by_messages: dict[str, list[Choice]] = {}  # by the digest of tools and messages, the turn among them
         self._same: dict[str, list[Request]] = {}  # by `Idempotency-Key`, and by digest of the request
         self._digests: dict[str, str] = {}  # of the requests with each `Idempotency-Key`
 
@@ -204,7 +204,7 @@ class Episode:
             return []
         self._requests.append(request)
         alike = self._alike.setdefault(request.place, [])
-        request.choices = [Choice(request, len(alike) + place) for place in range(request.asked.n)]
+        request.choices = [Choice(request, len(alike) + place) for place in range(request.parsed.n)]
         alike += request.choices
         return [self._turn(choice) for choice in request.choices]
 
@@ -213,7 +213,7 @@ class Episode:
             text = "a request of the agent is refused: %s (%s); more of this episode are only counted"
             log.warning(text, shown(str(refused)), self)
         self._refused += 1
-        self._answer(sent["request"], Sent(refused.status, APIS[sent["path"]].problem(refused)))
+        self._answer(sent["request"], HttpAnswer(refused.status, APIS[sent["path"]].problem(refused)))
         return []
 
     def _read(self, sent: Mapping[str, Any]) -> Request:
@@ -222,7 +222,7 @@ class Episode:
         Raises:
             RequestError: It cannot be served.
         """
-        terms, harness = self._terms, self._terms.harness
+        shared, harness = self._shared, self._shared.harness
         digest = _digest([sent["path"], sent["body"]])
         once = sent["once"] or digest
         same = self._same.setdefault(once, [])
@@ -231,52 +231,52 @@ class Episode:
             raise RequestError(text, status=409, code="idempotency_error")
         if same and (sent["once"] or sent["again"]):
             return next((request for request in same if request.sent is None), same[-1])
-        temperatures = {name: temperature for name, (_, temperature) in terms.policies.items()}
-        asked = APIS[sent["path"]].asked(sent["body"], temperatures, harness.ignore)
-        policy, _ = terms.policies[asked.model]
+        temperatures = {name: temperature for name, (_, temperature) in shared.policies.items()}
+        parsed = APIS[sent["path"]].read_request(sent["body"], temperatures, harness.ignore)
+        policy, _ = shared.policies[parsed.model]
         made = sum(len(request.choices) for request in self._requests)
-        if made + asked.n > harness.max_calls:
+        if made + parsed.n > harness.max_calls:
             text = f"the episode has had {made} answers of at most {harness.max_calls} (`max_calls`)"
             raise RequestError(text, status=429, code="rate_limit_exceeded")
-        digests = _digests(asked, policy)
-        asks = {name: value for name, value in vars(asked).items() if name not in ("messages", "prompt")}
+        digests = _digests(parsed, policy)
+        asks = {name: value for name, value in vars(parsed).items() if name not in ("messages", "prompt")}
         settings = _digest([sent["path"], asks])
         try:
-            bridge = terms.bridge(asked.tools)
-            read, first, rewritten = self._tokens(asked, policy, settings, digests, bridge)
+            bridge = shared.bridge(parsed.tools)
+            read, first, rewritten = self._tokens(parsed, policy, settings, digests, bridge)
         except Exception as error:  # a template may fail in any way on a client's messages: not a fault of the run
-            text = f"the model's family cannot write the {asked.reads} ({one_line(error)})"
-            raise RequestError(text, asked.reads, code="invalid_value") from error
-        if not terms.ends.issuperset(bridge.ends):
+            text = f"the model's family cannot write the {parsed.reads} ({one_line(error)})"
+            raise RequestError(text, parsed.reads, code="invalid_value") from error
+        if not shared.ends.issuperset(bridge.ends):
             raise RequestError(
                 "the model's family ends turns that call tools by another token; leave tools out", "tools"
             )
-        self._require_room(asked.reads, len(read), first)
-        request = Request(sent["path"], asked, policy, bridge, read, settings, digests[-1], first, rewritten)
+        self._require_room(parsed.reads, len(read), first)
+        request = Request(sent["path"], parsed, policy, bridge, read, settings, digests[-1], first, rewritten)
         request.ids.append(sent["request"])
         same.append(request)
         self._digests[once] = digest
         return request
 
     def _tokens(
-        self, asked: ApiRequest, policy: str, settings: str, digests: Sequence[str], bridge: Bridge
+        self, parsed: ApiRequest, policy: str, settings: str, digests: Sequence[str], bridge: Bridge
     ) -> tuple[Tokens, int, bool]:
         """The tokens of a request; how many of them the first call of its row read; and whether it is `rewritten`."""
 
         def order(choice: Choice) -> tuple[bool, bool, str, int, Tokens]:
             """Sort key for answers with the same words: own branch and own settings of the request come first."""
             request = choice.request
-            other_branch = request.asked.branch != asked.branch
+            other_branch = request.parsed.branch != parsed.branch
             return other_branch, request.settings != settings, request.settings, choice.number, request.read
 
-        if asked.prompt is not None:
-            read = self._plain(asked.prompt, sorted(self._of(policy), key=order), bridge)
+        if parsed.prompt is not None:
+            read = self._plain(parsed.prompt, sorted(self._of(policy), key=order), bridge)
             return read, self._first(read, policy), False
-        messages, rewritten = [written(each) for each in _with_names(asked.messages)], False
+        messages, rewritten = [written(each) for each in _with_names(parsed.messages)], False
         for place in reversed(range(len(messages))):
-            said, new = self._said.get(digests[place + 1], ()), messages[place + 1 :]
-            if said and not any(each["role"] == "assistant" for each in new):
-                before = min(said, key=order)
+            repeated, new = self._by_messages.get(digests[place + 1], ()), messages[place + 1 :]
+            if repeated and not any(each["role"] == "assistant" for each in new):
+                before = min(repeated, key=order)
                 known = before.sampled
                 rewritten = bridge.rewrites(messages[: place + 1], known.wrote, new)
                 if rewritten:
@@ -288,7 +288,7 @@ class Episode:
     def _of(self, policy: str) -> list[Choice]:
         """The answers of a policy so far."""
         choices = (choice for request in self._requests if request.policy == policy for choice in request.choices)
-        return [choice for choice in choices if choice.said is not None]
+        return [choice for choice in choices if choice.turn is not None]
 
     def _plain(self, prompt: str | Tokens, choices: Sequence[Choice], bridge: Bridge) -> Tokens:
         """The tokens of a prompt without turns; a text continues the longest prompt and answer with which it begins.
@@ -300,11 +300,11 @@ class Episode:
         before: Tokens = ()
         known = ""
         for choice in choices:
-            asked, (read, wrote) = choice.request.asked.prompt, (choice.sampled.read, choice.sampled.wrote)
-            said = self._terms.decode(wrote) if isinstance(asked, str) else ""
-            text = f"{asked}{said}"
-            if said and len(text) > len(known) and prompt.startswith(text):
-                ended = wrote[-1:] and wrote[-1] in self._terms.ends  # by a token that no text has
+            prompt_text, (read, wrote) = choice.request.parsed.prompt, (choice.sampled.read, choice.sampled.wrote)
+            response = self._shared.decode(wrote) if isinstance(prompt_text, str) else ""
+            text = f"{prompt_text}{response}"
+            if response and len(text) > len(known) and prompt.startswith(text):
+                ended = wrote[-1:] and wrote[-1] in self._shared.ends  # by a token that no text has
                 before, known = read + (wrote[:-1] if ended else wrote), text
         rest = prompt[len(known) :]
         return (*before, *bridge.plain(rest, begins=not known)) if rest else before
@@ -321,23 +321,23 @@ class Episode:
     def _require_room(self, field: str, length: int, first: int) -> None:
         """Refuse a prompt whose tokens leave the policy no room."""
         code = "context_length_exceeded"
-        if first > self._terms.longest_prompt:
-            most = self._terms.longest_prompt
+        if first > self._shared.longest_prompt:
+            most = self._shared.longest_prompt
             text = f"the request has {first} tokens, and `data.max_prompt_length` is {most}"
             raise RequestError(text, field, code=code)
-        if length - first >= self._terms.longest:
-            most = self._terms.longest
+        if length - first >= self._shared.longest:
+            most = self._shared.longest
             text = f"the request has {length - first} tokens after those of the first call, and"
             raise RequestError(f"{text} `max_response_length` is {most}", field, code=code)
 
     def _turn(self, choice: Choice) -> ConversationSteps[None]:
         request = choice.request
-        room = self._terms.longest - (len(request.read) - request.first)
-        longest = min(room, request.asked.longest or room)
+        room = self._shared.longest - (len(request.read) - request.first)
+        longest = min(room, request.parsed.longest or room)
         seed = hashed(f"{self._seed}/{request.place}/{choice.number}") >> 1
         completion: Completion = yield request.policy, GenerationRequest(request.read, seed, longest)
-        choice.completion, choice.stop = self._stopped(completion, request.asked.stop)
-        self._speak(self._alike[request.place])
+        choice.completion, choice.stop = self._stopped(completion, request.parsed.stop)
+        self._answer_requests(self._alike[request.place])
 
     def _stopped(self, completion: Completion, stops: Sequence[str]) -> tuple[Completion, str]:
         """The sampled tokens up to the one that completes the first of these texts; and this text.
@@ -346,7 +346,7 @@ class Episode:
         """
 
         def found(length: int) -> str:
-            text = self._terms.decode(completion.token_ids[:length])
+            text = self._shared.decode(completion.token_ids[:length])
             there = [stop for stop in stops if stop in text]
             return min(there, key=text.index) if there else ""
 
@@ -357,7 +357,7 @@ class Episode:
         cut = completion.token_ids[:length], completion.logprobs[:length]
         return Completion(*cut, finished=True), found(length)
 
-    def _speak(self, alike: Sequence[Choice]) -> None:
+    def _answer_requests(self, alike: Sequence[Choice]) -> None:
         """Answer equal requests whose answers are known, in the order of their numbers.
 
         So what a request repeats is known to be of the first answer with these words, whichever was sampled first.
@@ -365,43 +365,43 @@ class Episode:
         for choice in alike:
             if choice.completion is None:
                 break
-            if choice.said is None:
-                choice.said = self._heard(choice)
-                digest = _digest([choice.request.so_far, choice.said.message])
-                self._said.setdefault(digest, []).append(choice)
+            if choice.turn is None:
+                choice.turn = self._assistant_turn(choice)
+                digest = _digest([choice.request.so_far, choice.turn.message])
+                self._by_messages.setdefault(digest, []).append(choice)
         for request in dict.fromkeys(choice.request for choice in alike):
-            said = [choice.said for choice in request.choices if choice.said is not None]
-            if request.sent is None and len(said) == request.asked.n:
-                request.sent = self._sent(request, said)
+            turns = [choice.turn for choice in request.choices if choice.turn is not None]
+            if request.sent is None and len(turns) == request.parsed.n:
+                request.sent = self._reply(request, turns)
                 for id in request.ids:
                     self._answer(id, request.sent)
 
-    def _heard(self, choice: Choice) -> AssistantTurn:
+    def _assistant_turn(self, choice: Choice) -> AssistantTurn:
         """The policy's turn as text and calls of tools."""
-        completion, request, tools = choice.completion, choice.request, choice.request.asked.tools
+        completion, request, tools = choice.completion, choice.request, choice.request.parsed.tools
         assert completion is not None
-        parsed = request.bridge.read(completion.token_ids, request.read)
-        readable = tools and not any(call.problem for call in parsed.calls) and _is_json(parsed.calls)
-        text, calls = (parsed.text, parsed.calls) if readable or not parsed.calls else (parsed.whole, ())
-        if request.asked.prompt is not None:
-            text = parsed.whole
+        reading = request.bridge.read(completion.token_ids, request.read)
+        readable = tools and not any(call.problem for call in reading.calls) and _is_json(reading.calls)
+        text, calls = (reading.text, reading.calls) if readable or not reading.calls else (reading.whole, ())
+        if request.parsed.prompt is not None:
+            text = reading.whole
         if choice.stop:
             text = text.partition(choice.stop)[0]
         name = _digest([self._seed, request.place, choice.number])
         calls = tuple(replace(each, id=each.id or f"{name[:8]}{i}") for i, each in enumerate(calls))
-        said = AssistantTurn(
+        turn = AssistantTurn(
             text, calls, not completion.finished, len(request.read), len(completion.token_ids), choice.stop
         )
-        if not request.asked.logprobs:
-            return said
-        tokens = [self._terms.decode([token]) for token in completion.token_ids]
-        return replace(said, logprobs=tuple(zip(tokens, completion.logprobs, strict=True)))
+        if not request.parsed.logprobs:
+            return turn
+        tokens = [self._shared.decode([token]) for token in completion.token_ids]
+        return replace(turn, logprobs=tuple(zip(tokens, completion.logprobs, strict=True)))
 
-    def _sent(self, request: Request, said: Sequence[AssistantTurn]) -> Sent:
+    def _reply(self, request: Request, turns: Sequence[AssistantTurn]) -> HttpAnswer:
         api, first = APIS[request.path], request.choices[0].number
         name = _digest([self._seed, request.place, first])[:24]
-        answer = Answer(name, request.asked.model, int(time.time()), request.asked, said)
-        return Sent(200, list(api.events(answer)) if request.asked.stream else api.answer(answer))
+        answer = Answer(name, request.parsed.model, int(time.time()), request.parsed, turns)
+        return HttpAnswer(200, list(api.events(answer)) if request.parsed.stream else api.answer(answer))
 
     def steps(self, play: Callable[[], dict[str, Any]]) -> ConversationSteps[EpisodeEnd]:
         """The episode, until its agent has ended.
@@ -413,15 +413,15 @@ class Episode:
             UserError: The agent failed, where that ends the run.
         """
         played = yield play
-        failed, on_failure = played.get("failed"), self._terms.harness.on_failure
+        failed, on_failure = played.get("failed"), self._shared.harness.on_failure
         if failed is not None and on_failure == "raise":
             raise UserError(
-                f"the harness `{self._terms.harness}` failed: {failed}; correct it, or set `on_failure` to zero or mask"
-                f" ({self})"
+                f"the harness `{self._shared.harness}` failed: {failed}; correct it, or set `on_failure` to zero or"
+                f" mask ({self})"
             )
         end = self._end(played["delivered"], played.get("reward", 0.0), played.get("branches", {}))
         if failed is not None:
-            log.warning("the harness `%s` failed: %s (%s)", self._terms.harness, failed, self)
+            log.warning("the harness `%s` failed: %s (%s)", self._shared.harness, failed, self)
             for row in end.rows:
                 row.end(Ending.FAILED, f"the agent failed: {shown(failed)}")
                 if on_failure == "mask":
@@ -431,20 +431,22 @@ class Episode:
     def _end(self, delivered: Sequence[int], reward: float, branches: Mapping[str, float]) -> EpisodeEnd:
         """The rows of delivered answers; the last turn gets the reward of its branch, or of the whole episode."""
         there = set(delivered)
-        of_policy = [request for request in self._requests if request.policy == self._terms.policy]
-        asked = [choice for request in of_policy for choice in request.choices]
-        choices = [each for each in asked if each.said is not None and there.intersection(each.request.ids)]
+        of_policy = [request for request in self._requests if request.policy == self._shared.policy]
+        wanted = [choice for request in of_policy for choice in request.choices]
+        choices = [each for each in wanted if each.turn is not None and there.intersection(each.request.ids)]
         rewritten = sum(request.rewritten for request in of_policy)
-        end = EpisodeEnd([], [], [], self._refused, len(asked) - len(choices), rewritten)
+        end = EpisodeEnd([], [], [], self._refused, len(wanted) - len(choices), rewritten)
         numbers: dict[int, int] = {}  # in the order of rows, which does not depend on when calls came
         for row in rows_of([choice.sampled for choice in choices]):
             turns = [choices[turn] for turn in row.turns]
-            end.rows.append(self._row(turns, row.trained, branches.get(turns[-1].request.asked.branch, reward)))
+            end.rows.append(self._row(turns, row.trained, branches.get(turns[-1].request.parsed.branch, reward)))
             end.inherited.append(row.inherited)
             end.calls.append([numbers.setdefault(turn, len(numbers)) for turn in row.turns])
         if not choices:
-            bridge, said = self._terms.bridge(()), list(self._prompt)
-            silent = Conversation(self._session, bridge, bridge.begin(said), said, segments=[0], rewards=[reward])
+            bridge, messages = self._shared.bridge(()), list(self._prompt)
+            silent = Conversation(
+                self._session, bridge, bridge.begin(messages), messages, segments=[0], rewards=[reward]
+            )
             silent.end(Ending.DONE, "the agent called for nothing")
             end.rows.append(silent)
             end.inherited.append(0)
@@ -461,11 +463,11 @@ class Episode:
 
     def _row(self, turns: Sequence[Choice], trained: Sequence[bool], reward: float) -> Conversation:
         last = turns[-1]
-        assert last.said is not None
+        assert last.turn is not None
         prompt = turns[0].sampled.read
-        asked = last.request.asked
-        read = asked.messages if asked.prompt is None else [message("user", self._terms.decode(last.request.read))]
-        messages = [_shown(each) for each in (*read, last.said.message)]
+        parsed = last.request.parsed
+        read = parsed.messages if parsed.prompt is None else [message("user", self._shared.decode(last.request.read))]
+        messages = [_shown(each) for each in (*read, last.turn.message)]
         row = Conversation(self._session, last.request.bridge, list(prompt), messages)
         for turn, counts in zip(turns, trained, strict=True):
             if row.segments:
@@ -477,11 +479,11 @@ class Episode:
                 length = len(turn.completion.token_ids)
                 row.written[-length:] = [False] * length
         row.rewards[-1] = reward
-        if row.cut and len(row.tokens) >= self._terms.longest:
+        if row.cut and len(row.tokens) >= self._shared.longest:
             row.end(Ending.TOKENS, "its last turn was cut at `max_response_length`")
         else:
             row.end(Ending.DONE, "the agent ended it")
-        row.calls = sum(len(each.said.calls) for each in turns if each.said is not None)
+        row.calls = sum(len(each.turn.calls) for each in turns if each.turn is not None)
         return row
 
 
@@ -505,22 +507,22 @@ def _is_json(calls: Sequence[ToolCall]) -> bool:
     return True
 
 
-def _shown(said: Message) -> Message:
+def _shown(sent: Message) -> Message:
     """A message as people read it: calls stand in the text too."""
-    if not said.get("tool_calls"):
-        return said
+    if not sent.get("tool_calls"):
+        return sent
     calls = [
         {"id": each["id"], "name": each["function"]["name"], "arguments": each["function"]["arguments"]}
-        for each in said["tool_calls"]
+        for each in sent["tool_calls"]
     ]
-    lines = [said["content"], *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
-    return {**said, "content": "\n".join(filter(None, lines)), "tool_calls": calls}
+    lines = [sent["content"], *(f"{call['name']}({json.dumps(call['arguments'])})" for call in calls)]
+    return {**sent, "content": "\n".join(filter(None, lines)), "tool_calls": calls}
 
 
-def _digests(asked: ApiRequest, policy: str) -> list[str]:
+def _digests(parsed: ApiRequest, policy: str) -> list[str]:
     """Digests of policy and tools (and the prompt without messages), of these with the first message, and so on."""
-    digests = [_digest([policy, *asked.tools, asked.prompt])]
-    for each in asked.messages:
+    digests = [_digest([policy, *parsed.tools, parsed.prompt])]
+    for each in parsed.messages:
         digests.append(_digest([digests[-1], each]))
     return digests
 

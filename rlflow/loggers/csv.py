@@ -16,9 +16,9 @@ METRICS_FILE = "metrics.csv"
 class CSVLogger(Logger):
     """One row for each call of `log_metrics`, one column for each metric.
 
-    A metric that first appears at a later step gets its column then: the file is written anew with the wider header,
+    A metric that first appears at a later step gets its column then: the file is rewritten with the wider header,
     and the rows before it are empty there. Rows that are damaged are left out then, and when a run is resumed; a file
-    that is gone begins anew. Characters of a name that cannot be printed, such as a line end, are in the header as
+    that is gone is started again. Characters of a name that cannot be printed, such as a line end, are in the header as
     Python writes them.
 
     Attributes:
@@ -33,7 +33,7 @@ class CSVLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         metrics = {readable_line(name): float(value) for name, value in metrics.items()}
         if gone := not self._path.exists():
-            self.warnings.append(f"warning: {self._path} is gone; it begins anew with step {step}")
+            self.warnings.append(f"warning: {self._path} is gone; a new one starts with step {step}")
         if gone or not metrics.keys() <= {*self._columns}:
             self._continue(step + 1)
             self._columns += [name for name in metrics if name not in self._columns]

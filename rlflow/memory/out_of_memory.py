@@ -102,7 +102,10 @@ def to_load(strategy: TrainingStrategy) -> list[str]:
 
 def to_hold_rows() -> list[str]:
     """Advice that lowers the memory of the step's values."""
-    return ["lower `data.prompts_per_step` or `module.group_size`", "make less of them at once in a node of your own"]
+    return [
+        "lower `data.prompts_per_step` or `module.group_size`",
+        "make fewer of them at a time in a node of your own",
+    ]
 
 
 def _smaller_batches(strategy: TrainingStrategy) -> str:

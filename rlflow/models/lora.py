@@ -71,7 +71,7 @@ def require_peft() -> None:
     try:
         import peft  # noqa: F401
     except ImportError as error:
-        raise UserError(f"`lora` needs peft, which cannot be imported ({one_line(error)}); install it anew") from error
+        raise UserError(f"`lora` needs peft, which cannot be imported ({one_line(error)}); reinstall it") from error
 
 
 def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:

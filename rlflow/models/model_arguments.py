@@ -24,8 +24,8 @@ def check_fields(module: object) -> None:
         value = getattr(type(module), field.name, field.default)
         if field.default is not dataclasses.MISSING and value is not field.default:
             raise UserError(
-                f"{name} sets `{field.name}` to {value!r:.80} in its body, and its constructor sets it anew; write it"
-                f" as a field, `{field.name}: ... = ...`, and `@dataclass(eq=False)` above {name}"
+                f"{name} sets `{field.name}` to {value!r:.80} in its body, and its constructor sets another value;"
+                f" write it as a field, `{field.name}: ... = ...`, and `@dataclass(eq=False)` above {name}"
             )
         hint = hints.get(field.name)
         legal = get_args(hint) if get_origin(hint) is Literal else ()

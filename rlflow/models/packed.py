@@ -444,7 +444,10 @@ def _require_weights(path: Path, report: dict[str, Any], may_lack: set[str]) -> 
             f" {list(needed)} is needed; give a model whose config.json fits its weights"
         )
     if missing := set(report["missing_keys"]) - may_lack:
-        raise UserError(f"`model` {str(path)!r} lacks {len(missing)} weights, {min(missing)!r} the first of them")
+        raise UserError(
+            f"`model` {str(path)!r} lacks {len(missing)} weights, {min(missing)!r} the first of them; give a"
+            " complete model"
+        )
 
 
 def _unknown(path: Path, model: nn.Module, names: Iterable[str]) -> str:

@@ -93,7 +93,7 @@ class WeightFiles:
         if index is None:
             raise UserError(
                 f"`model` {str(self._path)!r} has no weights in safetensors, and only from these are names read for"
-                " `configure_optimizers`, and parts for each rank; load it with transformers and write it anew by"
+                " `configure_optimizers`, and parts for each rank; load it with transformers and save it by"
                 " `save_pretrained`"
             )
         with self._readable(index):

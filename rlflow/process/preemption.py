@@ -61,7 +61,7 @@ class _Preemption:
         taken = [number for number in SIGNALS if not _is_ignored_hangup(number)]
         before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in taken}
         for number in taken:
-            signal.siginterrupt(number, False)  # libraries need not begin a call anew
+            signal.siginterrupt(number, False)  # libraries need not repeat a call
         before[0] = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread.start()
         return before
@@ -108,7 +108,7 @@ class _Preemption:
         if not self.received:
             self.received, self._first = number, now
             if self.begun and status.is_first() and os.isatty(self._terminal):
-                self._say(f"{_name(number)}: the run saves its state and ends; a second one ends it at once")
+                self._say(f"{_name(number)}: the run saves its state and ends; a second one ends it immediately")
         elif now - self._first > SAME_S and not self.saved:
             self._end_at_once(f"another {_name(number)} came before the state was saved")
 

@@ -237,7 +237,7 @@ def _parse_turn(conversation: Conversation) -> ParsedTurn:
 
 def _add_answer(conversation: Conversation, messages: Sequence[Message], rules: Rules) -> None:
     """Give the policy messages to read before its next turn; or end, if it has no such turn."""
-    with conversation.session.of_row(turn=conversation.turns - 1):
+    with conversation.session.of_row(turn=conversation.turns):
         ids = conversation.bridge.after(messages, *conversation.last_turn)
     if len(conversation.tokens) + len(ids) >= rules.longest:
         conversation.end(Ending.TOKENS, _no_room(conversation, rules))
@@ -285,7 +285,7 @@ def _reply(conversation: Conversation, parsed: ParsedTurn) -> dict[str, Any]:
             for call in parsed.calls
         )
         parsed = replace(parsed, calls=tuple(calls))
-    return asdict(conversation.session.answer(parsed, conversation.turns - 1))
+    return asdict(conversation.session.answer(parsed, conversation.turns))
 
 
 def _ending(reply: Reply, cut: bool) -> tuple[Ending, str]:
@@ -352,7 +352,7 @@ def play_game(
             if speaking.ended is not None:
                 break
             yield from _take_turn(speaking, partial(seed_of, move.seat), rules[move.seat])
-            moved = yield partial(_move, game, _parse_turn(speaking).text, move.seat, speaking.turns - 1)
+            moved = yield partial(_move, game, _parse_turn(speaking).text, move.seat, speaking.turns)
             move = Move(**moved)
             table.reward(move.rewards)
         table.reward((yield game.rewards))

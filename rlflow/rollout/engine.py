@@ -309,7 +309,8 @@ class RolloutEngine(ABC):
             on_cpu: Whether the engine runs on the CPU.
         """
         return (
-            "lower `data.prompts_per_step` or `module.max_response_length`, so that fewer tokens are generated at once",
+            "lower `data.prompts_per_step` or `module.max_response_length`, so that fewer tokens are"
+            " generated at a time",
         )
 
     @abstractmethod

@@ -254,7 +254,7 @@ def require_folder(path: Path) -> None:
                 return
             except (
                 FileNotFoundError
-            ):  # a run that was refused has removed what it had made, and another may make it anew
+            ):  # a run that was refused has removed what it had made, and another may make it again
                 left -= missing.parent.is_dir()
                 if not left:  # the parent exists and takes no folders, such as `/proc`
                     raise

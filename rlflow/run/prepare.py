@@ -90,7 +90,7 @@ def configure(module: RLModule) -> None:
     """Give a module the models of a run, and call its `configure_models`.
 
     Models that the constructor was given are copied, since a run changes them. Models that `configure_models` derives
-    from these are made anew. A model from the config replaces one of the same name that the constructor was given or
+    from these are made again. A model from the config replaces one of the same name that the constructor was given or
     that `configure_models` makes.
 
     Raises:
@@ -272,7 +272,9 @@ def prepare(
     made = planned(module, graph, settings, engines, settings.world_size, measures)
     placed, lead = made.layouts, made.lead
     if unknown := [name for name in settings.dump_nodes if name not in graph.nodes]:
-        raise UserError(f"`trainer.dump_nodes` names {unknown[0]!r}, and the nodes are {', '.join(graph.nodes)}")
+        raise UserError(
+            f"`trainer.dump_nodes` names {unknown[0]!r}, which is not a node; name one of {', '.join(graph.nodes)}"
+        )
     names = _generating_policies(graph, made.follows, settings, engines, measures)
     preflight.check_hooks(module, graph)
     data = preflight.resolved(data, module, graph, trains)

@@ -206,7 +206,7 @@ class Saving:
         models, checkpoints = min(2, max(1, saves)), self._retention.most(saves)
         what = f"{models} x {in_bytes(self._model_bytes)} of models"
         if checkpoints:
-            what += f" and {checkpoints} x {in_bytes(self._state_bytes)} of checkpoints at once"
+            what += f" and {checkpoints} x {in_bytes(self._state_bytes)} of checkpoints"
 
         def look() -> None:
             if self._transport.rank == 0:

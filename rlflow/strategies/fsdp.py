@@ -90,7 +90,7 @@ class FSDPStrategy(DistributedStrategy):
                     )
         most = max((len(layouts[name].ranks) for name in handles.keys() & layouts.keys()), default=0)
         if self._within is not None and self._within > most:
-            raise UserError(f"`hsdp_shard_size` is {self._within}, and roles live on {most} ranks; give {most} or less")
+            raise UserError(f"`hsdp_shard_size` is {self._within}, and roles are on {most} ranks; give {most} or less")
 
     def divided_over(self, layout: Layout) -> int:
         """See `TrainingStrategy.divided_over`."""

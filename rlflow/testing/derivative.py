@@ -18,7 +18,7 @@ LIMIT = 1e-6  # largest difference that is rounding
 STEPS = (1e-4, 1e-6)  # lengths by which the weights are moved; the longer is more exact
 
 
-class Held(TorchFunctionMode):
+class DetachedValues(TorchFunctionMode):
     """Records what a train node detaches, and repeats it: values that depend on the weights and carry no gradient.
 
     The first call of the node is recorded; later calls get the recorded numbers in the same order. So PPO's ratio
@@ -35,7 +35,7 @@ class Held(TorchFunctionMode):
         self.paused = False
         self._place: int | None = None
 
-    def again(self) -> Held:
+    def again(self) -> DetachedValues:
         """The same values, for another call of the node."""
         self._place = 0
         return self

@@ -236,5 +236,7 @@ def parts_of(reward: Any) -> tuple[str, ...]:
     """Names of a reward's parts, if the reward has them before it is called."""
     parts = getattr(reward, "parts", {})
     if not isinstance(parts, Mapping):
-        raise UserError(f"`parts` of {reward} is {parts!r:.60}, not a mapping")
+        raise UserError(
+            f"`parts` of {reward} is {parts!r:.60}, not a mapping; give a mapping whose keys are the parts' names"
+        )
     return tuple(parts)

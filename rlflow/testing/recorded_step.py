@@ -360,7 +360,7 @@ class LossCall:
     """
 
     again: Callable[[], Tensor]
-    held: derivative.Held
+    held: derivative.DetachedValues
     loss: Tensor | None = None
     weights: Tensor | None = None
 
@@ -379,7 +379,7 @@ class Observer:
         self._way = way
         self._found = found
         self._calls: dict[str, list[LossCall]] = defaultdict(list)  # of the update in progress, by role
-        self._held: derivative.Held | None = None
+        self._held: derivative.DetachedValues | None = None
         self._backward, self._step = run.strategy.backward, run.strategy.step
 
     def attach(self) -> None:
@@ -446,7 +446,7 @@ class Observer:
         assert node.role is not None
         self._found.trained_by[node.role] = node.id
         self._found.order += [node.id] if node.id not in self._found.order else []
-        call = LossCall(partial(method, **values), derivative.Held())
+        call = LossCall(partial(method, **values), derivative.DetachedValues())
         before = _versions(values)
         with self._holding(call.held if self._way.derives else None):
             loss = method(**values)
@@ -484,7 +484,7 @@ class Observer:
             return
 
     @contextmanager
-    def _holding(self, held: derivative.Held | None) -> Iterator[None]:
+    def _holding(self, held: derivative.DetachedValues | None) -> Iterator[None]:
         self._held = held
         try:
             with nullcontext() if held is None else held.holding():

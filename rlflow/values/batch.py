@@ -44,7 +44,7 @@ class TokenRows:
         return cls(prompt_ids, response_ids.padded(), response_ids.lengths, shown)
 
 
-class Placed:
+class WithPaths:
     """Rows of a step (prompts or samples), each with a path that identifies it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Batch(Placed):
+class Batch(WithPaths):
     """Rows of the dataset. If there is no response column, `T` is 0 and the mask is empty.
 
     Two rows of SFT with a prompt and a response each; `T` is 3, the end token is 2, and `.` stands for padding:
@@ -143,7 +143,7 @@ class _Responses(Tokens, WithDatasetRows, Protocol):
 
 
 @dataclass(frozen=True)
-class Pairs(Placed):
+class Pairs(WithPaths):
     """Prompts with two responses each, a chosen and a rejected one. They come from a dataset, or are made from samples.
 
     Each response ends with the end-of-sequence token. To score both responses, a model reads the prompt twice. Two

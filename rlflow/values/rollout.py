@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import UserError
-from rlflow.values.batch import Batch, Placed
+from rlflow.values.batch import Batch, WithPaths
 from rlflow.values.column_kinds import ColumnKind, OnDemand, PerSample, PerToken
 from rlflow.values.columns import columns, fill_in, join_rows, optional, take_rows
 from rlflow.values.host_copy import on_device, on_host
@@ -35,7 +35,7 @@ class Ending(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout(Placed):
+class Rollout(WithPaths):
     """Sampled responses, `n` consecutive rows for each prompt.
 
     Two prompts with two samples each, in conversations with a calculator that one sample has called. `T` is 7, the end

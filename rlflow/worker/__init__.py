@@ -4,7 +4,7 @@ A `Worker` runs rewards and environments with limits of time, memory and file si
 started. A `Sandbox` runs programs that a model wrote; it also hides the network, files and other processes from them.
 """
 
-from rlflow.worker.sandbox import Ran, Sandbox
+from rlflow.worker.sandbox import Sandbox, SandboxResult
 from rlflow.worker.worker import (
     Limits,
     Worker,
@@ -17,8 +17,8 @@ from rlflow.worker.worker import (
 
 __all__ = [
     "Limits",
-    "Ran",
     "Sandbox",
+    "SandboxResult",
     "Worker",
     "WorkerDied",
     "WorkerError",

@@ -23,10 +23,10 @@ LINKER = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives")  # what fi
 
 
 @dataclass(frozen=True)
-class Ran:
+class SandboxResult:
     """Result of a program in a `Sandbox`.
 
-    A program that prints `42` gives `Ran("42\\n", "42\\n", "", code=0, timed_out=False)`.
+    A program that prints `42` gives `SandboxResult("42\\n", "42\\n", "", code=0, timed_out=False)`.
 
     Attributes:
         output: Beginning of its standard output, up to the limit.
@@ -75,7 +75,7 @@ class Sandbox:
             )
         self._limits = limits
 
-    def run(self, program: str, given: str = "", keep_kb: int | None = None) -> Ran:
+    def run(self, program: str, given: str = "", keep_kb: int | None = None) -> SandboxResult:
         """Run a program to its end or its limit of time; its errors and its output are in the result.
 
         Args:
@@ -95,7 +95,7 @@ def why_not() -> str:
     return "" if ran.succeeded and ran.output == "isolated\n" else " ".join(ran.errors.split()) or f"code {ran.code}"
 
 
-def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
+def _run(program: str, given: str, limits: Limits, keep_kb: int) -> SandboxResult:
     memory = {} if limits.memory_mb is None else {"RLIMIT_AS": limits.memory_mb * MB}
     settings = {
         "parent": os.getpid(),
@@ -133,7 +133,7 @@ def _run(program: str, given: str, limits: Limits, keep_kb: int) -> Ran:
         timed_out, code = True, 128 + 9
     output.join()
     errors.join()
-    return Ran(output.first_text, output.last_text, errors.last_text, code, timed_out)
+    return SandboxResult(output.first_text, output.last_text, errors.last_text, code, timed_out)
 
 
 def _in_memory(text: str) -> int:

@@ -42,14 +42,14 @@ class Limits:
 
     Args:
         timeout_s: Wall-clock seconds of one call. A worker's start and imports do not count.
-        start_seconds: Seconds of the import of a module in a worker, with the start of its process.
+        start_timeout_s: Seconds of the import of a module in a worker, with the start of its process.
         memory_mb: MB of address space of each process, which is more than the memory it uses; None for no limit.
         file_mb: MB of the largest file that the code may write.
         output_kb: kB of its output that are stored; the rest is read and dropped.
     """
 
     timeout_s: float = 60.0
-    start_seconds: float = 120.0
+    start_timeout_s: float = 120.0
     memory_mb: int | None = 4096
     file_mb: int = 256
     output_kb: int = 64
@@ -208,12 +208,12 @@ class Worker:
         self._start()
         module = path.rpartition(".")[0]
         if module not in self._imported:
-            self._ask({"function": "__main__.load", "args": [module]}, module, self.limits.start_seconds)
+            self._ask({"function": "__main__.load", "args": [module]}, module, self.limits.start_timeout_s)
             self._imported.add(module)
 
     def _of_child(self, function: str, *args: Any) -> Any:
-        """The value of a function of `child.py`, within `limits.start_seconds`."""
-        return self._ask({"function": f"__main__.{function}", "args": args}, function, self.limits.start_seconds)
+        """The value of a function of `child.py`, within `limits.start_timeout_s`."""
+        return self._ask({"function": f"__main__.{function}", "args": args}, function, self.limits.start_timeout_s)
 
     def _ask(self, request: dict[str, Any], asked: str, seconds: float | None = None) -> Any:
         if not self.runs:

@@ -93,9 +93,9 @@ CASES: list[Case] = [
         "`my_games.Told.initial_observation` takes `secret`, and it is called without arguments; take columns of the",
     ),
     (
-        "a template that writes earlier turns anew",
+        "a template that changes earlier turns",
         answered_by("Game") | {"module.init_args.actor.model": "forgetful"},
-        "the model's chat template writes earlier turns anew when a message comes: from token ",
+        "the model's chat template changes earlier turns when a message comes: from token ",
     ),
     (
         "a renderer that does not exist",

@@ -113,7 +113,7 @@ def test_callbacks_may_come_and_go_between_a_run_and_its_resume(
     assert told == [
         "the checkpoint has a state of the callback Counts{'name': 'goes'}, which this run does not have; it is"
         " dropped",
-        "the checkpoint has no state of the callback Counts{'name': 'comes'}, which begins anew",
+        "the checkpoint has no state of the callback Counts{'name': 'comes'}, which starts without one",
     ]
 
 

@@ -29,7 +29,7 @@ from tests.faults.killed_runs import Kind
 from tests.ranks import RankPool
 from tests.saved import write_checkpoint, write_state
 from tests.slow import slow_but
-from tests.strategies.update import Stage, all_weights, backward, launch, trained
+from tests.strategies.strategy_update import Stage, all_weights, backward, launch, trained
 
 ADAMW = Optimizer("adamw", lr=1e-2, weight_decay=0.1, warmup_steps=2, gradient_clipping=1.0)
 

@@ -92,7 +92,7 @@ GONE_IS_NOT_KEPT = ("rewards.json", "rewards.made.json", f"rewards{RANK0}.json")
         [(n, d) for n in FILES for d in DAMAGES if d is not Path.unlink or n not in GONE_IS_NOT_KEPT],
     ),
 )
-def test_kept_inputs_that_are_not_what_was_written_are_named(
+def test_damaged_inputs_are_named(
     folder: Path, refused: Callable[..., str], name: str, damage: Callable[[Path], object]
 ) -> None:
     damage(Path("run", STEP, name))
@@ -106,7 +106,7 @@ def test_kept_inputs_that_are_not_what_was_written_are_named(
         [(n, d) for n in FILES for d in (cut, empty, other_json) if d is not other_json or "state" not in n],
     ),
 )
-def test_kept_inputs_of_a_run_without_digests_are_named_where_they_cannot_be_read(
+def test_inputs_without_digests_are_named_if_they_cannot_be_read(
     folder: Path, refused: Callable[..., str], name: str, damage: Callable[[Path], object]
 ) -> None:
     without_digests(Path("run", STEP))

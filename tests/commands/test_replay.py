@@ -154,7 +154,7 @@ def test_a_node_that_was_fixed_is_reported_as_not_raising(
     assert replayed("--step", "3", "--node", "picky")["picky"].endswith("rows, it did not raise this time")
 
 
-def test_what_was_not_kept_is_one_line(
+def test_inputs_that_were_not_written_are_reported_in_one_line(
     replayed: Callable[..., dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, line in (

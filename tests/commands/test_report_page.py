@@ -469,7 +469,7 @@ document.title = JSON.stringify([whole, begins.filter((text) => text), folded, f
 
 
 @pytest.mark.slow
-def test_a_browser_shows_which_sample_goes_on_from_which(tmp_path: Path) -> None:
+def test_a_browser_shows_which_sample_continues_which(tmp_path: Path) -> None:
     logger = JSONLLogger()
     logger.start(tmp_path)
     logger.log_metrics({"reward/mean": 1.0}, 1)

@@ -17,7 +17,7 @@ from tests.controller.policies import STOPS, paths_of
 from tests.controller.runs import ZERO2, Fit, Lies, Result, StopsAfter, failing_fit, fit, sums
 from tests.ranks import RankPool
 from tests.slow import slow_but
-from tests.strategies.update import Stage, strategy_of
+from tests.strategies.strategy_update import Stage, strategy_of
 
 STEPS = 3
 Made = dict[tuple[int, ...], list[int]]

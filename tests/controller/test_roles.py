@@ -22,7 +22,7 @@ from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
 from tests.saved import load_model
 from tests.slow import slow_but
-from tests.strategies.update import Stage, strategy_of
+from tests.strategies.strategy_update import Stage, strategy_of
 
 LENGTHS = (3, 9, 1, 12, 5, 2, 7, 4)
 ADAMW = Optimizer("adamw", lr=1e-2)

@@ -20,7 +20,7 @@ from tests.controller.runs import Fit, Result, StopsAfter, fit
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.data.listed import Listed
 from tests.ranks import RankPool
-from tests.strategies.update import Stage, strategy_of
+from tests.strategies.strategy_update import Stage, strategy_of
 
 STEPS, DECAY = 3, 0.5
 

@@ -116,7 +116,7 @@ def fit_with_delays(given: Fit) -> Result:
 
 
 def numbers(step: dict[str, float]) -> dict[str, float]:
-    """The metrics of a step that depend on neither clocks nor where roles live."""
+    """The metrics of a step that depend on neither clocks nor where roles run."""
     clocks = ("time/", "exchange/", "balance/")
     return {name: value for name, value in step.items() if not name.startswith(clocks)}
 

@@ -28,7 +28,7 @@ from tests.controller.runs import (
 )
 from tests.ranks import RankPool
 from tests.slow import slow_but
-from tests.strategies.update import Stage
+from tests.strategies.strategy_update import Stage
 
 STEPS = 6  # syncs before the first update and after each of five
 STRATEGIES = {2: ZERO2, 3: ZERO3, "fsdp": FSDP}

@@ -187,12 +187,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a part that names none": (
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "image": None},
         {"images": None},
-        "a part of a message is an image and does not say which",
+        "a part of a message is an image without a path or URL",
     ),
     "two names": (
         {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "image": "b.png"},
         {},
-        "a message names an image, and so does the column `data.images`; keep one",
+        "a message and the column `data.images` both name images; use one of the two",
     ),
     "no chat template": ({"image": data_url(png())}, {"chat_template": False}, "`data.images` is 'image' without"),
 }

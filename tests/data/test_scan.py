@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 from rlflow.data import loader
 from rlflow.data.loader import Loader, scan_together
 from rlflow.data.prompts import PromptData
-from rlflow.data.scan import NUMBERS, Counted, cache_folder, keep_counted, key_of, read_counted
+from rlflow.data.scan import NUMBERS, TokenizedRows, cache_folder, keep_counted, key_of, read_counted
 from rlflow.databuffer.transport import Transport
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
@@ -259,7 +259,7 @@ def keep(numbers: torch.Tensor) -> None:
     keep_counted("key", numbers, [(4, ids[4:]), (0, ids[:4])])
 
 
-def _until_ended(writers: list[threading.Thread]) -> Iterator[Counted | None]:
+def _until_ended(writers: list[threading.Thread]) -> Iterator[TokenizedRows | None]:
     while any(writer.is_alive() for writer in writers):
         yield read_counted("key", 500_000)
 

@@ -190,7 +190,7 @@ def test_files_are_opened_again_in_another_folder_and_one_that_is_gone_is_named(
     (tmp_path / "rows/0.jsonl").rename(tmp_path / "rows/2.jsonl")
     (tmp_path / "rows/0.jsonl").symlink_to("0.jsonl")  # to itself
     with pytest.raises(
-        UserError, match=r"^rows/0.jsonl, line 1 cannot be read: .*Too many levels.*; correct that, and"
+        UserError, match=r"^rows/0.jsonl, line 1 cannot be read: .*Too many levels.*; make the file readable, and"
     ):
         source[0]
     (tmp_path / "rows/0.jsonl").unlink()

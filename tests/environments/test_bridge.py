@@ -50,7 +50,7 @@ def with_template(template: str) -> PreTrainedTokenizerBase:
 def test_a_template_that_drops_earlier_thoughts_is_refused_with_what_differs() -> None:
     """As DeepSeek-R1's and Qwen3's, which take the thoughts out of all turns but the last."""
     kept = "{% if loop.last %}{{ message.content }}{% else %}{{ message.content.split('</think>')[-1] }}{% endif %}"
-    with pytest.raises(UserError, match=r"writes earlier turns anew .*: from token 31 on, '<think>.*' becomes '"):
+    with pytest.raises(UserError, match=r"changes earlier turns .*: from token 31 on, '<think>.*' becomes '"):
         TemplateBridge(with_template(CHAT_TEMPLATE.replace("{{ message.content }}", kept)))
 
 

@@ -1,4 +1,4 @@
-"""Turns written and read by the package `renderers`, for families whose templates write earlier turns anew."""
+"""Turns written and read by the package `renderers`, for families whose templates change earlier turns."""
 
 from __future__ import annotations
 
@@ -96,9 +96,11 @@ def test_thoughts_and_calls_are_read_separately() -> None:
 
 
 def test_a_renderer_that_drops_thoughts_at_a_message_is_refused_before_the_run() -> None:
-    with pytest.raises(UserError, match=r"anew when a message of role user comes.*set `thinking_retention: all`"):
+    with pytest.raises(
+        UserError, match=r"changes earlier turns when a message of role user comes.*set `thinking_retention: all`"
+    ):
         RendererBridge(QWEN3, "qwen3")
-    with pytest.raises(UserError, match=r"the renderer `default` writes earlier turns anew.*leave `data.renderer` out"):
+    with pytest.raises(UserError, match=r"the renderer `default` changes earlier turns.*leave `data.renderer` out"):
         RendererBridge(QWEN3, "default")
 
 

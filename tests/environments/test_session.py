@@ -141,7 +141,7 @@ def test_a_policy_reads_the_same_of_a_tool_wherever_it_runs(host: Host) -> None:
 
 
 def test_what_an_environment_draws_follows_from_the_seed_of_its_conversation(host: Host) -> None:
-    drawing = defined("drawing.Drawing")
+    drawing = defined("random_environments.Drawing")
     outside, said = random.getstate(), []
     for seed in (7, 2**62, 7):
         session = Session(drawing, host, seed=seed)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlflow import CausalLM, Environment, Optimizer, RewardModel, ValueModel, algorithms
 from rlflow.functional import Importance
-from tests.exactness.recording import GROUP, LONGEST, PROMPTS, TEMPERATURE, USELESS, Answer, Recording
+from tests.exactness.step_record import GROUP, LONGEST, PROMPTS, TEMPERATURE, USELESS, Answer, Recording
 from tests.making import OF_A_MODEL, PARTS
 from tests.reference.advantages_float64 import dr_grpo
 from tests.reference.discriminator_float64 import discriminator_update

@@ -29,10 +29,10 @@ from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from rlflow.types import Ragged
 from tests.exactness.cases import Case, settings
-from tests.exactness.recording import Answer, Recorded, Recording
-from tests.exactness.settings import Setting
+from tests.exactness.step_record import Answer, Recorded, Recording
+from tests.exactness.step_settings import Setting
 from tests.making import made
-from tests.strategies.update import strategy_of
+from tests.strategies.strategy_update import strategy_of
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from rlflow import LoRA
 from rlflow.testing.derivative import wide_casts
 from tests.exactness import test_rows_of_rows as rows_of_rows
 from tests.exactness.cases import CASES, LR, OFF, VARIATIONS, Case, truth
-from tests.exactness.recording import USELESS, Recording, record
-from tests.exactness.settings import COVER, LARGE, PRODUCT, RANKS, SMALL, Setting
 from tests.exactness.step import Outcome, one_step
+from tests.exactness.step_record import USELESS, Recording, record
+from tests.exactness.step_settings import COVER, LARGE, PRODUCT, RANKS, SMALL, Setting
 from tests.ranks import RankPool
 from tests.reference.policy_float64 import Objective
 from tests.reference.update import Update
 from tests.slow import slow_but
-from tests.strategies.update import Stage
+from tests.strategies.strategy_update import Stage
 
 FLOAT32 = 1e-5  # norm of the difference over the norm
 FLOAT64 = 1e-10

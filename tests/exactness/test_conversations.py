@@ -12,9 +12,9 @@ import torch
 
 from rlflow.testing.derivative import wide_casts
 from tests.exactness.cases import CASES, REFERENCE, VARIATIONS, Case, of_samples, truth
-from tests.exactness.recording import LONGEST, Recording, record
-from tests.exactness.settings import COVER, SMALL, Setting
 from tests.exactness.step import one_step
+from tests.exactness.step_record import LONGEST, Recording, record
+from tests.exactness.step_settings import COVER, SMALL, Setting
 from tests.exactness.test_algorithms import FLOAT32, FLOAT64, differences
 from tests.slow import slow_but
 

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from rlflow.testing.derivative import wide_casts
 from tests.exactness.cases import CASES, Case, truth
-from tests.exactness.recording import BEHIND_PICTURE, PROMPTS, Recording, record
-from tests.exactness.settings import LARGE, SMALL, Setting
 from tests.exactness.step import one_step
+from tests.exactness.step_record import BEHIND_PICTURE, PROMPTS, Recording, record
+from tests.exactness.step_settings import LARGE, SMALL, Setting
 from tests.exactness.test_algorithms import FLOAT32, FLOAT64, differences
 from tests.families.towers import noise, write_tower
 from tests.reference.update import Update

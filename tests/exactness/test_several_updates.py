@@ -14,9 +14,9 @@ from rlflow.rollout.sampling import sampling_seed
 from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
 from tests.exactness.cases import CASES, GRPO, Case, truth_of_updates
-from tests.exactness.recording import GROUP, Recording, record
-from tests.exactness.settings import LARGE, SMALL, Setting
 from tests.exactness.step import Outcome, one_step
+from tests.exactness.step_record import GROUP, Recording, record
+from tests.exactness.step_settings import LARGE, SMALL, Setting
 from tests.exactness.test_algorithms import FLOAT32, FLOAT64, difference
 from tests.ranks import RankPool
 from tests.reference.update import Update

@@ -10,9 +10,9 @@ import pytest
 
 from rlflow.testing.derivative import wide_casts
 from tests.exactness.cases import CASES, truth
-from tests.exactness.recording import Recording, record
-from tests.exactness.settings import LARGE, RANKS, SMALL, Setting
 from tests.exactness.step import one_step
+from tests.exactness.step_record import Recording, record
+from tests.exactness.step_settings import LARGE, RANKS, SMALL, Setting
 from tests.exactness.test_algorithms import FLOAT64, check, differences
 from tests.families.models import write_family
 from tests.reference.update import Update

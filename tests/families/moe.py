@@ -23,7 +23,7 @@ from rlflow.values.batch import TokenRows
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS
-from tests.strategies.update import MICRO_BATCHES, Outcome, all_weights, rows_of
+from tests.strategies.strategy_update import MICRO_BATCHES, Outcome, all_weights, rows_of
 
 COEF = 0.3  # large, so that its gradient counts
 LAYERS, CHOSEN = 2, 2

@@ -28,7 +28,7 @@ from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.lora import two_gradients, two_gradients_on_ranks
 from tests.strategies.reference import distance
-from tests.strategies.update import Stage, frozen_scores, one_update
+from tests.strategies.strategy_update import Stage, frozen_scores, one_update
 
 CPU = torch.device("cpu")
 Family = Callable[[str], Path]

@@ -27,7 +27,7 @@ from tests.families.towers import TOWERS, Rows, rows_of, write_tower
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import distance
-from tests.strategies.update import Outcome, Stage, all_weights, launch
+from tests.strategies.strategy_update import Outcome, Stage, all_weights, launch
 
 CPU = torch.device("cpu")
 

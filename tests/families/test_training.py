@@ -25,8 +25,8 @@ from tests.families.models import ALL, FAMILIES
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS, distance, plain_update
+from tests.strategies.strategy_update import Stage, one_update, rows_of, save_after_update
 from tests.strategies.subsets import side_by_side
-from tests.strategies.update import Stage, one_update, rows_of, save_after_update
 
 CPU = torch.device("cpu")
 CLIP = 0.5

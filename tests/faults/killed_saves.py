@@ -19,7 +19,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import SingleProcess
 from tests.saved import write_checkpoint
-from tests.strategies.update import trained
+from tests.strategies.strategy_update import trained
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.scandir", "os.truncate"}
 # What lies there, the step that is saved, and the steps that a run may go on from after a kill.

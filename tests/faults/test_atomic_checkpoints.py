@@ -20,7 +20,7 @@ from rlflow.strategies import SingleProcess
 from tests.controller.runs import Fit, failing_fit, fit, grpo, sums
 from tests.faults import full_disk
 from tests.saved import write_checkpoint
-from tests.strategies.update import trained
+from tests.strategies.strategy_update import trained
 
 pytestmark = pytest.mark.row("atomic checkpoints")
 

@@ -91,6 +91,7 @@ def test_a_misbehaving_environment_costs_its_conversation_or_ends_the_run(
         conversations("raise")
     assert f"the environment `bad_environments.{kind}` failed at turn 1: " in str(told.value)
     assert TOLD[kind] in str(told.value)
+    assert "turn 0" not in str(told.value)  # both parts of the line count from 1
     assert "\n" not in str(told.value)
     assert len(shown(str(told.value))) < (1000 if kind != "raises_long" else 5000)
     assert took < SECONDS + OVER

@@ -71,7 +71,7 @@ def project(tmp_path: Path) -> Path:
     """A project of its own with two rows of the table: five tests and one."""
     faults = tmp_path / "tests/faults"
     faults.mkdir(parents=True)
-    for name in ("__init__.py", "passed.py", "faults/__init__.py", "faults/rows.py"):
+    for name in ("__init__.py", "passed.py", "faults/__init__.py", "faults/promises.py"):
         shutil.copy(HERE.parent / name, tmp_path / "tests" / name)
     (tmp_path / "tests/conftest.py").write_text('pytest_plugins = ["tests.passed"]\n')
     (tmp_path / "tests/helper.py").touch()

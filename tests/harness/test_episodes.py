@@ -113,7 +113,7 @@ def test_the_output_of_a_function_may_be_parts_of_text() -> None:
         call = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"}
         result = {"type": "function_call_output", "call_id": "a", "output": [{"type": kind, "text": "5"}]}
         body = {"model": "policy", "input": [call, result]}
-        return str(APIS["/v1/responses"].asked(body, {"policy": 1.0}, ()).messages[-1]["content"])
+        return str(APIS["/v1/responses"].read_request(body, {"policy": 1.0}, ()).messages[-1]["content"])
 
     assert output("input_text") == "5"
     with pytest.raises(RequestError, match="a content of type 'input_image', and only text is read"):

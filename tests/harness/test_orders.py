@@ -18,7 +18,7 @@ from rlflow.context.conversations import TOOLLESS
 from rlflow.environments.bridge import Bridge
 from rlflow.environments.conversation_format import bridge_of
 from rlflow.environments.session import Session
-from rlflow.harness.door import Sent
+from rlflow.harness.door import HttpAnswer
 from rlflow.harness.episode import Episode, EpisodeEnd, EpisodeSettings
 from rlflow.rollout.conversation_loop import ConversationSteps
 from rlflow.rollout.engine import Completion, GenerationRequest
@@ -145,7 +145,7 @@ class Play:
     begun: dict[int, list[GenerationRequest]] = field(default_factory=dict)  # by call, as all that follows
     callers: list[Generator[Call, Sequence[str], None]] = field(default_factory=list)
     received: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # the choices of its answer
-    answers: dict[int, Sent] = field(default_factory=dict)  # by request
+    answers: dict[int, HttpAnswer] = field(default_factory=dict)  # by request
 
     def run(self) -> EpisodeEnd:
         harness = Harness(f"{AGENTS}.acts", max_calls=1000)

@@ -138,7 +138,7 @@ def test_a_table_that_was_moved_away_during_a_run_is_started_again(tmp_path: Pat
     (tmp_path / "metrics.csv").rename(tmp_path / "mine.csv")
     logger.log_metrics({name: 2.0}, step=2)
     assert table(tmp_path) == [["step", name], ["2", "2.0"]]
-    assert logger.warnings == [f"warning: {tmp_path}/metrics.csv is gone; it begins anew with step 2"]
+    assert logger.warnings == [f"warning: {tmp_path}/metrics.csv is gone; a new one starts with step 2"]
 
 
 def test_a_table_that_cannot_be_read_is_started_again_when_a_metric_is_added(tmp_path: Path) -> None:

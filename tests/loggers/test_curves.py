@@ -11,12 +11,12 @@ from PIL import Image
 
 from rlflow.loggers import JSONLLogger
 from rlflow.loggers.curves import draw_curves
-from tests import pictures
+from tests import no_curves
 
 
 @pytest.fixture(autouse=True)
 def _curves_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Figure, "savefig", pictures.drawn)
+    monkeypatch.setattr(Figure, "savefig", no_curves.drawn)
 
 
 def picture(folder: Path, lines: list[dict[str, float]]) -> np.ndarray:

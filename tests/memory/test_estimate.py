@@ -38,7 +38,7 @@ from tests.families.towers import TOWERS, noise, rows_of, write_tower
 from tests.forks import rows_alike
 from tests.ranks import RankPool
 from tests.slow import slow_but
-from tests.strategies.update import Stage, backward, launch, trained
+from tests.strategies.strategy_update import Stage, backward, launch, trained
 
 # 3,850 parameters, of which 1,000 are the embedding
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)

@@ -17,7 +17,7 @@ from rlflow.models.shards import divided, write_index
 from rlflow.models.weight_files import INDEX, shard_name
 from tests.ranks import RankPool
 from tests.saved import load_model
-from tests.strategies.update import Stage, save_after_update
+from tests.strategies.strategy_update import Stage, save_after_update
 
 CPU = torch.device("cpu")
 SGD = Optimizer(name="sgd", lr=0.1)

@@ -202,7 +202,7 @@ def _without_safetensors(folder: Path) -> str:
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    return "has no weights in safetensors, and only from these .* write it anew by `save_pretrained`"
+    return "has no weights in safetensors, and only from these .* save it by `save_pretrained`"
 
 
 def _without_a_tensor(folder: Path) -> str:

@@ -25,26 +25,30 @@ def functions_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_function_in_a_worker_scores_as_in_the_process() -> None:
     texts, rows = ["ab", "abcd", ""], [{"answer": "ab"}] * 3
-    there = CallableReward("slow.parts", timeout_s=30).score(RewardInput(texts, rows))
-    assert there == CallableReward("slow.parts").score(RewardInput(texts, rows))
+    there = CallableReward("process_rewards.parts", timeout_s=30).score(RewardInput(texts, rows))
+    assert there == CallableReward("process_rewards.parts").score(RewardInput(texts, rows))
     assert there.parts == {"long": [2, 4, 0], "right": [1, 0, 0]}
 
 
 def test_a_sample_that_hangs_ends_the_run_in_one_line_or_is_scored_0() -> None:
     texts, rows = ["ab", "x", "abc"], [{}] * 3
-    with pytest.raises(UserError, match=r"`slow.hangs_on_x` failed on sample 1 with WorkerTimeout: .* longer than 3 s"):
-        CallableReward("slow.hangs_on_x", timeout_s=3).score(RewardInput(texts, rows))
-    scores = CallableReward("slow.hangs_on_x", on_error="zero", timeout_s=3).score(RewardInput(texts, rows))
+    with pytest.raises(
+        UserError, match=r"`process_rewards.hangs_on_x` failed on sample 1 with WorkerTimeout: .* longer than 3 s"
+    ):
+        CallableReward("process_rewards.hangs_on_x", timeout_s=3).score(RewardInput(texts, rows))
+    scores = CallableReward("process_rewards.hangs_on_x", on_error="zero", timeout_s=3).score(RewardInput(texts, rows))
     assert (scores.total, scores.failed) == ([2, 0, 3], {1: "zero"})
 
 
 def test_a_function_that_leaves_ends_its_worker_alone() -> None:
-    scores = CallableReward("slow.leaves", on_error="zero", timeout_s=30).score(RewardInput(["a", "b"], [{}] * 2))
+    scores = CallableReward("process_rewards.leaves", on_error="zero", timeout_s=30).score(
+        RewardInput(["a", "b"], [{}] * 2)
+    )
     assert (scores.total, scores.failed) == ([0, 0], {0: "zero", 1: "zero"})
 
 
 def test_workers_score_side_by_side_and_live_from_step_to_step() -> None:
-    reward = CallableReward("slow.waits", timeout_s=30, workers=4)
+    reward = CallableReward("process_rewards.waits", timeout_s=30, workers=4)
     reward.score(RewardInput(["a"] * 4, [{}] * 4))  # they have started
     began = time.monotonic()
     assert reward.score(RewardInput(["a"] * 4, [{}] * 4)).total == [1.0] * 4
@@ -54,7 +58,7 @@ def test_workers_score_side_by_side_and_live_from_step_to_step() -> None:
 
 
 def test_a_copy_has_workers_of_its_own() -> None:
-    reward = CallableReward("slow.length", timeout_s=30)
+    reward = CallableReward("process_rewards.length", timeout_s=30)
     assert copy.deepcopy(reward).score(RewardInput(["ab"], [{}])).total == [2]
 
 
@@ -62,9 +66,9 @@ def test_what_cannot_run_in_a_worker_is_refused() -> None:
     with pytest.raises(UserError, match="no other process can import; give its dotted path"):
         CallableReward(lambda response, row: 0.0, timeout_s=1)
     with pytest.raises(UserError, match="`workers` is 2 without `timeout_s`"):
-        CallableReward("slow.length", workers=2)
-    with pytest.raises(UserError, match="slow has no lengths"):
-        CallableReward("slow.lengths", timeout_s=1)
+        CallableReward("process_rewards.length", workers=2)
+    with pytest.raises(UserError, match="process_rewards has no lengths"):
+        CallableReward("process_rewards.lengths", timeout_s=1)
 
 
 GOOD = "So:\n```python\ndef double(x):\n    return 2 * x\n```\n"

@@ -255,7 +255,10 @@ def test_messages_that_a_template_refuses_are_named_by_environment_turn_and_row(
     written = "{% for message in messages %}"
     assert written in strict.chat_template
     strict.chat_template = strict.chat_template.replace(written, written + refuse)
-    said = r"refuses the messages .no such role. .answering turn 0, the environment is `.*\.Picky`, .*row is {'turns"
+    said = (
+        r"refuses the messages .no such role.; correct the row, or take another template"
+        r" .answering turn 1, the environment is `.*\.Picky`, .*row is {'turns"
+    )
     with pytest.raises(UserError, match=said):
         held(engine, strict, Picky)
 

@@ -18,7 +18,7 @@ from rlflow.values.ragged import Ragged
 from tests.saved import write_checkpoint
 from tests.strategies.reference import ROWS, TOKENS
 from tests.strategies.state import Pieces
-from tests.strategies.update import MICRO_BATCHES, Stage, all_weights, backward, launch, rows_of, trained
+from tests.strategies.strategy_update import MICRO_BATCHES, Stage, all_weights, backward, launch, rows_of, trained
 
 DECAY, STEPS = 0.75, 3
 BOTH = ("actor", "teacher")

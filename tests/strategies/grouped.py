@@ -18,7 +18,7 @@ from rlflow.strategies import TrainingStrategy
 from tests.saved import write_checkpoint
 from tests.strategies.reference import TEMPERATURE
 from tests.strategies.state import Pieces, pieces
-from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, trained
+from tests.strategies.strategy_update import Outcome, Stage, all_weights, backward, launch, trained
 
 CLIP = 0.5
 

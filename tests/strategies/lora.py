@@ -18,8 +18,8 @@ from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
 from tests.saved import save
 from tests.strategies.reference import ROWS, TEMPERATURE
+from tests.strategies.strategy_update import Stage, all_weights, backward, launch, rows_of
 from tests.strategies.tensor_parallel import dividing
-from tests.strategies.update import Stage, all_weights, backward, launch, rows_of
 
 UPDATES, SYNCS = 10, 10
 

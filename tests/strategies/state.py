@@ -14,7 +14,7 @@ from rlflow import checkpoint
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
 from tests.saved import write_checkpoint
-from tests.strategies.update import Stage, all_weights, backward, launch, rows_of, trained
+from tests.strategies.strategy_update import Stage, all_weights, backward, launch, rows_of, trained
 
 State = dict[str, dict[str, Tensor]]  # by parameter, then kind: full tensors
 Pieces = list[tuple[str, torch.Size, str, int, Tensor]]  # parameter, shape, kind, start, values

@@ -19,7 +19,7 @@ from rlflow.values.ragged import Ragged
 from tests.forks import forked_rows
 from tests.saved import save, write_checkpoint
 from tests.strategies.reference import TEMPERATURE
-from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, rows_of, trained
+from tests.strategies.strategy_update import Outcome, Stage, all_weights, backward, launch, rows_of, trained
 
 
 def side_by_side(

@@ -24,7 +24,17 @@ from tests.saved import save, write_checkpoint
 from tests.strategies.averages import DECAY
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
 from tests.strategies.state import ADAMW, Pieces
-from tests.strategies.update import Outcome, Stage, all_weights, backward, launch, rows_of, trained, update, updates_of
+from tests.strategies.strategy_update import (
+    Outcome,
+    Stage,
+    all_weights,
+    backward,
+    launch,
+    rows_of,
+    trained,
+    update,
+    updates_of,
+)
 
 
 class FSDPInFloat64(FSDPStrategy):

@@ -20,7 +20,7 @@ from tests.slow import slow_but
 from tests.strategies.averages import DECAY, STEPS, Seen, averaged_steps, kl_gradient, third_step
 from tests.strategies.reference import distance
 from tests.strategies.state import put_together
-from tests.strategies.update import MICRO_BATCHES, Stage
+from tests.strategies.strategy_update import MICRO_BATCHES, Stage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,7 +58,7 @@ def alone_with(weights: dict[str, Tensor], model: Path, precision: str) -> Tenso
     """The scores of a plain model with these weights."""
     from rlflow.models.handle import ForwardPlan
     from tests.strategies.reference import TEMPERATURE
-    from tests.strategies.update import rows_of
+    from tests.strategies.strategy_update import rows_of
 
     plain = CausalLM(str(model), trainable=False, temperature=TEMPERATURE)
     loaded = plain.load(model, DTYPES[precision], torch.device("cpu"))

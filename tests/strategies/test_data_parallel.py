@@ -15,7 +15,7 @@ from rlflow.models.optimizer import Optimizer
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import distance, plain_update
-from tests.strategies.update import (
+from tests.strategies.strategy_update import (
     Outcome,
     Stage,
     agreed,

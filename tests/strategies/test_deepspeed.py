@@ -10,8 +10,8 @@ from rlflow.errors import UserError
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from tests.ranks import RankPool
 from tests.strategies.reference import distance, plain_update
+from tests.strategies.strategy_update import Stage, overlapping_update
 from tests.strategies.test_data_parallel import CLIP, SGD, Reference, sgd
-from tests.strategies.update import Stage, overlapping_update
 
 
 @pytest.fixture(scope="module")

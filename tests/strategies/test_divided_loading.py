@@ -16,8 +16,8 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.values.layout import Layout
 from tests.models.test_scoring import write
 from tests.ranks import RankPool
-from tests.strategies.loading import growth_while_loading, load, refused
-from tests.strategies.update import Stage
+from tests.strategies.divided_models import growth_while_loading, load, refused
+from tests.strategies.strategy_update import Stage
 
 DIVIDED = pytest.mark.parametrize("stage", [3, "fsdp"])
 

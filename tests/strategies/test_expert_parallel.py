@@ -25,8 +25,8 @@ from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.state import put_together
+from tests.strategies.strategy_update import Stage, check_updates
 from tests.strategies.tensor_parallel import check_averages, divided_critic, divided_update, loading, train_and_save
-from tests.strategies.update import Stage, check_updates
 
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
 SIZES = {"vocab_size": 121, "num_key_value_heads": 4, "num_experts_per_tok": 2, "head_dim": 8, "num_labels": 1}

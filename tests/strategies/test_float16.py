@@ -21,7 +21,7 @@ from rlflow.strategies.role import FIRST, LONG, LossScale
 from tests.ranks import RankPool
 from tests.saved import write_checkpoint
 from tests.strategies.reference import distance, plain_update
-from tests.strategies.update import Stage, all_weights, backward, launch, trained
+from tests.strategies.strategy_update import Stage, all_weights, backward, launch, trained
 
 SMALL = 1e-6  # a loss whose gradients float16 takes for 0, or has 2 bits of
 STAGES: list[Stage] = [1, 3, "fsdp"]

@@ -20,7 +20,7 @@ from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
 from tests.strategies.state import pieces, put_together
-from tests.strategies.update import Outcome, Stage, backward, launch, rows_of, trained, update
+from tests.strategies.strategy_update import Outcome, Stage, backward, launch, rows_of, trained, update
 
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
 
@@ -106,7 +106,7 @@ def test_ranks_that_are_not_a_multiple_of_those_that_divide_are_refused() -> Non
     layouts = {"critic": Layout((1,), 1), "actor": Layout((0, 1, 2), 3), "rollout": Layout((3, 4, 5), 3)}
     with pytest.raises(UserError, match=r"`hsdp_shard_size` is 2, and `actor` lives on 3 ranks"):
         FSDPStrategy(hsdp_shard_size=2).check_roles(roles, layouts)
-    with pytest.raises(UserError, match=r"`hsdp_shard_size` is 4, and roles live on 3 ranks; give 3 or less"):
+    with pytest.raises(UserError, match=r"`hsdp_shard_size` is 4, and roles are on 3 ranks; give 3 or less"):
         FSDPStrategy(hsdp_shard_size=4).check_roles(roles, layouts)
     FSDPStrategy(hsdp_shard_size=3).check_roles(roles, layouts)
 
@@ -155,7 +155,7 @@ import sys
 from pathlib import Path
 sys.modules["deepspeed"] = None  # an import of it fails
 from rlflow.models.optimizer import Optimizer
-from tests.strategies.update import launch, update
+from tests.strategies.strategy_update import launch, update
 import torch.distributed as dist
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 print("norm", update(launch("fsdp"), Path(sys.argv[1]), Optimizer()).norms[0] > 0)

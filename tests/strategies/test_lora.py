@@ -17,7 +17,7 @@ from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.lora import SYNCS, UPDATES, Adapted, adapted_updates, on_ranks, two_gradients_of_divided_layers
 from tests.strategies.reference import distance
-from tests.strategies.update import Stage
+from tests.strategies.strategy_update import Stage
 
 
 @pytest.fixture(scope="module")

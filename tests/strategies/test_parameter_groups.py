@@ -38,8 +38,8 @@ from tests.strategies.grouped import (
 )
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.state import put_together
+from tests.strategies.strategy_update import Stage
 from tests.strategies.test_single import single
-from tests.strategies.update import Stage
 
 
 @cache

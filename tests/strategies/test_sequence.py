@@ -18,6 +18,7 @@ from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
+from tests.strategies.strategy_update import Outcome, Stage, rows_of
 from tests.strategies.subsets import (
     bf16_gradient,
     forked_update,
@@ -27,7 +28,6 @@ from tests.strategies.subsets import (
     scalar_updates_by_two,
     side_by_side,
 )
-from tests.strategies.update import Outcome, Stage, rows_of
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3, "fsdp")
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)

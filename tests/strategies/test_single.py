@@ -18,7 +18,7 @@ from rlflow.strategies.single import SingleProcess
 from rlflow.strategies.strategy import WEIGHT
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.state import InMemory
-from tests.strategies.update import backward, trained, update
+from tests.strategies.strategy_update import backward, trained, update
 
 CLIP = 0.5
 

@@ -21,7 +21,7 @@ from tests.strategies.state import (
     weights_divided_twice,
     written_parts,
 )
-from tests.strategies.update import Stage
+from tests.strategies.strategy_update import Stage
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from rlflow.values.layout import Layout
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import distance, plain_update
+from tests.strategies.strategy_update import Stage
 from tests.strategies.subsets import side_by_side, train_on
-from tests.strategies.update import Stage
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3, "fsdp")
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)

@@ -26,6 +26,7 @@ from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.state import put_together
+from tests.strategies.strategy_update import Stage, check_updates
 from tests.strategies.tensor_parallel import (
     check_averages,
     divided_critic,
@@ -36,7 +37,6 @@ from tests.strategies.tensor_parallel import (
     readouts,
     train_and_save,
 )
-from tests.strategies.update import Stage, check_updates
 
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
 # Neither 2 nor 4 ranks divide the tokens; one of the prompts has the token that pads.

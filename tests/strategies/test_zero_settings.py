@@ -16,9 +16,9 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.values.layout import Layout
 from tests.ranks import RankPool
-from tests.strategies.loading import max_live_parameters, updates_with
+from tests.strategies.divided_models import max_live_parameters, updates_with
 from tests.strategies.reference import distance, plain_update
-from tests.strategies.update import Stage, launch
+from tests.strategies.strategy_update import Stage, launch
 
 SGD = Optimizer(name="sgd", lr=0.1, gradient_clipping=0.5)
 

@@ -23,7 +23,7 @@ STAND_INS = (
 )
 
 
-class Own(NamedTuple):
+class VllmClass(NamedTuple):
     """A class of vLLM for a type of models.
 
     Attributes:
@@ -40,13 +40,13 @@ class Own(NamedTuple):
 
 
 CLASSES = {  # by the type of models
-    "qwen2_5_vl": Own("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "Qwen2_5_VLProcessor"),
-    "qwen3_5": Own("Qwen3_5ForConditionalGeneration", "qwen3_5", "Qwen3VLProcessor"),
-    "qwen3_5_moe_text": Own("Qwen3_5MoeForCausalLM", "qwen3_5"),
-    "qwen3_5_text": Own("Qwen3_5ForCausalLM", "qwen3_5"),
-    "qwen3_vl": Own("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3VLProcessor"),
+    "qwen2_5_vl": VllmClass("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "Qwen2_5_VLProcessor"),
+    "qwen3_5": VllmClass("Qwen3_5ForConditionalGeneration", "qwen3_5", "Qwen3VLProcessor"),
+    "qwen3_5_moe_text": VllmClass("Qwen3_5MoeForCausalLM", "qwen3_5"),
+    "qwen3_5_text": VllmClass("Qwen3_5ForCausalLM", "qwen3_5"),
+    "qwen3_vl": VllmClass("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3VLProcessor"),
     # SmolVLM is Idefics3 with another processor, which needs one more package for videos.
-    "smolvlm": Own("SmolVLMForConditionalGeneration", "idefics3", name="Idefics3ForConditionalGeneration"),
+    "smolvlm": VllmClass("SmolVLMForConditionalGeneration", "idefics3", name="Idefics3ForConditionalGeneration"),
 }
 
 

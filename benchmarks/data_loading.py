@@ -1,6 +1,6 @@
 """Reads and memory of each rank: a loader on every rank, against one rank that loads all rows and scatters them.
 
-    python -m benchmarks.loading
+    python -m benchmarks.data_loading
 
 A JSONL file of 40,000 rows of about 1 kB. Each rank makes its loader (the ranks look once at every row, each at a share
 of them, to find what is too long; a second time they find what was kept) and then reads its rows of three steps; or

@@ -1,4 +1,4 @@
-"""Count the lines that a variation of an algorithm takes: python benchmarks/lines.py
+"""Count the lines that a variation of an algorithm takes: python benchmarks/line_counts.py
 
 Lines with code, that is without blank lines, comments and docstrings, of the variation's file, of the functions of
 `rlflow.functional` that it alone needs, and of the lists that name both. Imports, decorators and settings are code. The

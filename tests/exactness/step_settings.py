@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from tests.strategies.update import Stage
+from tests.strategies.strategy_update import Stage
 
 SMALL, LARGE = 20, 4096  # token budgets: micro-batches of one or two samples, and all samples in one
 RANKS = (1, 2, 4)

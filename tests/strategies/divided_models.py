@@ -20,7 +20,7 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.process.freed_memory import return_freed_memory
 from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.values.layout import Layout
-from tests.strategies.update import Stage, all_weights, backward, launch, rows_of, trained
+from tests.strategies.strategy_update import Stage, all_weights, backward, launch, rows_of, trained
 
 
 def load(
