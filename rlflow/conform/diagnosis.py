@@ -515,9 +515,9 @@ class _Watched:
             if all(self._of_parts(each, combine) for each in whole):
                 return f"the {combine} of its values on two micro-batches of equal size is its value on the whole batch"
         return (
-            "neither the sum nor the mean of its values on two micro-batches is its value on the whole batch, as each"
-            " value is divided by the count of its own micro-batch: state by --micro and --ranks whether the trainer"
-            " sums or averages such values, or divide by a parameter `total_tokens`, the count of the whole batch"
+            "its value on the whole batch is neither the sum nor the mean of its values on two micro-batches: each of"
+            " these is divided by the count of its own micro-batch. Divide by a parameter `total_tokens` (the count of"
+            " the whole batch), or say by --micro and --ranks how the trainer combines such values"
         )
 
     def _of_parts(self, observed: Observed, combine: str) -> bool:

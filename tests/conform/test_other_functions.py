@@ -289,7 +289,7 @@ def test_what_no_change_explains_is_shown_by_its_cases_and_numbers() -> None:
 
 def test_parts_that_a_function_leaves_to_its_caller_are_a_note() -> None:
     (note,) = conform("aggregation", agg_loss).notes
-    assert note.startswith("neither the sum nor the mean")
+    assert note.startswith("its value on the whole batch is neither the sum nor the mean")
 
 
 def test_ranks_that_do_not_meet_are_an_error_and_no_hang() -> None:
