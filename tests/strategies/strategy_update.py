@@ -20,7 +20,7 @@ from rlflow.strategies.fsdp import FSDPStrategy
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import Batch
 from rlflow.values.ragged import Ragged
-from tests.saved import save
+from tests.checkpoint_files import save
 from tests.strategies.reference import ROWS, TEMPERATURE, TOKENS, distance
 
 Stage = Literal[0, 1, 2, 3, "fsdp"]  # of ZeRO, or FSDP
@@ -164,6 +164,22 @@ def spoiled_update(folder: Path, stage: Stage, precision: str, optimizer: Optimi
     backward(strategy, "actor", handle)
     second = Outcome(norms=[strategy.step("actor")], weights=all_weights(strategy, "actor"))
     return all(torch.equal(before[key], after[key]) for key in before), norm, second
+
+
+def update_spoiled_in_one_part(folder: Path, optimizer: Optimizer) -> tuple[bool, float]:
+    """An FSDP update with a NaN in rank 1's part of the gradient alone: whether it kept the weights, and its norm."""
+    strategy = launch("fsdp", "fp32")
+    handle = trained(folder, optimizer)
+    strategy.setup_role("actor", handle, folder)
+    before = all_weights(strategy, "actor")
+    backward(strategy, "actor", handle)
+    if dist.get_rank() == 1:
+        gradients: list[Any] = [each.grad for each in strategy.roles["actor"].model.parameters()]
+        own = next(each.to_local() for each in gradients if each is not None and each.to_local().numel())
+        own.view(-1)[0] = float("nan")
+    norm = strategy.step("actor")
+    after = all_weights(strategy, "actor")
+    return all(torch.equal(before[key], after[key]) for key in before), norm
 
 
 def frozen_scores(folder: Path, stage: Stage) -> tuple[Tensor, bool]:

@@ -26,6 +26,7 @@ from tests.strategies.strategy_update import (
     scheduled_update,
     spoiled_update,
     two_roles,
+    update_spoiled_in_one_part,
     updates_with_scores,
 )
 
@@ -115,6 +116,12 @@ def test_an_update_that_one_rank_spoils_is_skipped_by_all_and_leaves_no_trace(
         assert not math.isfinite(norm)
         assert second.norms == expected[rank].norms
         assert all(torch.equal(second.weights[key], weight) for key, weight in expected[rank].weights.items())
+
+
+def test_all_ranks_skip_an_update_with_a_nan_in_one_rank_s_part_of_the_gradient(tiny: Path, ranks2: RankPool) -> None:
+    for kept, norm in ranks2.run(update_spoiled_in_one_part, tiny, SGD):
+        assert kept
+        assert not math.isfinite(norm)
 
 
 @pytest.mark.parametrize("stage", slow_but(FEW, [2, 3, "fsdp"]))
