@@ -30,7 +30,7 @@ from rlflow.dotted_path import object_at
 from rlflow.rewards import ExactMatch
 from rlflow.run.prepare import read_graph
 from tests.controller.runs import Fit, OddCharacters, fit
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 from tests.own_folder import command
 
 ROOT = Path(__file__).parent.parent
@@ -441,6 +441,6 @@ def test_the_recipe_of_a_real_model_has_what_is_predicted(
     generating = rows["memory during generation, most of it for vLLM's cache"]
     training = rows["memory during training"]
     assert f"memory of a rank: {generating} generating, {training} training" in told
-    parts = (f"{part} {rows[f'of this: {part}, in float32']}" for part in ("weights", "gradients", "optimizer"))
+    parts = (f"{part} {rows[f'training: {part}, in float32']}" for part in ("weights", "gradients", "optimizer"))
     assert ", ".join(parts) in told
     assert re.search(rf"saving .* {rows['size of a checkpoint']}$", told, re.MULTILINE)
