@@ -11,10 +11,12 @@ from rlflow.functional import dpo_loss, preference_accuracy
 
 @dataclass(eq=False)
 class DPO(RLModule):
-    """-log sigmoid(beta h), h = log pi(y_w|x)/ref(y_w|x) - log pi(y_l|x)/ref(y_l|x) of the chosen y_w, rejected y_l.
+    """Direct Preference Optimization: trains on pairs of a chosen and a rejected response, without sampling.
 
-    Equation 7, one loss for each pair of the dataset; log-probabilities are summed over a response's tokens. Nothing is
-    sampled. A pair whose two log ratios are 0.5 and -1.5 has `beta h` = 0.2 at the default beta, and the loss 0.598.
+    -log sigmoid(beta h), h = log pi(y_w|x)/ref(y_w|x) - log pi(y_l|x)/ref(y_l|x) of the chosen y_w, rejected y_l.
+
+    Equation 7, one loss for each pair of the dataset; log-probabilities are summed over a response's tokens. A
+    pair whose two log ratios are 0.5 and -1.5 has `beta h` = 0.2 at the default beta, and the loss 0.598.
 
     Validation logs `val/margin`, the mean of `beta h` over held-out pairs, and `val/accuracy`, the share of pairs in
     which it is above 0; a margin of exactly 0 counts one half.

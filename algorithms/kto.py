@@ -20,7 +20,9 @@ class RowsWithLabels(WithDatasetRows, Protocol):
 
 @dataclass(eq=False)
 class KTO(RLModule):
-    """lambda_D (1 - sigmoid(beta (r - z))) for a good response, lambda_U (1 - sigmoid(beta (z - r))) for a bad one.
+    """Kahneman-Tversky Optimization: trains on given responses, each labelled good or bad.
+
+    lambda_D (1 - sigmoid(beta (r - z))) for a good response, lambda_U (1 - sigmoid(beta (z - r))) for a bad one.
 
     Equations 7 and 8, one loss for each response of the dataset: r = log pi(y|x) - log ref(y|x), summed over tokens,
     and z the policy's divergence from the reference. As the authors do, z is the mean of r over all rows of the step,

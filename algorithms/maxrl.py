@@ -13,7 +13,9 @@ from .policy_gradient import Clipped, GroupBaseline, Scored
 
 @dataclass(eq=False)
 class MaxRL(GroupBaseline, Clipped, Scored):
-    """A_i = (r_i - mean_g) / mean_g of rewards 0 and 1: hard prompts weigh as in the gradient of log p(right | x).
+    """Maximum Likelihood Reinforcement Learning: trains on groups of sampled responses that are right or wrong.
+
+    A_i = (r_i - mean_g) / mean_g of rewards 0 and 1: hard prompts weigh as in the gradient of log p(right | x).
 
     One right response among N has the advantage N - 1, each of the others -1; without a right response all have 0. With
     one update a step the gradient is that of equation 10. A reward below 0 is refused with a `UserError`.

@@ -10,7 +10,9 @@ from rlflow.types import Each, Grouped, NewRows, TokensWithLossMask, WithTexts
 
 @dataclass(eq=False)
 class RAFT(RLModule):
-    """loss_t = -log pi(y_t | x, y_<t), where y has the highest reward of `group_size` sampled responses to x.
+    """Reward-ranked fine-tuning: trains on the best of several sampled responses to each prompt.
+
+    loss_t = -log pi(y_t | x, y_<t), where y has the highest reward of `group_size` sampled responses to x.
 
     A prompt is left out if all its responses have the same reward. `best/share` is the share of the other prompts,
     `best/reward` the mean of the highest rewards.

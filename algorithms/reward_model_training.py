@@ -10,7 +10,9 @@ from rlflow.functional import bradley_terry_loss, preference_accuracy
 
 @dataclass(eq=False)
 class RewardModelTraining(RLModule):
-    """-log sigmoid(r(x, y_w) - r(x, y_l)) of the chosen response y_w and the rejected one y_l.
+    """Trains a reward model on pairs of a chosen and a rejected response, after Bradley and Terry.
+
+    -log sigmoid(r(x, y_w) - r(x, y_l)) of the chosen response y_w and the rejected one y_l.
 
     One loss for each pair of the dataset; scores 1.5 and 0.5 have the loss 0.313. Validation logs `val/loss`,
     `val/margin`, the mean of `r(x, y_w) - r(x, y_l)` over held-out pairs, and `val/accuracy`, the share of pairs in

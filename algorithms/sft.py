@@ -10,7 +10,9 @@ from rlflow.types import TokensWithLossMask
 
 @dataclass(eq=False)
 class SFT(RLModule):
-    """loss_t = -log pi(y_t | x, y_<t); a graph of one node, without rollout.
+    """Supervised fine-tuning: trains on given responses by their negative log-likelihood.
+
+    loss_t = -log pi(y_t | x, y_<t); a graph of one node, without rollout.
 
     Args:
         actor: The model to train. Its temperature is used in validation, and divides the logits of the loss, too.

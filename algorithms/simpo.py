@@ -10,7 +10,9 @@ from .dpo import summed
 
 @dataclass(eq=False)
 class SimPO(RLModule):
-    """-log sigmoid(beta (log pi(y_w|x) / |y_w| - log pi(y_l|x) / |y_l|) - gamma); there is no reference.
+    """Simple Preference Optimization: trains on pairs of a chosen and a rejected response.
+
+    -log sigmoid(beta (log pi(y_w|x) / |y_w| - log pi(y_l|x) / |y_l|) - gamma); there is no reference.
 
     Equation 6, one loss for each pair of the dataset: log-probabilities are means over a response's tokens. Training
     and validation log `margin`, the mean before gamma is subtracted, and `accuracy`, the share of pairs in which

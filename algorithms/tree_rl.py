@@ -13,7 +13,9 @@ from .policy_gradient import Clipped, GroupBaseline, Scored
 
 @dataclass(eq=False)
 class TreeRL(GroupBaseline, Clipped, Scored):
-    """A(s) = [V(s) - V(root)] + [V(s) - V(parent of s)]; V of a leaf is its reward, else the mean V of its children.
+    """Tree-search reinforcement learning: trains on sampled responses that share their beginnings, as in a tree.
+
+    A(s) = [V(s) - V(root)] + [V(s) - V(parent of s)]; V of a leaf is its reward, else the mean V of its children.
 
     The root is a prompt, its children are trunks, and each trunk forks once into `branches` leaves. Tokens before the
     fork have their trunk's advantage, tokens after it their leaf's. Two trunks with the rewards 1, 0 and 0, 0:

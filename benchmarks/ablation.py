@@ -34,7 +34,7 @@ from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
-from hub import Hub
+from central_rank import Hub
 from small_run import (
     EmulatedGRPO,
     OddCharacters,

@@ -107,8 +107,10 @@ def run(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         transport=Transport(),
     )
     ways = {
-        "door": Harness("benchmarks.talking.talk", timeout_s=600, max_concurrent=given["max_concurrent"]),
-        "converse": Environment("benchmarks.talking.Talk", max_turns=given["turns"], max_turn_length=given["tokens"]),
+        "door": Harness("benchmarks.conversation_agent.talk", timeout_s=600, max_concurrent=given["max_concurrent"]),
+        "converse": Environment(
+            "benchmarks.conversation_agent.Talk", max_turns=given["turns"], max_turn_length=given["tokens"]
+        ),
     }
     rows = [
         {"question": f"episode {place}", "turns": given["turns"], "tokens": given["tokens"]}

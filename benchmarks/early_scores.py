@@ -52,7 +52,7 @@ def measured(engine: RolloutEngine, rounds: int, sample_s: float, workers: int) 
     turns = Turns()
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "model", hidden_size=128, layers=2, max_position=512)
-        reward = CallableReward("delays.scored_after", timeout_s=60, workers=workers)
+        reward = CallableReward("simulated_delays.scored_after", timeout_s=60, workers=workers)
         actor = CausalLM(str(model), optimizer=Optimizer("sgd", lr=0.0))
         module = GRPO(actor, reward, SAMPLES, LONGEST, stop_token_ids=STOP)
         steps = len(WAYS) * (rounds + 1)

@@ -71,9 +71,9 @@ def _with(workload: Workload, size: ModelSize, way: str) -> Workload:
     """The step with another model, trained another way."""
     actor = replace(workload.roles["actor"], size=size, trained=size.parameters)
     if way == "FSDP2":
-        actor = replace(actor, stage=3, moments=2, masters=True, bucket=0)
+        actor = replace(actor, stage=3, moments=2, masters=True, reduce_bucket_size=0)
     else:
-        actor = replace(actor, stage=int(way[-1]), moments=3, bucket=min(50_000_000, size.largest_layer))
+        actor = replace(actor, stage=int(way[-1]), moments=3, reduce_bucket_size=min(50_000_000, size.largest_layer))
     engine = workload.engines["actor"]
     engine = replace(engine, weights=size.parameters * actor.width / engine.ranks)
     return replace(workload, roles={"actor": actor}, engines={"actor": engine})

@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.learning.chains import Chains
 from benchmarks.learning.gates import ACCURACY, Run
-from benchmarks.learning.pictures import draw_panels
+from benchmarks.learning.learning_curves import draw_panels
 from benchmarks.learning.runs import ROOT, SEEDS, curve, records, tenths
 from rlflow import PerSample, PerToken, node
 from rlflow.algorithms import GRPO

@@ -1,7 +1,8 @@
-"""`rlflow simulate` against measured steps on the machine at hand.
+r"""`rlflow simulate` against measured steps on the machine at hand.
 
     python benchmarks/calibrate.py --to machine.yaml --set module.anchor=old module.actor=runs/quickstart/sft/model
-    python benchmarks/predicted.py --hardware machine.yaml --set module.anchor=old module.actor=runs/quickstart/sft/model
+    python benchmarks/predicted.py --hardware machine.yaml \
+        --set module.anchor=old module.actor=runs/quickstart/sft/model
 
 Runs the config for a few steps with each number of ranks, and prints what a step took (the median of those after the
 first), what was predicted, and the error, in all and by node. The last line is JSON.

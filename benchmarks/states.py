@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from benchmarks.prefixes import VOCABULARY, Case
-from benchmarks.step.ways import OwnForward
+from benchmarks.step.forward_backward import OwnForward
 from rlflow.models.causal_lm import CausalLM
 from rlflow.models.handle import ForwardPlan
 from rlflow.models.packing import pad, padded_micro_batches, take, token_counts

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.delays import delay
+from benchmarks.simulated_delays import delay
 from benchmarks.small_run import on_ranks
 from rlflow import Environment
 from rlflow.context.conversations import ConversationRunner, ConverseCall
@@ -38,7 +38,7 @@ from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
 
 CONTEXT = 1024
-DEFINED = "benchmarks.delays.Delayed"
+DEFINED = "benchmarks.simulated_delays.Delayed"
 SECONDS = 300.0  # that a call may take
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.delays import DelayedTool
+from benchmarks.simulated_delays import DelayedTool
 from rlflow.models.tiny import TURN_END, write_tiny_model
 
 CONTEXT, TURNS, TOKENS, GROUP = 2048, 5, 80, 2
@@ -135,7 +135,7 @@ def in_rlflow(engine: str, lockstep: bool = False) -> Callable[[Path, float, int
             group_size=GROUP,
             max_response_length=LONGEST,
             environment=rlflow.Environment(
-                "benchmarks.delays.DelayedTool",
+                "benchmarks.simulated_delays.DelayedTool",
                 max_turns=TURNS,
                 max_turn_length=TOKENS,
                 timeout_s=300.0,

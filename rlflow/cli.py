@@ -99,20 +99,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
     except Preempted as error:
         if status.is_first():
-            _tell(f"rlflow: {error}")
+            _print_error(f"rlflow: {error}")
         _end(preemption.EXIT_CODE, is_run)
     except UserError as error:
-        _tell(f"rlflow: error: {error}{_notes(error)}")
+        _print_error(f"rlflow: error: {error}{_notes(error)}")
         _end(2, is_run)
     except KeyboardInterrupt as error:
-        _tell(f"rlflow: ended by SIGINT{_notes(error)}")
+        _print_error(f"rlflow: ended by SIGINT{_notes(error)}")
         _end(INTERRUPTED_CODE, is_run)
     except BaseException as error:
         if of_process and not is_run and isinstance(error, BrokenPipeError):  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest at its end
             _end(PIPE_CODE, is_run)
-        _tell(traceback.format_exc().rstrip("\n"))
-        _tell(f"rlflow: {type(error).__name__}: {one_line(error)}{_notes(error)}")
+        _print_error(traceback.format_exc().rstrip("\n"))
+        _print_error(f"rlflow: {type(error).__name__}: {one_line(error)}{_notes(error)}")
         _end(1, is_run)
 
 
@@ -127,7 +127,7 @@ def _notes(error: BaseException) -> str:
     return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     """Print a text on the terminal; control characters and forged lines from data or a config have no effect."""
     first, *more = readable(shown(text)).split("\n")
     print("\n".join([first, *(_FORGED.sub("  ", line) for line in more)]), file=sys.stderr)

@@ -626,7 +626,10 @@ class RLModule:
 
     def _running(self) -> NodeContext:
         if self._context is None:
-            raise UserError(f"{type(self).__name__}: nodes are run by `Trainer.fit`; there is no step in progress here")
+            raise UserError(
+                f"{type(self).__name__}: nodes are run by `Trainer.fit`, and there is no step in progress here; call"
+                " this in a node or in `validation_step`"
+            )
         return self._context
 
 

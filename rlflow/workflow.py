@@ -119,13 +119,13 @@ def bind(module: RLModule) -> None:
 def _call(module: RLModule, name: str, written: NodeConfig | str, declared: Mark | None) -> Call:
     """The call of a node, which stands in the place of one of the class where that has a mark of this name."""
     config = NodeConfig(written) if isinstance(written, str) else written
-    said = f"`nodes.{name}` calls {config.call}"
-    function = _function(config.call, module, said)
+    description = f"`nodes.{name}` calls {config.call}"
+    function = _function(config.call, module, description)
     parameters = inspect.signature(function).parameters
     for given in (*config.inputs, *config.settings):
         if given not in parameters:
             hint = did_you_mean(given, parameters) or f" It takes {', '.join(parameters) or 'nothing'}."
-            raise UserError(f"{said}, which has no parameter {given}.{hint}")
+            raise UserError(f"{description}, which has no parameter {given}.{hint}")
     settings = _settings(function, config.settings, f"`nodes.{name}.settings`")
     reads = {each: config.inputs.get(each, each) for each in parameters if each not in settings and each != "self"}
     bound = {"self": module} if "self" in parameters else {}
@@ -137,20 +137,20 @@ def _call(module: RLModule, name: str, written: NodeConfig | str, declared: Mark
     return Call(function, mark, reads, settings | bound, frozenset(config.inputs), returns)
 
 
-def _function(path: str, module: RLModule, said: str) -> Callable[..., Any]:
+def _function(path: str, module: RLModule, description: str) -> Callable[..., Any]:
     """A method of the module (`generate`) or of one of its models (`actor.logprobs`), or a function by its path."""
     first, _, rest = path.partition(".")
     owner = handles(module).get(first) if rest else module
     function: Callable[..., Any]
     if owner is None:
-        function = object_at(path, said, handles(module))
+        function = object_at(path, description, handles(module))
     elif (rest or first) in dir(type(owner)):
         function = getattr(owner, rest or first)
     else:
         hint = did_you_mean(rest or first, dir(type(owner))) or " Write a function of your own as file.function."
-        raise UserError(f"{said}, and {type(owner).__name__} has no method {rest or first}.{hint}")
+        raise UserError(f"{description}, and {type(owner).__name__} has no method {rest or first}.{hint}")
     if not inspect.isfunction(inspect.unwrap(getattr(function, "__func__", function))):
-        raise UserError(f"{said}, and that is {function!r:.40}, no function of Python; name one that calls it")
+        raise UserError(f"{description}, and that is {function!r:.40}, no function of Python; name one that calls it")
     return function
 
 

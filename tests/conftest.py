@@ -15,10 +15,10 @@ from rlflow.known_answers import known_answers, numbers_of
 from rlflow.models.tiny import write_tiny_model
 from rlflow.process.environment_variables import PLACE
 from tests import no_curves
-from tests.leftovers import workers
 from tests.ranks import RankPool, return_freed_memory
+from tests.worker_processes import workers
 
-pytest_plugins = ["tests.passed"]
+pytest_plugins = ["tests.passed_tests"]
 os.environ["RLFLOW_CACHE"] = ""  # nothing is kept for later runs
 os.environ["DS_ACCELERATOR"] = "cpu"  # the ranks of tests import deepspeed before a strategy has a device
 PLACE_AT_FIRST = {name: os.environ[name] for name in PLACE if name in os.environ}

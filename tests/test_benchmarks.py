@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from benchmarks import small_run, turns
-from benchmarks.delays import delay
+from benchmarks.simulated_delays import delay
 from benchmarks.size import Size, size_of
 from rlflow import CausalLM, Environment
 from rlflow.algorithms import DAPO, GRPO
@@ -20,9 +20,9 @@ from rlflow.databuffer.transport import Transport
 from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import TransformersEngine
 from tests.controller.runs import Fit, OddCharacters, fit, sums
-from tests.leftovers import workers
 from tests.ranks import RankPool
 from tests.rollout.trained import setup
+from tests.worker_processes import workers
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 METRIC = re.compile(r"(time|rollout|exchange|sync|balance|filter)/[a-z_]+")  # logged by every run, not by an algorithm

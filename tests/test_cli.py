@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.cli import _tell, main
+from rlflow.cli import _print_error, main
 from rlflow.process import supervisor
 from tests.own_folder import TWO_RANKS, make, rewarded_by, write
 
@@ -190,7 +190,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_a_text_of_others_can_forge_no_line_and_does_nothing_to_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    _tell("Traceback:\nKeyError: \x1b[2J\nrlflow: error: forged, \ragain\n  rlflow stays")
+    _print_error("Traceback:\nKeyError: \x1b[2J\nrlflow: error: forged, \ragain\n  rlflow stays")
     shown = "Traceback:\nKeyError: \\x1b[2J\n  rlflow: error: forged, \\ragain\n  rlflow stays\n"
     assert capsys.readouterr().err == shown
 

@@ -83,7 +83,7 @@ class TestGates:
 
 
 class TestRunning:
-    def test_what_others_start_from_comes_first_and_once(self) -> None:
+    def test_a_training_that_others_start_from_runs_first_and_once(self) -> None:
         first, *others = waves(GATES)
         assert first == [START]
         assert others == [[*GATES]]

@@ -9,7 +9,7 @@ from rlflow import RLModule, UserError
 
 
 def test_what_a_step_provides_is_refused_outside_of_one() -> None:
-    with pytest.raises(UserError, match="there is no step in progress here"):
+    with pytest.raises(UserError, match="no step in progress here; call this in a node or in `validation_step`"):
         RLModule().mean(torch.ones(2))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.step import ways
+from benchmarks.step import forward_backward
 from benchmarks.step.gemm import forward_operations, training_operations, weights_of_products
 from benchmarks.step.recorded_parts import Pass
 from benchmarks.step.summary import summary
@@ -43,15 +43,21 @@ def passes() -> list[Pass]:
 
 @pytest.mark.parametrize("critic", [False, True])
 def test_all_ways_give_the_same_scores(monkeypatch: pytest.MonkeyPatch, folder: Path, critic: bool) -> None:
-    monkeypatch.setattr(ways, "over_ranks", lambda number, _: number)  # of one rank
-    monkeypatch.setattr(ways, "TOKENS", {"padded": 16, "packed": 16})  # so that there are several micro-batches
+    monkeypatch.setattr(forward_backward, "over_ranks", lambda number, _: number)  # of one rank
+    monkeypatch.setattr(
+        forward_backward, "TOKENS", {"padded": 16, "packed": 16}
+    )  # so that there are several micro-batches
     found = {}
-    for way in ways.WAYS:
-        model = ways.build(way, folder, TINY, critic)
+    for way in forward_backward.WAYS:
+        model = forward_backward.build(way, folder, TINY, critic)
         if critic:  # else all values are 0
-            head = model.head if isinstance(model, ways.OwnForward) else model.get_submodule("model.output_layer")
+            head = (
+                model.head
+                if isinstance(model, forward_backward.OwnForward)
+                else model.get_submodule("model.output_layer")
+            )
             head.weight.data.fill_(0.1)
-        (update,) = ways.inputs(way, passes())
+        (update,) = forward_backward.inputs(way, passes())
         assert way == "ours" or len(update) > 1
         with torch.no_grad():
             scores = torch.cat([model(*arguments) for arguments in update])
@@ -63,7 +69,7 @@ def test_all_ways_give_the_same_scores(monkeypatch: pytest.MonkeyPatch, folder: 
 
 def test_passes_are_divided_where_updates_end() -> None:
     update = passes()
-    assert [len(each) for each in ways.inputs("ours", [*update, *update])] == [2, 2]
+    assert [len(each) for each in forward_backward.inputs("ours", [*update, *update])] == [2, 2]
 
 
 def test_operations_are_those_of_products() -> None:

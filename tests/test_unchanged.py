@@ -122,7 +122,7 @@ class TestComparison:
             assert [difference.name for difference in compared(*sides, allowed=())[1]] == ["actor/kl"]
             assert compared(*sides, allowed=("actor/kl",)) == (2, [])
 
-    def test_what_is_allowed_to_lack_may_not_differ(self) -> None:
+    def test_a_metric_that_may_be_missing_may_not_differ(self) -> None:
         now = VALUES | {"step 1": {"actor/loss": 0.2}}
         assert len(compared(VALUES, now, allowed=("actor/loss",))[1]) == 1
 

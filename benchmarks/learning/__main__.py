@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.learning import agents, pictures, sums, table
+from benchmarks.learning import agents, learning_curves, sums, table
 from benchmarks.learning.agents import AGENTS
 from benchmarks.learning.gates import ACCURACY
 from benchmarks.learning.running import run_all
@@ -71,18 +71,18 @@ def write() -> None:
     table.write(OF_FAULTS, "faults in training", table.of_gates(FAULTY))
     if all(task.complete() for task in GATES):
         panels = {table.called(task): (ACCURACY, table.runs_of(task)) for task in GATES}
-        pictures.draw_panels(PICTURES / "learning_chains.svg", panels)
+        learning_curves.draw_panels(PICTURES / "learning_chains.svg", panels)
     if OURS.complete() and THEIRS.complete():
         both = {"rlflow": table.runs_of(OURS), "TRL": table.runs_of(THEIRS)}
         table.write(PAGE, "trl", table.of_both(*both.values(), BESIDE))
-        pictures.draw_beside(PICTURES / "learning_trl.svg", both, BESIDE[1:4])
+        learning_curves.draw_beside(PICTURES / "learning_trl.svg", both, BESIDE[1:4])
     table.write(PAGE, "sums", sums.table(sums.CLAIMS))
     table.write(OF_AGENTS, "agents", agents.table())
     if all(task.complete() for task in AGENTS):
-        pictures.draw_panels(PICTURES / "agents.svg", agents.panels(), columns=2)
+        learning_curves.draw_panels(PICTURES / "agents.svg", agents.panels(), columns=2)
     if all(claim.task.complete() for claim in sums.CLAIMS):
         panels = {claim.config: (claim.validated, claim.runs) for claim in sums.CLAIMS}
-        pictures.draw_panels(PICTURES / "learning.svg", panels, columns=5)
+        learning_curves.draw_panels(PICTURES / "learning.svg", panels, columns=5)
 
 
 if __name__ == "__main__":

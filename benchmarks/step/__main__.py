@@ -17,7 +17,7 @@ The sides, one after another in each round, in processes of their own:
   weight sync included.
 - The parts, on both ranks at once and after each of rlflow's steps, so that they meet the same machine: vLLM's
   `generate` alone with the same requests and weights, then every forward, backward and optimizer pass of that step in
-  the fastest of three ways (`ways.py`). Each counts with its slower rank.
+  the fastest of three ways (`forward_backward.py`). Each counts with its slower rank.
 - TRL's `GRPOTrainer` with micro-batches of 8, 16, 32 and all rows, where it has the algorithm (`trl_side.py`).
 
 What a part reaches of the rate of matrix products that was measured with it: the operations of products that it

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.step.forward_backward import WAYS, OwnForward, build, deepspeed_engine, inputs, score, train
 from benchmarks.step.gemm import forward_operations, gemm_rate, training_operations
 from benchmarks.step.recorded_parts import Pass, RecordedStrategy, RecordedVLLM
 from benchmarks.step.timing import over_ranks, timed
-from benchmarks.step.ways import WAYS, OwnForward, build, deepspeed_engine, inputs, score, train
 from benchmarks.step.workloads import RANKS, Workload
 
 HOPELESS = 1.5  # a way that takes so many times the fastest's seconds in the first step is not tried again

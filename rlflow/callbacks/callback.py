@@ -72,36 +72,36 @@ class Callback:
         return type(self).__qualname__
 
     def on_fit_start(self, trainer: RunningTrainer, module: RLModule) -> None:
-        """Everything is loaded; no step has run."""
+        """Called when everything is loaded, before the first step."""
 
     def on_step_end(self, trainer: RunningTrainer, module: RLModule, step: int, metrics: dict[str, float]) -> None:
-        """Step `step` (the first is 1) is done, and not yet validated; `metrics` are of this step, over all ranks.
+        """Called when step `step` (the first is 1) is done, before its validation.
 
-        If a callback adds values to `metrics`, they are logged too.
+        `metrics` are of this step, over all ranks. If a callback adds values to `metrics`, they are logged too.
         """
 
     def on_validation_end(
         self, trainer: RunningTrainer, module: RLModule, step: int, metrics: Mapping[str, float]
     ) -> None:
-        """The validation after step `step` is done; `step` is 0 for the validation before the first step."""
+        """Called when the validation after step `step` is done; `step` is 0 for that before the first step."""
 
     def on_task_start(self, trainer: RunningTrainer, module: RLModule, task: str, step: int) -> None:
-        """This rank is about to run a task of its plan, as `rlflow graph` prints it, for step `step`."""
+        """Called before this rank runs a task of its plan, as `rlflow graph` prints it, for step `step`."""
 
     def on_node_start(self, trainer: RunningTrainer, module: RLModule, node_id: str) -> None:
-        """This rank is about to run a node."""
+        """Called before this rank runs a node."""
 
     def on_node_end(self, trainer: RunningTrainer, module: RLModule, node_id: str) -> None:
-        """This rank ran a node."""
+        """Called after this rank ran a node."""
 
     def on_weight_sync(self, trainer: RunningTrainer, module: RLModule, policy: str, version: int) -> None:
-        """The engine of `policy` on this rank now holds version `version` of the policy's weights."""
+        """Called when the engine of `policy` on this rank holds version `version` of the policy's weights."""
 
     def on_fit_end(self, trainer: RunningTrainer, module: RLModule) -> None:
-        """The last step is done, and its model or checkpoint is saved."""
+        """Called when the last step is done and its model or checkpoint is saved."""
 
     def on_exception(self, trainer: RunningTrainer, module: RLModule, error: BaseException) -> None:
-        """The run ends with `error`, which is raised after this hook."""
+        """Called when the run ends with `error`, which is raised after this hook."""
 
     def state_dict(self) -> dict[str, Any]:
         """State of this callback for a checkpoint, JSON-able. Called on every rank; the state of rank 0 is stored."""

@@ -109,7 +109,7 @@ def show(sample: Mapping[str, Any], screen: Screen) -> None:
     if messages:
         if read := sample.get("read"):
             screen.block("read before the first turn", "", read)
-            messages = said_after(messages, sample["turns"])
+            messages = without_prompt(messages, sample["turns"])
         for each in messages:
             name, _, more = speaker(each).partition(", ")
             screen.block(name, more, text(each))
@@ -119,7 +119,7 @@ def show(sample: Mapping[str, Any], screen: Screen) -> None:
     screen.line()
 
 
-def said_after(messages: Sequence[Mapping[str, Any]], turns: int) -> Sequence[Mapping[str, Any]]:
+def without_prompt(messages: Sequence[Mapping[str, Any]], turns: int) -> Sequence[Mapping[str, Any]]:
     """The messages from the policy's first turn on, without those of the prompt, which may be examples."""
     spoken = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
     return messages[spoken[-turns] :] if 0 < turns <= len(spoken) else messages

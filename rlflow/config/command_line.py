@@ -179,7 +179,7 @@ def read(text: str, what: str = "a text") -> Any:
     except RecursionError as error:
         raise UserError(f"{what}, which is nested too deeply; correct it") from error
     except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
-        raise UserError(f"{what}, which is not plain YAML ({_said(error)}); correct it") from error
+        raise UserError(f"{what}, which is not plain YAML ({_message_of(error)}); correct it") from error
 
 
 class _Dumper(yaml.SafeDumper):
@@ -209,7 +209,7 @@ set_loader("yaml", _read_again, exceptions=(UserError,))
 set_dumper("yaml", lambda config: yaml.dump(config, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """The message of a YAML error in one line, with the line's number."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return one_line(error)

@@ -316,6 +316,9 @@ def on_ranks(calls: Sequence[Callable[[Callable[[Tensor], Tensor]], Any]]) -> li
     return outputs
 
 
+CORRECT_IT = "; correct the function"
+
+
 @contextmanager
 def errors_naming(name: str, view: View) -> Iterator[None]:
     """A context for calls of the user's function: an exception becomes an error of one line."""
@@ -324,4 +327,4 @@ def errors_naming(name: str, view: View) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{name} raised {type(error).__name__} on '{view}': {one_line(error)}") from error
+        raise UserError(f"{name} raised {type(error).__name__} on '{view}': {one_line(error)}{CORRECT_IT}") from error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlflow.conform.advantages import GROUP, TOKENS, WHITENING
-from rlflow.conform.calling import NAMES, NEUTRAL, Function, errors_naming, first_tensor
+from rlflow.conform.calling import CORRECT_IT, NAMES, NEUTRAL, Function, errors_naming, first_tensor
 from rlflow.conform.logprobs import LOGPROBS
 from rlflow.conform.losses import AGGREGATION, loss_interface
 from rlflow.conform.properties import broken, of_groups, of_weights
@@ -315,7 +315,9 @@ class _Watched:
             if not view.case.edge:
                 raise
             what = str(error).removeprefix(name).replace(f" on '{view}'", "")
-            self.notes.append(f"{view}:{what.replace('; finite numbers are expected', '')} ({view.case.edge})")
+            for advice in (CORRECT_IT, "; finite numbers are expected"):
+                what = what.removesuffix(advice)
+            self.notes.append(f"{view}:{what} ({view.case.edge})")
             return []
         if is_first:
             self._check_calls(view, output, fresh)
@@ -327,7 +329,9 @@ class _Watched:
         if by is None:
             return seen
         if not entries.requires_grad:
-            raise UserError(f"{name} returned a value without a gradient to `{by}`; a differentiable loss is expected")
+            raise UserError(
+                f"{name} returned a value without a gradient to `{by}`; compute the loss from `{by}` without `detach`"
+            )
         gradient = _gradient(entries, fresh.given[by])
         if view.case.edge and not gradient.isfinite().all():
             self.notes.append(f"{view}: its gradient has {_first_broken(gradient)} ({view.case.edge})")
@@ -339,9 +343,7 @@ class _Watched:
         name = self._function.name
         for key, x in view.given.items():
             if isinstance(x, Tensor) and not torch.equal(fresh.given[key].detach(), x):
-                raise UserError(
-                    f"{name} changes its argument {key} `{list(x.shape)}`; arguments are expected to stay unchanged"
-                )
+                raise UserError(f"{name} changes its argument {key} `{list(x.shape)}`; change a copy instead")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             before = torch.get_rng_state()

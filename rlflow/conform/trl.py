@@ -154,7 +154,9 @@ def _made(trainer: type, settings: Mapping[str, Any], scratch: Path) -> Any:
                 processing_class=AutoTokenizer.from_pretrained(model, trust_remote_code=False),
             )
         except (ValueError, TypeError) as error:
-            raise UserError(f"{trainer.__name__} cannot be made: {one_line(error)}") from error
+            raise UserError(
+                f"{trainer.__name__} cannot be made with these `--settings` ({one_line(error)}); correct them"
+            ) from error
     return made
 
 

@@ -174,7 +174,7 @@ def plan(
     for value in (*made, *(node.id for node in after)):
         crosses = of_nodes.exchanges(value, behind)
         tasks += [each for each in crosses if (each.value, each.reader_space, each.target) not in there]
-    return Plan((*_with_tells(tasks, graph), Reduce(world, lag=max_staleness)), max_staleness)
+    return Plan((*_with_broadcasts(tasks, graph), Reduce(world, lag=max_staleness)), max_staleness)
 
 
 def node_layouts(graph: Graph, layouts: Mapping[str, Layout], world: tuple[int, ...]) -> dict[str, Layout]:
@@ -487,7 +487,7 @@ def _sent_to_all(tasks: Sequence[Task], graph: Graph, members: tuple[int, ...]) 
                 yield BroadcastRows(rows, task.ranks[0], tuple(sorted(others)))
 
 
-def _with_tells(tasks: Sequence[Task], graph: Graph) -> Iterator[Task]:
+def _with_broadcasts(tasks: Sequence[Task], graph: Graph) -> Iterator[Task]:
     """The tasks, with a `BroadcastRows` before each task whose rows some of its ranks do not know yet.
 
     A rank that needs the rows only after the first task that lags gets them just before it needs them, since it is busy

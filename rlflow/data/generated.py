@@ -85,7 +85,8 @@ class ReasoningGym(Source):
             generator = reasoning_gym.create_dataset(self.task, seed=first_seed, size=self.size, **config)
         except (TypeError, AssertionError) as error:  # an unknown setting; a value out of range
             raise UserError(
-                f"reasoning-gym {self.task} refuses `size` {self.size} with `config` {config}: {one_line(error)}"
+                f"reasoning-gym {self.task} refuses `size` {self.size} with `config` {config} ({one_line(error)});"
+                f" give what the documentation of {self.task} lists"
             ) from error
         first = generator[0]
         if score(first["answer"], _travelled(first)) != score(first["answer"], first):

@@ -115,14 +115,14 @@ class Mixture(Source):
         self.name = f"mixture of {', '.join(datasets)}"
         self.names = tuple(datasets)
         self._sources = [as_source(each.data, f"datasets.{name}") for name, each in self.datasets.items()]
-        if played := [
+        if scripted := [
             name
             for name, source in zip(datasets, self._sources, strict=True)
             if isinstance(source, ScriptedConversations)
         ]:
             raise UserError(
-                f"`datasets.{played[0]}` has played conversations, and the form of their calls is checked only if they"
-                " are the whole training data; train on them alone"
+                f"`datasets.{scripted[0]}` has scripted conversations, and the form of their calls is checked only if"
+                " they are the whole training data; train on them alone"
             )
         # By the prompts of a step: the sums of shares so far, and the prompts before each step.
         self._known: dict[int, tuple[list[float], list[list[int]]]] = {}

@@ -327,25 +327,25 @@ class Encoder:
             UnreadablePicture: A picture cannot be read.
             UserError: The model reads text alone, or the row has too many pictures.
         """
-        said = self._said(row, place)
-        if said and self.processor is None:
+        sources = self._pictures_of(row, place)
+        if sources and self.processor is None:
             raise UserError(
                 f"{place} has an image, and the model reads text alone; take a model that reads images"
                 f" ({', '.join(sorted(FAMILIES))}), or rows without images"
             )
-        if len(said) > MOST_IN_ROW:
-            raise UserError(f"{place} has {len(said)} images, and a row has at most {MOST_IN_ROW}; split the row")
-        return [read_picture(each, folder, self._data.allow_remote, place) for each in said]
+        if len(sources) > MOST_IN_ROW:
+            raise UserError(f"{place} has {len(sources)} images, and a row has at most {MOST_IN_ROW}; split the row")
+        return [read_picture(each, folder, self._data.allow_remote, place) for each in sources]
 
     def picture_count(self, row: dict[str, Any], place: str) -> int:
         """Number of pictures of a row's prompt."""
-        return len(self._said(row, place))
+        return len(self._pictures_of(row, place))
 
     def picture_names(self, row: dict[str, Any]) -> list[str]:
         """Names of a row's pictures: paths and URLs, and the beginning of a `data:` URL."""
-        return [] if self.processor is None else [str(said) for said in self._said(row, "a row")]
+        return [] if self.processor is None else [str(each) for each in self._pictures_of(row, "a row")]
 
-    def _said(self, row: dict[str, Any], place: str) -> list[Any]:
+    def _pictures_of(self, row: dict[str, Any], place: str) -> list[Any]:
         if self._data.images is None and self._prompt_column.split(".")[0] not in row:  # a whole conversation
             return []
         images = None if self._data.images is None else column_of(row, self._data.images, place)
@@ -462,8 +462,8 @@ class Encoder:
         if not by_user:
             raise UserError(f"{place}: no message of the prompt is the user's, into which a template writes; add one")
         last = by_user[-1]
-        said = write_template(template, text_in(prompt[last].get("content"), self._prompt_column, place), row, place)
-        return [*prompt[:last], {**prompt[last], "content": said}, *prompt[last + 1 :]]
+        text = write_template(template, text_in(prompt[last].get("content"), self._prompt_column, place), row, place)
+        return [*prompt[:last], {**prompt[last], "content": text}, *prompt[last + 1 :]]
 
     def _chat(self, prompt: Any, place: str) -> str:
         from jinja2 import TemplateError

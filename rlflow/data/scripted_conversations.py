@@ -25,7 +25,7 @@ ENDLESS = 2**62  # tokens: there is room for any script
 class ScriptedConversations(Source):
     """A dataset of conversations with an environment, one for each row of another dataset; a function writes the turns.
 
-    Its rows have an additional column `messages`, the whole conversation: for `response: messages`. They are played
+    Its rows have an additional column `messages`, the whole conversation: for `response: messages`. They are made
     when they are first read, and end as conversations of a policy do.
 
     Args:
@@ -53,19 +53,19 @@ class ScriptedConversations(Source):
                 f"{did_you_mean(tool_calls, TOOL_FORMS)}"
             )
         self.rows = as_source(rows, "rows")
-        self.name = f"{self.rows.name}, played"
+        self.name = f"{self.rows.name}, scripted"
         self.environment = environment
         self.script = script
         self.prompt = prompt
         self.seed = seed
         self.tool_calls = tool_calls
-        self._played = cache(self._play)
+        self._made = cache(self._make)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self._played(row)
+        return self._made(row)
 
     def require_form(self, form: ToolForm | None) -> None:
         """Refuse a script whose calls of tools could not teach a model that calls tools in this form.
@@ -84,7 +84,7 @@ class ScriptedConversations(Source):
     def _says(self) -> Script:
         return self.script if callable(self.script) else object_at(self.script, f"`script` is {self.script!r}")
 
-    def _play(self, row: int) -> dict[str, Any]:
+    def _make(self, row: int) -> dict[str, Any]:
         of_row, draws = self.rows[row], random.Random(f"{self.seed}/{row}/script")
         asks = column_of(of_row, self.prompt, self.where(row))
         environment = self.environment

@@ -192,7 +192,8 @@ def _checked(given: Any, where: str) -> Message:
         raise UserError(f"{where} gave {given!r:.60} as a message; give a mapping with `role` and `content`")
     if given["role"] not in ROLES or given["role"] == "assistant":
         raise UserError(
-            f"{where} gave a message of role {given['role']!r}; an environment speaks as user, tool or system"
+            f"{where} gave a message of role {given['role']!r}, which an environment's message cannot have; give user,"
+            " tool or system"
         )
     return {**given, "content": text_of(given["content"], where)}
 

@@ -60,19 +60,19 @@ class RendererBridge(Bridge):
     ) -> None:
         self._tokenizer = tokenizer
         self._tools: list[Any] | None = [dict(schema) for schema in schemas] or None
-        self._said = SpecialTokens(tokenizer)
-        self._name, self._renderer = _made(MarkedTokenizer(tokenizer, self._said), renderer)
+        self._special_tokens = SpecialTokens(tokenizer)
+        self._name, self._renderer = _made(MarkedTokenizer(tokenizer, self._special_tokens), renderer)
         # openai_harmony has a vocabulary of its own, and writes texts as text.
-        self._marked = list if self._name == HARMONY else self._said.marked
+        self._marked = list if self._name == HARMONY else self._special_tokens.marked
         self._special = re.compile("|".join(re.escape(token) for token in tokenizer.all_special_tokens))
         self._prompt = self.begin([message("user", "?")])
         self.ends = tuple(self._renderer.get_stop_token_ids())
-        self._check_goes_on(answer)
+        self._check_can_continue(answer)
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
         try:
-            said = self._marked(messages)
-            ids: list[int] = self._renderer.render_ids(said, tools=self._tools, add_generation_prompt=True)
+            marked = self._marked(messages)
+            ids: list[int] = self._renderer.render_ids(marked, tools=self._tools, add_generation_prompt=True)
         except (ValueError, TypeError, AssertionError, KeyError) as error:
             raise UserError(
                 f"the renderer `{self._name}` cannot write the messages ({one_line(error)});"
@@ -105,12 +105,13 @@ class RendererBridge(Bridge):
         name = self._tools[0]["function"]["name"] if self._tools else "f"
         call = {"id": "0", "type": "function", "function": {"name": name, "arguments": {}}}
         asked = [message("user", "?")]
-        said = [*asked, message("assistant", "", tool_calls=[call]), message("tool", "?", name=name, tool_call_id="0")]
-        before, whole = (self._renderer.render_ids(each, tools=self._tools) for each in (asked, said))
+        result = message("tool", "?", name=name, tool_call_id="0")
+        answered = [*asked, message("assistant", "", tool_calls=[call]), result]
+        before, whole = (self._renderer.render_ids(each, tools=self._tools) for each in (asked, answered))
         return next((each for each in whole[len(before) :] if each in self.ends), self.end)
 
     def plain(self, prompt: str | Sequence[int], begins: bool = True) -> list[int]:
-        return self._said.plain(prompt, begins)
+        return self._special_tokens.plain(prompt, begins)
 
     def read(self, spoken: Sequence[int], before: Sequence[int] = ()) -> ParsedTurn:
         whole = str(self._tokenizer.decode(list(spoken), skip_special_tokens=True))
@@ -123,7 +124,7 @@ class RendererBridge(Bridge):
         text = self._special.sub("", parsed.content)  # which a policy may sample anywhere
         return ParsedTurn(text, tuple(_call(each) for each in parsed.tool_calls), whole)
 
-    def _check_goes_on(self, role: str) -> None:
+    def _check_can_continue(self, role: str) -> None:
         """Try a message after a turn that ended, and after one that was cut, and put the token that closes it first.
 
         Raises:

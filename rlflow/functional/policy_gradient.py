@@ -156,7 +156,10 @@ class Clip(Bounds):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dual is not None and not self.dual > 1:
-            raise UserError(f"`clip.dual` is {self.dual}; a ratio above 1 (3 in the paper), or null for none")
+            raise UserError(
+                f"`clip.dual` is {self.dual}, and it bounds ratios above 1; give more than 1 (3 in the paper), or null"
+                " for no dual clip"
+            )
 
 
 def ppo_clip_loss(
@@ -378,7 +381,10 @@ class KL:
                 " both more than 0"
             )
         if not self.horizon > 0:
-            raise UserError(f"`kl.horizon` is {self.horizon}; it is a number of samples above 0")
+            raise UserError(
+                f"`kl.horizon` is {self.horizon}, and `kl.coef` is adapted over that number of samples; give more"
+                " than 0"
+            )
 
     def filled(self, in_reward: bool, in_loss: KLEstimator) -> KL:
         """A copy in which an algorithm's defaults replace fields that are None.

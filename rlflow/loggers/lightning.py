@@ -224,8 +224,10 @@ def _read_runs(folder: Path) -> dict[str, str | int | None]:
 
 
 def _resume(logger: FabricLogger, run: Any, first_step: int) -> None:
-    """Let a logger continue its run. Lightning's take an id in their constructors alone, so it is set where they have
-    it."""
+    """Let a logger continue its run.
+
+    Lightning's take an id in their constructors alone, so it is set where they have it.
+    """
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 

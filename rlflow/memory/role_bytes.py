@@ -49,10 +49,11 @@ class LoadedRole:
         averaged_width: Bytes of each number of a moving average, in addition to the weight that forward passes read; 0
             where there is no average.
         masters: Whether trained weights are in `summed_width` and are rounded to `width` for forward passes.
-        bucket: Number of gradients that are reduced together, in a buffer of their own; 0 where those of each layer are
-            reduced together without one.
-        live: Number of weights that may stay whole at ZeRO 3, beyond those of a layer.
-        within: Number of ranks, such as those of a node, that divide a second copy of the weights; 0 for none.
+        reduce_bucket_size: Number of gradients that are reduced together, in a buffer of their own; 0 where those of
+            each layer are reduced together without one.
+        max_live_parameters: Number of weights that may stay whole at ZeRO 3, beyond those of a layer.
+        hpz_partition_size: Number of ranks, such as those of a node, that divide a second copy of the weights; 0 for
+            none.
         on_cpu: Whether it is trained on the CPU.
         trains_tower: Whether the tower of a model that reads pictures is trained.
         float32_head: Whether logits are computed in float32 even if weights are narrower.
@@ -80,9 +81,9 @@ class LoadedRole:
     summed_width: int = 4
     averaged_width: int = 0
     masters: bool = False
-    bucket: int = 0
-    live: int = 0
-    within: int = 0
+    reduce_bucket_size: int = 0
+    max_live_parameters: int = 0
+    hpz_partition_size: int = 0
     on_cpu: bool = True
     trains_tower: bool = False
     float32_head: bool = False
@@ -125,7 +126,7 @@ class LoadedRole:
     @property
     def gathered_over(self) -> int:
         """Number of ranks from which a layer is gathered."""
-        return self.within or self.weights_over
+        return self.hpz_partition_size or self.weights_over
 
     @property
     def states_over(self) -> int:
@@ -134,7 +135,7 @@ class LoadedRole:
 
     @property
     def weights(self) -> float:
-        """Bytes of the weights. ZeRO 3 divides them, and adds a copy that `within` ranks divide, if any.
+        """Bytes of the weights. ZeRO 3 divides them, and adds a copy that `hpz_partition_size` ranks divide, if any.
 
         Trained weights may be wider than the weights that forward passes read. A moving average is counted in addition
         to its model's weights.
@@ -142,7 +143,8 @@ class LoadedRole:
         average = self.size.parameters * self.averaged_width / self.states_over
         nbytes = self.size.parameters * self.width
         wider = self.trained * (self.summed_width - self.width) if self.masters else 0
-        return (nbytes + wider) / self.weights_over + (nbytes / self.within if self.within else 0) + average
+        second = nbytes / self.hpz_partition_size if self.hpz_partition_size else 0
+        return (nbytes + wider) / self.weights_over + second + average
 
     @property
     def gradients(self) -> float:
@@ -261,11 +263,11 @@ class LoadedRole:
 
     @property
     def gathered(self) -> float:
-        """Bytes of weights gathered at one time at ZeRO 3: an embedding, a layer, or `live`; with FSDP two layers."""
+        """Bytes of weights gathered at one time at ZeRO 3 (embedding, layer or `max_live_parameters`) or by FSDP."""
         if self.stage < 3:
             return 0.0
         pieces = 2 if self.masters else 1
-        whole = max(pieces * self._largest, self.live)
+        whole = max(pieces * self._largest, self.max_live_parameters)
         return float(min(self.size.parameters, whole) * self.width)
 
     @property
@@ -282,12 +284,12 @@ class LoadedRole:
             return float(flat * (self.summed_width + (self.width if self.width < self.summed_width else 0)))
         if self.masters:
             return float(min(self._largest, self.trained) * (self.width + self.summed_width))
-        return float(self.bucket * (self.width + self.summed_width * (0 if self.stage == 3 else 2)))
+        return float(self.reduce_bucket_size * (self.width + self.summed_width * (0 if self.stage == 3 else 2)))
 
     @property
     def buffer(self) -> float:
         """Bytes of ZeRO-3's buffer of gradients, which is never freed; 0 for other stages."""
-        return float(self.bucket * self.summed_width) if self.stage == 3 else 0.0
+        return float(self.reduce_bucket_size * self.summed_width) if self.stage == 3 else 0.0
 
     @property
     def loading(self) -> float:
@@ -385,7 +387,7 @@ def loaded_role(
     trained = 0 if optimizer is None else _trainable(handle, size)
     stage = strategy.stage or 0
     width = torch.finfo(strategy.dtype).bits // 8
-    within = strategy.hpz_partition_size or 0
+    hpz_partition_size = strategy.hpz_partition_size or 0
     divides = strategy.stage is not None
     # An average is a float32 copy of narrower weights. If trained weights are stored in float32, so is the average, and
     # only the bytes count that it has more than the weights.
@@ -409,9 +411,9 @@ def loaded_role(
         summed_width=FLOAT32 if divides else width,
         averaged_width=FLOAT32 - (width if strategy.holds_masters else 0) if averages else 0,
         masters=strategy.holds_masters,
-        bucket=min(strategy.reduce_bucket_size, size.largest_layer) if stage and trained else 0,
-        live=strategy.max_live_parameters or 0,
-        within=within if within < len(layout.ranks) else 0,
+        reduce_bucket_size=min(strategy.reduce_bucket_size, size.largest_layer) if stage and trained else 0,
+        max_live_parameters=strategy.max_live_parameters or 0,
+        hpz_partition_size=hpz_partition_size if hpz_partition_size < len(layout.ranks) else 0,
         on_cpu=on_cpu,
         trains_tower=optimizer is not None and handle.lora is None and not handle.freeze_vision_tower,
         float32_head=strategy.float32_head,

@@ -124,7 +124,8 @@ class CausalLM(ModelHandle):
         """
         if self._generator is None:
             raise UserError(
-                f"{self.model!r} generates in nodes that `Trainer.fit` runs; there is no step in progress here"
+                f"{self.model!r} generates in nodes that `Trainer.fit` runs, and there is no step in progress here;"
+                " call `generate` in a node"
             )
         return self._generator(rows, n, temperature, max_new_tokens, tuple(stop))
 
@@ -166,7 +167,8 @@ class CausalLM(ModelHandle):
         """
         if self._converser is None:
             raise UserError(
-                f"{self.model!r} converses in nodes that `Trainer.fit` runs; there is no step in progress here"
+                f"{self.model!r} converses in nodes that `Trainer.fit` runs, and there is no step in progress here;"
+                " call `converse` in a node"
             )
         return self._converser(rows, environment, n, temperature, tuple(stop), players)
 

@@ -192,8 +192,11 @@ def _tokens_of_chunk(chunk_elements: int | None, device: torch.device, vocabular
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With z the logits divided by the temperature and p = softmax(z): d logp[token] / dz = onehot - p, and
-    d entropy / dz = -p * (logp + entropy)."""
+    """Log-probabilities and entropies of tokens, with a backward pass that computes the logits again.
+
+    With z the logits divided by the temperature and p = softmax(z): d logp[token] / dz = onehot - p, and
+    d entropy / dz = -p * (logp + entropy).
+    """
 
     @staticmethod
     def forward(
@@ -278,10 +281,13 @@ def divided_logprobs(
 
 
 class _DividedLogprobs(torch.autograd.Function):
-    """With z the logits divided by the temperature, a rank sends m = max z, s = sum exp(z - m),
+    """`_TokenLogprobs` for an output layer whose rows ranks divide.
+
+    With z the logits divided by the temperature, a rank sends m = max z, s = sum exp(z - m),
     u = sum (z - m) exp(z - m), and z of the target if it has that. With M the largest m of all ranks and
     e = exp(m - M), sums over ranks are S = sum s e and U = sum (u + (m - M) s) e. Then log Z = M + log S, and the
-    entropy is log S - U / S."""
+    entropy is log S - U / S.
+    """
 
     @staticmethod
     def forward(

@@ -426,7 +426,10 @@ def _from_pretrained(
                 **settings,
             )
         except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-            raise UserError(f"`model` {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise UserError(
+                f"`model` {str(path)!r} cannot be loaded ({str(error).splitlines()[0]}); check its files, or copy the"
+                " model once more"
+            ) from error
         except UnpicklingError as error:  # transformers reads files of pickles with `weights_only`
             raise UserError(
                 f"`model` {str(path)!r} cannot be loaded: its weights are not safetensors, and unpickling them would do"

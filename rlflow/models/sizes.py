@@ -277,14 +277,14 @@ def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
     if kind == "nemotron_h":
         raise UserError(
             f"`model` is {model!r}, of the type 'nemotron_h', whose layers are of four kinds; its size is not known"
-            " from its config"
+            " from its config; to simulate it, give a model of about its size"
         )
     dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     if found is not None and (kind not in EXPERT_WIDTH or dense):
         raise UserError(
             f"`model` is {model!r}, a mixture of experts ({found[0]} {found[1]}) of the type {kind!r}"
             f"{' with layers that have none' if dense else ''}, whose size is not known from its config; known are"
-            f" {', '.join(EXPERT_WIDTH)} with experts in every layer"
+            f" {', '.join(EXPERT_WIDTH)} with experts in every layer. To simulate it, give one of about its size"
         )
     try:
         size = ModelSize(
@@ -303,7 +303,8 @@ def _read(model: str, config: Mapping[str, Any]) -> ModelSize:
         )
     except KeyError as error:
         raise UserError(
-            f"`model` is {model!r}, whose config does not say {error}; only decoders of the Llama family are known"
+            f"`model` is {model!r}, whose config does not say {error}; only decoders of the Llama family are known."
+            " To simulate it, give one of about its size"
         ) from error
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

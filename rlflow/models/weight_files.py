@@ -113,7 +113,10 @@ class WeightFiles:
         try:
             found = cached_file(str(self._path), name, _raise_exceptions_for_missing_entries=False)
         except OSError as error:
-            raise UserError(f"`model` {str(self._path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise UserError(
+                f"`model` {str(self._path)!r} cannot be loaded ({str(error).splitlines()[0]}); check its files, or copy"
+                " the model once more"
+            ) from error
         return None if found is None else Path(found)
 
     @contextmanager

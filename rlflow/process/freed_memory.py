@@ -12,9 +12,10 @@ _MAPPED = 65536  # pieces at most, as glibc's own default
 
 
 def keep_freed_memory() -> bool:
-    """Let this process reuse what it frees instead of handing it back to the system, from which every page must be
-    faulted in again: with messages and values of tens of MB on the CPU that takes longer than to copy them. The
-    process then stays as large as it was at its largest.
+    """Let this process reuse the memory that it frees instead of returning it to the system.
+
+    Every page from the system must be faulted in again. With messages and values of tens of MB on the CPU, that takes
+    longer than to copy them. The process then stays as large as it was at its largest.
 
     Returns:
         Whether the allocator took it: it is glibc's. Elsewhere nothing changes.

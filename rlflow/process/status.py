@@ -142,7 +142,7 @@ class StatusBoard:
         return self._statuses[local_rank]
 
     @property
-    def how_to_go_on(self) -> str:
+    def resume_advice(self) -> str:
         """Advice to continue, after a line that says how the run ended; empty where nothing is known to be saved."""
         steps = self[0].saved
         return f"; continue with `--trainer.ckpt_path last`, after step {steps}" if steps else ""

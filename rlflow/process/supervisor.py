@@ -193,14 +193,14 @@ class _Supervisor:
     def _end(self, code: int) -> NoReturn:
         shared = self._shared
         if self._missing is not None:
-            _say(f"{self._missing}; ended the run{self._board.how_to_go_on}")
+            _say(f"{self._missing}; ended the run{self._board.resume_advice}")
             os._exit(1)
         if self._held:
             line = f"{shared.named}: code in C still held it {HELD_S:.0f} s after all was done; ended with it"
             print(f"rlflow: {line}", file=sys.stderr, flush=True)
             os._exit(shared.code)
         if not shared.ended and -code not in ASKED_FOR:
-            _say(f"{shared.named} {shared.ending(code)}{self._board.how_to_go_on}")
+            _say(f"{shared.named} {shared.ending(code)}{self._board.resume_advice}")
         if code < 0:
             _die_of(signal.Signals(-code))
         os._exit(code or (shared.code if shared.ended else 1))

@@ -81,13 +81,13 @@ class Judge(SampleReward):
 
     def score_sample(self, text: str, row: dict[str, Any]) -> float | Mapping[str, float]:
         messages = [{"role": "user", "content": self.rubric.question(text, row)}]
-        said = ""
+        content = ""
         for _ in range(self._tries):
             answer = self._endpoint.post({**self._asked, "messages": messages})
-            said = answer["choices"][0]["message"]["content"] or ""
-            if shares := self.rubric.shares(said):
+            content = answer["choices"][0]["message"]["content"] or ""
+            if shares := self.rubric.shares(content):
                 return shares if self.rubric.criteria else shares["score"]
-        raise ValueError(f"the judge gave no grades in {self._tries} answers, the last {said[-100:]!r}")
+        raise ValueError(f"the judge gave no grades in {self._tries} answers, the last {content[-100:]!r}")
 
     def score(self, responses: RewardInput) -> Scores:
         scores = super().score(responses)
@@ -162,9 +162,9 @@ class Rubric:
 
         return _FIELD.sub(value, self.prompt)
 
-    def shares(self, said: str) -> dict[str, float]:
+    def shares(self, answer: str) -> dict[str, float]:
         """The grades in a judge's answer, by name, from 0 to 1; none where one is missing or out of the scale."""
-        return {name: grade / self.scale for name, grade in grades_in(said, self.names, self.scale).items()}
+        return {name: grade / self.scale for name, grade in grades_in(answer, self.names, self.scale).items()}
 
     def score(self, shares: Mapping[str, float]) -> float:
         """The weighted mean of the shares."""
@@ -174,15 +174,15 @@ class Rubric:
         return sum(self.weights[name] / whole * share for name, share in shares.items())
 
 
-def grades_in(said: str, names: list[str], scale: int) -> dict[str, float]:
+def grades_in(answer: str, names: list[str], scale: int) -> dict[str, float]:
     """The grades of all names in the last JSON object of a text; none where one is missing or out of the scale.
 
     Where objects are within one another, the outermost counts that has all names.
     """
     last, around = -1, []
-    for start in reversed([match.start() for match in re.finditer(r"\{", said)]):
+    for start in reversed([match.start() for match in re.finditer(r"\{", answer)]):
         try:
-            found, end = json.JSONDecoder().raw_decode(said, start)
+            found, end = json.JSONDecoder().raw_decode(answer, start)
         except ValueError:
             continue
         except RecursionError:

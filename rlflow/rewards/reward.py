@@ -23,7 +23,7 @@ Messages = list[dict[str, Any]]
 _Score = tuple[float, dict[str, float]]  # of one sample: the whole, and its parts by name
 TAKEN = ("mean", "errors", "outcome", "overlong", "model")  # logged of a reward next to its parts
 PROMPTS = ("prompt", "question")  # columns of the prompt where none is named
-MOST_SAID = 500  # characters of a scorer's error
+MAX_MESSAGE_CHARACTERS = 500  # of a scorer's error
 BEST_REWARD = 1.0  # a response with at least this counts as right
 LARGEST = 3.4028234663852886e38  # of float32, in which rewards are stored
 DONE = {"zero": "scored 0", "drop": "dropped"}
@@ -245,7 +245,7 @@ class Reward(ABC):
             except (UserError, *ENDING):
                 raise
             except BaseException as error:  # such as `asyncio.CancelledError`
-                failures.append(self._failure(f"failed on sample {i} with {_said(error)}", responses, i, error))
+                failures.append(self._failure(f"failed on sample {i} with {_message_of(error)}", responses, i, error))
                 scores.append(None)
         self._warn(failures, responses)
         names = self._names(scores, responses)
@@ -386,7 +386,7 @@ def scored(reward: Reward, responses: RewardInput) -> Scores:
     except (UserError, *ENDING):
         raise
     except BaseException as error:
-        raise UserError(f"{reward} raised {_said(error)}{_raised_at(error)}; correct it") from error
+        raise UserError(f"{reward} raised {_message_of(error)}{_raised_at(error)}; correct it") from error
     if not isinstance(scores, Scores):
         raise UserError(
             f"{reward} returned {scores!r:.60} for {len(responses)} samples; return `rlflow.rewards.Scores`"
@@ -485,8 +485,8 @@ def _number(score: Any) -> float:
     return value
 
 
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line(error):.{MOST_SAID}}"
+def _message_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {one_line(error):.{MAX_MESSAGE_CHARACTERS}}"
 
 
 def _raised_at(error: BaseException) -> str:

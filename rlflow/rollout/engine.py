@@ -584,7 +584,10 @@ class WeightFingerprints:
         for bucket in buckets:
             for name, tensor in bucket:
                 if name not in self._pieces:
-                    raise WeightSyncError(f"the trainer sends `{name}`, which the engine does not have")
+                    raise WeightSyncError(
+                        f"the trainer sends `{name}`, which the engine does not have; take another engine for"
+                        " this model"
+                    )
                 cast = in_dtype_held(name, tensor, self._dtype)
                 for piece in self._pieces[name]:
                     self._sent[piece] = fingerprint(piece.sent(cast))
@@ -606,7 +609,10 @@ class WeightFingerprints:
             f"{words}: {_some(names)}" for words, names in (("not sent", unsent), ("held otherwise", changed)) if names
         ]
         if problems:
-            raise WeightSyncError(f"the engine does not hold the trainer's weights. {'; '.join(problems)}")
+            raise WeightSyncError(
+                "the engine does not hold the trainer's weights, and would sample from another policy; take another"
+                f" engine, and report this as a bug. {'; '.join(problems)}"
+            )
 
 
 def _differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[bool]:

@@ -522,7 +522,10 @@ def _buckets(connection: Connection) -> Iterator[list[tuple[str, Tensor]]]:
     while (weight := connection.recv()) is not None:
         tensor = _opened(connection, weight)
         if fingerprints(tensor, weight.pieces) != weight.fingerprints:
-            raise WeightSyncError(f"`{weight.name}` reached the engine's process with other values than were sent")
+            raise WeightSyncError(
+                f"`{weight.name}` reached the engine's process with other values than were sent; resume the run, and"
+                " report this as a bug if it happens again"
+            )
         yield [(weight.name, tensor)]
         del tensor
         connection.send(None)

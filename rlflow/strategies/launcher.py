@@ -182,7 +182,7 @@ class _Watch(threading.Thread):
                 raise CommandExit(self._reported(dead)) from error
             if absent is None:
                 raise
-            _say(self._terminal, f"{absent}; ended the other ranks{self._board.how_to_go_on}")
+            _say(self._terminal, f"{absent}; ended the other ranks{self._board.resume_advice}")
             raise CommandExit(1) from error
         except BaseException:
             self._end_all()
@@ -237,7 +237,7 @@ class _Watch(threading.Thread):
         elif code != REPORTED or not last.ended:
             absent = self._board.missing() if last.failed else None
             said = absent or f"rank {rank} on {socket.gethostname()} {last.ending(code)}"
-            _say(self._terminal, f"{said}; ended the other ranks{self._board.how_to_go_on}")
+            _say(self._terminal, f"{said}; ended the other ranks{self._board.resume_advice}")
         status.end(max(1, code))
         return max(1, code)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlflow.errors import UserError, did_you_mean
 from rlflow.module import RLModule, environments, handles
 from rlflow.testing.derivative import LIMIT
-from rlflow.testing.ranks import RankFailure, Ranks, said
+from rlflow.testing.ranks import RankFailure, Ranks, message_of
 from rlflow.testing.recorded import PROMPTS, recorded_rows
 from rlflow.testing.recorded_step import SMALL, Outcome, Rows, Way, Wrong, run_step, small
 
@@ -202,7 +202,7 @@ def _lines(
             raise
         except Exception as error:
             raise UserError(
-                f"the step cannot run: `{getattr(error, 'node', 'step')}` {said(error)}; correct it"
+                f"the step cannot run: `{getattr(error, 'node', 'step')}` {message_of(error)}; correct it"
             ) from error
         if not plain.gradients:
             raise UserError(
@@ -248,7 +248,7 @@ def _compared(column: CheckColumn, plain: Outcome, other: Outcome, meant: Collec
 
 
 def _raised(column: CheckColumn, error: Exception, meant: Collection[str]) -> Line:
-    what = str(error) if isinstance(error, RankFailure | Wrong) else said(error)
+    what = str(error) if isinstance(error, RankFailure | Wrong) else message_of(error)
     if "fork-based multiprocessing" in what:  # torch's words where threads of a GPU's backward passes are running
         return Line(column.name, None, left_out="this process has used a GPU, and cannot be forked; check in a new one")
     return Line(column.name, None, getattr(error, "node", None) or "step", what, column.name in meant)

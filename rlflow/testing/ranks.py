@@ -36,7 +36,7 @@ class RankFailure(Exception):
         self.node = node
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """An error in one line, with its notes."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return f"raised {type(error).__name__}: {one_line(error)}{notes}"
@@ -130,7 +130,7 @@ class Ranks:
             try:
                 self._file(rank, number).write_bytes(pickle.dumps(self._do(self._jobs[number])))
             except BaseException as error:
-                failure = of_a_collective(error), said(error), getattr(error, "node", None)
+                failure = of_a_collective(error), message_of(error), getattr(error, "node", None)
                 connection.send_bytes(pickle.dumps([failure]))
                 break
             connection.send_bytes(pickle.dumps([]))

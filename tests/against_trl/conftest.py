@@ -23,7 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="package")
 def trl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TheirResult]:
-    """`trl("grpo", models, ...)`: what that function of `theirs` returns."""
+    """`trl("grpo", models, ...)`: what that function of `trl_trainers` returns."""
     if importlib.util.find_spec("trl") is None:
         pytest.skip("TRL is not installed; it is in requirements/dev.in")
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
@@ -36,7 +36,7 @@ def trl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TheirResult]:
 
 
 def _call(name: str, *arguments: Any, **settings: Any) -> Result:
-    from tests.against_trl import theirs
+    from tests.against_trl import trl_trainers
 
-    result: Result = getattr(theirs, name)(*arguments, **settings)
+    result: Result = getattr(trl_trainers, name)(*arguments, **settings)
     return result

@@ -9,7 +9,7 @@ import pytest
 
 from rlflow import CausalLM
 from rlflow.algorithms import DPO
-from tests.against_trl import ours
+from tests.against_trl import rlflow_nodes
 from tests.against_trl.cases import TOLERANCE, Models, Result, gradient_distance
 from tests.against_trl.conftest import TheirResult
 
@@ -20,9 +20,9 @@ BETA = 0.3
 @pytest.fixture(scope="module")
 def dpo(models: Models, trl: TheirResult) -> tuple[Result, Result]:
     """Ours, and theirs."""
-    pairs = ours.recorded_pairs()
+    pairs = rlflow_nodes.recorded_pairs()
     start = {"actor": models.policy, "reference": models.reference}
-    mine = ours.step(DPO(CausalLM(str(models.policy)), beta=BETA), {"batch": pairs}, start, models.policy)
+    mine = rlflow_nodes.step(DPO(CausalLM(str(models.policy)), beta=BETA), {"batch": pairs}, start, models.policy)
     return mine, trl("dpo", models, BETA)
 
 

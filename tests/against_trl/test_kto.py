@@ -14,7 +14,7 @@ import torch
 from rlflow import CausalLM
 from rlflow.algorithms import KTO
 from rlflow.values.path import RowPath
-from tests.against_trl import ours
+from tests.against_trl import rlflow_nodes
 from tests.against_trl.cases import LABELS, TOLERANCE, Models, Result, gradient_distance
 from tests.against_trl.conftest import TheirResult
 
@@ -29,10 +29,10 @@ def kto(request: pytest.FixtureRequest, models: Models, trl: TheirResult) -> tup
     if request.param == "z at least 0":  # then the mean ratio is below
         policy, reference = reference, policy
     path = RowPath(torch.arange(len(LABELS))[:, None], ("batch",))
-    batch = replace(ours.recorded_batch(), rows=[{"label": label} for label in LABELS], path=path)
+    batch = replace(rlflow_nodes.recorded_batch(), rows=[{"label": label} for label in LABELS], path=path)
     start = {"actor": policy, "reference": reference}
     module = KTO(CausalLM(str(policy)), beta=BETA, desirable_weight=WEIGHTS[0], undesirable_weight=WEIGHTS[1])
-    return ours.step(module, {"batch": batch}, start, policy), trl("kto", policy, reference, BETA, WEIGHTS)
+    return rlflow_nodes.step(module, {"batch": batch}, start, policy), trl("kto", policy, reference, BETA, WEIGHTS)
 
 
 def test_the_loss_is_equal(kto: tuple[Result, Result]) -> None:

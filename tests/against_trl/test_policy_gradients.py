@@ -27,10 +27,10 @@ from torch import Tensor
 from rlflow import PerSample, PerToken, Rollout
 from rlflow.algorithms import CISPO, GRPO, GSPO, RLOO, DrGRPO, PolicyGradient
 from rlflow.functional import Importance, ppo_clip_loss
-from tests.against_trl import ours
+from tests.against_trl import rlflow_nodes
 from tests.against_trl.cases import GROUP, LONGEST, TEMPERATURE, TOLERANCE, Models, Result, gradient_distance
 from tests.against_trl.conftest import TheirResult
-from tests.making import made
+from tests.algorithm_factory import made
 
 pytestmark = pytest.mark.slow
 OFF_POLICY = {"epochs": 2}  # here and in TRL the setting with which old logprobs are computed
@@ -105,16 +105,16 @@ CASES = {
 @pytest.fixture(scope="module")
 def rollout(models: Models) -> Rollout:
     """The recorded responses."""
-    return ours.recorded_rollout(models)
+    return rlflow_nodes.recorded_rollout(models)
 
 
 def step(case: Case, models: Models, rollout: Rollout) -> Result:
     """rlflow's results for the step."""
     common = {"group_size": GROUP, "max_response_length": LONGEST, "temperature": TEMPERATURE, "importance": None}
     settings = common | (OFF_POLICY if case.off_policy else {}) | case.ours
-    module = made(case.algorithm, models.old, ours.Points(), **settings)
+    module = made(case.algorithm, models.old, rlflow_nodes.Points(), **settings)
     start = {"actor": models.old, "reference": models.reference}
-    return ours.step(module, {"rollout": rollout}, start, models.policy if case.off_policy else models.old)
+    return rlflow_nodes.step(module, {"rollout": rollout}, start, models.policy if case.off_policy else models.old)
 
 
 @pytest.fixture(scope="module", params=CASES)

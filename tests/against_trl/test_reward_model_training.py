@@ -9,7 +9,7 @@ import pytest
 
 from rlflow import RewardModel
 from rlflow.algorithms import RewardModelTraining
-from tests.against_trl import ours
+from tests.against_trl import rlflow_nodes
 from tests.against_trl.cases import TOLERANCE, Models, Result, gradient_distance, write_reward_model
 from tests.against_trl.conftest import TheirResult
 
@@ -21,7 +21,7 @@ def training(models: Models, trl: TheirResult, tmp_path_factory: pytest.TempPath
     """Ours, and theirs."""
     folder = write_reward_model(models.policy, tmp_path_factory.mktemp("models") / "reward_model")
     module = RewardModelTraining(RewardModel(str(folder)))
-    mine = ours.step(module, {"batch": ours.recorded_pairs()}, {"reward_model": folder}, folder)
+    mine = rlflow_nodes.step(module, {"batch": rlflow_nodes.recorded_pairs()}, {"reward_model": folder}, folder)
     return mine, trl("reward_model", folder)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlflow import CausalLM
 from rlflow.algorithms import SFT
-from tests.against_trl import ours
+from tests.against_trl import rlflow_nodes
 from tests.against_trl.cases import TOLERANCE, Models, Result, gradient_distance
 from tests.against_trl.conftest import TheirResult
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def sft(models: Models, trl: TheirResult) -> tuple[Result, Result]:
     """Ours, and theirs."""
-    batch = {"batch": ours.recorded_batch()}
-    mine = ours.step(SFT(CausalLM(str(models.policy))), batch, {"actor": models.policy}, models.policy)
+    batch = {"batch": rlflow_nodes.recorded_batch()}
+    mine = rlflow_nodes.step(SFT(CausalLM(str(models.policy))), batch, {"actor": models.policy}, models.policy)
     return mine, trl("sft", models)
 
 

@@ -15,8 +15,8 @@ from rlflow.functional import KL
 from rlflow.models.causal_lm import WithoutAdapters
 from rlflow.run.preflight import resolved
 from rlflow.run.prepare import read_graph
+from tests.algorithm_factory import made
 from tests.controller.runs import OddCharacters
-from tests.making import made
 
 LEAST = {"rollout", "rewards", "advantages", "actor_loss"}
 
@@ -84,7 +84,7 @@ def test_a_discriminator_s_dataset_needs_responses_whose_column_is_found() -> No
 
 
 @pytest.mark.parametrize("algorithm", [algorithms.DPPO, algorithms.OffPolicySequenceMasking, algorithms.REINFORCE])
-def test_what_is_anchored_on_the_engine_scores_no_samples_before_several_updates(
+def test_algorithms_anchored_on_the_engine_score_no_samples_before_updates(
     algorithm: type[PolicyGradient],
 ) -> None:
     actor = CausalLM("tiny", epochs=2, samples_per_update=4)

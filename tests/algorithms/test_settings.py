@@ -10,8 +10,8 @@ import pytest
 from rlflow import CausalLM, Environment, UserError, algorithms
 from rlflow.algorithms.self_play import _with
 from rlflow.functional import KL, Bounds, Clip, Importance
+from tests.algorithm_factory import made
 from tests.controller.runs import OddCharacters
-from tests.making import made
 
 
 @pytest.mark.parametrize(

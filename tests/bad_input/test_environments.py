@@ -138,7 +138,7 @@ def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("mistake", "changes", "complaint"), CASES, ids=ids(CASES))
-def test_what_cannot_answer_a_policy_is_refused_in_one_line_before_a_model_is_loaded(
+def test_a_wrong_environment_is_refused_in_one_line_before_a_model_is_loaded(
     refused: Refused,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,

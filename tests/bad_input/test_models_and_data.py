@@ -121,7 +121,8 @@ CASES: list[Case] = [
     (
         "blocks that the CPU does not take",
         {"rollout": {"class_path": "rlflow.rollout.VLLMEngine", "init_args": {"block_size": 48}}},
-        "`rollout.init_args.block_size` is 48, and vLLM's attention on the CPU takes multiples of 32",
+        "`rollout.init_args.block_size` is 48, and vLLM's attention on the CPU takes multiples of 32; give one, or"
+        " leave it out",
     ),
     (
         "fewer tokens at once than responses",

@@ -64,7 +64,8 @@ CASES: list[Case] = [
     (
         "no horizon",
         {"module.init_args.kl.horizon": 0.0},
-        "`module.init_args.kl.horizon` is 0.0; it is a number of samples above 0",
+        "`module.init_args.kl.horizon` is 0.0, and `module.init_args.kl.coef` is adapted over that number of"
+        " samples; give more than 0",
     ),
     (
         "negative importance weights",

@@ -68,7 +68,7 @@ def test_hyperparameters_are_those_of_lightning_s_module() -> None:
     assert of(RLModule) == of(LightningModule) == {"lr": 0.5, "wide": 3, "size": 7, "deep": 2}
 
 
-def test_what_is_logged_of_uneven_batches_is_what_lightning_logs() -> None:
+def test_metrics_of_uneven_batches_are_those_that_lightning_logs() -> None:
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader
 

@@ -24,10 +24,10 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
+from tests.checkpoint_files import write_checkpoint, write_state
 from tests.controller.runs import FSDP, ZERO2, ZERO3, Fit, failing_fit, fit, grpo, sums
 from tests.faults.killed_runs import Kind
 from tests.ranks import RankPool
-from tests.saved import write_checkpoint, write_state
 from tests.slow import slow_but
 from tests.strategies.strategy_update import Stage, all_weights, backward, launch, trained
 
@@ -306,7 +306,7 @@ def content(folder: Path) -> dict[str, bytes]:
         itertools.product([ZERO2, ZERO3, FSDP], ["weight", "exp_avg"], [False, True]),
     ),
 )
-def test_what_one_rank_has_infinite_or_nan_is_not_saved_and_the_last_good_files_stay(
+def test_nan_weights_of_one_rank_are_not_saved_and_the_last_good_files_stay(
     strategy: Callable[[], TrainingStrategy],
     kind: str,
     async_save: bool,

@@ -298,7 +298,7 @@ def test_an_entry_is_taken_from_the_rank_that_has_or_changed_it() -> None:
     assert [state for state, _ in taken(change)] == [expected] * RANKS
 
 
-def test_what_differs_between_ranks_from_the_start_is_written_as_the_first_has_it() -> None:
+def test_state_that_differs_between_ranks_from_the_start_is_saved_as_on_rank_0() -> None:
     def before(modules: list[Keeps], updates: list[Stored]) -> None:
         for rank, module in enumerate(modules):  # as the order of a set does
             module.count, module.mean = rank, torch.full((3,), float(rank))

@@ -91,7 +91,7 @@ def test_a_checkpoint_without_a_surplus_has_none(tmp_path: Path) -> None:
     assert read_groups(tmp_path, SURPLUS, empty(0, HOME, BALANCED), CPU) is None
 
 
-def test_what_stayed_on_another_rank_stays_away(tmp_path: Path) -> None:
+def test_a_column_that_was_not_sent_is_not_sent_after_a_checkpoint_either(tmp_path: Path) -> None:
     for rank in RANKS:
         kept = surplus(rank)
         away = {name: replace(of, rows=replace(of.rows, texts=NotSent("texts"))) for name, of in kept.values.items()}

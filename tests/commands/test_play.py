@@ -191,7 +191,7 @@ def test_a_reply_that_is_too_long_is_cut_as_a_model_s_is(
     assert lines[-3] == "ended: tokens, the policy's turn was cut at its longest length before it called a tool"
 
 
-def test_what_the_environment_said_to_nobody_is_shown(
+def test_a_message_of_the_environment_that_no_turn_reads_is_shown(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "two").write_text(f"{GUESS}\n{GUESS}")

@@ -135,7 +135,7 @@ def test_the_first_step_needs_no_checkpoint_and_a_node_can_be_run_alone(
     assert apart(said["values"]) <= 1e-6
 
 
-def test_what_a_node_read_that_raised_is_kept_and_raises_again(
+def test_inputs_of_a_node_that_raised_are_stored_and_it_raises_again(
     folder: Path, replayed: Callable[..., dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (folder / "run" / "inputs" / "step-00000003" / "picky.json").is_file()

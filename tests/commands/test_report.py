@@ -231,7 +231,7 @@ def test_waits_are_taken_off_work_and_none_counts_twice() -> None:
     assert timeline.shares(1, 0.0, 8.0) == pytest.approx((5 / 8, 1 / 8, 2 / 8))
 
 
-def test_a_wait_between_tasks_is_taken_off_none() -> None:
+def test_a_wait_between_tasks_does_not_reduce_their_seconds_of_work() -> None:
     validating = event(0, "broadcast_bytes", "Wait", 6.5, 9.0)
     assert Timeline(spans([*EVENTS, validating])).worked(1) == pytest.approx([1.0 + 4.0 - 2.0, 5.0])
 

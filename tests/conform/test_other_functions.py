@@ -281,7 +281,7 @@ def test_a_wrong_function_is_named_by_its_term(
     assert term in found.terms, found
 
 
-def test_what_no_change_explains_is_shown_by_its_cases_and_numbers() -> None:
+def test_a_difference_that_no_change_explains_is_shown_by_its_cases_and_numbers() -> None:
     found = conform("aggregation", by_a_root)
     assert [case for case, _, _ in found.unexplained] or found.changes[0].text.startswith("cases are")
     assert found.verdict == "differs"

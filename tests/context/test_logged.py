@@ -27,7 +27,7 @@ from rlflow.run.prepare import read_graph
 from rlflow.strategies import FSDPStrategy
 from rlflow.values.layout import Layout
 from tests.controller.runs import SGD, Fit, answers, failing_fit, fit
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 from tests.node_context import node_context
 from tests.ranks import RankPool
 

@@ -22,7 +22,7 @@ from rlflow.types import WithDatasetRows
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
 from tests.controller.runs import ZERO2, Fit, OddCharacters, Paired, fit
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 from tests.node_context import node_context
 from tests.ranks import RankPool
 

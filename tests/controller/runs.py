@@ -32,8 +32,8 @@ from rlflow.rollout.vllm import VLLMEngine
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from rlflow.types import WithDatasetRows
-from tests.data.listed import Listed
-from tests.making import made
+from tests.algorithm_factory import made
+from tests.data.list_source import Listed
 
 ZERO2, ZERO3, FSDP = partial(DeepSpeedStrategy, 2), partial(DeepSpeedStrategy, 3), FSDPStrategy
 SGD = Optimizer("sgd", lr=0.1, gradient_clipping=0.0)

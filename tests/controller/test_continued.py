@@ -132,7 +132,7 @@ def test_the_loss_is_of_each_token_once(alone: Result, policy: Path) -> None:
     assert alone.steps[0]["actor/loss"] == pytest.approx(loss_of(policy, alone.record[0]), rel=1e-5)
 
 
-def test_what_is_counted_is_what_was_sampled(alone: Result) -> None:
+def test_logged_counts_are_those_of_the_sampled_tokens_and_responses(alone: Result) -> None:
     for step, rows in zip(alone.steps, alone.record, strict=True):
         tokens = distinct(rows)
         assert step["trunk/tokens"] + step["rollout/tokens"] == len(tokens)
@@ -205,7 +205,7 @@ class LastOfEach(Branching):
         return self._recorded(made.take(last.nonzero()[:, 0]))
 
 
-def test_what_a_row_inherited_is_trained_where_its_first_sibling_is_left_out(policy: Path, tmp_path: Path) -> None:
+def test_inherited_tokens_are_trained_even_if_the_first_sibling_is_left_out(policy: Path, tmp_path: Path) -> None:
     found = fit(run(LastOfEach(policy), tmp_path / "run", max_steps=1))
     (rows,) = found.record
     assert max(path[2] for path in rows) == BRANCHES - 1

@@ -25,8 +25,8 @@ from rlflow.trainer import Trainer
 from tests.controller.answering import Meeting, Slow
 from tests.controller.policies import paths_of
 from tests.controller.runs import FSDP, SGD, Fit, Paired, Result, fit, sums
-from tests.leftovers import workers
 from tests.ranks import RankPool
+from tests.worker_processes import workers
 
 PROMPTS, GROUP = 4, 3
 ANSWERING = "tests.controller.answering.Counting"
@@ -139,7 +139,7 @@ def test_the_loss_is_of_the_tokens_that_the_policy_sampled(alone: Result, policy
     assert alone.steps[0]["actor/loss"] == pytest.approx(float(torch.cat(terms).mean()), rel=1e-4, abs=1e-6)
 
 
-def test_what_is_counted_is_what_was_sampled(alone: Result) -> None:
+def test_logged_metrics_are_those_of_the_sampled_conversations(alone: Result) -> None:
     for step, rows in zip(alone.steps, alone.record, strict=True):
         written = sum(sum(row["mask"]) for row in rows.values())
         assert step["rollout/tokens"] == written

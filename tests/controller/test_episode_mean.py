@@ -30,7 +30,7 @@ from tests.algorithms.test_advantages import rows_of_agents
 from tests.controller.runs import SGD, Fit, answers, failing_fit, fit
 from tests.controller.test_continued import PROMPTS, TRUNKS, Branching, WithinOneNode, loss_of, run, worth
 from tests.controller.test_ranks import FLOAT32, difference
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 from tests.ranks import RankPool
 from tests.slow import slow_but
 

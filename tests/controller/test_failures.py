@@ -20,11 +20,11 @@ from rlflow.rewards.reward import OnError
 from rlflow.strategies import SingleProcess
 from rlflow.types import Each, Grouped, NewRows, Sampled, WithTexts
 from rlflow.values.path import NO_GROUP
+from tests.algorithm_factory import made
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import FSDP, SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_filled_steps import Picky
 from tests.controller.test_ranks import FLOAT32, difference
-from tests.making import made
 from tests.ranks import RankPool
 from tests.slow import slow_but
 
@@ -288,7 +288,9 @@ def test_another_failure_policy_resumes_with_what_is_in_progress(
     assert third[0] != third[1]
 
 
-def test_what_is_in_flight_takes_its_marks_through_a_checkpoint(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+def test_a_checkpoint_keeps_which_samples_in_progress_have_failed(
+    policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
     way = {**WAYS["overlapping"], "save_every_n_steps": 1}
     whole = ranks2.run(fit, run(policy, tmp_path / "whole", "drop", **way), timeout_s=200)
     ranks2.run(fit, run(policy, tmp_path / "parts", "drop", **way, callbacks=[StopAfter(1)]), timeout_s=200)

@@ -18,10 +18,10 @@ from rlflow.rollout.engine import Completion
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
 from rlflow.types import Grouped, WithDatasetRows, WithLossMask, WithTexts
+from tests.algorithm_factory import made
 from tests.checkpoint.test_checkpoint import StopAfter
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_ranks import FLOAT32, difference
-from tests.making import made
 from tests.ranks import RankPool
 from tests.slow import slow_but
 

@@ -92,7 +92,7 @@ def test_rows_of_each_training_are_of_the_weights_just_before_it(runs: dict[str,
     assert max(record["gap"]) < 1e-4
 
 
-def test_what_comes_after_a_training_gets_the_mark_of_it(runs: dict[str, list[Result]]) -> None:
+def test_a_node_with_an_after_parameter_receives_an_after_of_the_training(runs: dict[str, list[Result]]) -> None:
     assert runs["1 rank"][0].record["trained"] == [After()] * STEPS
 
 

@@ -22,12 +22,12 @@ from rlflow.strategies import DeepSpeedStrategy, SingleProcess
 from rlflow.trainer import Trainer
 from rlflow.types import WithDatasetRows
 from rlflow.values.ragged import Ragged
+from tests.checkpoint_files import load_model
 from tests.controller.runs import SGD, Fit, RecordingSFT, answers, fit
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 from tests.ranks import RankPool
 from tests.reference.pairs_float64 import Pair, dpo_update, reward_model_update
 from tests.reference.update import Step, Update
-from tests.saved import load_model
 
 ROWS = [
     {"question": f"{i}+{i}=", "good": "abcdefghijklm"[:good], "bad": "nopqrstuvwxyz"[:bad]}

@@ -16,14 +16,14 @@ from rlflow import Batch, PerSample, PerToken, Rollout, node
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.strategies import SingleProcess
 from rlflow.types import Grouped, Sampled, WithDatasetRows
+from tests.algorithm_factory import made
 from tests.checkpoint.test_checkpoint import StopAfter
+from tests.checkpoint_files import write_state
 from tests.controller.runs import SGD, ZERO2, Fit, OddCharacters, RaggedGRPO, Result, failing_fit, fit, sums
 from tests.controller.test_filled_steps import is_hard
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.controller.test_separate_roles import fit_with_delays, fit_with_weights, same
-from tests.making import made
 from tests.ranks import RankPool
-from tests.saved import write_state
 from tests.slow import slow_but
 
 NEEDED, STEPS, GROUP, LONGEST, PART = 4, 4, 3, 12, 4

@@ -121,7 +121,9 @@ def test_a_reward_of_one_number_has_no_parts_to_read(policy: Path, tmp_path: Pat
         fit(run_of(policy, tmp_path / "run", reward=OddCharacters()))
 
 
-def test_what_fails_to_score_on_one_rank_ends_all_with_its_line(policy: Path, tmp_path: Path, ranks2: RankPool) -> None:
+def test_a_reward_that_fails_on_one_rank_ends_all_ranks_with_its_line(
+    policy: Path, tmp_path: Path, ranks2: RankPool
+) -> None:
     run = run_of(policy, tmp_path / "run", prompts=2, reward=Broken(), strategy=ZERO2)
     run = replace(run, data=sums(2, 2))  # one prompt for each rank
     errors = [result.error for result in ranks2.run(failing_fit, run)]
@@ -156,7 +158,7 @@ class Infinite(NotANumber):
     broken = float("inf")
 
 
-def test_what_two_ranks_refuse_one_refuses_too(policy: Path, tmp_path: Path) -> None:
+def test_a_part_that_is_infinite_ends_a_run_on_one_rank_with_its_row(policy: Path, tmp_path: Path) -> None:
     error = failing_fit(run_of(policy, tmp_path / "run", Infinite, prompts=2)).error
     assert re.match(r"part `begins` of `parts` is infinite or NaN for sample \d+ of prompt \d+ of the run", error)
 

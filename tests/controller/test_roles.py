@@ -17,10 +17,10 @@ from rlflow.callbacks import Callback
 from rlflow.module import handles
 from rlflow.run.prepare import read_graph
 from rlflow.run.schedules import counted
+from tests.checkpoint_files import load_model
 from tests.controller.runs import ActorCritic, Fit, StopsAfter, answers, fit, grpo, sums
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.ranks import RankPool
-from tests.saved import load_model
 from tests.slow import slow_but
 from tests.strategies.strategy_update import Stage, strategy_of
 

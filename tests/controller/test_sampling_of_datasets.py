@@ -35,10 +35,10 @@ from rlflow.settings import Place, Settings
 from rlflow.simulate.hardware import PRESETS
 from rlflow.simulate.simulation import Simulation
 from rlflow.strategies import SingleProcess
+from tests.algorithm_factory import made
 from tests.controller.runs import FSDP, SGD, ZERO2, ZERO3, Fit, OddCharacters, RaggedGRPO, RaggedReMax, fit, grpo
 from tests.controller.test_ranks import FLOAT32, difference
 from tests.environments.games import CountDown
-from tests.making import made
 from tests.ranks import RankPool
 
 OWN = {"cold": SamplingSettings(temperature=0.5), "few": SamplingSettings(top_p=0.9, top_k=5, temperature=1.5)}
@@ -217,7 +217,7 @@ class Taught(RaggedGRPO):
         self.record += zip([row["dataset"] for row in rollout.rows], rollout.support.lengths.tolist(), strict=True)
 
 
-def test_what_a_frozen_policy_sampled_from_is_noted_too(policy: Path, tmp_path: Path) -> None:
+def test_the_support_of_a_frozen_policys_samples_is_recorded_too(policy: Path, tmp_path: Path) -> None:
     module = updated(policy, kl=KL(0.0), samples_per_update=None)
     module.__class__ = Taught
     module.record = []
@@ -376,7 +376,7 @@ def test_a_measured_model_may_sample_from_tokens_that_training_could_not_store(p
         ),
     ],
 )
-def test_what_cannot_be_stored_is_refused(
+def test_sampling_of_a_dataset_that_training_cannot_store_is_refused(
     own: Own, settings: dict[str, Any], message: str, policy: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):

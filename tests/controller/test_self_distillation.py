@@ -18,7 +18,7 @@ from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.types import Ragged
 from tests.controller.runs import Fit, Result, StopsAfter, fit
 from tests.controller.test_ranks import FLOAT32, difference
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 from tests.ranks import RankPool
 from tests.strategies.strategy_update import Stage, strategy_of
 

@@ -97,7 +97,9 @@ def test_the_weights_are_those_of_one_rank(
         ),
     ],
 )
-def test_what_cannot_be_stored_is_refused(settings: dict[str, Any], message: str, policy: Path, tmp_path: Path) -> None:
+def test_sampling_whose_tokens_cannot_be_stored_is_refused(
+    settings: dict[str, Any], message: str, policy: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         fit(run_of(truncated(policy, **settings), tmp_path))
 

@@ -16,8 +16,8 @@ from rlflow.run.prepare import prepare
 from rlflow.run.tables import unclipped
 from rlflow.settings import Settings
 from rlflow.strategies import SingleProcess
+from tests.algorithm_factory import made
 from tests.controller.runs import SGD, Fit, OddCharacters, fit, sums
-from tests.making import made
 
 WARNS = "has no clip, cap or mask that holds the policy near the one that sampled"
 

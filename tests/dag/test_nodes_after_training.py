@@ -122,7 +122,7 @@ def test_a_train_node_follows_what_uses_its_role_and_precedes_its_readers() -> N
     assert order(Judged()) == ["rollout", "before", "judge_loss", "rewards", "advantages", "actor_loss"]
 
 
-def test_what_does_not_come_after_a_training_sees_the_weights_of_the_steps_start() -> None:
+def test_nodes_not_after_a_training_run_with_the_weights_of_the_steps_start() -> None:
     found = order(Twice())
     assert (
         found.index("old_logprobs") < found.index("first_loss") < found.index("again") < found.index("again_logprobs")

@@ -169,7 +169,7 @@ def test_weights_come_before_the_first_rollout_where_the_filter_chooses_prompts(
     assert kinds[:3] == [DynamicSampling, SyncWeights, RunNode]
 
 
-def test_what_a_plan_says_of_values_and_readers_holds_for_those_that_repeat() -> None:
+def test_a_plan_has_the_layouts_and_exchanges_of_repeated_nodes_too() -> None:
     module, planned = FilteredByLogprobs(), two_ranks(FilteredByLogprobs())
     nodes = Graph.read(module, ROLES).nodes
     assert planned.layouts() | {"useful": None} == {

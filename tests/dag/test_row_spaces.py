@@ -68,7 +68,7 @@ class Tree(GRPO):
     def better(self, again: Rollout, rewards: PerSample) -> PerSample: ...
 
 
-def test_what_generates_makes_rows_below_those_that_it_reads() -> None:
+def test_a_node_that_generates_makes_rows_below_those_that_it_reads() -> None:
     graph = Graph.read(Tree(), ROLES)
     assert graph.levels("again") == ("batch", "rollout", "again")
     assert (graph.nodes["again"].inside, graph.nodes["again"].space) == ("rollout", "again")
@@ -128,7 +128,7 @@ def test_an_optional_value_may_be_read_of_each_row() -> None:
     assert Graph.read(Module(), ROLES).nodes["best"].reads == ("batch",)
 
 
-def test_what_is_read_as_each_is_checked_by_its_own_type() -> None:
+def test_a_value_read_as_each_is_checked_by_its_own_type() -> None:
     class Module(Pairing):
         def best(self, batch: Batch, rewards: Each[PerToken]) -> PerSample: ...
 
@@ -177,7 +177,7 @@ class Numbers:
         ),
     ],
 )
-def test_what_cannot_be_read_of_each_row_or_grown_is_one_line(reads: dict[str, Any], returns: Any, line: str) -> None:
+def test_a_wrong_use_of_each_or_of_new_rows_is_one_line(reads: dict[str, Any], returns: Any, line: str) -> None:
     def more(self: object, **values: Any) -> None: ...
 
     class Module(Pairing):

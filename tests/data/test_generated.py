@@ -102,7 +102,7 @@ def test_pairs_are_the_problems_of_the_same_split_with_a_wrong_answer_more() -> 
     assert len({pair["rejected"] for pair in pairs}) > 10
 
 
-def test_what_pairs_add_to_problems_is_not_in_later_draws_of_them() -> None:
+def test_columns_that_pairs_add_to_problems_are_not_in_plain_problems() -> None:
     assert "rejected" in ReasoningGymPairs("chain_sum", size=40, validation_size=5)[0]
     assert "rejected" not in ReasoningGym("chain_sum", size=40, validation_size=5)[0]
 

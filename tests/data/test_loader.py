@@ -14,7 +14,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
 from rlflow.values.batch import Pairs
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 
 TOKENIZER = tiny_tokenizer()  # one token a character; 0 ends a text
 

@@ -13,7 +13,7 @@ from rlflow.data.loader import Loader, Prefetch
 from rlflow.data.prompts import PromptData
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 
 TOKENIZER = tiny_tokenizer()
 

@@ -13,7 +13,7 @@ from rlflow.data.prompts import Encoder, Example, PromptData
 from rlflow.environments.environment import Environment
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 
 TOKENIZER = tiny_tokenizer()
 
@@ -134,7 +134,7 @@ def test_a_special_token_that_cannot_be_text_is_named_with_its_row() -> None:
         encoder(source, [0, 1])
 
 
-def test_what_a_tokenizer_puts_before_texts_stands_before_plain_prompts_only() -> None:
+def test_a_tokenizers_start_tokens_stand_before_plain_prompts_only() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|reserved_7|> $A", special_tokens=[("<|reserved_7|>", 7)]
@@ -264,7 +264,7 @@ def test_columns_that_are_not_set_follow_from_the_first_row_and_from_what_is_lea
     assert (found.prompt, found.response, found.rejected, found.chat_template) == columns
 
 
-def test_what_is_set_wins_over_the_columns_that_are_there() -> None:
+def test_columns_that_are_set_win_over_columns_found_by_name() -> None:
     row = {"prompt": ASKED, "other": "1", "response": "2", "last": "3"}
     data = PromptData([row], prompt="other", response="last", chat_template=True)
     found = data.resolved("responses")

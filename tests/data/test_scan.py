@@ -26,7 +26,7 @@ from rlflow.rewards import ByDataset, CallableReward, CodeTests, ExactMatch, Mat
 from rlflow.rewards.reward import Reward
 from rlflow.rollout.transformers import TransformersEngine
 from tests.controller.runs import ZERO2, Fit, failing_fit, grpo
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 from tests.ranks import RankPool
 
 ROWS = [{"question": "1" * (1 + row % 7), "answer": str(row)} for row in range(11)]
@@ -415,7 +415,7 @@ def test_counts_that_are_kept_are_of_one_reward_s_check(
         scored(row, {}, reward=refuses)
 
 
-def test_what_writes_lists_of_messages_is_in_the_key_of_stored_tokens() -> None:
+def test_the_renderer_and_form_of_tool_calls_are_in_the_key_of_stored_tokens() -> None:
     """Without an environment too: token ids of another renderer would be read."""
     tokenizer, rows = tiny_tokenizer(), [{"messages": [{"role": "user", "content": "1+1"}]}]
     ways: list[dict[str, Any]] = [{}, {"renderer": "qwen3"}, {"tool_calls": "mistral"}]

@@ -15,7 +15,7 @@ from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
 from rlflow.rollout.conversation import Conversation, Rules, converse
 from rlflow.rollout.engine import Completion
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 
 TOKENIZER = tiny_tokenizer()
 CALL = '<tool_call>{"name": "guess", "arguments": {"word": "house"}}</tool_call>'
@@ -88,7 +88,7 @@ def test_what_a_script_draws_follows_from_the_row_and_the_seed() -> None:
 
 def test_an_environment_that_fails_under_a_script_is_named_with_the_row() -> None:
     with pytest.raises(
-        UserError, match=r"listed, played, row 0: the environment .* at turn 0: `reset` raised KeyError"
+        UserError, match=r"listed, scripted, row 0: the environment .* at turn 0: `reset` raised KeyError"
     ):
         ScriptedConversations(Listed([{"question": "?"}]), GAME, guesses)[0]
 

@@ -15,7 +15,7 @@ from rlflow.errors import UserError
 from rlflow.values.column_kinds import PerSample, PerToken, Scalar
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
-from tests.databuffer.everything import Everything, everything
+from tests.databuffer.all_column_kinds import Everything, everything
 from tests.ranks import RankPool
 
 ALONE = Layout((0,), 1)

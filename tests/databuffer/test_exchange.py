@@ -24,7 +24,7 @@ from rlflow.values.column_kinds import PerSample, PerToken
 from rlflow.values.columns import take_rows
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
-from tests.databuffer.everything import Everything, differences, everything
+from tests.databuffer.all_column_kinds import Everything, differences, everything
 from tests.ranks import RankPool
 
 # ---- Any value, from any layout to any other

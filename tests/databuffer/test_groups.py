@@ -81,7 +81,7 @@ def same(found: Value, expected: Value) -> bool:
 
 
 @given(prompts=st.integers(1, 7), keeps=st.lists(st.sets(st.integers(0, 6)), min_size=1, max_size=4))
-def test_what_is_kept_of_several_draws_lies_where_it_was_made(prompts: int, keeps: list[set[int]]) -> None:
+def test_groups_kept_of_several_draws_stay_on_the_rank_that_made_them(prompts: int, keeps: list[set[int]]) -> None:
     chosen = [
         sorted(place + number * prompts for place in keep if place < prompts) for number, keep in enumerate(keeps)
     ]

@@ -17,7 +17,7 @@ from rlflow.databuffer.rows import RowSpace
 from rlflow.databuffer.transport import Transport
 from rlflow.values.layout import Layout
 from rlflow.values.not_sent import NotSent
-from tests.databuffer.everything import Everything, differences, everything
+from tests.databuffer.all_column_kinds import Everything, differences, everything
 from tests.ranks import RankPool
 from tests.slow import slow_but
 

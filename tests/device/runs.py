@@ -41,7 +41,7 @@ def fit_on_cpu(run: Fit) -> Result:
 
 def fit_on_device(run: Fit, token_budget: int = 4096) -> tuple[Result, list[Counter[Where]]]:
     """Run on the device, else alike; with how often the host waited for it in each step."""
-    from tests.device.elsewhere import DEVICE, waits
+    from tests.device.simulated_device import DEVICE, waits
     from tests.device.strategies import DeepSpeedElsewhere, SingleProcessElsewhere, deepspeed_elsewhere
 
     strategy = partial(SingleProcessElsewhere if dist.get_world_size() == 1 else DeepSpeedElsewhere, token_budget)
@@ -56,6 +56,6 @@ def fit_on_device(run: Fit, token_budget: int = 4096) -> tuple[Result, list[Coun
 
 def fit_on_both(run: Fit) -> tuple[Result, Result]:
     """Run on the CPU, and then on the device."""
-    import tests.device.elsewhere  # noqa: F401 - autograd starts threads for the devices that are there at its first use
+    import tests.device.simulated_device  # noqa: F401 - autograd starts threads for the devices that are there at its first use
 
     return fit_on_cpu(run), fit_on_device(run)[0]

@@ -1,4 +1,4 @@
-"""Training on the simulated device. Importing this changes torch, see `tests.device.elsewhere`."""
+"""Training on the simulated device. Importing this changes torch, see `tests.device.simulated_device`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess
 from rlflow.strategies.processes import ManyProcesses, OneProcess
 from rlflow.strategies.role import Role
-from tests.device.elsewhere import DEVICE, NAME
+from tests.device.simulated_device import DEVICE, NAME
 
 
 class OneElsewhere(OneProcess):

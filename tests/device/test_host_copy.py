@@ -12,14 +12,14 @@ from tests.ranks import RankPool
 def _moved() -> Any:
     """A tensor on the device; the host has a copy of it."""
     from rlflow.values.host_copy import on_device
-    from tests.device.elsewhere import DEVICE
+    from tests.device.simulated_device import DEVICE
 
     return on_device(torch.tensor([3, 1, 2]), DEVICE)
 
 
 def _waits_of_what_went_there() -> tuple[int, list[list[int]]]:
     from rlflow.values.host_copy import joined, on_host, rows_at
-    from tests.device.elsewhere import waits
+    from tests.device.simulated_device import waits
 
     with waits() as counted:
         there = _moved()
@@ -30,7 +30,7 @@ def _waits_of_what_went_there() -> tuple[int, list[list[int]]]:
     return counted.total(), found
 
 
-def test_what_went_to_a_device_and_rows_of_it_are_known_without_a_wait(device1: RankPool) -> None:
+def test_numbers_copied_to_a_device_and_rows_of_them_are_known_without_a_wait(device1: RankPool) -> None:
     ((waited, found),) = device1.run(_waits_of_what_went_there)
     assert found == [[3, 1, 2], [2, 3], [3, 1, 2, 2, 3]]
     assert waited == 0
@@ -54,7 +54,7 @@ def test_a_tensor_that_changed_in_place_is_copied_to_the_host_again(device1: Ran
 
 def _brought_over() -> tuple[int, list[Any]]:
     from rlflow.values.host_copy import bring_over, on_host
-    from tests.device.elsewhere import DEVICE, waits
+    from tests.device.simulated_device import DEVICE, waits
 
     tensors = [
         torch.arange(6, device=DEVICE).view(2, 3).T,
@@ -93,7 +93,7 @@ def test_nothing_is_remembered_of_tensors_whose_changes_nobody_counts(device1: R
 
 def _memory_read_there() -> tuple[list[float], bool]:
     from rlflow.state.prompt_memory import PromptMemory
-    from tests.device.elsewhere import DEVICE
+    from tests.device.simulated_device import DEVICE
 
     memory = PromptMemory()
     memory.learn(torch.tensor([1, 2, 2]), torch.tensor([4.0, 1.0, 3.0], dtype=torch.float64))
@@ -101,7 +101,7 @@ def _memory_read_there() -> tuple[list[float], bool]:
     return [float(x[0].cpu()) for x in read], all(x.device == DEVICE for x in read)
 
 
-def test_what_is_remembered_of_prompts_is_where_they_are(device1: RankPool) -> None:
+def test_the_memory_of_prompts_answers_on_the_device_of_the_prompts(device1: RankPool) -> None:
     (((count, mean, std), is_there),) = device1.run(_memory_read_there)
     assert (count, mean) == (2, 2)  # of 1 and 3
     assert abs(std - 2**0.5) < 1e-15

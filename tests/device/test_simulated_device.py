@@ -56,7 +56,7 @@ WAITS: dict[str, tuple[int, Callable[[Any, Any], object]]] = {  # how often the 
 
 
 def _refused(name: str) -> str:
-    from tests.device.elsewhere import DEVICE
+    from tests.device.simulated_device import DEVICE
 
     there, here = torch.tensor([1.0, 2.0, 3.0], device=DEVICE), torch.ones(3)
     try:
@@ -73,7 +73,7 @@ def test_mixing_with_a_tensor_of_the_cpu_is_refused(name: str, device1: RankPool
 
 
 def _of_number(name: str) -> list[float]:
-    from tests.device.elsewhere import DEVICE, Elsewhere
+    from tests.device.simulated_device import DEVICE, Elsewhere
 
     found: Any = NUMBERS[name](torch.tensor([1.0, 2.0, 3.0], device=DEVICE), torch.tensor(4.0))
     assert type(found) is Elsewhere
@@ -88,7 +88,7 @@ def test_a_number_on_the_cpu_is_taken_where_cuda_takes_it(name: str, device1: Ra
 
 
 def _waited(name: str) -> int:
-    from tests.device.elsewhere import DEVICE, waits
+    from tests.device.simulated_device import DEVICE, waits
 
     there = torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
     with waits() as counted:
@@ -103,9 +103,9 @@ def test_the_host_waits_as_often_as_for_cuda(name: str, device1: RankPool) -> No
 
 def _trained(device: str) -> list[list[float]]:
     """The weights of a model after three steps of AdamW, its first and last weight tied."""
-    from tests.device import elsewhere
+    from tests.device import simulated_device
 
-    assert elsewhere.NAME == "elsewhere"
+    assert simulated_device.NAME == "elsewhere"
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
@@ -128,7 +128,7 @@ def test_a_model_trains_there_as_on_the_cpu(device1: RankPool) -> None:
 def _gathered() -> tuple[bool, list[list[float]], int, str]:
     """The result of a gather, its device, how often the host waited, and the error of a mixed gather."""
     from rlflow.databuffer.transport import Transport
-    from tests.device.elsewhere import DEVICE, waits
+    from tests.device.simulated_device import DEVICE, waits
 
     mine = torch.full((3,), float(dist.get_rank()))
     with waits() as counted:

@@ -14,10 +14,10 @@ from rlflow.algorithms import DAPO, DPO, PPO
 from rlflow.data.prompts import PromptData
 from rlflow.rewards import SampleReward
 from rlflow.settings import Place
+from tests.algorithm_factory import made
 from tests.controller.runs import SGD, Fit, OddCharacters, RaggedGRPO, Result, sums
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 from tests.device.runs import fit_on_both
-from tests.making import made
 from tests.ranks import RankPool
 from tests.slow import slow_but
 

@@ -94,7 +94,7 @@ def said(environment: Environment, conversations: int = 6) -> list[list[str]]:
     return found
 
 
-def test_what_a_coroutine_draws_is_its_conversation_s_whoever_runs_meanwhile() -> None:
+def test_random_numbers_of_a_coroutine_depend_on_its_conversation_alone() -> None:
     outside = random.getstate()
     alone = said(Environment(Prompt, max_concurrent=1))
     assert said(Environment(Dicing)) == alone
@@ -108,7 +108,7 @@ def test_only_what_has_coroutines_overlaps() -> None:
     assert Environment(Dicing, timeout_s=10, workers=3).max_concurrent_calls == 3
 
 
-def test_what_still_waits_when_all_is_closed_is_cancelled() -> None:
+def test_closing_cancels_coroutines_that_still_wait() -> None:
     environment, coroutines = Environment(Endless), Coroutines()
     calls = EnvironmentCalls(environment.max_concurrent_calls, limited=False)
     session = Session(environment.definition_of({}), environment.host(coroutines))

@@ -215,7 +215,7 @@ def test_an_environment_is_made_with_its_arguments(host: Host) -> None:
     assert session.begin([], {"start": 1}) == [message("user", "count down from 4")]
 
 
-def test_what_an_environment_changes_is_its_own(host: Host) -> None:
+def test_changes_to_arguments_by_one_environment_do_not_reach_another(host: Host) -> None:
     dealt, row = defined("games.Dealt", arguments={"deck": [1, 2]}), {"cards": [3, 4]}
     began = [Session(dealt, host).begin([], row) for _ in range(2)]
     assert began == [[message("user", "count down from 6")]] * 2

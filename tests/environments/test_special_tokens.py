@@ -33,7 +33,7 @@ def special(family: str, ids: list[int]) -> list[int]:
 @pytest.mark.parametrize(("kind", "family"), BRIDGES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_what_is_spelled_is_text(kind: str, family: str, data: st.DataObject) -> None:
+def test_special_tokens_spelled_in_a_message_are_text(kind: str, family: str, data: st.DataObject) -> None:
     """The special tokens of a prompt and of an answer are those of one without spellings, and the text is whole."""
     bridge, tokenizer = BRIDGES[kind, family], tokenizer_of(family)
     parts = st.sampled_from([*FAMILIES[family][0], "<|", "a", " ", MARK, "é"])

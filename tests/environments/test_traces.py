@@ -13,7 +13,7 @@ from rlflow.environments.environment import Environment
 from rlflow.environments.template_bridge import TemplateBridge
 from rlflow.errors import UserError
 from rlflow.models.tiny import tiny_tokenizer
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 
 TOKENIZER = tiny_tokenizer()
 BRIDGE = TemplateBridge(TOKENIZER)

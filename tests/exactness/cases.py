@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from rlflow import CausalLM, Environment, Optimizer, RewardModel, ValueModel, algorithms
 from rlflow.functional import Importance
+from tests.algorithm_factory import OF_A_MODEL, PARTS
 from tests.exactness.step_record import GROUP, LONGEST, PROMPTS, TEMPERATURE, USELESS, Answer, Recording
-from tests.making import OF_A_MODEL, PARTS
 from tests.reference.advantages_float64 import dr_grpo
 from tests.reference.discriminator_float64 import discriminator_update
 from tests.reference.pairs_float64 import Pair, dpo_update, kto_update, reward_model_update, simpo_update

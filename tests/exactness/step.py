@@ -28,10 +28,10 @@ from rlflow.run.prepare import prepare
 from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.trainer import Trainer
 from rlflow.types import Ragged
+from tests.algorithm_factory import made
 from tests.exactness.cases import Case, settings
 from tests.exactness.step_record import Answer, Recorded, Recording
 from tests.exactness.step_settings import Setting
-from tests.making import made
 from tests.strategies.strategy_update import strategy_of
 
 

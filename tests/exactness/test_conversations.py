@@ -114,7 +114,7 @@ def test_on_ranks_and_stages_the_step_is_the_reference_s(
         ["all that counts tokens", "PPO"], ["all that counts tokens", "PPO", "RLOO", "KL in the reward of the sampler"]
     ),
 )
-def test_what_the_engine_says_of_an_environment_s_token_moves_no_bit(
+def test_engine_logprobs_of_an_environments_tokens_change_no_bit(
     name: str, recording: Recording, tmp_path: Path
 ) -> None:
     setting = Setting(None, SMALL)

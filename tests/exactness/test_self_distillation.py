@@ -17,7 +17,7 @@ from rlflow.data.prompts import PromptData
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import SingleProcess
 from tests.controller.runs import Fit, Result, fit
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 
 LR, DECAY, TEMPERATURE, STEPS = 0.5, 0.7, 0.8, 2
 

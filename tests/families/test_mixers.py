@@ -23,7 +23,7 @@ from rlflow.strategies.single import SingleProcess
 from rlflow.testing.derivative import wide_casts
 from tests.families.models import STATEFUL
 from tests.families.test_training import SGD, own_logprobs, reference
-from tests.forks import rows_of
+from tests.prefix_rows import rows_of
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.lora import two_gradients, two_gradients_on_ranks

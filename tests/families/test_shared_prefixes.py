@@ -14,7 +14,7 @@ from rlflow.models.handle import ForwardPlan
 from rlflow.models.moe import MoE
 from rlflow.testing.derivative import wide_casts
 from tests.families.models import FAMILIES, STATEFUL
-from tests.forks import forked_rows
+from tests.prefix_rows import forked_rows
 from tests.slow import slow_but
 from tests.strategies.reference import distance
 

@@ -1,4 +1,4 @@
-"""Ways in which code of the user's ends a run before its end. WithTexts into the folder of a run as `early_ends.py`."""
+"""Ways in which code of the user's ends a run before its end. Written into the folder of a run as `early_ends.py`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from rlflow.storage.draft import Draft
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, SingleProcess, TrainingStrategy
 from tests.controller.answering import Counting
 from tests.controller.runs import Fit, OddCharacters, sums, trainer_of
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 
 STEPS, KILLED_AFTER = 4, 2
 STOP = tuple(range(40, 60))  # ends the responses of a random model after about six tokens

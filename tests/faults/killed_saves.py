@@ -18,7 +18,7 @@ from rlflow import checkpoint
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import SingleProcess
-from tests.saved import write_checkpoint
+from tests.checkpoint_files import write_checkpoint
 from tests.strategies.strategy_update import trained
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.scandir", "os.truncate"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import own_folder
-from tests.saved import load_model
+from tests.checkpoint_files import load_model
 
 CALLBACK = '''
 import os

@@ -1,4 +1,4 @@
-"""A rank that is killed or stands still at a point of a run. WithTexts into the folder of a run as `stalls.py`.
+"""A rank that is killed or stands still at a point of a run. Written into the folder of a run as `stalls.py`.
 
 `STALL` says how, of which rank, and where: `stop 0 sync`.
 """

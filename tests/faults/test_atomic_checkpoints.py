@@ -17,9 +17,9 @@ from rlflow.errors import UserError
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.tiny import write_tiny_model
 from rlflow.strategies import SingleProcess
+from tests.checkpoint_files import write_checkpoint
 from tests.controller.runs import Fit, failing_fit, fit, grpo, sums
 from tests.faults import full_disk
-from tests.saved import write_checkpoint
 from tests.strategies.strategy_update import trained
 
 pytestmark = pytest.mark.row("atomic checkpoints")

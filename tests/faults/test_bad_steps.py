@@ -21,9 +21,9 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rewards.reward import OnError, RewardInput, Scores
 from rlflow.strategies import DeepSpeedStrategy, FSDPStrategy, TrainingStrategy
 from tests import own_folder
+from tests.algorithm_factory import made
 from tests.controller.runs import Fit, OddCharacters, RaggedGRPO, Result, answers, failing_fit, fit, sums
 from tests.faults.running import fit as command
-from tests.making import made
 from tests.ranks import RankPool
 from tests.slow import slow_but
 

@@ -10,8 +10,8 @@ import pytest
 
 from rlflow.models.tiny import write_tiny_model, write_tiny_vision_model
 from tests.families.states import write_model
-from tests.faults.covering import kinds, points, runs
 from tests.faults.killed_runs import POINTS, Kind, content, fit_to_the_end, fit_until_killed
+from tests.faults.run_combinations import kinds, points, runs
 from tests.ranks import RankError, RankPool
 from tests.slow import slow_but
 

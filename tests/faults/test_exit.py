@@ -99,7 +99,7 @@ def test_rank_0_waits_for_a_rank_that_something_outlives(tmp_path: Path) -> None
     assert still[0].startswith(f"rlflow: rank 1 on {socket.gethostname()}: thread uploads"), ended
 
 
-def test_what_is_not_an_exception_is_a_failure_too(tmp_path: Path) -> None:
+def test_a_cancelled_error_in_a_reward_is_a_failure_too(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "cancelled", on_error="zero")
     with Running(folder, "fit", "--config", "my.yaml") as run:
         ended = run.ended()

@@ -71,9 +71,9 @@ def project(tmp_path: Path) -> Path:
     """A project of its own with two rows of the table: five tests and one."""
     faults = tmp_path / "tests/faults"
     faults.mkdir(parents=True)
-    for name in ("__init__.py", "passed.py", "faults/__init__.py", "faults/promises.py"):
+    for name in ("__init__.py", "passed_tests.py", "faults/__init__.py", "faults/promises.py"):
         shutil.copy(HERE.parent / name, tmp_path / "tests" / name)
-    (tmp_path / "tests/conftest.py").write_text('pytest_plugins = ["tests.passed"]\n')
+    (tmp_path / "tests/conftest.py").write_text('pytest_plugins = ["tests.passed_tests"]\n')
     (tmp_path / "tests/helper.py").touch()
     (faults / "test_leaks.py").write_text(LEAKS)
     (faults / "test_other.py").write_text(OF_ANOTHER)
@@ -106,7 +106,7 @@ def test_a_row_is_run_in_parts_whatever_has_passed_before_and_is_printed_as_a_wh
 
 
 @pytest.mark.slow
-def test_what_passed_in_two_processes_is_stored_of_both(project: Path) -> None:
+def test_tests_that_passed_in_two_processes_are_all_stored(project: Path) -> None:
     many = LEAKS.replace("range(5)", "range(300)")
     (project / "tests/faults/test_leaks.py").write_text(many)
     assert table(project, "--rows=leaks", "-p", "xdist", "-n", "2")[0] == 0

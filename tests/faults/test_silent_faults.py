@@ -15,7 +15,7 @@ from rlflow.models.tiny import write_tiny_model
 from rlflow.rollout import TransformersEngine, VLLMEngine
 from rlflow.strategies import SingleProcess
 from tests.controller.runs import AdapterGRPO, Fit, Result, failing_fit, fit, grpo
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 from tests.families.models import write_family
 from tests.faults import planted
 from tests.faults.planted import Plant, Planted
@@ -27,7 +27,10 @@ BEFORE = 3  # steps without the fault
 Precision = Literal["fp32", "bf16"]
 HERE, BY_VLLM = TransformersEngine, VLLMEngine
 OTHER_WEIGHTS = "the rollout engine holds other weights than the trainer, or computes another model"
-NOT_HELD = "the engine does not hold the trainer's weights"
+NOT_HELD = (
+    "the engine does not hold the trainer's weights, and would sample from another policy; take another engine, and"
+    " report this as a bug"
+)
 FAULTS: list[tuple[Plant, str, tuple[type[Any], ...]]] = [
     (planted.a_sync_is_skipped, OTHER_WEIGHTS, (HERE, BY_VLLM)),
     (planted.a_tensor_is_left_out, f"{NOT_HELD}. held otherwise: {planted.LEFT_OUT} ", (HERE, BY_VLLM)),

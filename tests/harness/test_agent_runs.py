@@ -22,9 +22,9 @@ from rlflow.loggers.jsonl import read_samples
 from tests.controller.runs import FSDP, Paired, fit
 from tests.harness.agents import CRITIC
 from tests.harness.runs import WithCritic, run
-from tests.leftovers import workers
 from tests.ranks import RankPool
 from tests.slow import slow_but
+from tests.worker_processes import workers
 
 
 def without_logprobs(rows: dict[tuple[int, ...], dict[str, Any]]) -> dict[tuple[int, ...], Any]:

@@ -33,7 +33,7 @@ from tests.harness.episodes import (
     says,
     tokenizer,
 )
-from tests.leftovers import workers
+from tests.worker_processes import workers
 
 SUM = {"question": "2+3=", "answer": "5"}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'

@@ -266,7 +266,7 @@ def check_in_two_orders(made: list[Script], draws: random.Random) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_what_answers_share_is_of_the_request_s_branch_and_of_the_first_answer(path: str) -> None:
+def test_shared_tokens_of_answers_do_not_depend_on_the_order_of_branches(path: str) -> None:
     """Twins of two branches, whose answers often have the same words and seldom the same tokens."""
     for opening in "abcdef":
         made = [

@@ -179,7 +179,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_what_takes_long_is_named_and_what_does_not_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_is_named_only_if_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlflow.loggers.console.PATIENCE_S", 0.05)
     terminal = io.StringIO()
     console = Console(terminal, 10, 0)

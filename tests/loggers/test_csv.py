@@ -45,7 +45,7 @@ def test_a_name_of_more_than_a_line_keeps_the_rows_before_a_wider_header(tmp_pat
     assert not logger.warnings
 
 
-def test_what_a_callback_adds_to_metrics_is_a_number_and_no_other_step(tmp_path: Path) -> None:
+def test_metrics_added_by_a_callback_are_numbers_and_do_not_change_the_step(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.start(tmp_path)
     logger.log_metrics({"flag": True, "step": 7.5}, step=1)

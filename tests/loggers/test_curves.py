@@ -43,7 +43,7 @@ def test_the_curve_follows_the_values(tmp_path: Path) -> None:
     assert slope(rising) > 0 > slope(falling)
 
 
-def test_a_run_that_logged_neither_still_has_its_picture(tmp_path: Path) -> None:
+def test_a_run_without_rewards_and_accuracy_still_gets_a_picture(tmp_path: Path) -> None:
     assert picture(tmp_path / "none", [{"time/step": 1.0}]).size > 0
 
 

@@ -43,7 +43,7 @@ def test_what_json_has_no_number_for_is_null(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 1, "actor/grad_norm": None, "actor/kl": None}]
 
 
-def test_what_a_callback_adds_to_metrics_is_a_number_and_no_other_step(tmp_path: Path) -> None:
+def test_metrics_added_by_a_callback_are_numbers_and_do_not_change_the_step(tmp_path: Path) -> None:
     logger = JSONLLogger()
     logger.start(tmp_path)
     logger.log_metrics({"flag": True, "step": 7.5}, step=1)

@@ -35,7 +35,7 @@ from rlflow.strategies.deepspeed import DeepSpeedStrategy
 from rlflow.strategies.single import SingleProcess
 from rlflow.values.layout import Layout
 from tests.families.towers import TOWERS, noise, rows_of, write_tower
-from tests.forks import rows_alike
+from tests.prefix_rows import rows_alike
 from tests.ranks import RankPool
 from tests.slow import slow_but
 from tests.strategies.strategy_update import Stage, backward, launch, trained
@@ -222,11 +222,11 @@ def test_the_table_counts_the_keys_that_rows_of_one_prompt_gather(tmp_path: Path
 
 
 def test_zero_3_holds_the_largest_piece_whole() -> None:
-    assert replace(ZERO3, live=10).gathered == 1000 * 2  # an embedding; a layer has 920
-    assert replace(ZERO3, live=2500).gathered == 2500 * 2  # or as many as may stay
+    assert replace(ZERO3, max_live_parameters=10).gathered == 1000 * 2  # an embedding; a layer has 920
+    assert replace(ZERO3, max_live_parameters=2500).gathered == 2500 * 2  # or as many as may stay
     assert replace(ZERO3, stage=2).gathered == 0
-    assert replace(ZERO3, live=1500).gathered == 1500 * 2
-    assert replace(ZERO3, live=10**9).gathered == 3850 * 2  # there are no more
+    assert replace(ZERO3, max_live_parameters=1500).gathered == 1500 * 2
+    assert replace(ZERO3, max_live_parameters=10**9).gathered == 3850 * 2  # there are no more
 
 
 def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way() -> None:
@@ -235,8 +235,8 @@ def test_settings_of_zero_3_say_where_weights_lie_and_how_many_are_on_their_way(
     def how(**settings: Any) -> LoadedRole:
         return loaded_role(handle, SMALL, DeepSpeedStrategy(3, **settings), FOUR, samples=8)
 
-    assert how(reduce_bucket_size=800).bucket == 800
-    assert how().bucket == 1000  # no more than the largest layer, the embedding
+    assert how(reduce_bucket_size=800).reduce_bucket_size == 800
+    assert how().reduce_bucket_size == 1000  # no more than the largest layer, the embedding
     assert how().weights == 3850 * 4 / 4
     assert how(hpz_partition_size=2).weights == 3850 * 4 / 4 + 3850 * 4 / 2
     assert how(hpz_partition_size=4).weights == 3850 * 4 / 4  # the role has no more ranks
@@ -254,7 +254,7 @@ def test_fsdp_holds_a_layer_and_the_next_one_whole() -> None:
 
 def test_a_second_copy_of_weights_within_a_node_is_counted() -> None:
     # 2 bytes each, divided over 8 ranks, and again over 4
-    assert replace(ZERO3, divided_over=8, within=4).weights == 3850 * 2 / 8 + 3850 * 2 / 4
+    assert replace(ZERO3, divided_over=8, hpz_partition_size=4).weights == 3850 * 2 / 8 + 3850 * 2 / 4
 
 
 def test_a_moving_average_is_counted_in_addition_to_narrower_weights() -> None:
@@ -309,7 +309,8 @@ def counted_bytes(folder: Path, stage: Stage, precision: str, offload: bool) -> 
     time.sleep(0.2)  # threads of gloo hold for a moment what they have sent
     new = [tensor.untyped_storage().nbytes() for address, tensor in storages().items() if address not in before]
     role = loaded_role(handle, size_of(str(folder)), strategy, Layout((0, 1), 2), samples=8)
-    buffers = role.bucket * role.summed_width if stage == 3 else 0.0  # the others are gone after the backward pass
+    # The others are gone after the backward pass.
+    buffers = role.reduce_bucket_size * role.summed_width if stage == 3 else 0.0
     return sum(new), role.weights_here + role.gradients_here + role.states_here + role.in_host_memory + buffers
 
 

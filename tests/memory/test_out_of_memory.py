@@ -80,8 +80,8 @@ def test_a_node_that_asks_for_too_much_is_named_with_its_line(
     assert f"ran out of memory: step 1, node `rewards`, greedy.py:{line} (" in said
     assert " of the machine's " in said
     assert said.endswith(
-        "To take less: lower `data.prompts_per_step` or `module.init_args.group_size`; make less of them at once in a"
-        " node of your own"
+        "To take less: lower `data.prompts_per_step` or `module.init_args.group_size`; make fewer of them at a time in"
+        " a node of your own"
     )
 
 
@@ -175,7 +175,7 @@ def test_settings_that_are_as_they_should_be_are_not_named() -> None:
     assert to_train(strategy, checkpointed) == ["lower `strategy.init_args.token_budget` (4096)"]
 
 
-def test_what_loads_is_not_made_smaller_by_smaller_batches() -> None:
+def test_advice_for_a_failed_load_does_not_name_smaller_batches() -> None:
     strategy = DeepSpeedStrategy(stage=1, precision="bf16")
     strategy.processes.parallel_devices = [torch.device("cpu")]
     assert to_load(strategy) == [

@@ -27,13 +27,15 @@ LOGITS = 2 * 4 * 5 * 100 + 1000 * (4 + 2)  # with their gradient, and that of th
 MEASURED_SIZE = ModelSize(1024, 2816, 4, 4, 2, 100, tied=True, bias=True)
 BUCKET = 11_800_000
 ALL = MEASURED_SIZE.parameters
+ZERO_2 = {"reduce_bucket_size": BUCKET}
+ZERO_3 = {**ZERO_2, "max_live_parameters": ALL}
 MEASURED = {
     "ZeRO-0, fp32": (LoadedRole(MEASURED_SIZE, TWO, 0, 2, 4, ALL, 2, False, 1, 64), 929, 188),
-    "ZeRO-2, fp32": (LoadedRole(MEASURED_SIZE, TWO, 2, 2, 4, ALL, 3, False, 1, 64, bucket=BUCKET), 750, 362),
-    "ZeRO-3, fp32": (LoadedRole(MEASURED_SIZE, TWO, 3, 2, 4, ALL, 3, False, 1, 64, bucket=BUCKET, live=ALL), 743, None),
+    "ZeRO-2, fp32": (LoadedRole(MEASURED_SIZE, TWO, 2, 2, 4, ALL, 3, False, 1, 64, **ZERO_2), 750, 362),
+    "ZeRO-3, fp32": (LoadedRole(MEASURED_SIZE, TWO, 3, 2, 4, ALL, 3, False, 1, 64, **ZERO_3), 743, None),
     "FSDP2, fp32": (LoadedRole(MEASURED_SIZE, TWO, 3, 2, 4, ALL, 2, False, 1, 64, masters=True), 553, None),
-    "ZeRO-2, bf16": (LoadedRole(MEASURED_SIZE, TWO, 2, 2, 2, ALL, 3, False, 1, 64, bucket=BUCKET), 581, 276),
-    "ZeRO-3, bf16": (LoadedRole(MEASURED_SIZE, TWO, 3, 2, 2, ALL, 3, False, 1, 64, bucket=BUCKET, live=ALL), 625, None),
+    "ZeRO-2, bf16": (LoadedRole(MEASURED_SIZE, TWO, 2, 2, 2, ALL, 3, False, 1, 64, **ZERO_2), 581, 276),
+    "ZeRO-3, bf16": (LoadedRole(MEASURED_SIZE, TWO, 3, 2, 2, ALL, 3, False, 1, 64, **ZERO_3), 625, None),
     "FSDP2, bf16": (LoadedRole(MEASURED_SIZE, TWO, 3, 2, 2, ALL, 2, False, 1, 64, masters=True), 504, None),
 }
 
@@ -49,20 +51,20 @@ def test_what_is_not_divided_is_loaded_whole_with_its_float32_copy() -> None:
 
 def test_at_zero_2_the_weights_are_there_twice_while_they_are_flattened() -> None:
     # 3,850 x 2 flat, and while the part is cut out and copied twice 1,925 x 4; or 3,850 x 2 twice
-    how = replace(WHOLE, stage=2, bucket=100)
+    how = replace(WHOLE, stage=2, reduce_bucket_size=100)
     assert how.loading == 3850 * 2 + 2 * 1925 * 4
     assert replace(how, width=4, moments=2).loading == 2 * 3850 * 4
     assert replace(how, trained=100).loading == 3850 * 2 + 2 * 50 * 4  # only what is trained is flattened
 
 
 def test_of_roles_that_are_loaded_only_the_last_ones_copies_are_counted() -> None:
-    how = replace(WHOLE, stage=2, bucket=100)
+    how = replace(WHOLE, stage=2, reduce_bucket_size=100)
     memory = Memory((0,), {"actor": how, "critic": how}, {}, held=0, capacity=0)
     assert memory.loading == 3850 * 2 + 1925 * 4 + how.loading
 
 
 def test_between_steps_gradients_of_zero_3_and_sleeping_engines_take_memory() -> None:
-    how = replace(WHOLE, stage=3, bucket=100, live=1500)
+    how = replace(WHOLE, stage=3, reduce_bucket_size=100, max_live_parameters=1500)
     engine = Engine(1, (0,), 700, EngineMemory(1, cache=50, asleep="weights"))
     memory = Memory((0,), {"actor": how}, {"actor": engine}, held=0, capacity=1e6)
     assert how.resting == 1925 * (2 + 12 + 4) + 100 * 4
@@ -73,7 +75,7 @@ def test_between_steps_gradients_of_zero_3_and_sleeping_engines_take_memory() ->
 
 def test_at_zero_3_a_rank_loads_its_part_and_a_piece() -> None:
     # a part of the weights, of the float32 copy and of the gradients, for which there is room from the beginning
-    how = replace(WHOLE, stage=3, bucket=100, live=1500)
+    how = replace(WHOLE, stage=3, reduce_bucket_size=100, max_live_parameters=1500)
     assert how.loading == 1925 * (2 + 4 + 4) + 1000 * 2
 
 
@@ -83,10 +85,10 @@ def test_with_fsdp_a_rank_loads_its_float32_part_and_a_piece() -> None:
 
 
 def test_a_step_of_zero_3_adds_what_is_gathered_and_logits_or_what_is_reduced() -> None:
-    how = replace(WHOLE, stage=3, bucket=100, live=1500)
+    how = replace(WHOLE, stage=3, reduce_bucket_size=100, max_live_parameters=1500)
     parts = 1925 * (2 + 4 + 8 + 4) + 100 * 4  # with gradients and the bucket
     assert step(how) == parts + ACTIVATIONS + LOGITS + 1500 * 2
-    assert step(replace(how, bucket=6000)) == parts + 5900 * 4 + ACTIVATIONS + 6000 * 2 + 1500 * 2
+    assert step(replace(how, reduce_bucket_size=6000)) == parts + 5900 * 4 + ACTIVATIONS + 6000 * 2 + 1500 * 2
 
 
 def test_a_step_of_fsdp_adds_two_pieces_and_the_gradients_of_one() -> None:
@@ -95,7 +97,7 @@ def test_a_step_of_fsdp_adds_two_pieces_and_the_gradients_of_one() -> None:
 
 
 def test_where_passes_are_small_the_optimizer_decides() -> None:
-    how = replace(WHOLE, stage=2, bucket=1, token_budget=1)
+    how = replace(WHOLE, stage=2, reduce_bucket_size=1, token_budget=1)
     root = 1925 * 4
     assert step(how) == 3850 * 2 + 1925 * (12 + 4) + root
     assert how.resuming == step(how)  # by an update the optimizer makes its states
@@ -124,9 +126,10 @@ def test_phases_are_as_large_as_they_were_measured(name: str) -> None:
 # MiB of set-up, a step and a weight sync, by `benchmarks/large_models.py`; see docs/maintainers/benchmarks.md.
 DEEP = ModelSize(512, 1408, 36, 8, 8, 128, tied=True, bias=True)
 LAYER, DEEP_ALL = 3_211_264, DEEP.parameters
+LAYERS = {"reduce_bucket_size": LAYER, "max_live_parameters": LAYER}
 OF_BENCHMARK = {
     "ZeRO-0": (LoadedRole(DEEP, TWO, 0, 2, 4, DEEP_ALL, 2, False, 1, 128), (451, 2257, 1367)),
-    "ZeRO-3": (LoadedRole(DEEP, TWO, 3, 2, 4, DEEP_ALL, 3, False, 1, 128, bucket=LAYER, live=LAYER), (709, 1391, 1199)),
+    "ZeRO-3": (LoadedRole(DEEP, TWO, 3, 2, 4, DEEP_ALL, 3, False, 1, 128, **LAYERS), (709, 1391, 1199)),
     "FSDP2": (LoadedRole(DEEP, TWO, 3, 2, 4, DEEP_ALL, 2, False, 1, 128, masters=True), (270, 975, 734)),
 }
 

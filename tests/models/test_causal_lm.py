@@ -213,7 +213,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, object], message:
 
 
 @pytest.mark.parametrize("trusts", [False, True])
-def test_what_follows_a_model_trusts_its_code_as_it_does(trusts: bool) -> None:
+def test_models_derived_from_a_model_have_its_trust_remote_code(trusts: bool) -> None:
     whole, adapted = (CausalLM("tiny", lora=lora, trust_remote_code=trusts) for lora in (None, LoRA()))
     followers = [whole.initial(), whole.averaged(0.9), adapted.initial(), adapted.without_adapters()]
     assert [follower.trust_remote_code for follower in followers] == [trusts] * 4

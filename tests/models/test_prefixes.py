@@ -27,9 +27,9 @@ from rlflow.values.batch import Pairs, TokenRows
 from rlflow.values.column_kinds import ColumnKind
 from rlflow.values.columns import Column
 from rlflow.values.ragged import Ragged
-from tests.forks import forked_rows, rows_of
 from tests.models.conftest import one_by_one
 from tests.models.test_causal_lm import named_gradients
+from tests.prefix_rows import forked_rows, rows_of
 
 Build = Callable[..., CausalLM]
 TEN = list(range(40, 50))

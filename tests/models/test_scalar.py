@@ -8,8 +8,8 @@ from transformers import AutoModelForSequenceClassification
 
 from rlflow.errors import UserError
 from rlflow.models.scalar import ScalarModel
+from tests.checkpoint_files import write_model
 from tests.models.test_scoring import write
-from tests.saved import write_model
 
 CPU = torch.device("cpu")
 

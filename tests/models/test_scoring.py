@@ -16,7 +16,7 @@ from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.packing import Peers, pack
 from rlflow.models.tiny import write_tiny_model
 from rlflow.values.batch import Batch
-from tests.saved import write_model
+from tests.checkpoint_files import write_model
 
 CPU = torch.device("cpu")
 SIZES = {

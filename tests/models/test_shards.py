@@ -15,8 +15,8 @@ from rlflow.models.causal_lm import ScoringModel
 from rlflow.models.optimizer import Optimizer
 from rlflow.models.shards import divided, write_index
 from rlflow.models.weight_files import INDEX, shard_name
+from tests.checkpoint_files import load_model
 from tests.ranks import RankPool
-from tests.saved import load_model
 from tests.strategies.strategy_update import Stage, save_after_update
 
 CPU = torch.device("cpu")

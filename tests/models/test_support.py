@@ -19,7 +19,7 @@ from rlflow.models.packing import pack, supports
 from rlflow.values.batch import TokenRows
 from rlflow.values.ragged import Ragged
 from rlflow.values.truncation import END
-from tests.forks import forked_rows
+from tests.prefix_rows import forked_rows
 
 V = 11
 

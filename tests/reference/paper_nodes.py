@@ -22,7 +22,7 @@ from rlflow.values.batch import Batch as Rows
 from rlflow.values.layout import Layout
 from rlflow.values.path import RowPath
 from rlflow.values.ragged import Ragged
-from tests.making import made
+from tests.algorithm_factory import made
 from tests.node_context import node_context
 from tests.reference.paper_batches import LENGTHS, Batch, batch
 

@@ -15,7 +15,7 @@ from rlflow.functional import Importance
 from rlflow.models.tiny import write_tiny_model
 from rlflow.values.ragged import Ragged
 from rlflow.values.truncation import END
-from tests.against_trl import ours
+from tests.against_trl import rlflow_nodes
 from tests.reference.paper_batches import LENGTHS, SEEDS, assert_tight
 from tests.reference.paper_nodes import scored_batch
 from tests.reference.papers import score_centering
@@ -73,7 +73,7 @@ def test_the_nodes_make_the_papers_advantages_loss_and_gradient(seed: int, C: fl
     )
     importance = None if C is None else Importance("token", "truncate", high=C)
     module = ScoreCentering(CausalLM(str(policy), top_k=K), worth, importance=importance)
-    found = ours.step(module, {"rollout": rollout}, {"actor": policy}, policy)
+    found = rlflow_nodes.step(module, {"rollout": rollout}, {"actor": policy}, policy)
     assert found.advantages is not None
     assert_tight(found.advantages, torch.tensor(A, dtype=torch.float64))
     assert found.loss == pytest.approx(loss, rel=1e-12, abs=1e-14)

@@ -230,7 +230,7 @@ def test_a_prompt_of_a_column_that_is_not_there_is_refused(server: Server) -> No
 
 
 @pytest.mark.parametrize(
-    ("said", "grades"),
+    ("answer", "grades"),
     [
         ('{"a": 1} then {"a": 2}', {"a": 2.0}),
         ('{"a": 1} then {"b": 2}', {}),
@@ -245,5 +245,5 @@ def test_a_prompt_of_a_column_that_is_not_there_is_refused(server: Server) -> No
     ],
     ids=range(10),
 )
-def test_of_several_grades_in_an_answer_the_last_count(said: str, grades: dict[str, float]) -> None:
-    assert grades_in(said, ["a"], 10) == grades
+def test_of_several_grades_in_an_answer_the_last_count(answer: str, grades: dict[str, float]) -> None:
+    assert grades_in(answer, ["a"], 10) == grades

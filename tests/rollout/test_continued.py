@@ -90,7 +90,7 @@ def check_continued(engine: RolloutEngine, version: int) -> None:
     assert bool((~whole.finished).any()), "some are as long as they may be"
 
 
-def test_what_is_inherited_is_not_made_again(plain: RolloutEngine) -> None:
+def test_inherited_tokens_are_not_generated_again(plain: RolloutEngine) -> None:
     trunk = responses(plain, longest=5)
     leaves = continued(plain, trunk, n=3, temperature=1.0)
     parent = torch.repeat_interleave(torch.where(trunk.finished, 1, 3))
@@ -105,7 +105,7 @@ def test_what_is_inherited_is_not_made_again(plain: RolloutEngine) -> None:
     assert leaves.rows == [trunk.rows[row] for row in parent.tolist()]
 
 
-def test_what_has_ended_has_one_child_its_copy(plain: RolloutEngine) -> None:
+def test_a_finished_response_has_one_child_which_is_its_copy(plain: RolloutEngine) -> None:
     whole = responses(plain)
     copies = continued(plain, whole, n=3)
     for name in ("response_ids", "logprobs", "lengths", "finished", "loss_mask", "versions"):

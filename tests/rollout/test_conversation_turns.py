@@ -30,8 +30,8 @@ from rlflow.values.path import RowPath
 from rlflow.values.rollout import Ending
 from rlflow.worker import Limits, Worker
 from tests.environments.games import Stuck
-from tests.leftovers import workers
 from tests.rollout.trained import buckets, load, perturb, setup
+from tests.worker_processes import workers
 
 PLACES = 6
 ROWS = [{"turns": 1 + place % 4, "place": place} for place in range(PLACES)]

@@ -120,7 +120,7 @@ def test_a_conversation_that_is_cut_anywhere_is_continued_as_it_was(
 
 
 @pytest.mark.parametrize("smaller", [{"longest_turn": 4}, {"longest_turn": 3}, {"longest": 3}])
-def test_what_is_longer_than_the_limits_are_by_now_ends(engine: RolloutEngine, smaller: dict[str, int]) -> None:
+def test_a_resumed_conversation_longer_than_the_new_limits_ends(engine: RolloutEngine, smaller: dict[str, int]) -> None:
     definition = defined(answering.Stateful)
     cut = through_a_checkpoint(run(engine, InProcess, definition, replace(RULES, budget=4), [None] * len(ROWS)))
     turns = [list(each.tokens) if each.turn_open else [] for each in cut]

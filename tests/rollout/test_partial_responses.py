@@ -88,7 +88,7 @@ def test_each_token_has_the_version_and_logprob_of_the_weights_that_made_it(tied
             assert torch.allclose(said[of_version], rollout.logprobs[row, :length][of_version], rtol=0, atol=2e-5)
 
 
-def test_what_has_ended_is_asked_for_no_more(tied: Path) -> None:
+def test_finished_responses_are_not_generated_further(tied: Path) -> None:
     engine = setup(TransformersEngine(), tied)
     engine.update_weights(buckets(load(tied)), 0)
     whole = sampled(engine, None)

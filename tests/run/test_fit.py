@@ -22,7 +22,7 @@ from rlflow.rollout.engine import RankInfo
 from rlflow.rollout.transformers import TransformersEngine
 from rlflow.trainer import Trainer
 from tests.controller.runs import ZERO2, Fit, OddCharacters, answers, failing_fit, failing_fit_of, fit, grpo, sums
-from tests.data.listed import Listed
+from tests.data.list_source import Listed
 from tests.ranks import RankPool
 
 

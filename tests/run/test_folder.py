@@ -123,7 +123,7 @@ def test_a_lock_on_a_folder_that_was_not_used_leaves_nothing(tmp_path: Path) -> 
     assert (tmp_path / "runs/all/own" / LOCK).exists()
 
 
-def test_what_was_there_before_a_lock_or_came_after_it_stays(tmp_path: Path) -> None:
+def test_releasing_a_lock_removes_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     lock = FolderLock(tmp_path / "there")
     lock.take()

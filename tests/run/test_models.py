@@ -28,7 +28,7 @@ def test_a_run_changes_no_model_that_a_user_holds() -> None:
     assert actor.trainable
 
 
-def test_what_follows_from_the_actor_follows_from_that_of_the_run() -> None:
+def test_defaults_taken_from_the_actor_are_those_of_the_actor_of_the_run() -> None:
     module = PPO(CausalLM("tiny", epochs=3, samples_per_update=4, gradient_checkpointing=True), OddCharacters())
     for _ in range(2):
         read_graph(module)

@@ -11,8 +11,8 @@ from rlflow.run.placement import followed_role, layouts
 from rlflow.run.prepare import read_graph
 from rlflow.settings import Place, Placed
 from rlflow.values.layout import Layout
+from tests.algorithm_factory import made
 from tests.controller.runs import OddCharacters
-from tests.making import made
 
 
 def grpo(**settings: object) -> GRPO:

@@ -16,9 +16,9 @@ from rlflow.loggers import TensorBoardLogger, WandbLogger
 from rlflow.run.folder import RunFolder
 from rlflow.run.recording import closing_lines
 from rlflow.trainer import Trainer
+from tests.algorithm_factory import made
 from tests.controller.runs import answers
 from tests.loggers.test_lightning import Recorded
-from tests.making import made
 from tests.run.test_code_state import git, repository
 
 __all__ = ["repository"]

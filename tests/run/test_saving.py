@@ -232,9 +232,9 @@ def test_what_is_written_two_steps_later_is_the_state_of_the_step_that_was_saved
 @pytest.mark.parametrize("async_save", [False, True])
 def test_who_waits_for_the_run_knows_what_is_saved(model: Path, tmp_path: Path, async_save: bool) -> None:
     fit(run_of(model, tmp_path / "run", save_every_n_steps=2, async_save=async_save))
-    assert status.board().how_to_go_on == "; continue with `--trainer.ckpt_path last`, after step 3"
+    assert status.board().resume_advice == "; continue with `--trainer.ckpt_path last`, after step 3"
     fit(run_of(model, tmp_path / "other", save_every_n_steps=None))
-    assert status.board().how_to_go_on == ""
+    assert status.board().resume_advice == ""
 
 
 def test_a_file_that_changed_is_named_on_all_ranks_before_a_step_is_made(

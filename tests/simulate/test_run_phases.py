@@ -17,7 +17,8 @@ from rlflow.values.layout import Layout
 
 # 3,850 parameters; the largest piece is an embedding of 1,000
 SMALL = ModelSize(hidden=10, intermediate=20, layers=2, heads=2, kv_heads=1, vocabulary=100)
-ZERO3 = LoadedRole(SMALL, Layout(tuple(range(8)), 8), 3, 8, 2, 3850, 3, False, 1, 5, bucket=100, live=1000)
+PARTS = {"reduce_bucket_size": 100, "max_live_parameters": 1000}
+ZERO3 = LoadedRole(SMALL, Layout(tuple(range(8)), 8), 3, 8, 2, 3850, 3, False, 1, 5, **PARTS)
 HALF = replace(ZERO3, layout=Layout(tuple(range(4)), 4), divided_over=4)
 NODES = replace(PRESETS["h100"], gpus_per_node=4, storage_bandwidth=1000.0, node_latency=0.0, network_latency=0.0)
 
@@ -59,7 +60,7 @@ def test_resuming_reads_the_model_and_the_parts_of_the_checkpoint() -> None:
 
 
 def test_roles_are_loaded_one_after_the_other() -> None:
-    frozen = replace(ZERO3, trained=0, moments=0, bucket=0)
+    frozen = replace(ZERO3, trained=0, moments=0, reduce_bucket_size=0)
     part = 3850 / 8
     loading = found({"actor": ZERO3, "reference": frozen})["loading"]
     assert loading.memory == pytest.approx(part * (2 + 4 + 4) + part * 2 + 1000 * 2)

@@ -32,7 +32,7 @@ def test_several_steps_come_to_the_mean_and_deviation_of_all_numbers() -> None:
     assert memory.std(rows)[1:].isnan().all()
 
 
-def test_what_was_not_seen_is_a_number_of_one_s_own() -> None:
+def test_rows_never_seen_get_the_number_given_as_unseen() -> None:
     memory, rows = learned(([3, 7, 3], [1.0, 4.0, 0.0])), torch.tensor([3, 7, 0])
     assert memory.mean(rows, unseen=-1).tolist() == [0.5, 4.0, -1.0]
     assert memory.std(rows, unseen=0)[1:].tolist() == [0.0, 0.0]
@@ -86,7 +86,7 @@ def test_too_few_rows_and_rows_that_were_not_given_are_refused() -> None:
         UserError, match=r"left 1 of 7 prompts for epoch 1, and a step takes 2 \(`data.prompts_per_step`"
     ):
         ChosenRows(lambda epoch, rows: rows[:1], in_order, per_draw=2).begin(0)
-    with pytest.raises(UserError, match="returned row 7, not one given"):
+    with pytest.raises(UserError, match="returned row 7, which it was not given; return rows"):
         ChosenRows(lambda epoch, rows: rows + 3, in_order, per_draw=2).begin(0)
     with pytest.raises(UserError, match=r"return rows that it was given, `\[N\]` int64"):
         ChosenRows(lambda epoch, rows: rows > 3, in_order, per_draw=2).begin(0)

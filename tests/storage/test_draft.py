@@ -65,7 +65,7 @@ def test_while_it_is_renamed_the_folder_before_has_a_name(tmp_path: Path, monkey
     assert found == [True, True]
 
 
-def test_what_a_run_renamed_that_was_killed_then_has_its_name_again(tmp_path: Path) -> None:
+def test_a_folder_renamed_by_a_run_that_was_killed_gets_its_name_back(tmp_path: Path) -> None:
     (tmp_path / "model.before").mkdir()
     (tmp_path / "model.before/old").write_text("old")
     draft = opened(tmp_path)

@@ -15,7 +15,7 @@ from rlflow.strategies import SingleProcess, TrainingStrategy
 from rlflow.values.batch import TokenRows
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
-from tests.saved import write_checkpoint
+from tests.checkpoint_files import write_checkpoint
 from tests.strategies.reference import ROWS, TOKENS
 from tests.strategies.state import Pieces
 from tests.strategies.strategy_update import MICRO_BATCHES, Stage, all_weights, backward, launch, rows_of, trained

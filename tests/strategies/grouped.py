@@ -15,7 +15,7 @@ from rlflow.module import RLModule
 from rlflow.run.optimizers import configure_optimizers
 from rlflow.run.prepare import configure
 from rlflow.strategies import TrainingStrategy
-from tests.saved import write_checkpoint
+from tests.checkpoint_files import write_checkpoint
 from tests.strategies.reference import TEMPERATURE
 from tests.strategies.state import Pieces, pieces
 from tests.strategies.strategy_update import Outcome, Stage, all_weights, backward, launch, trained

@@ -16,7 +16,7 @@ from rlflow.strategies import SingleProcess
 from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
-from tests.saved import save
+from tests.checkpoint_files import save
 from tests.strategies.reference import ROWS, TEMPERATURE
 from tests.strategies.strategy_update import Stage, all_weights, backward, launch, rows_of
 from tests.strategies.tensor_parallel import dividing

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlflow import checkpoint
 from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess, TrainingStrategy
-from tests.saved import write_checkpoint
+from tests.checkpoint_files import write_checkpoint
 from tests.strategies.strategy_update import Stage, all_weights, backward, launch, rows_of, trained
 
 State = dict[str, dict[str, Tensor]]  # by parameter, then kind: full tensors

@@ -16,8 +16,8 @@ from rlflow.strategies.strategy import TrainingStrategy
 from rlflow.values.batch import TokenRows
 from rlflow.values.layout import Layout
 from rlflow.values.ragged import Ragged
-from tests.forks import forked_rows
-from tests.saved import save, write_checkpoint
+from tests.checkpoint_files import save, write_checkpoint
+from tests.prefix_rows import forked_rows
 from tests.strategies.reference import TEMPERATURE
 from tests.strategies.strategy_update import Outcome, Stage, all_weights, backward, launch, rows_of, trained
 

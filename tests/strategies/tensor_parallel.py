@@ -19,8 +19,8 @@ from rlflow.models.scalar import ValueModel
 from rlflow.strategies import FSDPStrategy, TrainingStrategy
 from rlflow.testing.derivative import wide_casts
 from rlflow.values.layout import Layout
+from tests.checkpoint_files import save, write_checkpoint
 from tests.ranks import RankPool
-from tests.saved import save, write_checkpoint
 from tests.strategies.averages import DECAY
 from tests.strategies.reference import TEMPERATURE, distance, plain_update
 from tests.strategies.state import ADAMW, Pieces

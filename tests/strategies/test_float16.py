@@ -18,8 +18,8 @@ from rlflow.models.optimizer import Optimizer
 from rlflow.strategies import DeepSpeedStrategy, SingleProcess
 from rlflow.strategies.distributed import DistributedStrategy
 from rlflow.strategies.role import FIRST, LONG, LossScale
+from tests.checkpoint_files import write_checkpoint
 from tests.ranks import RankPool
-from tests.saved import write_checkpoint
 from tests.strategies.reference import distance, plain_update
 from tests.strategies.strategy_update import Stage, all_weights, backward, launch, trained
 

@@ -16,9 +16,9 @@ import yaml
 from safetensors.torch import load_file
 
 from rlflow.models.tiny import write_tiny_model
+from tests.checkpoint_files import load_model
 from tests.own_folder import command
 from tests.ranks import RankPool
-from tests.saved import load_model
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
 

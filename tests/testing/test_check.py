@@ -99,7 +99,7 @@ def test_the_message_of_an_assertion_has_the_table() -> None:
         check(grpo(MeanOverMicroBatch))
 
 
-def test_what_is_meant_is_not_wrong_and_the_table_says_so() -> None:
+def test_a_dependence_that_is_meant_is_no_error_and_the_table_says_so() -> None:
     named_twice = examine(grpo(RowBefore), columns=only("order")), examine(grpo(MeansOrder), columns=only("order"))
     assert [named(report) for report in named_twice] == [{"order": "advantages"}, {}]
     assert "meant: `advantages`" in str(named_twice[1])

@@ -58,7 +58,7 @@ def test_a_part_without_rows_decides_neither_dtype_nor_shape() -> None:
     assert join_rows([torch.zeros(0, 3), torch.zeros(0, 3)], PerSample).shape == (0, 3)
 
 
-def test_what_stayed_elsewhere_for_one_part_is_missing_from_the_whole() -> None:
+def test_a_column_not_sent_in_one_part_is_not_sent_in_the_joined_rows() -> None:
     @dataclass(frozen=True)
     class ParsedTurn:
         texts: Annotated[list[str], ColumnKind.JSON]

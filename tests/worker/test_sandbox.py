@@ -130,7 +130,7 @@ def test_output_beyond_the_limit_is_dropped(sandbox: Sandbox) -> None:
 def test_a_program_ends_with_the_worker_that_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
     with contextlib.closing(Worker(Limits(timeout_s=3, memory_mb=None))) as worker, pytest.raises(WorkerTimeout):
-        worker.function("harm.run_a_program_without_end")
+        worker.function("harmful_code.run_a_program_without_end")
     until = time.monotonic() + 10
     while (left := _without_end()) and time.monotonic() < until:
         time.sleep(0.01)
@@ -140,11 +140,11 @@ def test_a_program_ends_with_the_worker_that_runs_it(monkeypatch: pytest.MonkeyP
 def test_a_program_in_a_worker_of_less_memory_has_the_worker_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
     with contextlib.closing(Worker(Limits(memory_mb=2048))) as worker:
-        assert worker.function("harm.run_a_program", 8192) == "1\n"
+        assert worker.function("harmful_code.run_a_program", 8192) == "1\n"
 
 
 def _without_end() -> list[int]:
-    """The processes of `harm.run_a_program_without_end`: the one that waits, by its settings, and the one that runs."""
+    """Processes of `run_a_program_without_end`: the one that waits, by its settings, and the one that runs."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

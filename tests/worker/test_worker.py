@@ -35,53 +35,57 @@ def worker() -> Iterator[Worker]:
 
 
 def test_functions_and_coroutines_give_their_values(worker: Worker) -> None:
-    assert worker.function("harm.add", 1, b=2.5) == 3.5
-    assert worker.function("harm.add_later", 1, 2) == 3
+    assert worker.function("harmful_code.add", 1, b=2.5) == 3.5
+    assert worker.function("harmful_code.add_later", 1, 2) == 3
     assert worker.starts == 1
 
 
 def test_an_object_is_kept_from_call_to_call(worker: Worker) -> None:
-    worker.make("harm.Counter")
+    worker.make("harmful_code.Counter")
     assert [worker.call("step"), worker.call("step", by=3)] == [1, 4]
-    worker.make("harm.Counter")
+    worker.make("harmful_code.Counter")
     assert worker.call("step") == 1
 
 
 @pytest.mark.parametrize("function", ["spin", "spin_in_c"])
 def test_what_takes_too_long_is_killed_within_its_time(worker: Worker, function: str) -> None:
-    worker.function("harm.add", 1, 2)  # it has started
+    worker.function("harmful_code.add", 1, 2)  # it has started
     began = time.monotonic()
-    with pytest.raises(WorkerTimeout, match=rf"`harm.{function}` took longer than 1 s"):
-        worker.function(f"harm.{function}")
+    with pytest.raises(WorkerTimeout, match=rf"`harmful_code.{function}` took longer than 1 s"):
+        worker.function(f"harmful_code.{function}")
     assert time.monotonic() - began < 5
     assert not worker.runs
-    assert worker.function("harm.add", 1, 2) == 3, "the next call has a new process"
+    assert worker.function("harmful_code.add", 1, 2) == 3, "the next call has a new process"
 
 
 def test_a_call_that_raises_is_one_line_and_the_worker_still_works(worker: Worker) -> None:
-    with pytest.raises(WorkerRaised, match=r"^`harm.complain` raised ValueError at harm.py:\d+: of two lines$"):
-        worker.function("harm.complain")
-    with pytest.raises(WorkerRaised, match=r"`harm\.give_up` raised SystemExit"):
-        worker.function("harm.give_up")
-    with pytest.raises(WorkerRaised, match=r"`harm\.what_is_no_json` raised TypeError"):
-        worker.function("harm.what_is_no_json")
-    with pytest.raises(WorkerRaised, match=r"`harm\.nothing` raised AttributeError"):
-        worker.function("harm.nothing")
+    with pytest.raises(
+        WorkerRaised, match=r"^`harmful_code.complain` raised ValueError at harmful_code.py:\d+: of two lines$"
+    ):
+        worker.function("harmful_code.complain")
+    with pytest.raises(WorkerRaised, match=r"`harmful_code\.give_up` raised SystemExit"):
+        worker.function("harmful_code.give_up")
+    with pytest.raises(WorkerRaised, match=r"`harmful_code\.what_is_no_json` raised TypeError"):
+        worker.function("harmful_code.what_is_no_json")
+    with pytest.raises(WorkerRaised, match=r"`harmful_code\.nothing` raised AttributeError"):
+        worker.function("harmful_code.nothing")
     assert worker.starts == 1
 
 
 def test_a_fork_of_the_code_ends_and_answers_nobody(worker: Worker) -> None:
-    codes = [worker.function("harm.code_of_a_fork", does) for does in ("pass", "exit()", "exit(3)", "1 / 0")]
+    codes = [worker.function("harmful_code.code_of_a_fork", does) for does in ("pass", "exit()", "exit(3)", "1 / 0")]
     assert codes == [0, 0, 1, 1]
-    assert worker.function("harm.add", 1, 2) == 3
+    assert worker.function("harmful_code.add", 1, 2) == 3
 
 
 def test_a_process_that_leaves_is_named_with_its_code_and_last_words() -> None:
     worker = Worker(Limits(timeout_s=30))
-    with pytest.raises(WorkerDied, match=r"`harm\.leave` ended its process with code 0; its last line was 'so long'"):
-        worker.function("harm.leave")
-    with pytest.raises(WorkerDied, match=r"`harm\.close_the_pipes` closed the pipe of its answers"):
-        worker.function("harm.close_the_pipes")
+    with pytest.raises(
+        WorkerDied, match=r"`harmful_code\.leave` ended its process with code 0; its last line was 'so long'"
+    ):
+        worker.function("harmful_code.leave")
+    with pytest.raises(WorkerDied, match=r"`harmful_code\.close_the_pipes` closed the pipe of its answers"):
+        worker.function("harmful_code.close_the_pipes")
     assert not worker.runs
 
 
@@ -93,31 +97,31 @@ def test_an_interpreter_that_prints_as_it_starts_is_not_in_the_way_of_answers(
     (packages,) = tmp_path.glob("lib/python*/site-packages")
     (packages / "greeting.pth").write_text("import sys; print('welcome', repr(sys.stdin.read()))\n")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    assert worker.function("harm.add", 1, 2) == 3
+    assert worker.function("harmful_code.add", 1, 2) == 3
     worker.close()
     assert {*worker.printed.splitlines()} == {"welcome ''"}
 
 
 def test_programs_that_the_code_starts_do_not_get_the_socket_of_answers(worker: Worker) -> None:
-    assert worker.function("harm.sockets_of_a_program") == 0
+    assert worker.function("harmful_code.sockets_of_a_program") == 0
 
 
 def test_memory_and_files_have_their_limits(worker: Worker, tmp_path: Path) -> None:
     with pytest.raises(WorkerRaised, match="raised MemoryError"):
-        worker.function("harm.take_memory")
+        worker.function("harmful_code.take_memory")
     with pytest.raises((WorkerRaised, WorkerDied), match=r"File too large|SIGXFSZ"):
-        worker.function("harm.write_much", str(tmp_path / "much"))
+        worker.function("harmful_code.write_much", str(tmp_path / "much"))
     assert (tmp_path / "much").stat().st_size <= 4 << 20
 
 
 def test_output_is_read_whatever_its_length_and_its_end_is_kept(worker: Worker) -> None:
-    assert worker.function("harm.talk", 100) == 100
+    assert worker.function("harmful_code.talk", 100) == 100
     assert 0 < len(worker.printed) <= 8 << 10
 
 
 def test_long_arguments_and_values_pass() -> None:
     with closing(Worker(Limits())) as worker:
-        assert len(worker.function("harm.add", "a" * (1 << 20), "b" * (1 << 20))) == 2 << 20
+        assert len(worker.function("harmful_code.add", "a" * (1 << 20), "b" * (1 << 20))) == 2 << 20
 
 
 @pytest.mark.parametrize(
@@ -126,7 +130,7 @@ def test_long_arguments_and_values_pass() -> None:
 def test_no_process_that_a_worker_started_is_left(function: str, processes: int, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     with closing(Worker(Limits(timeout_s=10))) as worker, pytest.raises(WorkerTimeout):
-        worker.function(f"harm.{function}", str(pids))
+        worker.function(f"harmful_code.{function}", str(pids))
     started = [int(line) for line in pids.read_text().split()]
     assert len(started) == processes
     assert [pid for pid in started if _lives(pid)] == []
@@ -136,7 +140,7 @@ def test_a_worker_ends_with_an_orphan_that_a_call_left_and_else_takes_the_next(w
     worker.adopt()
     worker.close_if_others_run()
     assert worker.runs
-    orphan = worker.function("harm.leave_an_orphan", 60)
+    orphan = worker.function("harmful_code.leave_an_orphan", 60)
     assert _lives(orphan)
     worker.close_if_others_run()
     assert not worker.runs
@@ -144,21 +148,21 @@ def test_a_worker_ends_with_an_orphan_that_a_call_left_and_else_takes_the_next(w
 
 
 def test_the_end_of_a_worker_does_not_wait_for_a_process_that_may_still_print(worker: Worker) -> None:
-    orphan, began = worker.function("harm.leave_a_printer"), time.monotonic()
+    orphan, began = worker.function("harmful_code.leave_a_printer"), time.monotonic()
     worker.close()
     assert time.monotonic() - began < 20
     os.kill(orphan, signal.SIGKILL)
 
 
 def test_an_orphan_that_ends_is_not_a_zombie_of_a_worker_that_adopts_none(worker: Worker) -> None:
-    orphan, own = worker.function("harm.leave_an_orphan", 60), worker.function("harm.own_id")
+    orphan, own = worker.function("harmful_code.leave_an_orphan", 60), worker.function("harmful_code.own_id")
     assert psutil.Process(own).children() == []
     os.kill(orphan, signal.SIGKILL)
 
 
 def die(worker: Worker) -> int:
     """Kill its process, which it does not know; the id of that."""
-    pid: int = worker.function("harm.own_id")
+    pid: int = worker.function("harmful_code.own_id")
     os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + 10
     while worker.runs and time.monotonic() < until:
@@ -206,7 +210,7 @@ def test_another_s_program_that_starts_does_not_have_all_processes_looked_at_aga
     assert len(scans) < 10
 
 
-def test_what_a_program_left_that_ended_as_it_was_looked_at_is_killed(
+def test_a_process_left_by_a_program_that_ends_during_the_search_is_killed(
     worker: Worker, starting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exe, left = psutil.Process.exe, []
@@ -228,9 +232,9 @@ def test_what_a_program_left_that_ended_as_it_was_looked_at_is_killed(
 def test_processes_that_multiply_are_killed() -> None:
     before = {process.pid for process in psutil.process_iter()}
     with closing(Worker(Limits(timeout_s=0.5))) as worker:
-        worker.function("harm.add", 1, 2)
+        worker.function("harmful_code.add", 1, 2)
         with pytest.raises(WorkerTimeout):
-            worker.function("harm.multiply")
+            worker.function("harmful_code.multiply")
     own = f'"parent": {os.getpid()},'  # in the arguments of this process's workers
     left = [p for p in psutil.process_iter() if p.pid not in before and _lives(p.pid) and own in _command(p.pid)]
     assert left == []
@@ -240,7 +244,7 @@ def test_a_worker_dies_with_the_process_that_made_it(tmp_path: Path) -> None:
     code = (
         f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from rlflow.worker import Limits, Worker\n"
-        "worker = Worker(Limits()); worker.function('harm.add', 1, 2)\n"
+        "worker = Worker(Limits()); worker.function('harmful_code.add', 1, 2)\n"
         "print(worker._process.pid, flush=True); os.kill(os.getpid(), 9)\n"
     )
 

@@ -206,7 +206,8 @@ class VLLMEngine(InProcessEngine):
             return  # the cache there is what memory is left
         if self.block_size is not None and self.block_size % CPU_BLOCK:
             raise UserError(
-                f"`block_size` is {self.block_size}, and vLLM's attention on the CPU takes multiples of {CPU_BLOCK}"
+                f"`block_size` is {self.block_size}, and vLLM's attention on the CPU takes multiples of {CPU_BLOCK};"
+                " give one, or leave it out"
             )
         block = self.block_size or CPU_BLOCK
         blocks = -(-(prompt + response) // block) + 1  # one is vLLM's own
@@ -486,7 +487,9 @@ class VLLMEngine(InProcessEngine):
         if self._processor is not None:  # features of the tower as it was
             self._llm.llm_engine.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
-            raise WeightSyncError("vLLM did not reset its prefix cache: requests are still in progress")
+            raise WeightSyncError(
+                "vLLM did not reset its prefix cache: requests are still in progress; sync the weights after they end"
+            )
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load by vLLM's own loader, which packs weights again where the CPU build computes with packed ones."""

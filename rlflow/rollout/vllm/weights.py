@@ -322,8 +322,9 @@ TRANSPOSED = {  # GPT-OSS's: [E, in, out], gate and up alternate
 
 
 def unserved_experts(config: PretrainedConfig, tensor_parallel_size: int, on_cpu: bool) -> str | None:
-    """Reason why `VLLMEngine` refuses a mixture of experts, as in `unserved`; None if it takes the model, or the model
-    is not a mixture.
+    """Reason why `VLLMEngine` refuses a mixture of experts, as in `unserved`; None if it takes the model.
+
+    It is None also if the model is not a mixture.
 
     Args:
         config: The transformers configuration of the model's text part.

@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 PROJECT = HERE.parent
 STORE = PROJECT / "runs" / "passed.json"
 CODE = ("rlflow", "algorithms", "configs", "requirements/*.lock")
-SHARED = (HERE / "conftest.py", HERE / "passed.py")
+SHARED = (HERE / "conftest.py", HERE / "passed_tests.py")
 LONGEST = 300  # characters of what was seen in a row of the table
 
 

@@ -1,6 +1,6 @@
 """One training run with its data by all-to-all and through rank 0: the same bits; bytes and seconds of each way.
 
-    python benchmarks/hub.py
+    python benchmarks/central_rank.py
 
 GRPO with a frozen reference on three gloo ranks: engines on ranks 0 and 1, the actor on ranks 1 and 2, the reference on
 all, so that every value moves. Everything is computed, on whatever cores there are; transformers generates. The run is

@@ -1,4 +1,4 @@
-"""Count the files that a reader opens to follow one prompt: python -m benchmarks.walk
+"""Count the files that a reader opens to follow one prompt: python -m benchmarks.files_per_prompt
 
 A small GRPO run on one rank; from the task that loads the rows of step 2 to the end of the sync of step 3, the files
 of rlflow and its algorithms in which a function ran, these functions, and their lines of code. `--files` lists the
