@@ -108,9 +108,10 @@ def add_adapters(model: Any, lora: LoRA, head: str | None) -> None:
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
+        why = str(error).splitlines()[0].rstrip("(")  # peft prints a layer over several lines
         raise UserError(
-            f"`lora.targets` is {lora.targets!r}, which peft refuses ({str(error).splitlines()[0]}); name linear layers"
-            " of the model, or give `all-linear`"
+            f"`lora.targets` is {lora.targets!r}, which peft refuses ({why}); name linear layers of the model, or give"
+            " `all-linear`"
         ) from error
     for name, layer in adapted_layers(model):
         linear = isinstance(layer.get_base_layer(), nn.Linear)
