@@ -62,8 +62,9 @@ class Environment:
         on_failure: Treatment of a conversation whose environment raises, takes too long or dies. `raise` ends the
             run. `zero` replaces the environment's rewards by 0. `mask` does the same, and leaves the conversation out
             of the loss. A tool that raises is not a failure: the policy reads the error.
-        lockstep: With `timeout_s`, let all open conversations of a rank take their turns together. Then engines compute
-            the same batches in every run, in whatever order environments answer. Without `timeout_s` this is always so.
+        lockstep: With `timeout_s`, let the next turns of all open conversations of a rank begin together. Then engines
+            compute the same batches in every run, in whatever order environments answer. Without `timeout_s` this is
+            always so.
         max_concurrent: Maximum number of calls in progress at the same time on a rank, if methods or tools are
             coroutines and `timeout_s` is not set. Code without coroutines is called one call at a time.
 
